@@ -1,0 +1,64 @@
+# Everything a checkout needs: each target sets up its own .venv first, once.
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+READY  := $(VENV)/.ready
+
+# Arguments for one call: `make run ARGS="experiment=resnet20_cifar10 seed=1"`, `make test ARGS="-k parity"`.
+ARGS ?=
+# Test processes; each one computes in a single thread, so the machine is not oversubscribed.
+JOBS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-slow test-gpu lint format bench notebooks clean clean-all
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## install growlab and its pinned dependencies into .venv (the other targets do it too)
+
+# `ensurepip` is a package of its own on Debian: without it, the system's pip fills the environment.
+$(READY): pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "growlab needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(PY) || { echo "Making $(VENV) (once; about 6 GB)"; $(PYTHON) -m venv $(VENV) >/dev/null 2>&1; } \
+		|| { $(PYTHON) -m venv --clear --without-pip $(VENV) \
+			&& $(PYTHON) -m pip --python $(PY) install --quiet pip; }
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+run: $(READY)  ## the main job: grow a network on the digits data and print its results (ARGS="..." to change it)
+	$(PY) -m growlab $(ARGS)
+
+test: $(READY)  ## every test that needs neither a GPU nor patience
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) $(ARGS)
+
+test-slow: $(READY)  ## the tests marked slow
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu" $(ARGS)
+
+test-gpu: $(READY)  ## the tests that need a CUDA device
+	$(PY) -m pytest -m gpu $(ARGS)
+
+lint: $(READY)  ## formatting, lint rules and types
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+format: $(READY)  ## rewrite the code in the house format
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+bench: $(READY)  ## measure what growing and rate adaptation cost
+	$(PY) -m pytest --override-ini=python_files='bench_*.py' -m "" -s tests/benchmarks $(ARGS)
+
+notebooks: $(READY)  ## run every notebook anew, in place
+	$(VENV)/bin/jupyter-execute --inplace notebooks/*.ipynb
+
+clean:  ## remove caches and build outputs (keeps .venv and runs)
+	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+clean-all: clean  ## remove .venv as well
+	rm -rf $(VENV)
