@@ -1,0 +1,99 @@
+"""Shift, mirror and normalise a batch of images at once.
+
+Shape suffixes: B images, H rows, W columns, C channels.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from growlab.data.order import AUGMENT, draws
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Random shifts of up to `shift` pixels with zero padding, and mirroring left to right with chance 1/2.
+
+    The same as torchvision's `RandomCrop(size, padding=shift)` followed by `RandomHorizontalFlip()` on the raw
+    image, as He et al. 2016 train on CIFAR; the draws are a function of (seed, epoch, index of the image) alone.
+    """
+
+    shift: int = 0
+    mirror: bool = False
+
+    def draw(self, indices_B: np.ndarray, seed: int, epoch: int) -> Tensor:
+        """Return int64 [3, B]: top and left corner of the crop in the padded image (0..2*shift), and 1 = mirrored."""
+        bits_B = draws(indices_B, AUGMENT, seed, epoch)
+        positions = np.uint64(2 * self.shift + 1)
+        word = np.uint64(0xFFFFF)
+        # Twenty bits of the word for each draw; scaling them instead of a remainder keeps positions equally likely.
+        top_B = ((bits_B >> np.uint64(1)) & word) * positions >> np.uint64(20)
+        left_B = ((bits_B >> np.uint64(21)) & word) * positions >> np.uint64(20)
+        mirrored_B = (bits_B & np.uint64(1)) * np.uint64(self.mirror)
+        return torch.from_numpy(np.stack([top_B, left_B, mirrored_B]).astype(np.int64))
+
+    def apply(self, images_BHWC: Tensor, draw_3B: Tensor) -> Tensor:
+        """Return the shifted and mirrored images, same shape, type and device."""
+        if not self.shift and not self.mirror:
+            return images_BHWC
+        B, H, W, C = images_BHWC.shape
+        top_B, left_B, mirrored_B = draw_3B
+        s = self.shift
+        padded = images_BHWC.new_zeros(B, H + 2 * s, W + 2 * s, C)
+        padded[:, s : s + H, s : s + W] = images_BHWC
+        device = images_BHWC.device
+        rows_BH = top_B[:, None] + torch.arange(H, device=device)
+        columns_W = torch.arange(W, device=device)
+        columns_BW = left_B[:, None] + torch.where(mirrored_B[:, None] == 1, W - 1 - columns_W, columns_W)
+        rows_BH = rows_BH + (H + 2 * s) * torch.arange(B, device=device)[:, None]
+        # One gather of whole pixels does shift and mirror together.
+        pixels_BHW = rows_BH[:, :, None] * (W + 2 * s) + columns_BW[:, None, :]
+        return padded.view(-1, C).index_select(0, pixels_BHW.view(-1)).view(B, H, W, C)
+
+
+class Normalisation:
+    """(image / 255 - mean) / std for each channel, from uint8 [B, H, W, C] to float32 [B, C, H, W].
+
+    Args:
+        mean: one number a channel, on the scale 0..1.
+        std: one number a channel, on the scale 0..1; 0 (a constant channel) counts as 1.
+    """
+
+    def __init__(self, mean: list[float], std: list[float]) -> None:
+        scale = np.array([1 / (255 * (s or 1.0)) for s in std])
+        offset = -255 * np.array(mean) * scale
+        self._scale_C = torch.tensor(scale, dtype=torch.float32)
+        self._offset_C = torch.tensor(offset, dtype=torch.float32)
+        self._rows: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def apply(self, images_BHWC: Tensor, channels_last: bool = True) -> Tensor:
+        """Return the normalised images; `channels_last` says how they lie in memory."""
+        B, H, W, C = images_BHWC.shape
+        key = (W, images_BHWC.device)
+        if key not in self._rows:
+            # Repeated along a row, so that the inner loop is long: ten times as fast as broadcasting three numbers.
+            self._rows[key] = (
+                self._scale_C.repeat(W).to(images_BHWC.device),
+                self._offset_C.repeat(W).to(images_BHWC.device),
+            )
+        scale, offset = self._rows[key]
+        x_BHWC = images_BHWC.reshape(B, H, W * C).float().mul_(scale).add_(offset).view(B, H, W, C)
+        x_BCHW = x_BHWC.permute(0, 3, 1, 2)
+        return x_BCHW if channels_last else x_BCHW.contiguous()
+
+
+def channel_statistics(images_NHWC: Tensor) -> tuple[list[float], list[float]]:
+    """Return mean and population standard deviation of each channel on the scale 0..1, of uint8 images."""
+    N, H, W, C = images_NHWC.shape
+    total_C = torch.zeros(C, dtype=torch.float64)
+    squares_C = torch.zeros(C, dtype=torch.float64)
+    # 256 * 255^2 < 2^24: the sums over 256 images are whole numbers that float32 holds exactly.
+    for images in images_NHWC.split(256):
+        x = images.reshape(len(images), -1).float()
+        total_C += x.sum(0).double().view(H * W, C).sum(0).cpu()
+        squares_C += x.square_().sum(0).double().view(H * W, C).sum(0).cpu()
+    mean_C = total_C / (N * H * W)
+    std_C = (squares_C / (N * H * W) - mean_C**2).clamp(min=0).sqrt()
+    return (mean_C / 255).tolist(), (std_C / 255).tolist()

@@ -1,0 +1,135 @@
+"""Decoded images kept in the user's cache folder, so that only the first run pays for decoding."""
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+
+from growlab.data.images import EncodedImages, ImageArray
+from growlab.errors import UserError
+from growlab.files import write_atomically
+
+log = logging.getLogger(__name__)
+
+# Below this many images decoding is as quick as reading a cache.
+_WORTH_CACHING = 2000
+
+
+def cache_dir() -> Path:
+    """Return growlab's folder in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`)."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "growlab"
+
+
+def files_fingerprint(paths: Sequence[Path]) -> str:
+    """Return a text that changes when one of the files does: absolute names, sizes, times of change."""
+    lines = []
+    for path in paths:
+        stat = path.stat()
+        lines.append(f"{path.resolve()}\t{stat.st_size}\t{stat.st_mtime_ns}")
+    return "\n".join(lines)
+
+
+def decoded(images: EncodedImages) -> ImageArray:
+    """Return the images decoded, from the cache if it holds them.
+
+    A few images of a large set are decoded alone; else the whole set is decoded once and cached. A cache that is
+    torn, foreign or unwritable costs time, never the run.
+
+    Raises:
+        UserError: an image cannot be read, or images differ in size.
+    """
+    labels_N = torch.from_numpy(images.labels)
+    total = len(images.payloads)
+    if total < _WORTH_CACHING:
+        return ImageArray(_decode(images), labels_N, images.classes)
+    frame = images.frame
+    key = f"{images.payloads.fingerprint()}\n{images.image_size} {frame}"
+    path = _path(key, ".npy")
+    shape = (total, frame.height, frame.width, frame.channels)
+    array = _load(path, shape)
+    if array is None and len(images) < total // 4:
+        return ImageArray(_decode(images), labels_N, images.classes)
+    if array is None:
+        with locked(path):
+            # Another process may have written it while this one waited.
+            array = _load(path, shape)
+            if array is None:
+                array = _decode(images.everything()).numpy()
+                _store(path, array)
+    everything = ImageArray(torch.from_numpy(array), torch.zeros(total, dtype=torch.int64), images.classes)
+    return ImageArray(everything.select(images.positions).images_NHWC, labels_N, images.classes)
+
+
+def cached_file(key: str, suffix: str, write: Callable[[BinaryIO], None]) -> Path:
+    """Return the cache's file for this key, written first if it is not there.
+
+    Raises:
+        UserError: the cache folder cannot be written.
+    """
+    path = _path(key, suffix)
+    with locked(path):
+        if not path.exists():
+            write_atomically(path, write)
+    return path
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process at a time in, where the cache folder can be written; else everyone."""
+    lock = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path.with_name(path.name + ".lock"))
+        lock.acquire(timeout=3600)
+    except (OSError, NotImplementedError, Timeout):
+        lock = None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _path(key: str, suffix: str) -> Path:
+    return cache_dir() / "decoded" / (hashlib.sha256(key.encode()).hexdigest()[:24] + suffix)
+
+
+def _decode(images: EncodedImages) -> torch.Tensor:
+    # Threads: PIL decodes without holding the interpreter's lock.
+    _ = images.frame
+    chunks = np.array_split(np.arange(len(images)), max(1, len(images) // 512))
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        return torch.cat(list(pool.map(images.read, chunks)))
+
+
+def _load(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError) as error:
+        log.warning("ignoring the unreadable cache %s (%s)", path, error)
+        return None
+    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.shape != shape:
+        log.warning("ignoring the cache %s: it is not what was written for these images", path)
+        return None
+    return array
+
+
+def _store(path: Path, array: np.ndarray) -> None:
+    def write(file: Any) -> None:
+        np.save(file, array, allow_pickle=False)
+
+    try:
+        write_atomically(path, write)
+    except UserError as error:
+        log.warning("decoded images are not kept for the next run: %s", error)

@@ -1,0 +1,27 @@
+"""The 1,797 handwritten digits that come with scikit-learn: 8x8 pixels, no download."""
+
+import numpy as np
+import torch
+
+from growlab.data.images import ImageArray
+from growlab.data.split import stratified_split
+from growlab.errors import UserError
+
+
+def load_digits() -> tuple[ImageArray, ImageArray]:
+    """Return the training set (1,438 images) and the test set (359), a fixed stratified split.
+
+    Pixels are scaled from scikit-learn's 0..16 to 0..255.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UserError(
+            "the digits come with scikit-learn: install it (pip install scikit-learn)."
+        ) from error
+    bunch = load_digits()
+    images_NHWC = torch.from_numpy(np.rint(bunch.images * (255 / 16)).astype(np.uint8)[..., None])
+    labels = bunch.target.astype(np.int64)
+    everything = ImageArray(images_NHWC, torch.from_numpy(labels), tuple(str(digit) for digit in range(10)))
+    train, test = stratified_split(labels, fraction=0.2, seed=0)
+    return everything.select(train), everything.select(test)

@@ -1,0 +1,248 @@
+"""The Lightning data module for labelled images."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from lightning import LightningDataModule
+from torch import Tensor
+
+from growlab.data.augment import Augmentation, Normalisation, channel_statistics
+from growlab.data.cache import decoded
+from growlab.data.images import EncodedImages, ImageArray
+from growlab.data.loaders import EpochPlan, MemoryLoader, StreamLoader
+from growlab.data.sources import Images, open_images
+from growlab.data.split import first_balanced, stratified_split
+from growlab.errors import UserError
+
+VALIDATIONS = ("none", "split", "test")
+# Decoded images up to this many bytes are held in memory unless `in_memory` says otherwise.
+_IN_MEMORY_BYTES = 2 << 30
+# Images of a streamed training set from which mean and standard deviation are estimated.
+_STATISTICS_IMAGES = 4096
+
+
+class ImageData(LightningDataModule):
+    """Labelled images, by name or from a folder, as augmented and normalised batches.
+
+    A batch is (x float32 [B, C, H, W], y int64 [B]). Order and augmentation are functions of (seed, epoch, image)
+    alone, so a resumed run and a run on another number of ranks see the same images. The attributes `num_classes`,
+    `image_shape` (C, H, W), `num_train`, `num_val`, `num_test`, `mean` and `std` are known after `setup()`.
+
+    Args:
+        name: digits, cifar10, cifar100, mnist, fashion_mnist, or any name for data that lies in `root`.
+        root: folder with torchvision's files, Hugging Face Parquet files or `train/<class>/*.png`; None =
+            `$GROWLAB_DATA/<name>`, else `~/.cache/growlab/<name>`; digits without a root come from scikit-learn.
+        download: fetch the data where nothing is there.
+        batch_size: images in a training batch over all ranks; B_base of Eq. 8 of the growth schedule.
+        eval_batch_size: images in a validation or test batch over all ranks.
+        shift: largest random shift of a training image in pixels, padded with zeros; 0 = none.
+        mirror: whether training images are mirrored left to right with chance 1/2.
+        mean: of each channel on the scale 0..1; None = computed from the training images.
+        std: likewise.
+        validation: "none"; "split": part of the training set; "test": the test set, to be watched, not selected on.
+        validation_fraction: the part that "split" takes.
+        split_seed: decides which images "split" takes, whatever the seed of the run.
+        limit_train: use only so many training images, the first ones of each class.
+        limit_test: likewise of the test set.
+        image_size: bring images in folders and Parquet files to this many pixels square; None = as they are.
+        channels_last: memory layout of the batches.
+        seed: of order and augmentation.
+        in_memory: hold decoded images as one tensor on the training device; None = up to 2 GiB.
+        num_workers: processes that read images if they are not held in memory.
+
+    Raises:
+        UserError: an argument cannot be used; from `setup()` also, the data cannot be found or read.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        root: str | None = None,
+        download: bool = True,
+        batch_size: int = 128,
+        eval_batch_size: int = 1000,
+        shift: int = 0,
+        mirror: bool = False,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        validation: str = "none",
+        validation_fraction: float = 0.1,
+        split_seed: int = 0,
+        limit_train: int | None = None,
+        limit_test: int | None = None,
+        image_size: int | None = None,
+        channels_last: bool = True,
+        seed: int = 0,
+        in_memory: bool | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        _check("batch_size", batch_size, 1)
+        _check("eval_batch_size", eval_batch_size, 1)
+        _check("shift", shift, 0)
+        _check("num_workers", num_workers, 0)
+        for key, value in {
+            "limit_train": limit_train,
+            "limit_test": limit_test,
+            "image_size": image_size,
+        }.items():
+            if value is not None:
+                _check(key, value, 1)
+        if validation not in VALIDATIONS:
+            raise UserError(
+                f"data.validation={validation} is unknown; choose one of {', '.join(VALIDATIONS)}."
+            )
+        if not 0 < validation_fraction < 1:
+            raise UserError(f"data.validation_fraction={validation_fraction} must lie between 0 and 1.")
+        self.name, self.root, self.download = name, root, download
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
+        self.augmentation = Augmentation(shift, mirror)
+        self.validation, self.validation_fraction, self.split_seed = (
+            validation,
+            validation_fraction,
+            split_seed,
+        )
+        self.limit_train, self.limit_test = limit_train, limit_test
+        self.image_size, self.channels_last, self.seed = image_size, channels_last, seed
+        self.in_memory, self.num_workers = in_memory, num_workers
+        self.mean = [float(value) for value in mean] if mean is not None else None
+        self.std = [float(value) for value in std] if std is not None else None
+        #: Global batch size of an epoch, set by the experiment from the growth schedule; None = `batch_size`.
+        self.batch_size_at_epoch: Callable[[int], int] | None = None
+        self._train: Images | None = None
+
+    def prepare_data(self) -> None:
+        """Fetch and decode what is not there yet; Lightning calls this in one process a machine."""
+        self.setup()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the data, once."""
+        if self._train is not None:
+            return
+        train, test = open_images(self.name, self.root, self.download, self.image_size)
+        train = train.select(first_balanced(train.labels, self.limit_train or len(train)))
+        test = test.select(first_balanced(test.labels, self.limit_test or len(test)))
+        if self._fits(train):
+            train = decoded(train) if isinstance(train, EncodedImages) else train
+        if self._fits(test):
+            test = decoded(test) if isinstance(test, EncodedImages) else test
+        self._val: Images | None = test if self.validation == "test" else None
+        if self.validation == "split":
+            kept, held_out = stratified_split(train.labels, self.validation_fraction, self.split_seed)
+            if not len(kept) or not len(held_out):
+                raise UserError(
+                    f"data.validation_fraction={self.validation_fraction} of {len(train)} training images leaves "
+                    "nothing to train or to validate on; choose another fraction."
+                )
+            train, self._val = train.select(kept), train.select(held_out)
+        self._test = test
+        frame = train.frame
+        self.image_shape = (frame.channels, frame.height, frame.width)
+        self.num_classes = len(train.classes)
+        self.num_train, self.num_test = len(train), len(test)
+        self.num_val = len(self._val) if self._val is not None else 0
+        if test.frame != frame:
+            raise UserError(
+                f"test images {test.frame} differ from training images {frame}; set data.image_size=N."
+            )
+        self._set_statistics(train)
+        self._train = train
+
+    def train_dataloader(self) -> MemoryLoader | StreamLoader:
+        """Return the batches of the trainer's current epoch (0 without a trainer).
+
+        Raises:
+            UserError: the number of processes does not divide the batch size.
+        """
+        epoch = self.trainer.current_epoch if self.trainer is not None else 0
+        batch_size = self.global_batch_size(epoch)
+        rank, world_size = self._place()
+        if batch_size % world_size:
+            raise UserError(
+                f"a batch of {batch_size} images does not divide among {world_size} processes; choose a "
+                f"data.batch_size that {world_size} divides, or another number of devices."
+            )
+        plan = EpochPlan(self.num_train, batch_size, self.seed, epoch, self.augmentation, rank, world_size)
+        self._train = self._on_device(self._train)
+        return self._loader(self._train, plan)
+
+    def val_dataloader(self) -> MemoryLoader | StreamLoader | list:
+        """Return the validation images in order; an empty list without validation."""
+        if self._val is None:
+            return []
+        self._val = self._on_device(self._val)
+        return self._evaluation(self._val)
+
+    def test_dataloader(self) -> MemoryLoader | StreamLoader:
+        """Return the test images in order."""
+        self._test = self._on_device(self._test)
+        return self._evaluation(self._test)
+
+    def global_batch_size(self, epoch: int) -> int:
+        """Return the number of images in a training batch of this epoch, over all ranks."""
+        return self.batch_size_at_epoch(epoch) if self.batch_size_at_epoch is not None else self.batch_size
+
+    def num_steps(self, epoch: int) -> int:
+        """Return the number of training batches, and so of optimizer steps, in this epoch."""
+        return -(-self.num_train // self.global_batch_size(epoch))
+
+    def probe_batch(self, n: int) -> Tensor:
+        """Return the first n training images, normalised, not augmented: float32 [n, C, H, W] on the CPU.
+
+        Fewer than n images are repeated.
+        """
+        images_BHWC = self._train.read(np.resize(np.arange(self.num_train), n)).cpu()
+        return self._normalisation.apply(images_BHWC, self.channels_last)
+
+    def _fits(self, images: Images) -> bool:
+        if self.in_memory is not None:
+            return self.in_memory
+        frame = images.frame
+        return len(images) * frame.height * frame.width * frame.channels <= _IN_MEMORY_BYTES
+
+    def _set_statistics(self, train: Images) -> None:
+        if self.mean is None or self.std is None:
+            if isinstance(train, ImageArray):
+                images = train.images_NHWC
+            else:
+                images = train.read(first_balanced(train.labels, _STATISTICS_IMAGES))
+            mean, std = channel_statistics(images)
+            self.mean, self.std = self.mean or mean, self.std or std
+        for key, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) != self.image_shape[0]:
+                raise UserError(
+                    f"data.{key} has {len(values)} numbers, but the images have {self.image_shape[0]} channels."
+                )
+        self._normalisation = Normalisation(self.mean, self.std)
+
+    def _place(self) -> tuple[int, int]:
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+
+    def _device(self) -> torch.device:
+        return self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+
+    def _on_device(self, images: Images) -> Images:
+        return (
+            images.to(self._device())
+            if isinstance(images, ImageArray) and self.in_memory is not False
+            else images
+        )
+
+    def _evaluation(self, images: Images) -> MemoryLoader | StreamLoader:
+        rank, world_size = self._place()
+        plan = EpochPlan(len(images), self.eval_batch_size, self.seed, 0, None, rank, world_size)
+        return self._loader(images, plan)
+
+    def _loader(self, images: Images, plan: EpochPlan) -> MemoryLoader | StreamLoader:
+        if isinstance(images, ImageArray) and self.in_memory is not False:
+            return MemoryLoader(images, plan, self._normalisation, self.channels_last)
+        pin_memory = self._device().type == "cuda"
+        return StreamLoader(
+            images, plan, self._normalisation, self.channels_last, self.num_workers, pin_memory
+        )
+
+
+def _check(key: str, value: int, least: int) -> None:
+    if value < least:
+        raise UserError(f"data.{key}={value} must be at least {least}.")

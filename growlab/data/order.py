@@ -1,0 +1,83 @@
+"""Stateless randomness: which images make a batch, as a function of seed and epoch alone.
+
+Every draw is the output of a counter-based generator (splitmix64, Steele et al. 2014) keyed by integers such as
+(purpose, seed, epoch) and counted by the index of the image. Nothing is drawn from a global generator, so a
+resumed run, a run on other devices or with another number of workers sees the same numbers.
+"""
+
+import numpy as np
+
+# First part of every key, so that different uses of one seed draw unrelated numbers.
+ORDER, AUGMENT, SPLIT = 1, 2, 3
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_WORD = (1 << 64) - 1
+
+
+def draws(indices_N: np.ndarray, *key: int) -> np.ndarray:
+    """Return one uniform 64-bit number for each index, a function of (key, index) alone.
+
+    Args:
+        indices_N: integer counters, one a number wanted.
+        key: integers of any sign; another key gives unrelated numbers.
+
+    Returns:
+        uint64 array [N].
+    """
+    state_1 = np.zeros(1, dtype=np.uint64)
+    for part in key:
+        state_1 = _mix(state_1 + _GAMMA + np.uint64(part & _WORD))
+    return _mix(state_1 + _GAMMA * (indices_N.astype(np.uint64) + np.uint64(1)))
+
+
+def permutation(length: int, *key: int) -> np.ndarray:
+    """Return a permutation of `range(length)` (int64) that is a function of the key alone."""
+    return np.argsort(draws(np.arange(length), *key), kind="stable")
+
+
+def training_batches(
+    order_N: np.ndarray, batch_size: int, rank: int = 0, world_size: int = 1
+) -> list[np.ndarray]:
+    """Cut an order into global batches and return this rank's slice of each.
+
+    Rank r takes the r-th contiguous slice of every global batch. Only a last, smaller batch may not divide evenly:
+    it is filled up from the start of the order, as `DistributedSampler` does, because gradients are averaged over
+    ranks with equal weight.
+
+    Args:
+        order_N: indices of the training images in the order of this epoch.
+        batch_size: images in a global batch; a multiple of `world_size`.
+        rank: this process, 0 <= rank < world_size.
+        world_size: number of processes.
+
+    Returns:
+        One index array a step, of the same number of steps and the same sizes on all ranks.
+    """
+    batches = []
+    for start in range(0, len(order_N), batch_size):
+        batch = order_N[start : start + batch_size]
+        missing = -len(batch) % world_size
+        if missing:
+            batch = np.concatenate([batch, np.resize(order_N, missing)])
+        share = len(batch) // world_size
+        batches.append(batch[rank * share : (rank + 1) * share])
+    return batches
+
+
+def evaluation_batches(length: int, batch_size: int, rank: int = 0, world_size: int = 1) -> list[np.ndarray]:
+    """Cut `range(length)` into nearly equal batches of at most `batch_size` and return this rank's part of each.
+
+    No image is repeated, so accuracies over several ranks are exact; equal batches leave no tiny last one that a
+    rank would find empty (unless there are fewer images than ranks).
+    """
+    num_batches = -(-length // batch_size)
+    return [
+        np.array_split(batch, world_size)[rank] for batch in np.array_split(np.arange(length), num_batches)
+    ]
+
+
+def _mix(bits: np.ndarray) -> np.ndarray:
+    # The finaliser of splitmix64; numpy arrays of uint64 wrap round silently, as it needs.
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))

@@ -1,0 +1,83 @@
+"""Finding out what kind of data a folder holds, and opening it."""
+
+import os
+from pathlib import Path
+
+from growlab.data.cache import cache_dir
+from growlab.data.digits import load_digits
+from growlab.data.folders import find_folders, open_folders
+from growlab.data.images import EncodedImages, ImageArray
+from growlab.data.torchvision_files import DATASETS, has_torchvision_files, load_torchvision
+from growlab.errors import UserError
+
+Images = ImageArray | EncodedImages
+
+_LAYOUTS = "Parquet files (train*.parquet, test*.parquet), folders (train/<class>/*.png, test/<class>/*.png)"
+
+
+def default_root(name: str) -> Path:
+    """Return where data lies if nothing else is said: `$GROWLAB_DATA/<name>`, else in the user's cache folder."""
+    base = os.environ.get("GROWLAB_DATA")
+    return (Path(base) if base else cache_dir()) / name
+
+
+def open_images(
+    name: str, root: str | os.PathLike[str] | None, download: bool = True, image_size: int | None = None
+) -> tuple[Images, Images]:
+    """Return the training and the test set of `name`.
+
+    Args:
+        name: digits, cifar10, cifar100, mnist, fashion_mnist, or any name for data that lies in `root`.
+        root: folder with Parquet files, folders of images or torchvision's files; None = `default_root(name)`.
+        download: fetch the data (of the names that torchvision knows) where the folder is empty or missing.
+        image_size: bring images in folders and Parquet files to this many pixels square.
+
+    Raises:
+        UserError: nothing usable is there, in a sentence that says what was looked for and where.
+    """
+    if name == "digits" and root is None:
+        return load_digits()
+    folder = Path(root).expanduser() if root is not None else default_root(name)
+    try:
+        return _open_folder(name, folder, download, image_size)
+    except OSError as error:
+        raise UserError(
+            f"cannot read the data in {folder} ({error.strerror or error}); choose data.root=..."
+        ) from error
+
+
+def _open_folder(name: str, folder: Path, download: bool, image_size: int | None) -> tuple[Images, Images]:
+    if folder.exists() and not folder.is_dir():
+        raise UserError(
+            f"data.root={folder} is a file; point data.root=... at the folder that holds the data."
+        )
+    if folder.is_dir():
+        if has_torchvision_files(name, folder):
+            return load_torchvision(name, folder, download)
+        if folders := find_folders(folder):
+            return open_folders(_complete(folders, folder), image_size)
+        # pyarrow takes a third of a second to import: only where it may be needed.
+        if any(folder.glob("*.parquet")) or any(folder.glob("*/*.parquet")):
+            from growlab.data.parquet import find_parquet, open_parquet
+
+            if splits := find_parquet(folder):
+                return open_parquet(_complete(splits, folder), image_size)
+        if any(folder.iterdir()):
+            raise UserError(f"{folder} holds no {name} data that growlab knows: {_looked_for(name)}.")
+    if name in DATASETS and download:
+        return load_torchvision(name, folder, download=True)
+    hint = "; without data.root the digits come from scikit-learn" if name == "digits" else ""
+    raise UserError(f"found no {name} data in {folder}: {_looked_for(name)}{hint}.")
+
+
+def _looked_for(name: str) -> str:
+    torchvision = f" or torchvision's {' / '.join(DATASETS[name][1])}" if name in DATASETS else ""
+    return f"looked for {_LAYOUTS}{torchvision}; point data.root=FOLDER at one of these"
+
+
+def _complete(splits: dict, folder: Path) -> dict:
+    if "test" not in splits:
+        raise UserError(
+            f"{folder} holds a training set but no test set; add one beside it, named test or val."
+        )
+    return splits
