@@ -1,0 +1,30 @@
+"""Growth methods, schedules and the surgery itself."""
+
+from growlab.growth.event import GrowthEvent, GrowthState, ParityError, fold_output_factor, grow, plant
+from growlab.growth.fixed import FixedSize
+from growlab.growth.method import Expansion, Growth, GrowthMethod, NewWeights
+from growlab.growth.net2net import Net2Net
+from growlab.growth.pairs import PairGrowth
+from growlab.growth.random import RandomGrowth
+from growlab.growth.schedule import Schedule, make_schedule
+from growlab.growth.variance_transfer import VarianceTransfer
+
+__all__ = [
+    "Expansion",
+    "FixedSize",
+    "Growth",
+    "GrowthEvent",
+    "GrowthMethod",
+    "GrowthState",
+    "Net2Net",
+    "NewWeights",
+    "PairGrowth",
+    "ParityError",
+    "RandomGrowth",
+    "Schedule",
+    "VarianceTransfer",
+    "fold_output_factor",
+    "grow",
+    "make_schedule",
+    "plant",
+]

@@ -1,0 +1,213 @@
+"""One growth event as a plain function: widen a network in anyone's training loop."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.growth.method import Expansion, GrowthMethod
+from growlab.growth.parity import ROUNDING, eps_bound, observe, relative_error
+from growlab.widths import WidthGraph, replace_tensors, resize, tensors_of
+
+
+class ParityError(RuntimeError):
+    """A growth event changed what the network computes by more than its method allows; it was undone."""
+
+
+@dataclass
+class GrowthState:
+    """What of a growing network its tensors do not tell.
+
+    Attributes:
+        stage: the stage it is in.
+        widths: width of each group.
+        births: for each group, the stage that each channel came with.
+        output_factor: what the network's output has to be multiplied by.
+    """
+
+    stage: int
+    widths: dict[str, int]
+    births: dict[str, list[int]]
+    output_factor: float = 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain containers, for a checkpoint."""
+        return {
+            "stage": self.stage,
+            "widths": dict(self.widths),
+            "births": {group: list(births) for group, births in self.births.items()},
+            "output_factor": self.output_factor,
+        }
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "GrowthState":
+        """Read what `as_dict` wrote."""
+        return cls(
+            int(content["stage"]),
+            dict(content["widths"]),
+            {group: list(births) for group, births in content["births"].items()},
+            float(content["output_factor"]),
+        )
+
+
+@dataclass(frozen=True)
+class GrowthEvent:
+    """What happened, with its parity receipt.
+
+    Attributes:
+        stage: the stage that began.
+        method: name of the growth method.
+        widths_before, widths_after: width of each group.
+        num_params_before, num_params: number of parameters.
+        parity_error_eval, parity_error_train: relative output error on the probe batch, before noise.
+        parity_tolerance_eval, parity_tolerance_train: what the method allows; None if it promises nothing.
+        noise_error_eval: relative change of the output that symmetry-breaking noise then made.
+        output_factor: what this event multiplied the output's multiplier by.
+        seconds: wall time of the event, checks included.
+        replaced: old and new tensor by name (not part of the receipt).
+    """
+
+    stage: int
+    method: str
+    widths_before: dict[str, int]
+    widths_after: dict[str, int]
+    num_params_before: int
+    num_params: int
+    parity_error_eval: float
+    parity_error_train: float | None
+    parity_tolerance_eval: float | None
+    parity_tolerance_train: float | None
+    noise_error_eval: float
+    output_factor: float
+    seconds: float
+    replaced: dict[str, tuple[Tensor, Tensor]] = field(repr=False, compare=False)
+
+    def receipt(self) -> dict[str, Any]:
+        """Everything but the tensors, in plain containers."""
+        return {name: value for name, value in vars(self).items() if name != "replaced"}
+
+
+def plant(
+    model: nn.Module, graph: WidthGraph, method: GrowthMethod, widths: Mapping[str, int], seed: int
+) -> GrowthState:
+    """Turn a full-width network into the seed that a run starts from, in place.
+
+    Args:
+        model: the full-width network that `graph` was traced from.
+        graph: its width graph.
+        method: draws the seed's weights. At full width the network's own initialisation stays.
+        widths: width of each group in the seed.
+        seed: the run's seed.
+
+    Returns:
+        The state to hand to `grow`.
+    """
+    if dict(widths) != graph.full_widths:
+        resize(model, graph, graph.full_widths, widths)
+        # The old tensors serve as the example of how bare parameters are spread.
+        expansion = Expansion(graph, tensors_of(model, graph), widths, widths, seed, 0)
+        replace_tensors(model, method.initialise(expansion))
+    return GrowthState(0, dict(widths), {group: [0] * widths[group] for group in graph.groups})
+
+
+def grow(
+    model: nn.Module,
+    graph: WidthGraph,
+    method: GrowthMethod,
+    state: GrowthState,
+    new_widths: Mapping[str, int],
+    seed: int,
+    probe: tuple[Any, ...],
+) -> GrowthEvent:
+    """Widen a network in place by one stage.
+
+    Args:
+        model: the network at `state.widths`.
+        graph: its width graph.
+        method: what new entries are and how old ones are rescaled.
+        state: brought up to date.
+        new_widths: width of each group afterwards.
+        seed: the run's seed.
+        probe: positional inputs that parity is checked on.
+
+    Returns:
+        The event, whose `replaced` an optimizer needs to follow.
+
+    Raises:
+        ParityError: the outputs changed by more than the method allows. Network and state are as before.
+    """
+    began = time.perf_counter()
+    stage = state.stage + 1
+    before = observe(model, probe, graph.norms)
+    num_params_before = sum(p.numel() for p in model.parameters())
+    expansion = Expansion(graph, tensors_of(model, graph), state.widths, dict(new_widths), seed, stage)
+    growth = method.grow(expansion)
+    changed = {n: t for n, t in growth.tensors.items() if graph.grows(n) or t is not expansion.old[n]}
+    replaced = replace_tensors(model, changed)
+    after = observe(model, probe)
+    error_eval = relative_error(before.eval, after.eval, growth.output_factor)
+    error_train = relative_error(before.train, after.train, growth.output_factor)
+    tolerance_eval = tolerance_train = None
+    if method.preserves:
+        tolerance_eval = ROUNDING[before.eval.dtype]
+        tolerance_train = tolerance_eval + eps_bound(graph.norms, growth.norm_scale, before.variances)
+        # Written so that NaN fails too.
+        if not (error_eval <= tolerance_eval and error_train <= tolerance_train):
+            replace_tensors(model, {name: old for name, (old, _) in replaced.items()})
+            raise ParityError(
+                f"growth to stage {stage} with {method.name} changed the output by {error_eval:.2e} in eval "
+                f"mode and {error_train:.2e} in train mode, more than {tolerance_eval:.2e} and "
+                f"{tolerance_train:.2e}; the network was left as it was before the event."
+            )
+    noise_error = 0.0
+    noise = method.noise(expansion)
+    if noise:
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, amount in noise.items():
+                parameters[name].add_(amount.to(parameters[name]))
+        noise_error = relative_error(after.eval, observe(model, probe).eval)
+    widths_before = dict(state.widths)
+    state.stage, state.widths = stage, dict(new_widths)
+    for group, births in state.births.items():
+        births.extend([stage] * (new_widths[group] - len(births)))
+    if method.output_multiplier:
+        state.output_factor *= growth.output_factor
+    return GrowthEvent(
+        stage=stage,
+        method=method.name,
+        widths_before=widths_before,
+        widths_after=dict(new_widths),
+        num_params_before=num_params_before,
+        num_params=sum(p.numel() for p in model.parameters()),
+        parity_error_eval=error_eval,
+        parity_error_train=error_train,
+        parity_tolerance_eval=tolerance_eval,
+        parity_tolerance_train=tolerance_train,
+        noise_error_eval=noise_error,
+        output_factor=growth.output_factor,
+        seconds=time.perf_counter() - began,
+        replaced=replaced,
+    )
+
+
+def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> None:
+    """Multiply the network's output by `factor` for good, through the output layers' weights and biases.
+
+    Raises:
+        ValueError: the output does not come straight from affine layers.
+    """
+    if factor == 1.0:
+        return
+    layers = [layer for layer in graph.layers if layer.scale_out == graph.output_class]
+    if not layers:
+        raise ValueError("the output's scale cannot be folded: no affine layer produces the output")
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for layer in layers:
+            parameters[layer.weight].mul_(factor)
+            if layer.bias is not None:
+                parameters[layer.bias].mul_(factor)

@@ -1,0 +1,200 @@
+"""What a growth method sees of a growth event, and what it gives back."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from growlab.widths import Axis, Layer, WidthGraph, grid
+
+
+def generator(seed: int, stage: int, name: str) -> torch.Generator:
+    """A CPU generator that depends on the run's seed, the stage and a name alone.
+
+    Every rank and every resumed run therefore draws the same numbers, in whatever order it draws them.
+    """
+    digest = hashlib.sha256(f"{seed}/{stage}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """One growth event, or the drawing of the seed (then there are no old tensors).
+
+    Attributes:
+        graph: the network's width graph.
+        old: parameters and buffers of the graph's axes before the event, by name; empty for the seed.
+        old_widths: width of each group before.
+        new_widths: width of each group after.
+        seed: the run's seed.
+        stage: the stage that begins.
+    """
+
+    graph: WidthGraph
+    old: Mapping[str, Tensor]
+    old_widths: Mapping[str, int]
+    new_widths: Mapping[str, int]
+    seed: int
+    stage: int
+
+    def generator(self, name: str) -> torch.Generator:
+        """The generator for a tensor's or a group's draws at this event."""
+        return generator(self.seed, self.stage, name)
+
+    def new_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor after the event."""
+        return self.graph.shape(name, self.new_widths)
+
+    def axes(self, name: str) -> tuple[Axis, ...]:
+        """The axes of a tensor, one a dimension."""
+        return self.graph.axes[name]
+
+    def kept(self, name: str) -> list[Tensor]:
+        """New position of every old position, for each dimension of a tensor."""
+        return [axis.kept(self.old_widths, self.new_widths) for axis in self.axes(name)]
+
+    def fan_in(self, layer: Layer, widths: Mapping[str, int]) -> int:
+        """Number of inputs that one output of the layer sums, the receptive field included."""
+        shape = self.graph.shape(layer.weight, widths)
+        return int(torch.Size(shape[1:]).numel())
+
+    @cached_property
+    def layers(self) -> dict[str, Layer]:
+        """Layers whose weight changes shape, by the name of the weight."""
+        return {layer.weight: layer for layer in self.graph.layers if self.graph.grows(layer.weight)}
+
+    @cached_property
+    def norm_defaults(self) -> dict[str, float]:
+        """What a new channel's entry is in each tensor of a batch normalisation."""
+        defaults: dict[str, float] = {}
+        for norm in self.graph.norms:
+            for name, value in (
+                (norm.weight, 1.0),
+                (norm.bias, 0.0),
+                (norm.running_mean, 0.0),
+                (norm.running_var, 1.0),
+            ):
+                if name is not None:
+                    defaults[name] = value
+        return defaults
+
+    @cached_property
+    def output_layers(self) -> frozenset[str]:
+        """Weights of the layers whose output has the scale of the network's output."""
+        return frozenset(
+            layer.weight for layer in self.graph.layers if layer.scale_out == self.graph.output_class
+        )
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    """Scale of weights that are drawn at random: N(0, variance).
+
+    Attributes:
+        gain: hidden layers have variance gain / fan_in; 2 suits ReLU (He et al. 2015).
+        output_power: output layers have variance 1 / fan_in ** output_power; 1 is usual, 2 is variance
+            transfer's (Yuan et al. 2023, Table 1).
+    """
+
+    gain: float = 2.0
+    output_power: int = 1
+
+    def std(self, expansion: Expansion, layer: Layer) -> float:
+        """Standard deviation of the layer's new weights after the event."""
+        fan_in = expansion.fan_in(layer, expansion.new_widths)
+        if layer.weight in expansion.output_layers:
+            return sqrt(1.0 / fan_in**self.output_power)
+        return sqrt(self.gain / fan_in)
+
+    def draw(self, expansion: Expansion, name: str) -> Tensor:
+        """A tensor of the new shape, every entry as a new one: drawn, or a norm's or bias's default.
+
+        Tensors of other kinds (bare parameters) are drawn with the mean and deviation of their old entries.
+        """
+        shape, source = expansion.new_shape(name), expansion.generator(name)
+        if name in expansion.layers:
+            return torch.randn(shape, generator=source) * self.std(expansion, expansion.layers[name])
+        if name in expansion.norm_defaults:
+            return torch.full(shape, expansion.norm_defaults[name])
+        old = expansion.old.get(name)
+        if old is None or any(layer.bias == name for layer in expansion.graph.layers):
+            return torch.zeros(shape)
+        old = old.detach().float().cpu()
+        spread = float(old.std()) if old.numel() > 1 else 0.0
+        return torch.randn(shape, generator=source) * spread + float(old.mean())
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What a method gives back.
+
+    Attributes:
+        tensors: every tensor of `Expansion.old` at the new widths.
+        output_factor: the network's outputs must be multiplied by this to be what they were.
+        norm_scale: for each batch normalisation whose input was rescaled, by how much.
+    """
+
+    tensors: dict[str, Tensor]
+    output_factor: float = 1.0
+    norm_scale: Mapping[str, float] = field(default_factory=dict)
+
+
+class GrowthMethod(ABC):
+    """Says what new entries are and how old ones are rescaled.
+
+    Attributes:
+        preserves: the network computes the same function after an event, up to float rounding and the
+            `output_factor`; an event that breaks the promise is rolled back.
+        new_weights: scale of the weights it draws.
+        noise_std: deviation of the noise that breaks symmetries among new entries, relative to the
+            initialisation's own.
+        output_multiplier: whether the run multiplies the output by `output_factor`.
+    """
+
+    preserves: bool = True
+    output_multiplier: bool = True
+
+    def __init__(self, noise_std: float = 0.0, gain: float = 2.0) -> None:
+        if noise_std < 0:
+            raise ValueError(f"growth.noise_std must not be negative, not {noise_std}.")
+        if gain <= 0:
+            raise ValueError(f"growth.gain must be positive, not {gain}.")
+        self.noise_std = noise_std
+        self.new_weights = NewWeights(gain)
+
+    @property
+    def name(self) -> str:
+        """How growth events and tables call the method."""
+        return type(self).__name__
+
+    @abstractmethod
+    def grow(self, expansion: Expansion) -> Growth:
+        """Compute every tensor at the new widths."""
+
+    def initialise(self, expansion: Expansion) -> dict[str, Tensor]:
+        """Draw the seed's weights at its own fan-in; norms and biases take their defaults.
+
+        Only tensors of layers and norms are drawn: bare parameters keep what the network gave them.
+        """
+        names = {*expansion.layers, *expansion.norm_defaults}
+        names |= {layer.bias for layer in expansion.graph.layers if layer.bias is not None}
+        growing = [name for name in expansion.graph.axes if name in names and expansion.graph.grows(name)]
+        return {name: self.new_weights.draw(expansion, name) for name in growing}
+
+    def noise(self, expansion: Expansion) -> dict[str, Tensor]:
+        """Noise to add to the new weights, zero at old ones; empty without noise."""
+        if self.noise_std == 0:
+            return {}
+        noises = {}
+        for name, layer in expansion.layers.items():
+            source = expansion.generator(f"noise of {name}")
+            noise = torch.randn(expansion.new_shape(name), generator=source)
+            noise *= self.noise_std * self.new_weights.std(expansion, layer)
+            noise[grid(expansion.kept(name))] = 0.0
+            noises[name] = noise
+        return noises

@@ -1,0 +1,46 @@
+"""Net2Net's Net2WiderNet (Chen, Goodfellow, Shlens, ICLR 2016)."""
+
+import torch
+from torch import Tensor
+
+from growlab.growth.method import Expansion, Growth, GrowthMethod
+
+
+class Net2Net(GrowthMethod):
+    """Widen by replicating channels.
+
+    Each new channel j copies an old one pi(j), drawn uniformly; pi(j) = j for old channels. With n(c) the
+    number of copies of c,
+
+        W'[i, j] = W[pi(i), pi(j)] / n(pi(j))
+
+    (Net2Net, Eq. 2 and Algorithm 1): rows are copied, columns are copied and divided. Biases, norm parameters
+    and statistics are copied.
+
+    **Preserves** exactly, in eval and train mode, residual streams included.
+    **Departs from the paper**: pi is drawn once for a whole width group, which residual streams need.
+    """
+
+    def grow(self, expansion: Expansion) -> Growth:
+        """Compute every tensor at the new widths."""
+        sources, counts = {}, {}
+        for group in expansion.graph.groups:
+            before, after = expansion.old_widths[group], expansion.new_widths[group]
+            source = expansion.generator(f"replicas of {group}")
+            drawn = torch.randint(before, (after - before,), generator=source)
+            sources[group] = torch.cat([torch.arange(before), drawn])
+            counts[group] = torch.bincount(sources[group], minlength=before)[sources[group]].double()
+        return Growth({name: _replicate(expansion, name, sources, counts) for name in expansion.old})
+
+
+def _replicate(
+    expansion: Expansion, name: str, sources: dict[str, Tensor], counts: dict[str, Tensor]
+) -> Tensor:
+    tensor = expansion.old[name]
+    for dim, axis in enumerate(expansion.axes(name)):
+        positions = axis.lift(sources, expansion.new_widths, expansion.old_widths)
+        tensor = tensor.index_select(dim, positions.to(tensor.device))
+        if axis.role == "in":
+            count = axis.spread(counts, expansion.new_widths, fixed=1.0).to(tensor)
+            tensor = tensor / count.view(-1, *[1] * (tensor.dim() - dim - 1))
+    return tensor

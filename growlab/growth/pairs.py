@@ -1,0 +1,75 @@
+"""Function-preserving growth by pairs of channels (Yuan et al. 2023, Section 3.1, Eqs. 2-4)."""
+
+import torch
+from torch import Tensor
+
+from growlab.growth.method import Expansion, Growth, GrowthMethod
+from growlab.widths import Axis, grid
+
+
+class PairGrowth(GrowthMethod):
+    """Add channels in pairs with equal producers and opposite consumers.
+
+    A group that grows by 2h channels gets h drawn ones, V, and their twins:
+
+        rows that produce them:      [W; V; V]
+        columns that consume them:   [W, +Z, -Z]   in old rows; new rows are drawn freely
+
+    (Eqs. 2-4, Fig. 2). The twins carry equal activations through element-wise functions, pooling, batch
+    normalisation and residual sums, so their contributions cancel. An odd channel left over gets zero
+    outgoing weights in old rows. Twins differ from the first update on: their consumers' signs give them
+    opposite gradients.
+
+    **Preserves** exactly, in eval and train mode, over residual streams, concatenation and flattening.
+    """
+
+    def grow(self, expansion: Expansion) -> Growth:
+        """Compute every tensor at the new widths."""
+        return Growth({name: self.expand(expansion, name, old) for name, old in expansion.old.items()})
+
+    def expand(self, expansion: Expansion, name: str, old: Tensor) -> Tensor:
+        """One tensor at the new widths, with `old` (rescaled or not) at the old places."""
+        if not expansion.graph.grows(name):
+            return old
+        new = self.new_weights.draw(expansion, name).to(old)
+        kept = expansion.kept(name)
+        axes = expansion.axes(name)
+        twins = [_twins(axis, expansion) for axis in axes]
+        new[grid(kept, new.device)] = old
+        for dim, axis in enumerate(axes):
+            if axis.role == "in":
+                rows = [kept[d] if a.role == "out" else torch.arange(new.shape[d]) for d, a in enumerate(axes)]
+                first, second, alone = twins[dim]
+                new[_at(rows, dim, second, new)] = -new[_at(rows, dim, first, new)]
+                new[_at(rows, dim, alone, new)] = 0.0
+        for dim, axis in enumerate(axes):
+            if axis.role == "out":
+                everywhere = [torch.arange(size) for size in new.shape]
+                first, second, _ = twins[dim]
+                new[_at(everywhere, dim, second, new)] = new[_at(everywhere, dim, first, new)]
+        return new
+
+
+def _twins(axis: Axis, expansion: Expansion) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of the pairs' first members, of their twins in the same order, and of those without one."""
+    to_twin, alone = {}, {}
+    for group in axis.groups:
+        before, after = expansion.old_widths[group], expansion.new_widths[group]
+        half = (after - before) // 2
+        twin = torch.full((after,), -1)
+        twin[before : before + half] = torch.arange(before + half, before + 2 * half)
+        to_twin[group] = twin
+        alone[group] = (torch.arange(after) >= before + 2 * half).long()
+    if not axis.groups:
+        nothing = torch.empty(0, dtype=torch.long)
+        return nothing, nothing, nothing
+    positions = axis.lift(to_twin, expansion.new_widths, expansion.new_widths)
+    grows = axis.spread({g: torch.ones(expansion.new_widths[g]).long() for g in axis.groups},
+                        expansion.new_widths, fixed=0).bool()
+    first = ((positions >= 0) & grows).nonzero().flatten()
+    left_over = axis.spread(alone, expansion.new_widths, fixed=0).nonzero().flatten()
+    return first, positions[first], left_over
+
+
+def _at(positions: list[Tensor], dim: int, chosen: Tensor, tensor: Tensor) -> tuple[Tensor, ...]:
+    return grid([chosen if d == dim else p for d, p in enumerate(positions)], tensor.device)

@@ -1,0 +1,229 @@
+"""When a network grows and how wide it is: stages of epochs, widths and batch sizes (Yuan et al. 2023, Sec. 3.2)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import floor
+
+from growlab.widths import WidthGraph
+
+Number = int | float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The stages of one run.
+
+    Attributes:
+        epochs: epochs of each stage.
+        width_fractions: width of each stage relative to full width; the last is 1.
+        batch_sizes: global batch size of each stage.
+    """
+
+    epochs: tuple[int, ...]
+    width_fractions: tuple[Fraction, ...]
+    batch_sizes: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages, one more than growth events."""
+        return len(self.epochs)
+
+    @property
+    def total_epochs(self) -> int:
+        """Epochs of the whole run."""
+        return sum(self.epochs)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First epoch of each stage."""
+        return tuple(sum(self.epochs[:stage]) for stage in range(self.num_stages))
+
+    def stage_at(self, epoch: int) -> int:
+        """Stage that an epoch belongs to; the last one from its start on."""
+        return max(stage for stage, start in enumerate(self.starts) if start <= max(epoch, 0))
+
+    def batch_size_at(self, epoch: int) -> int:
+        """Global batch size of an epoch."""
+        return self.batch_sizes[self.stage_at(epoch)]
+
+    def widths(self, graph: WidthGraph) -> list[dict[str, int]]:
+        """Width of every group at every stage; never decreasing from stage to stage.
+
+        A group that completes a narrower stream (an option-A shortcut) gets what the wider stream has and the
+        narrower lacks, so that streams follow the rule and not their pieces.
+        """
+        stages: list[dict[str, int]] = []
+        for fraction in self.width_fractions:
+            widths = {}
+            for name, group in graph.groups.items():
+                width = stream_width(group.below + group.full_width, fraction)
+                width -= stream_width(group.below, fraction) if group.below else 0
+                before = stages[-1][name] if stages else 1
+                widths[name] = max(before, width)
+            stages.append(widths)
+        return stages
+
+
+def stream_width(full_width: int, fraction: Fraction) -> int:
+    """`full_width * fraction` rounded to the nearest even number, at least 2 and at most `full_width`."""
+    if fraction == 1:
+        return full_width
+    even = 2 * floor(full_width * fraction / 2 + Fraction(1, 2))
+    return min(full_width, max(2, even))
+
+
+def stage_epochs(total_epochs: int, num_stages: int, initial_epochs: Number, growth_rate: Number) -> list[int]:
+    """Epochs of each stage: `floor(T_0 (1 + p_t)^t)`, at least 1, and the rest for the last (Eq. 7, restated).
+
+    Args:
+        total_epochs: epochs of the whole run, T_total.
+        num_stages: N.
+        initial_epochs: T_0; may be fractional.
+        growth_rate: p_t; 0 gives stages of equal length.
+
+    Raises:
+        ValueError: the stages before the last take all epochs or more.
+    """
+    if total_epochs < num_stages:
+        raise ValueError(
+            f"{total_epochs} epochs cannot hold {num_stages} stages of at least one epoch each; "
+            "raise schedule.total_epochs or lower schedule.num_stages."
+        )
+    first, factor = exact(initial_epochs), 1 + exact(growth_rate)
+    epochs = [max(1, floor(first * factor**stage)) for stage in range(num_stages - 1)]
+    rest = total_epochs - sum(epochs)
+    if rest < 1:
+        raise ValueError(
+            f"the first {num_stages - 1} stages take {sum(epochs)} of {total_epochs} epochs and leave none for "
+            "the last; lower schedule.initial_epochs, schedule.epoch_growth_rate or schedule.num_stages."
+        )
+    return [*epochs, rest]
+
+
+def width_fractions(num_stages: int, initial_width: Number, growth_rate: Number | None) -> list[Fraction]:
+    """Relative width of each stage: `C_0 (1 + p_c)^t`, at most 1, and 1 for the last (Eq. 6 in closed form).
+
+    Args:
+        num_stages: N.
+        initial_width: C_0 / C_final, above 0 and at most 1.
+        growth_rate: p_c; None takes the rate that reaches full width in equal steps.
+
+    Raises:
+        ValueError: the initial width is not in (0, 1], or the rate is negative.
+    """
+    first = exact(initial_width)
+    if not 0 < first <= 1:
+        raise ValueError(
+            f"an initial width of {initial_width} is not a part of the full width; "
+            "set schedule.initial_width above 0 and at most 1."
+        )
+    if growth_rate is not None and growth_rate < 0:
+        raise ValueError(f"schedule.width_growth_rate must not be negative, not {growth_rate}.")
+    if growth_rate is None:
+        factor = exact(float(1 / first) ** (1 / max(1, num_stages - 1)))
+    else:
+        factor = 1 + exact(growth_rate)
+    return [min(Fraction(1), first * factor**stage) for stage in range(num_stages - 1)] + [Fraction(1)]
+
+
+def stage_batch_sizes(
+    num_stages: int, batch_size: int, growth_rate: Number, max_batch_size: int | None = None
+) -> list[int]:
+    """Global batch size of each stage, from the last backwards: `B_{t-1} = B_t + round(p_b B_t)` (Eq. 8).
+
+    Args:
+        num_stages: N.
+        batch_size: of the last stage, B_base.
+        growth_rate: p_b; 0 keeps the batch size.
+        max_batch_size: upper limit, or None.
+
+    Raises:
+        ValueError: the limit is below the last stage's batch size, or the rate is negative.
+    """
+    if max_batch_size is not None and max_batch_size < batch_size:
+        raise ValueError(
+            f"schedule.max_batch_size={max_batch_size} is below the last stage's batch size {batch_size}."
+        )
+    if growth_rate < 0:
+        raise ValueError(f"schedule.batch_growth_rate must not be negative, not {growth_rate}.")
+    sizes = [batch_size]
+    for _ in range(num_stages - 1):
+        size = sizes[0] + floor(exact(growth_rate) * sizes[0] + Fraction(1, 2))
+        sizes.insert(0, size if max_batch_size is None else min(size, max_batch_size))
+    return sizes
+
+
+def make_schedule(
+    total_epochs: int,
+    batch_size: int,
+    num_stages: int = 9,
+    initial_epochs: Number | None = None,
+    initial_fraction: Number = 0.05,
+    epoch_growth_rate: Number = 0.2,
+    initial_width: Number = 0.25,
+    width_growth_rate: Number | None = 0.2,
+    batch_growth_rate: Number = 0.0,
+    max_batch_size: int | None = None,
+    epochs: Sequence[int] | None = None,
+    widths: Sequence[Number] | None = None,
+    batch_sizes: Sequence[int] | None = None,
+) -> Schedule:
+    """Build a schedule from rates, or from explicit lists where given.
+
+    Args:
+        total_epochs: epochs of the whole run; ignored where `epochs` is given.
+        batch_size: of the last stage.
+        num_stages: N; where lists are given, their length counts.
+        initial_epochs: T_0; None takes `initial_fraction` of all epochs.
+        initial_fraction: T_0 / T_total where `initial_epochs` is None.
+        epoch_growth_rate: p_t.
+        initial_width: C_0 / C_final.
+        width_growth_rate: p_c, or None for equal steps to full width.
+        batch_growth_rate: p_b.
+        max_batch_size: upper limit of the batch size.
+        epochs: epochs of each stage.
+        widths: relative width of each stage; the last must be 1.
+        batch_sizes: batch size of each stage.
+
+    Raises:
+        ValueError: the schedule is impossible; the message says which setting to change.
+    """
+    lists: Mapping[str, Sequence[Number] | None] = {
+        "epochs": epochs,
+        "widths": widths,
+        "batch_sizes": batch_sizes,
+    }
+    lengths = {name: len(values) for name, values in lists.items() if values is not None}
+    if len(set(lengths.values())) > 1:
+        named = ", ".join(f"schedule.{name} has {length}" for name, length in lengths.items())
+        raise ValueError(f"explicit lists must have one entry a stage each, but {named}.")
+    num_stages = next(iter(lengths.values()), num_stages)
+    if num_stages < 1:
+        raise ValueError(f"a run needs at least one stage, not schedule.num_stages={num_stages}.")
+    if total_epochs < 1 and epochs is None:
+        raise ValueError(f"a run needs at least one epoch, not schedule.total_epochs={total_epochs}.")
+    first = initial_fraction * total_epochs if initial_epochs is None else initial_epochs
+    epochs = stage_epochs(total_epochs, num_stages, first, epoch_growth_rate) if epochs is None else epochs
+    fractions = (
+        width_fractions(num_stages, initial_width, width_growth_rate)
+        if widths is None
+        else [exact(width) for width in widths]
+    )
+    sizes = (
+        stage_batch_sizes(num_stages, batch_size, batch_growth_rate, max_batch_size)
+        if batch_sizes is None
+        else batch_sizes
+    )
+    if any(epoch < 1 for epoch in epochs) or any(size < 1 for size in sizes):
+        raise ValueError("every stage needs at least one epoch and a batch size of at least 1.")
+    if any(not 0 < fraction <= 1 for fraction in fractions) or fractions[-1] != 1:
+        raise ValueError("schedule.widths must lie above 0 and at most 1, and end with 1.")
+    if any(after < before for before, after in zip(fractions, fractions[1:], strict=False)):
+        raise ValueError("schedule.widths must not decrease from stage to stage.")
+    return Schedule(tuple(epochs), tuple(fractions), tuple(sizes))
+
+
+def exact(number: Number) -> Fraction:
+    """The decimal number that a person wrote: 0.2 is one fifth, not the nearest binary fraction."""
+    return Fraction(str(number))

@@ -1,0 +1,122 @@
+"""He et al.'s residual networks for CIFAR (Deep Residual Learning for Image Recognition, 2016, Section 4.2)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class PaddedShortcut(nn.Module):
+    """Option A: subsample in space and append zero channels; no parameters.
+
+    How many channels to append is told at each call, so that the block stays right at any width.
+    """
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+
+    def forward(self, x: Tensor, num_channels: int) -> Tensor:
+        """Map [B, C, H, W] to [B, num_channels, H / stride, W / stride]."""
+        x = x[:, :, :: self.stride, :: self.stride]
+        return F.pad(x, (0, 0, 0, 0, 0, num_channels - x.shape[1]))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions with batch normalisation around a shortcut.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of both convolutions.
+        stride: of the first convolution.
+        shortcut: "A" (padded identity) or "B" (1x1 convolution), used where the shape changes.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int, shortcut: str) -> None:
+        super().__init__()
+        self.conv1 = _conv(in_channels, out_channels, 3, stride)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = _conv(out_channels, out_channels, 3, 1)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.shortcut: nn.Module | None = None
+        if stride != 1 or in_channels != out_channels:
+            if shortcut == "A":
+                self.shortcut = PaddedShortcut(stride)
+            else:
+                self.shortcut = nn.Sequential(
+                    _conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels)
+                )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, in_channels, H, W] to [B, out_channels, H / stride, W / stride]."""
+        residual = torch.relu(self.bn1(self.conv1(x)))
+        residual = self.bn2(self.conv2(residual))
+        if isinstance(self.shortcut, PaddedShortcut):
+            x = self.shortcut(x, residual.shape[1])
+        elif self.shortcut is not None:
+            x = self.shortcut(x)
+        return torch.relu(x + residual)
+
+
+class CifarResNet(nn.Module):
+    """ResNet of depth 6n + 2 for small images: three layers of n basic blocks, halved in space between them.
+
+    Args:
+        num_blocks: n, blocks in each layer.
+        num_classes: number of logits.
+        in_channels: channels of the images.
+        channels: widths of the three layers.
+        shortcut: "A" (zero-padded identity, He et al.'s choice for CIFAR) or "B" (1x1 convolution).
+
+    Convolutions are drawn from N(0, 2 / fan_in).
+
+    Raises:
+        ValueError: the shortcut is neither A nor B.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_classes: int,
+        in_channels: int = 3,
+        channels: Sequence[int] = (16, 32, 64),
+        shortcut: str = "A",
+    ) -> None:
+        super().__init__()
+        if shortcut not in ("A", "B"):
+            raise ValueError(f"shortcut must be A or B, not {shortcut!r}")
+        self.conv1 = _conv(in_channels, channels[0], 3, 1)
+        self.bn1 = nn.BatchNorm2d(channels[0])
+        layers = []
+        width_in = channels[0]
+        for index, width in enumerate(channels):
+            blocks = []
+            for block in range(num_blocks):
+                stride = 2 if index > 0 and block == 0 else 1
+                blocks.append(BasicBlock(width_in, width, stride, shortcut))
+                width_in = width
+            layers.append(nn.Sequential(*blocks))
+        self.layers = nn.Sequential(*layers)
+        self.classifier = nn.Linear(width_in, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images [B, in_channels, H, W] to logits [B, num_classes]."""
+        x = torch.relu(self.bn1(self.conv1(x)))
+        x = self.layers(x)
+        return self.classifier(x.mean((2, 3)))
+
+
+def resnet20(
+    image_shape: Sequence[int], num_classes: int, width: int = 16, shortcut: str = "A"
+) -> CifarResNet:
+    """ResNet-20 of He et al. 2016: 16, 32, 64 channels, 0.27 M parameters; `width` is the first layer's."""
+    return CifarResNet(3, num_classes, image_shape[0], (width, 2 * width, 4 * width), shortcut)
+
+
+def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int) -> nn.Conv2d:
+    convolution = nn.Conv2d(
+        in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False
+    )
+    nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+    return convolution

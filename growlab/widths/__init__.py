@@ -1,0 +1,8 @@
+"""Width groups of a network: find them (`trace`), read them (`WidthGraph`), change them (`resize`)."""
+
+from growlab.widths.groups import Group, Layer, Norm, WidthGraph
+from growlab.widths.layout import Axis, Part
+from growlab.widths.resize import grid, replace_tensors, resize, resized, tensors_of
+from growlab.widths.trace import UnsupportedOperation, trace
+
+__all__ = ["Axis", "Group", "Layer", "Norm", "Part", "UnsupportedOperation", "WidthGraph", "grid", "replace_tensors", "resize", "resized", "tensors_of", "trace"]

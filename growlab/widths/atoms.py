@@ -1,0 +1,201 @@
+"""Union of axes during tracing: which runs of positions must carry the same channels.
+
+While a network is traced every axis is a list of runs over *atoms*, the smallest sets of channels told apart so
+far. Meeting axes are unified: atoms are bound to one another, split where one axis shows a finer structure, or
+frozen where the structures cannot be reconciled.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Run:
+    """`outer x size(atom) x inner` positions of one atom, or `outer` fixed positions where atom is None."""
+
+    atom: int | None
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def bare(self) -> bool:
+        """The run is exactly its atom's channels, neither repeated nor stretched."""
+        return self.atom is not None and self.outer == 1 and self.inner == 1
+
+
+Runs = tuple[Run, ...]
+
+
+def fixed(size: int) -> Runs:
+    """An axis that never changes."""
+    return (Run(None, size),) if size else ()
+
+
+@dataclass
+class Atoms:
+    """The atoms of one trace and what they have been bound to."""
+
+    sizes: list[int] = field(default_factory=list)
+    below: list[int] = field(default_factory=list)
+    _bound: dict[int, Runs] = field(default_factory=dict)
+    frozen_because: dict[int, str] = field(default_factory=dict)
+    _origin: dict[int, Runs] = field(default_factory=dict)
+
+    def new(self, size: int, below: int = 0) -> Runs:
+        """An axis of `size` channels of which nothing is known yet."""
+        self.sizes.append(size)
+        self.below.append(below)
+        return (Run(len(self.sizes) - 1),)
+
+    def length(self, runs: Runs) -> int:
+        """Number of positions at full width."""
+        return sum(self._run_length(run) for run in runs)
+
+    def resolve(self, runs: Runs) -> Runs:
+        """The same axis in terms of atoms that are not bound to anything."""
+        result: list[Run] = []
+        for run in runs:
+            if run.atom is None or run.atom not in self._bound:
+                pieces: tuple[Run, ...] = (run,)
+            else:
+                inside = self.resolve(self._bound[run.atom])
+                self._bound[run.atom] = inside
+                pieces = self._nest(inside, run.outer, run.inner)
+            for piece in pieces:
+                last = result[-1] if result else None
+                if piece.atom is None and last is not None and last.atom is None:
+                    result[-1] = Run(None, last.outer + piece.outer)
+                else:
+                    result.append(piece)
+        return tuple(result)
+
+    def freeze(self, runs: Runs, reason: str) -> None:
+        """Make every atom on the axis fixed, for the reason given."""
+        for run in self.resolve(runs):
+            if run.atom is not None:
+                self.frozen_because[run.atom] = reason
+                self._bound[run.atom] = fixed(self.sizes[run.atom])
+
+    def why_fixed(self, runs: Runs) -> str:
+        """The reason why an axis was frozen, or an empty string."""
+        for run in runs:
+            if run.atom is not None:
+                reason = self.frozen_because.get(run.atom) or self.why_fixed(self._origin.get(run.atom, ()))
+                if reason:
+                    return reason
+        return ""
+
+    def unify(self, left: Runs, right: Runs, reason: str) -> None:
+        """Let two axes of equal length carry the same channels.
+
+        Args:
+            left: an axis.
+            right: an axis of the same length.
+            reason: what to say of atoms that have to be frozen because the structures differ.
+
+        Raises:
+            ValueError: the lengths differ.
+        """
+        if self.length(left) != self.length(right):
+            raise ValueError(f"axes of {self.length(left)} and {self.length(right)} positions cannot be one")
+        # Every step binds or splits an atom and so changes what the axes resolve to: start over each time.
+        while self._unify_first_difference(self.resolve(left), self.resolve(right), reason):
+            pass
+
+    def _unify_first_difference(self, left: Runs, right: Runs, reason: str) -> bool:
+        while left and right:
+            a, b = left[0], right[0]
+            if a == b:
+                left, right = left[1:], right[1:]
+                continue
+            length_a, length_b = self._run_length(a), self._run_length(b)
+            if length_a > length_b:
+                left, right, a, b, length_a, length_b = right, left, b, a, length_b, length_a
+            if length_a == length_b:
+                self._join(a, b, reason)
+                return True
+            if b.atom is None:
+                left, right = left, (Run(None, length_a), Run(None, length_b - length_a), *right[1:])
+                continue
+            if b.bare:
+                first = self.new(length_a)
+                rest = self.new(length_b - length_a, below=self.below[b.atom])
+                self._bind(b.atom, first + rest)
+            else:
+                self.freeze((b,), reason)
+            return True
+        return False
+
+    def _join(self, a: Run, b: Run, reason: str) -> None:
+        if a.atom is None or b.atom is None:
+            self.freeze((a, b), reason)
+        elif a.bare:
+            self._bind(a.atom, (b,))
+        elif b.bare:
+            self._bind(b.atom, (a,))
+        elif (a.outer, a.inner) == (b.outer, b.inner):
+            self._bind(a.atom, (Run(b.atom),))
+        else:
+            self.freeze((a, b), reason)
+
+    def _bind(self, atom: int, runs: Runs) -> None:
+        if len(runs) == 1 and runs[0].atom is not None:
+            target = runs[0].atom
+            self.below[target] = max(self.below[target], self.below[atom])
+        self._bound[atom] = runs
+        self._origin[atom] = runs
+
+    def nest(self, runs: Runs, outer: int, inner: int) -> Runs:
+        """The axis repeated `outer` times, every position stretched to `inner`."""
+        return self._nest(self.resolve(runs), outer, inner)
+
+    def _nest(self, inside: Runs, outer: int, inner: int) -> Runs:
+        stretched = tuple(
+            Run(None, run.outer * inner) if run.atom is None else Run(run.atom, run.outer, run.inner * inner)
+            for run in inside
+        )
+        if len(stretched) == 1:
+            only = stretched[0]
+            return (Run(only.atom, only.outer * outer, only.inner),)
+        return stretched * outer
+
+    def _run_length(self, run: Run) -> int:
+        return run.outer * run.inner * (1 if run.atom is None else self.sizes[run.atom])
+
+
+@dataclass
+class ScaleClasses:
+    """Union-find over activations that share a scale."""
+
+    _parent: list[int] = field(default_factory=list)
+    _unit: set[int] = field(default_factory=set)
+
+    def new(self, unit: bool = False) -> int:
+        """A class of its own; `unit` if its scale must not change."""
+        self._parent.append(len(self._parent))
+        if unit:
+            self._unit.add(len(self._parent) - 1)
+        return len(self._parent) - 1
+
+    def find(self, scale: int) -> int:
+        """The representative of the class."""
+        while self._parent[scale] != scale:
+            self._parent[scale] = self._parent[self._parent[scale]]
+            scale = self._parent[scale]
+        return scale
+
+    def union(self, left: int, right: int) -> int:
+        """Make two classes one."""
+        left, right = self.find(left), self.find(right)
+        if left != right:
+            self._parent[right] = left
+            if right in self._unit:
+                self._unit.add(left)
+        return left
+
+    def pin(self, scale: int) -> None:
+        """The scale of this class must not change."""
+        self._unit.add(self.find(scale))
+
+    def units(self) -> frozenset[int]:
+        """Representatives of all classes whose scale must not change."""
+        return frozenset(self.find(scale) for scale in self._unit)

@@ -1,0 +1,105 @@
+"""What tracing finds: width groups, the tensors they run through, and how activation scales depend on weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from growlab.widths.layout import Axis
+
+
+@dataclass(frozen=True)
+class Group:
+    """Channels that must grow together.
+
+    Attributes:
+        name: module path of the first layer that produces the channels.
+        full_width: number of channels in the network as the user wrote it.
+        below: channels that lie beneath this group in the stream it completes. Zero-padding a stream of 16
+            channels to 32 (an option-A shortcut) gives a group of 16 with `below = 16`: at any stage its
+            width is what the wider stream has and the narrower one lacks.
+    """
+
+    name: str
+    full_width: int
+    below: int = 0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An affine map: a linear layer or a convolution.
+
+    Attributes:
+        name: module path.
+        weight: name of the weight, [out, in, ...]; for a depthwise convolution [channels, 1, ...].
+        bias: name of the bias, or None.
+        depthwise: each channel is mapped by its own filter.
+        scale_in: scale class of the input.
+        scale_out: scale class of the output.
+    """
+
+    name: str
+    weight: str
+    bias: str | None
+    depthwise: bool
+    scale_in: int
+    scale_out: int
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A batch normalisation, whose statistics follow the scale of its input.
+
+    Attributes:
+        name: module path.
+        weight, bias, running_mean, running_var: tensor names, or None where the module has none.
+        eps: added to the variance.
+        scale_in: scale class of the input. The output's scale never depends on it.
+    """
+
+    name: str
+    weight: str | None
+    bias: str | None
+    running_mean: str | None
+    running_var: str | None
+    eps: float
+    scale_in: int
+
+
+@dataclass(frozen=True)
+class WidthGraph:
+    """How a network's tensors depend on its widths.
+
+    Two activations are in one scale class if multiplying one by a constant multiplies the other by the same
+    constant (through ReLU, pooling, addition). Layers and norms lead from class to class.
+
+    Attributes:
+        groups: every width group that can grow, in forward order.
+        axes: one Axis a dimension for each parameter and buffer that has a growing axis or belongs to a layer
+            or norm.
+        layers: affine maps in forward order.
+        norms: batch normalisations in forward order.
+        unit_classes: scale classes that must keep their scale (inputs, outputs of norms, operands of
+            functions that are not positively homogeneous).
+        output_class: scale class of the network's output.
+        fixed: why a dimension that looks like channels does not grow: module path -> reason.
+    """
+
+    groups: Mapping[str, Group]
+    axes: Mapping[str, tuple[Axis, ...]]
+    layers: tuple[Layer, ...]
+    norms: tuple[Norm, ...]
+    unit_classes: frozenset[int]
+    output_class: int
+    fixed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def full_widths(self) -> dict[str, int]:
+        """Width of each group in the network as the user wrote it."""
+        return {name: group.full_width for name, group in self.groups.items()}
+
+    def grows(self, name: str) -> bool:
+        """Whether a tensor changes shape with the widths."""
+        return any(axis.groups for axis in self.axes.get(name, ()))
+
+    def shape(self, name: str, widths: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of a parameter or buffer at the given widths."""
+        return tuple(axis.length(widths) for axis in self.axes[name])

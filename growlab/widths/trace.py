@@ -1,0 +1,262 @@
+"""Find the width groups of any network from the graph that `torch.export` makes of it."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.widths.atoms import Atoms, Run, Runs, ScaleClasses, fixed
+from growlab.widths.groups import Group, Layer, Norm, WidthGraph
+from growlab.widths.layout import Axis, Part, Role
+from growlab.widths.operations import RULES, Value
+
+
+class UnsupportedOperation(ValueError):
+    """The network does something that growlab has no channel rule for; the message names it and its place."""
+
+
+def trace(model: nn.Module, example: Tensor | tuple[Any, ...]) -> WidthGraph:
+    """Find the width groups of a network.
+
+    Args:
+        model: the full-width network; left as it is.
+        example: an input [B, ...] with B >= 2, or the tuple of the forward's positional inputs.
+
+    Returns:
+        The groups, the axes of every parameter and buffer they run through, and the scale classes.
+
+    Raises:
+        UnsupportedOperation: the network cannot be exported, or an operation has no channel rule.
+    """
+    inputs = example if isinstance(example, tuple) else (example,)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(model, inputs, strict=False)
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or ["no message"])[0]
+        raise UnsupportedOperation(
+            f"torch.export cannot follow {type(model).__name__} ({type(error).__name__}: {first_line}); "
+            "train it with growth=none or rewrite the forward without data-dependent Python."
+        ) from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return Tracer(program).run()
+
+
+class Tracer:
+    """Interprets an exported program over axes instead of numbers."""
+
+    def __init__(self, program: torch.export.ExportedProgram) -> None:
+        self.atoms = Atoms()
+        self.scales = ScaleClasses()
+        self._program = program
+        self._names = {
+            **program.graph_signature.inputs_to_parameters,
+            **program.graph_signature.inputs_to_buffers,
+        }
+        self._parameters: dict[str, list[Runs]] = {}
+        self._roles: dict[str, list[Role | None]] = {}
+        self._layers: list[Layer] = []
+        self._norms: list[Norm] = []
+
+    def run(self) -> WidthGraph:
+        """Visit every node once, in forward order, and collect what was found."""
+        values: dict[Any, Any] = {}
+        output_class = self.scales.new()
+        for node in self._program.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = self._placeholder(node)
+            elif node.op == "call_function":
+                values[node] = self._call(node, values)
+            elif node.op == "output":
+                for value in torch.fx.node.map_arg(node.args, lambda n: values[n])[0]:
+                    if isinstance(value, Value):
+                        output_class = self.scales.union(output_class, value.scale)
+                        for axis in value.axes:
+                            self.atoms.freeze(axis, "the network's output")
+        return self._collect(output_class)
+
+    # What rules use ------------------------------------------------------------------------------------
+
+    def shape(self, node: Any) -> tuple[int, ...]:
+        """Full-width shape of the (first) tensor that the node computes."""
+        value = node.meta["val"]
+        if isinstance(value, (tuple, list)):
+            value = value[0]
+        return tuple(int(size) for size in value.shape)
+
+    def operation(self, node: Any) -> str:
+        """Name of the node's operation without namespace and overload."""
+        schema = getattr(node.target, "_schema", None)
+        return node.target.__name__ if schema is None else schema.name.rpartition("::")[2]
+
+    def weight_axes(
+        self, weight: Value, row_role: Role, column_role: Role, kernel: Sequence[Runs]
+    ) -> tuple[Runs, Runs]:
+        """The first two axes of an affine map's weight; the rest is the kernel."""
+        if weight.name is None:
+            for axis in weight.axes:
+                self.atoms.freeze(axis, "a weight that is computed in the forward")
+            return weight.axes[0], weight.axes[1]
+        self._roles[weight.name] = [row_role, column_role, *("fixed" for _ in kernel)]
+        for index, axis in enumerate(kernel, start=2):
+            self.atoms.unify(weight.axes[index], axis, "kernel")
+        if column_role == "fixed":
+            self.atoms.freeze(weight.axes[1], "kernel")
+        return weight.axes[0], weight.axes[1]
+
+    def parameter_axis(self, value: Value, role: Role, axis: Runs, dimension: int = 0) -> Runs:
+        """Let one dimension of a parameter or buffer carry the channels of an axis."""
+        self.atoms.unify(value.axes[dimension], axis, "a parameter laid out otherwise than the activations")
+        if value.name is not None:
+            self._roles[value.name][dimension] = role
+        return value.axes[dimension]
+
+    def affine(
+        self,
+        weight: Value,
+        bias: Value | None,
+        depthwise: bool,
+        x: Value,
+        shape: tuple[int, ...],
+        axes: tuple[Runs, ...],
+        channel_axis: int,
+    ) -> Value:
+        """Record an affine map and return its output."""
+        if bias is not None:
+            self.parameter_axis(bias, "out", axes[channel_axis])
+        if weight.name is None or (bias is not None and bias.name is None):
+            self.scales.pin(x.scale)
+            return Value(shape, axes, self.scales.new(unit=True))
+        name, _, _ = weight.name.rpartition(".")
+        scale = self.scales.new()
+        bias_name = None if bias is None else bias.name
+        self._layers.append(Layer(name, weight.name, bias_name, depthwise, x.scale, scale))
+        return Value(shape, axes, scale)
+
+    def record_norm(self, node: Any, names: Mapping[str, str | None], eps: float, x: Value) -> None:
+        """Record a normalisation by batch statistics."""
+        known = next((name for name in names.values() if name is not None), None)
+        name = node.name if known is None else known.rpartition(".")[0]
+        self._norms.append(Norm(name=name, eps=float(eps), scale_in=x.scale, **names))
+
+    # Visiting ------------------------------------------------------------------------------------------
+
+    def _placeholder(self, node: Any) -> Any:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return value
+        shape = tuple(int(size) for size in value.shape)
+        name = self._names.get(node.name)
+        scale = self.scales.new(unit=True)
+        if name is None:
+            return Value(shape, tuple(fixed(size) for size in shape), scale)
+        axes = [self.atoms.new(size) for size in shape]
+        self._parameters[name] = axes
+        self._roles[name] = [None] * len(axes)
+        return Value(shape, tuple(axes), scale, name)
+
+    def _call(self, node: Any, values: Mapping[Any, Any]) -> Any:
+        operation = self.operation(node)
+        args = torch.fx.node.map_arg(node.args, lambda n: values[n])
+        kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: values[n])
+        schema = getattr(node.target, "_schema", None)
+        names = ["a", "b"] if schema is None else [argument.name for argument in schema.arguments]
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        if operation not in RULES:
+            raise UnsupportedOperation(
+                f"no channel rule for {node.target}{self._place(node)}; "
+                "train this network with growth=none or use operations that growlab knows."
+            )
+        return RULES[operation](self, node, named)
+
+    def _place(self, node: Any) -> str:
+        stack = node.meta.get("nn_module_stack") or {}
+        modules = [entry[0] for entry in stack.values() if entry[0]]
+        lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+        where = next((line for line in reversed(lines) if line.startswith("File ")), "")
+        return (f" in module {modules[-1]}" if modules else "") + (f" ({where})" if where else "")
+
+    # Collecting ----------------------------------------------------------------------------------------
+
+    def _collect(self, output_class: int) -> WidthGraph:
+        self._freeze_what_no_rule_placed()
+        names = self._group_names()
+        groups = {
+            name: Group(name, self.atoms.sizes[atom], self.atoms.below[atom]) for atom, name in names.items()
+        }
+        axes, fixed_because = {}, {}
+        scaled = {name for x in self._layers for name in (x.weight, x.bias)}
+        scaled |= {
+            name for x in self._norms for name in (x.weight, x.bias, x.running_mean, x.running_var)
+        }
+        for name, runs in self._parameters.items():
+            resolved = [self.atoms.resolve(axis) for axis in runs]
+            grows = any(run.atom is not None for axis in resolved for run in axis)
+            if grows or name in scaled:
+                axes[name] = tuple(
+                    Axis(tuple(_part(run, names) for run in axis), self._role(name, index, axis))
+                    for index, axis in enumerate(resolved)
+                )
+            if not grows and name.endswith("weight") and self._roles[name][:1] == ["out"]:
+                fixed_because[name.rpartition(".")[0]] = self.atoms.why_fixed(runs[0])
+        layers = [
+            Layer(x.name, x.weight, x.bias, x.depthwise, self._scale(x.scale_in), self._scale(x.scale_out))
+            for x in self._layers
+        ]
+        norms = [
+            Norm(n.name, n.weight, n.bias, n.running_mean, n.running_var, n.eps, self._scale(n.scale_in))
+            for n in self._norms
+        ]
+        units = self.scales.units()
+        return WidthGraph(
+            groups, axes, tuple(layers), tuple(norms), units, self._scale(output_class), fixed_because
+        )
+
+    def _freeze_what_no_rule_placed(self) -> None:
+        for name, runs in self._parameters.items():
+            for axis, role in zip(runs, self._roles[name], strict=True):
+                if role is None:
+                    self.atoms.freeze(axis, f"{name} is used in a way that growlab has no rule for")
+        produced = {
+            run.atom
+            for name, runs in self._parameters.items()
+            for axis, role in zip(runs, self._roles[name], strict=True)
+            if role == "out"
+            for run in self.atoms.resolve(axis)
+        }
+        for name, runs in self._parameters.items():
+            for axis in runs:
+                for run in self.atoms.resolve(axis):
+                    if run.atom is not None and run.atom not in produced:
+                        self.atoms.freeze((run,), f"{name} consumes channels that no layer produces")
+
+    def _group_names(self) -> dict[int, str]:
+        names: dict[int, str] = {}
+        for name, runs in self._parameters.items():
+            for axis, role in zip(runs, self._roles[name], strict=True):
+                if role != "out":
+                    continue
+                for run in self.atoms.resolve(axis):
+                    if run.atom is not None and run.atom not in names:
+                        base = name.rpartition(".")[0] or name
+                        taken = sum(other == base or other.startswith(f"{base}#") for other in names.values())
+                        names[run.atom] = base if not taken else f"{base}#{taken + 1}"
+        return names
+
+    def _role(self, name: str, index: int, axis: Runs) -> Role:
+        grows = any(run.atom is not None for run in axis)
+        return (self._roles[name][index] or "fixed") if grows else "fixed"
+
+    def _scale(self, scale: int) -> int:
+        return self.scales.find(scale)
+
+
+def _part(run: Run, names: Mapping[int, str]) -> Part:
+    return Part(None, run.outer * run.inner) if run.atom is None else Part(names[run.atom], run.outer, run.inner)
