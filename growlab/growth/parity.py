@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from growlab.widths import Norm
 
-# Relative output error that rounding alone may cause, by the parameters' precision.
-ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}
+# Relative output error above which it cannot be rounding, by the parameters' precision. Ten times and more above
+# what is seen (about 1e-6 in float32, rarely 1e-5 where running statistics are far off): a run must not stop
+# over rounding, and a mistake in a rule shows as 1e-2 or worse.
+ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 # The eps bound is first order in every norm; errors compound over the layers behind it.
 _BOUND_SAFETY = 10.0
 
