@@ -14,21 +14,26 @@ from growlab.data.order import AUGMENT, draws
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random shifts of up to `shift` pixels with zero padding, and mirroring left to right with chance 1/2.
+    """Random shifts of up to `shift` pixels with zero padding, and mirroring with chance 1/2.
 
-    The same as torchvision's `RandomCrop(size, padding=shift)` followed by `RandomHorizontalFlip()` on the raw
-    image, as He et al. 2016 train on CIFAR; the draws are a function of (seed, epoch, index of the image) alone.
+    The same as torchvision's `RandomCrop(size, padding=shift)` followed by `RandomHorizontalFlip()` on the
+    raw image, as He et al. 2016 train on CIFAR; the draws are a function of (seed, epoch, index of the image)
+    alone.
     """
 
     shift: int = 0
     mirror: bool = False
 
     def draw(self, indices_B: np.ndarray, seed: int, epoch: int) -> Tensor:
-        """Return int64 [3, B]: top and left corner of the crop in the padded image (0..2*shift), and 1 = mirrored."""
+        """Draw the crops of these images.
+
+        Returns:
+            int64 [3, B]: top and left of the crop in the padded image (0 to 2 * shift), and 1 where mirrored.
+        """
         bits_B = draws(indices_B, AUGMENT, seed, epoch)
         positions = np.uint64(2 * self.shift + 1)
         word = np.uint64(0xFFFFF)
-        # Twenty bits of the word for each draw; scaling them instead of a remainder keeps positions equally likely.
+        # Twenty bits each; scaled, not a remainder, so that positions are equally likely.
         top_B = ((bits_B >> np.uint64(1)) & word) * positions >> np.uint64(20)
         left_B = ((bits_B >> np.uint64(21)) & word) * positions >> np.uint64(20)
         mirrored_B = (bits_B & np.uint64(1)) * np.uint64(self.mirror)
@@ -73,7 +78,7 @@ class Normalisation:
         B, H, W, C = images_BHWC.shape
         key = (W, images_BHWC.device)
         if key not in self._rows:
-            # Repeated along a row, so that the inner loop is long: ten times as fast as broadcasting three numbers.
+            # Repeated along a row to make the inner loop long: ten times as fast as three numbers.
             self._rows[key] = (
                 self._scale_C.repeat(W).to(images_BHWC.device),
                 self._offset_C.repeat(W).to(images_BHWC.device),

@@ -41,8 +41,8 @@ def files_fingerprint(paths: Sequence[Path]) -> str:
 def decoded(images: EncodedImages) -> ImageArray:
     """Return the images decoded, from the cache if it holds them.
 
-    A few images of a large set are decoded alone; else the whole set is decoded once and cached. A cache that is
-    torn, foreign or unwritable costs time, never the run.
+    A few images of a large set are decoded alone; else the whole set is decoded once and cached. A cache that
+    is torn, foreign or unwritable costs time, never the run.
 
     Raises:
         UserError: an image cannot be read, or images differ in size.
@@ -53,7 +53,7 @@ def decoded(images: EncodedImages) -> ImageArray:
         return ImageArray(_decode(images), labels_N, images.classes)
     frame = images.frame
     key = f"{images.payloads.fingerprint()}\n{images.image_size} {frame}"
-    path = _path(key, ".npy")
+    path = _path(key, ".npz")
     shape = (total, frame.height, frame.width, frame.channels)
     array = _load(path, shape)
     if array is None and len(images) < total // 4:
@@ -104,22 +104,25 @@ def _path(key: str, suffix: str) -> Path:
 
 
 def _decode(images: EncodedImages) -> torch.Tensor:
-    # Threads: PIL decodes without holding the interpreter's lock.
-    _ = images.frame
     chunks = np.array_split(np.arange(len(images)), max(1, len(images) // 512))
+    # The first one alone: it opens the files that all share.
+    parts = [images.read(chunks[0])]
+    # Threads: PIL decodes without holding the interpreter's lock.
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return torch.cat(list(pool.map(images.read, chunks)))
+        parts += pool.map(images.read, chunks[1:])
+    return torch.cat(parts)
 
 
 def _load(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
     try:
-        array = np.load(path, allow_pickle=False)
+        with np.load(path, allow_pickle=False) as archive:
+            array = archive["images"]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # a damaged archive raises almost anything
         log.warning("ignoring the unreadable cache %s (%s)", path, error)
         return None
-    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.shape != shape:
+    if array.dtype != np.uint8 or array.shape != shape:
         log.warning("ignoring the cache %s: it is not what was written for these images", path)
         return None
     return array
@@ -127,7 +130,8 @@ def _load(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
 
 def _store(path: Path, array: np.ndarray) -> None:
     def write(file: Any) -> None:
-        np.save(file, array, allow_pickle=False)
+        # Not compressed, but an archive: it carries a checksum, which reading verifies.
+        np.savez(file, images=array)
 
     try:
         write_atomically(path, write)

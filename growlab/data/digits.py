@@ -5,7 +5,6 @@ import torch
 
 from growlab.data.images import ImageArray
 from growlab.data.split import stratified_split
-from growlab.errors import UserError
 
 
 def load_digits() -> tuple[ImageArray, ImageArray]:
@@ -13,13 +12,10 @@ def load_digits() -> tuple[ImageArray, ImageArray]:
 
     Pixels are scaled from scikit-learn's 0..16 to 0..255.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise UserError(
-            "the digits come with scikit-learn: install it (pip install scikit-learn)."
-        ) from error
-    bunch = load_digits()
+    # A slow import, that other data need not wait for.
+    import sklearn.datasets
+
+    bunch = sklearn.datasets.load_digits()
     images_NHWC = torch.from_numpy(np.rint(bunch.images * (255 / 16)).astype(np.uint8)[..., None])
     labels = bunch.target.astype(np.int64)
     everything = ImageArray(images_NHWC, torch.from_numpy(labels), tuple(str(digit) for digit in range(10)))

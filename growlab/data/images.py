@@ -1,4 +1,4 @@
-"""The two forms in which a labelled set of images is held: decoded in one array, or encoded and read on demand."""
+"""The two forms of a labelled set of images: decoded in one array, or encoded and read on demand."""
 
 import io
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Frame:
     channels: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ImageArray:
     """Decoded images.
 
@@ -85,7 +85,7 @@ class Payloads(Protocol):
         """Return a text that changes when the images do."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EncodedImages:
     """Images as JPEG, PNG and the like, decoded when read.
 
@@ -114,7 +114,8 @@ class EncodedImages:
         """Size of the first image (or `image_size`); three channels if any of a few images is coloured."""
         if self.frame_of is not None:
             return self.frame_of.frame
-        seen = [self._open(int(p)) for p in np.unique(np.linspace(0, len(self.payloads) - 1, 16).astype(int))]
+        spread = np.unique(np.linspace(0, len(self.payloads) - 1, 16).astype(int))
+        seen = [self._open(int(position)) for position in spread]
         width, height = (self.image_size, self.image_size) if self.image_size else seen[0].size
         grey = all(image.mode in ("1", "L", "LA") for image in seen)
         return Frame(height, width, 1 if grey else 3)
@@ -144,25 +145,31 @@ class EncodedImages:
         try:
             image = PIL.Image.open(io.BytesIO(self.payloads.read(position)))
             image.load()
-        except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
-            raise UserError(
-                f"cannot read the image {self.payloads.describe(position)} ({error}); repair it or take it out."
-            ) from error
+        except UserError:
+            raise
+        except Exception as error:  # decoders of damaged files raise almost anything
+            # The message of UnidentifiedImageError is an address in memory.
+            unknown = isinstance(error, PIL.UnidentifiedImageError)
+            reason = "no known image format" if unknown else str(error) or type(error).__name__
+            where = self.payloads.describe(position)
+            raise UserError(f"cannot read the image {where} ({reason}); repair it or take it out.") from error
         return image
 
     def _decode(self, position: int, frame: Frame) -> np.ndarray:
         image = self._open(position)
         if image.mode.startswith(("I", "F")):
             raise UserError(
-                f"the image {self.payloads.describe(position)} has more than 8 bits a channel; convert it to 8 bits."
+                f"the image {self.payloads.describe(position)} has more than 8 bits a channel; "
+                "convert it to 8 bits."
             )
         image = image.convert("L" if frame.channels == 1 else "RGB")
         if self.image_size:
             image = _fit(image, self.image_size)
         if image.size != (frame.width, frame.height):
             raise UserError(
-                f"images differ in size: {self.payloads.describe(position)} has {image.width}x{image.height} pixels, "
-                f"the first one {frame.width}x{frame.height}; bring all to one size with data.image_size=N."
+                f"images differ in size: {self.payloads.describe(position)} has {image.width}x{image.height} "
+                f"pixels, the first one {frame.width}x{frame.height}; bring all to one size with "
+                "data.image_size=N."
             )
         return np.asarray(image).reshape(frame.height, frame.width, frame.channels)
 
@@ -186,7 +193,7 @@ def class_names(labels: Sequence[np.ndarray], names: Sequence[str] | None, where
     names = tuple(names) if names else tuple(str(label) for label in range(high + 1))
     if low < 0 or high >= len(names):
         raise UserError(
-            f"the labels in {where} run from {low} to {high}, outside its {len(names)} classes 0..{len(names) - 1}; "
-            "leave out or relabel those images."
+            f"the labels in {where} run from {low} to {high}, outside its {len(names)} classes "
+            f"0..{len(names) - 1}; leave out or relabel those images."
         )
     return names

@@ -36,6 +36,8 @@ class EpochPlan:
     world_size: int = 1
 
     def __len__(self) -> int:
+        if self.augmentation is None:
+            return len(self.batches())
         return -(-self.num_images // self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:

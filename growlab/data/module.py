@@ -1,6 +1,7 @@
 """The Lightning data module for labelled images."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 
 import numpy as np
 import torch
@@ -25,22 +26,23 @@ _STATISTICS_IMAGES = 4096
 class ImageData(LightningDataModule):
     """Labelled images, by name or from a folder, as augmented and normalised batches.
 
-    A batch is (x float32 [B, C, H, W], y int64 [B]). Order and augmentation are functions of (seed, epoch, image)
-    alone, so a resumed run and a run on another number of ranks see the same images. The attributes `num_classes`,
-    `image_shape` (C, H, W), `num_train`, `num_val`, `num_test`, `mean` and `std` are known after `setup()`.
+    A batch is (x float32 [B, C, H, W], y int64 [B]). Order and augmentation are functions of (seed, epoch,
+    image) alone, so a resumed run and a run on another number of ranks see the same images. The attributes
+    `num_classes`, `image_shape` (C, H, W), `num_train`, `num_val`, `num_test`, `mean` and `std` are known
+    after `setup()`.
 
     Args:
         name: digits, cifar10, cifar100, mnist, fashion_mnist, or any name for data that lies in `root`.
         root: folder with torchvision's files, Hugging Face Parquet files or `train/<class>/*.png`; None =
-            `$GROWLAB_DATA/<name>`, else `~/.cache/growlab/<name>`; digits without a root come from scikit-learn.
+            `$GROWLAB_DATA/<name>`, else `~/.cache/growlab/<name>`; digits then come from scikit-learn.
         download: fetch the data where nothing is there.
         batch_size: images in a training batch over all ranks; B_base of Eq. 8 of the growth schedule.
-        eval_batch_size: images in a validation or test batch over all ranks.
+        eval_batch_size: most images in a validation or test batch over all ranks.
         shift: largest random shift of a training image in pixels, padded with zeros; 0 = none.
         mirror: whether training images are mirrored left to right with chance 1/2.
         mean: of each channel on the scale 0..1; None = computed from the training images.
         std: likewise.
-        validation: "none"; "split": part of the training set; "test": the test set, to be watched, not selected on.
+        validation: "none"; "split": part of the training set; "test": the test set, watched, not selected on.
         validation_fraction: the part that "split" takes.
         split_seed: decides which images "split" takes, whatever the seed of the run.
         limit_train: use only so many training images, the first ones of each class.
@@ -82,13 +84,12 @@ class ImageData(LightningDataModule):
         _check("eval_batch_size", eval_batch_size, 1)
         _check("shift", shift, 0)
         _check("num_workers", num_workers, 0)
-        for key, value in {
-            "limit_train": limit_train,
-            "limit_test": limit_test,
-            "image_size": image_size,
-        }.items():
-            if value is not None:
-                _check(key, value, 1)
+        for key, value in (
+            ("limit_train", limit_train),
+            ("limit_test", limit_test),
+            ("image_size", image_size),
+        ):
+            _check(key, 1 if value is None else value, 1)
         if validation not in VALIDATIONS:
             raise UserError(
                 f"data.validation={validation} is unknown; choose one of {', '.join(VALIDATIONS)}."
@@ -98,11 +99,8 @@ class ImageData(LightningDataModule):
         self.name, self.root, self.download = name, root, download
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.augmentation = Augmentation(shift, mirror)
-        self.validation, self.validation_fraction, self.split_seed = (
-            validation,
-            validation_fraction,
-            split_seed,
-        )
+        self.validation, self.validation_fraction = validation, validation_fraction
+        self.split_seed = split_seed
         self.limit_train, self.limit_test = limit_train, limit_test
         self.image_size, self.channels_last, self.seed = image_size, channels_last, seed
         self.in_memory, self.num_workers = in_memory, num_workers
@@ -110,44 +108,34 @@ class ImageData(LightningDataModule):
         self.std = [float(value) for value in std] if std is not None else None
         #: Global batch size of an epoch, set by the experiment from the growth schedule; None = `batch_size`.
         self.batch_size_at_epoch: Callable[[int], int] | None = None
-        self._train: Images | None = None
+        self._images: dict[str, Images] = {}
 
     def prepare_data(self) -> None:
         """Fetch and decode what is not there yet; Lightning calls this in one process a machine."""
         self.setup()
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the data, once."""
-        if self._train is not None:
+        """Read the data, once, whatever the stage."""
+        if self._images:
             return
         train, test = open_images(self.name, self.root, self.download, self.image_size)
-        train = train.select(first_balanced(train.labels, self.limit_train or len(train)))
-        test = test.select(first_balanced(test.labels, self.limit_test or len(test)))
-        if self._fits(train):
-            train = decoded(train) if isinstance(train, EncodedImages) else train
-        if self._fits(test):
-            test = decoded(test) if isinstance(test, EncodedImages) else test
-        self._val: Images | None = test if self.validation == "test" else None
-        if self.validation == "split":
-            kept, held_out = stratified_split(train.labels, self.validation_fraction, self.split_seed)
-            if not len(kept) or not len(held_out):
-                raise UserError(
-                    f"data.validation_fraction={self.validation_fraction} of {len(train)} training images leaves "
-                    "nothing to train or to validate on; choose another fraction."
-                )
-            train, self._val = train.select(kept), train.select(held_out)
-        self._test = test
-        frame = train.frame
-        self.image_shape = (frame.channels, frame.height, frame.width)
-        self.num_classes = len(train.classes)
-        self.num_train, self.num_test = len(train), len(test)
-        self.num_val = len(self._val) if self._val is not None else 0
-        if test.frame != frame:
+        train = self._held(train.select(first_balanced(train.labels, self.limit_train or len(train))))
+        test = self._held(test.select(first_balanced(test.labels, self.limit_test or len(test))))
+        if train.frame != test.frame:
             raise UserError(
-                f"test images {test.frame} differ from training images {frame}; set data.image_size=N."
+                f"test images have the shape {astuple(test.frame)}, training images {astuple(train.frame)} "
+                "(height, width, channels); bring them to one size with data.image_size=N."
             )
-        self._set_statistics(train)
-        self._train = train
+        images = {"train": train, "test": test}
+        if self.validation == "split":
+            images["train"], images["val"] = self._split(train)
+        height, width, channels = astuple(train.frame)
+        self.image_shape = (channels, height, width)
+        self.num_classes = len(train.classes)
+        self.num_train, self.num_test = len(images["train"]), len(test)
+        self.num_val = {"none": 0, "split": len(images.get("val", ())), "test": len(test)}[self.validation]
+        self._set_statistics(images["train"])
+        self._images = images
 
     def train_dataloader(self) -> MemoryLoader | StreamLoader:
         """Return the batches of the trainer's current epoch (0 without a trainer).
@@ -164,20 +152,17 @@ class ImageData(LightningDataModule):
                 f"data.batch_size that {world_size} divides, or another number of devices."
             )
         plan = EpochPlan(self.num_train, batch_size, self.seed, epoch, self.augmentation, rank, world_size)
-        self._train = self._on_device(self._train)
-        return self._loader(self._train, plan)
+        return self._loader("train", plan)
 
     def val_dataloader(self) -> MemoryLoader | StreamLoader | list:
         """Return the validation images in order; an empty list without validation."""
-        if self._val is None:
+        if self.validation == "none":
             return []
-        self._val = self._on_device(self._val)
-        return self._evaluation(self._val)
+        return self._evaluation("val" if self.validation == "split" else "test")
 
     def test_dataloader(self) -> MemoryLoader | StreamLoader:
         """Return the test images in order."""
-        self._test = self._on_device(self._test)
-        return self._evaluation(self._test)
+        return self._evaluation("test")
 
     def global_batch_size(self, epoch: int) -> int:
         """Return the number of images in a training batch of this epoch, over all ranks."""
@@ -188,18 +173,29 @@ class ImageData(LightningDataModule):
         return -(-self.num_train // self.global_batch_size(epoch))
 
     def probe_batch(self, n: int) -> Tensor:
-        """Return the first n training images, normalised, not augmented: float32 [n, C, H, W] on the CPU.
+        """Return n training images, normalised, not augmented: float32 [n, C, H, W] on the CPU.
 
-        Fewer than n images are repeated.
+        Always the same ones, as many of each class as can be; repeated if there are fewer than n.
         """
-        images_BHWC = self._train.read(np.resize(np.arange(self.num_train), n)).cpu()
-        return self._normalisation.apply(images_BHWC, self.channels_last)
+        train = self._images["train"]
+        positions = np.resize(first_balanced(train.labels, n), n)
+        return self._normalisation.apply(train.read(positions).cpu(), self.channels_last)
 
-    def _fits(self, images: Images) -> bool:
-        if self.in_memory is not None:
-            return self.in_memory
+    def _held(self, images: Images) -> Images:
+        # In memory, if that was asked for or they are few enough.
         frame = images.frame
-        return len(images) * frame.height * frame.width * frame.channels <= _IN_MEMORY_BYTES
+        size = len(images) * frame.height * frame.width * frame.channels
+        in_memory = size <= _IN_MEMORY_BYTES if self.in_memory is None else self.in_memory
+        return decoded(images) if in_memory and isinstance(images, EncodedImages) else images
+
+    def _split(self, train: Images) -> tuple[Images, Images]:
+        kept, held_out = stratified_split(train.labels, self.validation_fraction, self.split_seed)
+        if not len(kept) or not len(held_out):
+            raise UserError(
+                f"data.validation_fraction={self.validation_fraction} of {len(train)} training images leaves "
+                "nothing to train or to validate on; choose another fraction."
+            )
+        return train.select(kept), train.select(held_out)
 
     def _set_statistics(self, train: Images) -> None:
         if self.mean is None or self.std is None:
@@ -222,25 +218,20 @@ class ImageData(LightningDataModule):
     def _device(self) -> torch.device:
         return self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
 
-    def _on_device(self, images: Images) -> Images:
-        return (
-            images.to(self._device())
-            if isinstance(images, ImageArray) and self.in_memory is not False
-            else images
-        )
-
-    def _evaluation(self, images: Images) -> MemoryLoader | StreamLoader:
+    def _evaluation(self, part: str) -> MemoryLoader | StreamLoader:
         rank, world_size = self._place()
-        plan = EpochPlan(len(images), self.eval_batch_size, self.seed, 0, None, rank, world_size)
-        return self._loader(images, plan)
-
-    def _loader(self, images: Images, plan: EpochPlan) -> MemoryLoader | StreamLoader:
-        if isinstance(images, ImageArray) and self.in_memory is not False:
-            return MemoryLoader(images, plan, self._normalisation, self.channels_last)
-        pin_memory = self._device().type == "cuda"
-        return StreamLoader(
-            images, plan, self._normalisation, self.channels_last, self.num_workers, pin_memory
+        length = len(self._images[part])
+        return self._loader(
+            part, EpochPlan(length, self.eval_batch_size, self.seed, 0, None, rank, world_size)
         )
+
+    def _loader(self, part: str, plan: EpochPlan) -> MemoryLoader | StreamLoader:
+        images, device = self._images[part], self._device()
+        if isinstance(images, ImageArray) and self.in_memory is not False:
+            self._images[part] = images = images.to(device)
+            return MemoryLoader(images, plan, self._normalisation, self.channels_last)
+        pinned = device.type == "cuda"
+        return StreamLoader(images, plan, self._normalisation, self.channels_last, self.num_workers, pinned)
 
 
 def _check(key: str, value: int, least: int) -> None:

@@ -1,8 +1,8 @@
 """Stateless randomness: which images make a batch, as a function of seed and epoch alone.
 
-Every draw is the output of a counter-based generator (splitmix64, Steele et al. 2014) keyed by integers such as
-(purpose, seed, epoch) and counted by the index of the image. Nothing is drawn from a global generator, so a
-resumed run, a run on other devices or with another number of workers sees the same numbers.
+Every draw is the output of a counter-based generator (splitmix64, Steele et al. 2014) keyed by integers such
+as (purpose, seed, epoch) and counted by the index of the image. Nothing is drawn from a global generator, so
+a resumed run, a run on other devices or with another number of workers sees the same numbers.
 """
 
 import numpy as np
@@ -40,9 +40,9 @@ def training_batches(
 ) -> list[np.ndarray]:
     """Cut an order into global batches and return this rank's slice of each.
 
-    Rank r takes the r-th contiguous slice of every global batch. Only a last, smaller batch may not divide evenly:
-    it is filled up from the start of the order, as `DistributedSampler` does, because gradients are averaged over
-    ranks with equal weight.
+    Rank r takes the r-th contiguous slice of every global batch. Only a last, smaller batch may not divide
+    evenly: it is filled up from the start of the order, as `DistributedSampler` does, because gradients are
+    averaged over ranks with equal weight.
 
     Args:
         order_N: indices of the training images in the order of this epoch.
@@ -65,15 +65,24 @@ def training_batches(
 
 
 def evaluation_batches(length: int, batch_size: int, rank: int = 0, world_size: int = 1) -> list[np.ndarray]:
-    """Cut `range(length)` into nearly equal batches of at most `batch_size` and return this rank's part of each.
+    """Cut `range(length)` into nearly equal global batches and return this rank's slice of each.
 
-    No image is repeated, so accuracies over several ranks are exact; equal batches leave no tiny last one that a
-    rank would find empty (unless there are fewer images than ranks).
+    No image is repeated, so that accuracies over several ranks are exact, and no rank's slice is empty: a
+    batch is larger than `batch_size` only where that holds fewer images than there are ranks. Only a set
+    smaller than the number of ranks has its images repeated.
+
+    Args:
+        length: number of images.
+        batch_size: most images in a global batch.
+        rank: this process, 0 <= rank < world_size.
+        world_size: number of processes.
+
+    Returns:
+        One index array a step, of the same number of steps on all ranks.
     """
-    num_batches = -(-length // batch_size)
-    return [
-        np.array_split(batch, world_size)[rank] for batch in np.array_split(np.arange(length), num_batches)
-    ]
+    positions = np.arange(length) if length >= world_size else np.resize(np.arange(length), world_size)
+    num_batches = min(-(-len(positions) // batch_size), len(positions) // world_size)
+    return [np.array_split(batch, world_size)[rank] for batch in np.array_split(positions, num_batches)]
 
 
 def _mix(bits: np.ndarray) -> np.ndarray:

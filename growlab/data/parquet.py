@@ -20,10 +20,10 @@ _MAPPED_BYTES = 2 << 30
 
 
 def find_parquet(root: Path) -> dict[str, list[Path]]:
-    """Return the Parquet files of each split in `root` or one folder below it, as {"train": [...], "test": [...]}.
+    """Return the Parquet files of "train" and "test", in `root` or one folder below it.
 
-    A split is known by how the file's name begins: train, test, val, valid or validation; a validation file serves
-    as the test set where there is none. Empty if there is no training file.
+    A split is known by how the file's name begins: train, test or val(idation); a validation file serves as
+    the test set where there is none. Empty if there is no training file.
 
     Raises:
         UserError: several folders hold a training set.
@@ -33,9 +33,7 @@ def find_parquet(root: Path) -> dict[str, list[Path]]:
     found = {folder: splits for folder, splits in found.items() if "train" in splits}
     if len(found) > 1:
         names = " and ".join(str(folder) for folder in found)
-        raise UserError(
-            f"several folders hold training Parquet files: {names}; point data.root=... at one of them."
-        )
+        raise UserError(f"training Parquet files lie in several folders, {names}; point data.root at one.")
     return next(iter(found.values()), {})
 
 
@@ -47,8 +45,7 @@ def open_parquet(
     Raises:
         UserError: a file is unreadable, or has no column of images or labels.
     """
-    columns = _columns(splits["train"][0])
-    image_column, label_column, names = columns
+    image_column, label_column, names = _columns(splits["train"][0])
     labels = {split: _labels(paths, label_column) for split, paths in splits.items()}
     classes = class_names(list(labels.values()), names, str(splits["train"][0].parent))
     sets: list[EncodedImages] = []
@@ -64,7 +61,7 @@ def open_parquet(
 
 
 class ParquetPayloads:
-    """The image column of Parquet files, read at first use; of large files, mapped from an Arrow file in the cache.
+    """The image column of Parquet files, read at first use; large files through a mapped Arrow file.
 
     Args:
         paths: the files of one split, in order.
@@ -98,7 +95,7 @@ class ParquetPayloads:
         return content
 
     def describe(self, position: int) -> str:
-        """Return `row 17 of /data/train.parquet`."""
+        """Return `in row 17 of train.parquet`, with its folder."""
         for path in self.paths:
             rows = pq.read_metadata(path).num_rows
             if position < rows:
@@ -129,9 +126,8 @@ class ParquetPayloads:
 
 def _splits(folder: Path) -> dict[str, list[Path]]:
     files = sorted(folder.glob("*.parquet"))
-    splits = {
-        split: [path for path in files if path.name.startswith(split)] for split in ("train", "test", "val")
-    }
+    names = ("train", "test", "val")
+    splits = {split: [path for path in files if path.name.startswith(split)] for split in names}
     if not splits["test"]:
         splits["test"] = splits["val"]
     return {split: paths for split, paths in splits.items() if paths and split != "val"}
@@ -143,8 +139,8 @@ def _columns(path: Path) -> tuple[str, str, list[str] | None]:
     label = next((name for name in LABEL_COLUMNS if name in schema.names), None)
     if image is None or label is None or not pa.types.is_integer(schema.field(label).type):
         raise UserError(
-            f"{path} has the columns {', '.join(schema.names)}, but an image column (img or image) and a column of "
-            "whole numbers (label, fine_label or labels) are needed; rename them."
+            f"{path} has the columns {', '.join(schema.names)}, but an image column (img or image) and a "
+            "column of whole numbers (label, fine_label or labels) are needed; rename them."
         )
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]

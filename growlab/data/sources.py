@@ -16,7 +16,7 @@ _LAYOUTS = "Parquet files (train*.parquet, test*.parquet), folders (train/<class
 
 
 def default_root(name: str) -> Path:
-    """Return where data lies if nothing else is said: `$GROWLAB_DATA/<name>`, else in the user's cache folder."""
+    """Return where data lies if nothing else is said: `$GROWLAB_DATA/<name>`, else in the cache folder."""
     base = os.environ.get("GROWLAB_DATA")
     return (Path(base) if base else cache_dir()) / name
 
@@ -28,7 +28,8 @@ def open_images(
 
     Args:
         name: digits, cifar10, cifar100, mnist, fashion_mnist, or any name for data that lies in `root`.
-        root: folder with Parquet files, folders of images or torchvision's files; None = `default_root(name)`.
+        root: folder with Parquet files, folders of images or torchvision's files; None =
+            `default_root(name)`, but digits come from scikit-learn.
         download: fetch the data (of the names that torchvision knows) where the folder is empty or missing.
         image_size: bring images in folders and Parquet files to this many pixels square.
 
@@ -41,8 +42,9 @@ def open_images(
     try:
         return _open_folder(name, folder, download, image_size)
     except OSError as error:
+        reason = error.strerror or error
         raise UserError(
-            f"cannot read the data in {folder} ({error.strerror or error}); choose data.root=..."
+            f"cannot read the {name} data in {folder} ({reason}); point data.root=... at a readable folder."
         ) from error
 
 

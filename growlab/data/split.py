@@ -6,7 +6,7 @@ from growlab.data.order import SPLIT, permutation
 
 
 def first_balanced(labels_N: np.ndarray, count: int) -> np.ndarray:
-    """Return the sorted positions of `count` images, the first ones of each class and as many of each as can be."""
+    """Return the sorted positions of the first `count` images, as many of each class as can be."""
     if count >= len(labels_N):
         return np.arange(len(labels_N))
     return np.sort(np.lexsort((np.arange(len(labels_N)), _rank_in_class(labels_N)))[:count])
@@ -21,8 +21,8 @@ def stratified_split(labels_N: np.ndarray, fraction: float, seed: int) -> tuple[
         seed: the split is a function of labels, fraction and seed alone.
 
     Returns:
-        Sorted positions of the first part and of the second, which holds `round(fraction * N)` images: disjoint,
-        together everything.
+        Sorted positions of the first part and of the second, which holds `round(fraction * N)` images:
+        disjoint, together everything.
     """
     _, class_of_N, counts_K = np.unique(labels_N, return_inverse=True, return_counts=True)
     wanted_K = _shares(round(fraction * len(labels_N)), counts_K)

@@ -1,7 +1,10 @@
 """The files that torchvision's datasets download and read."""
 
+import contextlib
 import logging
 import socket
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ from growlab.data.images import ImageArray
 from growlab.errors import UserError
 
 log = logging.getLogger(__name__)
+
+_TIMEOUT_SEC = 20
 
 # name: (class in torchvision.datasets, what it keeps in its root)
 DATASETS = {
@@ -29,46 +34,50 @@ def has_torchvision_files(name: str, root: Path) -> bool:
 
 
 def load_torchvision(name: str, root: Path, download: bool) -> tuple[ImageArray, ImageArray]:
-    """Return the training and the test set from torchvision's files, downloaded first if asked for and missing.
+    """Return the training and the test set from torchvision's files, downloaded first if they are missing.
 
     Raises:
-        UserError: torchvision is not installed, a file is damaged, or the download failed.
+        UserError: the files are missing or damaged and may not or cannot be downloaded.
     """
     train, test = (_open(name, root, train=part, download=download) for part in (True, False))
     return _decoded(train), _decoded(test)
 
 
 def _open(name: str, root: Path, train: bool, download: bool) -> Any:
-    try:
-        import torchvision.datasets
-    except ImportError as error:
-        raise UserError(f"reading {name} from {root} needs torchvision (pip install torchvision).") from error
+    # A slow import, that other data need not wait for.
+    import torchvision.datasets
+
     dataset = getattr(torchvision.datasets, DATASETS[name][0])
-    existed = root.exists()
     try:
         return dataset(str(root), train=train, download=False)
-    except (
-        Exception
-    ) as error:  # torchvision raises RuntimeError, UnpicklingError, ValueError, OSError, KeyError
+    except Exception as error:  # RuntimeError, UnpicklingError, ValueError, KeyError, OSError among them
         if not download:
             raise UserError(
-                f"the {name} files in {root} are missing or damaged ({error}); let them be downloaded "
-                "(data.download=true) or point data.root=... at another copy."
+                f"torchvision's files of {name} in {root} are incomplete or damaged; let them be fetched "
+                "again with data.download=true, or point data.root=... at another copy."
             ) from error
+    with locked(cache_dir() / f"download-{name}"):
+        return _download(dataset, name, root, train)
+
+
+def _download(dataset: Callable[..., Any], name: str, root: Path, train: bool) -> Any:
+    existed = root.exists()
     timeout = socket.getdefaulttimeout()
+    log.info("downloading %s to %s", name, root)
     try:
         # A network that swallows packets must not hold the run for minutes.
-        socket.setdefaulttimeout(20)
-        with locked(cache_dir() / f"download-{name}"):
-            log.info("downloading %s to %s", name, root)
+        socket.setdefaulttimeout(_TIMEOUT_SEC)
+        # torchvision prints its progress; standard output is for results.
+        with contextlib.redirect_stdout(sys.stderr):
             return dataset(str(root), train=train, download=True)
-    except Exception as error:
-        if not existed and root.is_dir():
+    except Exception as error:  # what torchvision and urllib raise is not one family
+        if not existed:
             _remove_empty(root)
-        reason = str(getattr(error, "reason", "") or error).strip().splitlines()[0:1]
+        reason = str(getattr(error, "reason", "") or error).partition("\n")[0] or type(error).__name__
         raise UserError(
-            f"found no {name} in {root} and could not download it ({''.join(reason) or type(error).__name__}); "
-            "point data.root=FOLDER at torchvision's files, Parquet files or folders train/<class>/*.png."
+            f"found no {name} in {root} and could not download it ({reason}); point data.root=FOLDER at "
+            "torchvision's files, at Parquet files (train*.parquet, test*.parquet) or at folders of images "
+            "(train/<class>/*.png, test/<class>/*.png)."
         ) from error
     finally:
         socket.setdefaulttimeout(timeout)
@@ -82,8 +91,10 @@ def _decoded(dataset: Any) -> ImageArray:
 
 
 def _remove_empty(folder: Path) -> None:
-    for path in sorted(folder.rglob("*"), reverse=True):
-        if path.is_dir() and not any(path.iterdir()):
-            path.rmdir()
-    if not any(folder.iterdir()):
-        folder.rmdir()
+    # What a failed download leaves: folders without a file.
+    if folder.is_dir():
+        for path in sorted(folder.rglob("*"), reverse=True):
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+        if not any(folder.iterdir()):
+            folder.rmdir()
