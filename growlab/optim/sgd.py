@@ -42,6 +42,8 @@ class RegionalSGD(torch.optim.SGD):
         self.rule = rule
         self._regions: dict[Tensor, Regions] = {}
         self._scales: dict[Tensor, float] = {}
+        # A rule that leaves a lone region at its base rate needs no work on weights that never grew.
+        self._spares_one = rule is not None and bool(torch.equal(rule.factors(torch.tensor([2.0])), torch.ones(1)))
 
     def set_regions(self, regions: Mapping[Tensor, Regions], scales: Mapping[Tensor, float] | None = None) -> None:
         """Say which elements of which parameters came when; call it again after every growth event.
@@ -115,7 +117,9 @@ class RegionalSGD(torch.optim.SGD):
     def _is_regional(self, param: Tensor) -> bool:
         if self.rule is None or param not in self._regions:
             return False
-        return self._regions[param].num_regions > 1 or self._scales.get(param, 1.0) != 1.0 or not _is_ratio(self.rule)
+        if self._scales.get(param, 1.0) != 1.0 or not self._spares_one:
+            return True
+        return self._regions[param].num_regions > 1
 
     def _regional_step(self, param: Tensor, group: dict[str, object]) -> None:
         update = -param.grad if group["maximize"] else param.grad
@@ -132,6 +136,3 @@ class RegionalSGD(torch.optim.SGD):
         factors = self._regions[param].spread(self.factors(param), param.dim())
         param.addcmul_(update, factors, value=-group["lr"])
 
-
-def _is_ratio(rule: RateRule) -> bool:
-    return bool(torch.equal(rule.factors(torch.full((1,), 2.0)), torch.ones(1)))

@@ -1,0 +1,68 @@
+"""Forward FLOPs of a network at any widths, and what a growing run costs (spec: Yuan et al. 2023, Section 4.1)."""
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from growlab.widths import WidthGraph, resize
+
+
+def forward_flops(model: nn.Module, sample: Tensor) -> int:
+    """FLOPs of one forward pass on one sample: two per multiply-add of convolutions, linear layers, attention.
+
+    Args:
+        model: any network; run in eval mode and left as it was.
+        sample: one input [1, ...].
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    counter = FlopCounterMode(display=False)
+    try:
+        with counter, torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            model(sample)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return int(counter.get_total_flops())
+
+
+def stage_flops(
+    model: nn.Module,
+    graph: WidthGraph,
+    widths: Mapping[str, int],
+    stages: Sequence[Mapping[str, int]],
+    sample: Tensor,
+) -> list[int]:
+    """Forward FLOPs per sample at each stage's widths.
+
+    Args:
+        model: the network at `widths`; left as it is.
+        graph: its width graph.
+        widths: width of each group now.
+        stages: width of each group at each stage.
+        sample: one input [1, ...].
+    """
+    flops = []
+    for stage in stages:
+        copied = copy.deepcopy(model)
+        resize(copied, graph, widths, stage)
+        flops.append(forward_flops(copied, sample))
+    return flops
+
+
+def train_cost_percent(
+    epochs: Sequence[int], flops: Sequence[int], full_flops: int, reference_epochs: int
+) -> float:
+    """Forward FLOPs of a run over those of the fixed-size network, in percent.
+
+    Args:
+        epochs: epochs of each stage.
+        flops: forward FLOPs per sample of each stage.
+        full_flops: forward FLOPs per sample of the full-width network.
+        reference_epochs: epochs of the fixed-size run.
+    """
+    spent = sum(epoch * flop for epoch, flop in zip(epochs, flops, strict=True))
+    return 100.0 * spent / (reference_epochs * full_flops)

@@ -1,0 +1,9 @@
+"""Training with PyTorch Lightning: the task, the growth callback, records and checkpoints."""
+
+from growlab.training.growth_callback import GrowthCallback
+from growlab.training.learning_rate import LearningRate
+from growlab.training.progress import GrowthProgress
+from growlab.training.recorder import RunRecorder
+from growlab.training.task import RateAdaptation, Task
+
+__all__ = ["GrowthCallback", "GrowthProgress", "LearningRate", "RateAdaptation", "RunRecorder", "Task"]

@@ -1,0 +1,57 @@
+"""The learning rate over a run whose steps an epoch change with the batch size."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import cos, pi, sqrt
+from typing import Literal
+
+from growlab.growth import Schedule
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """How the rate runs; the base rate is the optimizer's own `lr`.
+
+    Attributes:
+        shape: "cosine" from the base rate to 0, or "constant".
+        warmup_epochs: epochs of linear rise from 0 at the beginning.
+        restarts: run the shape once over the whole run ("none"), or anew in each stage ("stage").
+        batch_rule: scale the rate with the stage's batch size over the last stage's: "none", "linear", "sqrt".
+    """
+
+    shape: Literal["cosine", "constant"] = "cosine"
+    warmup_epochs: float = 0.0
+    restarts: Literal["none", "stage"] = "none"
+    batch_rule: Literal["none", "linear", "sqrt"] = "none"
+
+    def factor_at_step(self, schedule: Schedule, steps_in_epoch: Sequence[int]) -> Callable[[int], float]:
+        """The factor on the base rate as a function of the number of optimizer steps done.
+
+        Args:
+            schedule: stages of the run.
+            steps_in_epoch: optimizer steps of each epoch.
+        """
+        starts = [0, *accumulate(steps_in_epoch)]
+
+        def factor(step: int) -> float:
+            epoch = min(bisect_right(starts, step) - 1, schedule.total_epochs - 1)
+            progress = min(epoch + (step - starts[epoch]) / steps_in_epoch[epoch], schedule.total_epochs)
+            return self._factor(schedule, epoch, progress)
+
+        return factor
+
+    def _factor(self, schedule: Schedule, epoch: int, progress: float) -> float:
+        stage = schedule.stage_at(epoch)
+        ratio = schedule.batch_sizes[stage] / schedule.batch_sizes[-1]
+        scale = {"none": 1.0, "linear": ratio, "sqrt": sqrt(ratio)}[self.batch_rule]
+        if progress < self.warmup_epochs:
+            return scale * progress / self.warmup_epochs
+        if self.shape == "constant":
+            return scale
+        begin, end = self.warmup_epochs, float(schedule.total_epochs)
+        if self.restarts == "stage":
+            begin = max(begin, schedule.starts[stage])
+            end = schedule.starts[stage] + schedule.epochs[stage]
+        return scale * 0.5 * (1 + cos(pi * (progress - begin) / (end - begin)))

@@ -1,0 +1,143 @@
+"""What a person sees while a run trains."""
+
+import sys
+import time
+from typing import Any
+
+from lightning import Callback, Trainer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from growlab.training.task import Task
+
+# Reading the loss waits for the device, and no one reads faster than this.
+_REFRESH_SEC = 0.5
+
+
+class GrowthProgress(Callback):
+    """One bar over the whole run, a line for each growth event, and without a terminal a line for each epoch.
+
+    Args:
+        steps_in_epoch: optimizer steps of each epoch.
+        flops_in_epoch: training FLOPs of each epoch; time left is judged by them, since late stages are slower.
+        num_samples: training samples in an epoch.
+    """
+
+    def __init__(self, steps_in_epoch: list[int], flops_in_epoch: list[float], num_samples: int) -> None:
+        self._steps, self._flops, self._num_samples = steps_in_epoch, flops_in_epoch, num_samples
+        self._console = Console(file=sys.stderr)
+        self._bar: Progress | None = None
+        self._shown = 0.0
+        self._began = self._epoch_began = 0.0
+        self._resumed_at = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
+        """Open the bar."""
+        if not trainer.is_global_zero:
+            return
+        self._began = time.perf_counter()
+        self._resumed_at = sum(self._flops[: trainer.current_epoch])
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[figures]}"),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[left]}"),
+                console=self._console,
+                transient=True,
+            )
+            self._bar.start()
+            self._bar.add_task("", total=sum(self._flops), completed=self._resumed_at, figures="", left="")
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Task) -> None:
+        """Start the epoch's clock."""
+        self._epoch_began = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Task, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Move the bar, at most twice a second."""
+        now = time.perf_counter()
+        if self._bar is None or now - self._shown < _REFRESH_SEC:
+            return
+        self._shown = now
+        epoch = trainer.current_epoch
+        part = (batch_idx + 1) / max(1, self._steps[epoch])
+        done = sum(self._flops[:epoch]) + part * self._flops[epoch]
+        samples_per_sec = part * self._num_samples / (now - self._epoch_began)
+        figures = pl_module.running_metrics()
+        self._bar.update(
+            self._bar.task_ids[0],
+            completed=done,
+            description=self._describe(trainer, pl_module),
+            figures=f"loss {figures['loss']:.3f}  acc {figures['accuracy']:.1%}  {samples_per_sec:,.0f}/s",
+            left=f"left {_clock(self._left(done, now))}",
+        )
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
+        """Without a terminal, print the epoch's line."""
+        if not trainer.is_global_zero or self._console.is_terminal:
+            return
+        now = time.perf_counter()
+        metrics = {**pl_module.metrics("train"), **pl_module.metrics("val")}
+        figures = "  ".join(
+            f"{name.replace('accuracy', 'acc')} {value:.1%}" if "accuracy" in name else f"{name} {value:.3f}"
+            for name, value in metrics.items()
+        )
+        done = sum(self._flops[: trainer.current_epoch + 1])
+        rate = self._num_samples / (now - self._epoch_began)
+        line = f"{self._describe(trainer, pl_module)}  {figures}  {rate:,.0f}/s  left {_clock(self._left(done, now))}"
+        print(line, file=sys.stderr, flush=True)
+
+    def on_growth(self, trainer: Trainer, receipt: dict[str, Any]) -> None:
+        """Print a line for a growth event."""
+        if not trainer.is_global_zero:
+            return
+        before, after = receipt["widths_before"], receipt["widths_after"]
+        line = (
+            f"grew to stage {receipt['stage']}: widths {_span(before)} -> {_span(after)}, parameters "
+            f"{receipt['num_params_before']:,} -> {receipt['num_params']:,}, batch {receipt['batch_size']}, "
+            f"output error {receipt['parity_error_eval']:.1e}, {receipt['seconds']:.2f} s"
+        )
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Task) -> None:
+        """Close the bar."""
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: Task, exception: BaseException) -> None:
+        """Close the bar, so that the reason is readable."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _describe(self, trainer: Trainer, task: Task) -> str:
+        schedule = task.schedule
+        return (
+            f"stage {task.growth_state.stage + 1}/{schedule.num_stages}  widths {_span(task.growth_state.widths)}"
+            f"  epoch {trainer.current_epoch + 1}/{schedule.total_epochs}"
+        )
+
+    def _left(self, done: float, now: float) -> float:
+        new = done - self._resumed_at
+        return (now - self._began) * (sum(self._flops) - done) / new if new > 0 else 0.0
+
+
+def _span(widths: dict[str, int]) -> str:
+    if not widths:
+        return "fixed"
+    low, high = min(widths.values()), max(widths.values())
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

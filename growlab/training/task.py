@@ -1,0 +1,237 @@
+"""The Lightning task: classify images with a network that grows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab.errors import UserError
+from growlab.growth import GrowthMethod, GrowthState, Schedule
+from growlab.optim import RateRule, RegionalSGD, weight_regions
+from growlab.training.learning_rate import LearningRate
+from growlab.widths import WidthGraph, resize
+
+# The loss is looked at this often (steps): reading it stalls a GPU.
+_CHECK_LOSS_EVERY = 50
+
+
+@dataclass(frozen=True)
+class RateAdaptation:
+    """How the rates of regions follow their norms; see `growlab.optim`.
+
+    Attributes:
+        rule: factors from norms, or None for one global rate.
+        output_fan_in: divide the output layers' rate by their fan-in in the seed (Table 1: 1 / C_0).
+    """
+
+    rule: RateRule | None = None
+    output_fan_in: bool = False
+
+
+class Task(LightningModule):
+    """Cross-entropy classification with a growing network.
+
+    Args:
+        network: the network, planted at its first widths.
+        graph: its width graph.
+        method: the growth method.
+        schedule: the run's stages.
+        state: what `plant` returned.
+        make_optimizer: makes the optimizer from the parameters.
+        steps_in_epoch: optimizer steps of each epoch.
+        rate_adaptation: rates of regions; needs an optimizer of `growlab.optim`.
+        learning_rate: the schedule of the rate.
+        seed: of everything that a training step draws.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        graph: WidthGraph,
+        method: GrowthMethod,
+        schedule: Schedule,
+        state: GrowthState,
+        make_optimizer: Callable[..., torch.optim.Optimizer],
+        steps_in_epoch: list[int],
+        rate_adaptation: RateAdaptation | None = None,
+        learning_rate: LearningRate | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.graph, self.method, self.schedule = graph, method, schedule
+        self.growth_state = state
+        self.events: list[dict[str, Any]] = []
+        self.rate_adaptation = rate_adaptation or RateAdaptation()
+        self.learning_rate = learning_rate or LearningRate()
+        self.seed = seed
+        self._make_optimizer, self._steps_in_epoch = make_optimizer, steps_in_epoch
+        self._seed_widths = dict(state.widths)
+        self._sums: dict[str, Tensor] = {}
+        self._bad_step: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map a batch to logits [B, num_classes]."""
+        logits = self.network(x)
+        factor = self.growth_state.output_factor
+        return logits if factor == 1.0 else logits * factor
+
+    # Optimizer -----------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """One optimizer over all parameters, its rate stepped after every batch."""
+        optimizer = self._make_optimizer(self.network.parameters())
+        if self.rate_adaptation.rule is not None:
+            if not isinstance(optimizer, RegionalSGD):
+                raise UserError(
+                    f"lr_adapt needs an optimizer with rates per region, not {type(optimizer).__name__}; "
+                    "use optimizer=sgd, or lr_adapt=none."
+                )
+            optimizer.rule = self.rate_adaptation.rule
+            self.relabel_regions(optimizer)
+        factor = self.learning_rate.factor_at_step(self.schedule, self._steps_in_epoch)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def relabel_regions(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tell the optimizer which elements came with which stage."""
+        if not isinstance(optimizer, RegionalSGD) or self.rate_adaptation.rule is None:
+            return
+        parameters = dict(self.network.named_parameters())
+        regions = weight_regions(self.graph, self.growth_state.births)
+        scales = {}
+        if self.rate_adaptation.output_fan_in:
+            for layer in self.graph.layers:
+                if layer.scale_out == self.graph.output_class:
+                    fan_in = torch.Size(self.graph.shape(layer.weight, self._seed_widths)[1:]).numel()
+                    scales[parameters[layer.weight]] = 1.0 / fan_in
+        optimizer.set_regions({parameters[name]: region for name, region in regions.items()}, scales)
+
+    # Steps ---------------------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self) -> None:
+        """Make what steps draw (dropout) a function of seed, epoch and rank, so that a resumed run agrees."""
+        self._sums = {}
+        torch.manual_seed(hash((self.seed, self.current_epoch, self.global_rank)) & (2**63 - 1))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
+        """Loss of one batch."""
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self._add("train", loss, logits, y)
+        self._watch(loss, batch_index)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
+        """Loss and accuracy of one validation batch."""
+        x, y = batch
+        logits = self(x)
+        self._add("val", F.cross_entropy(logits, y), logits, y)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
+        """Loss and accuracy of one test batch."""
+        x, y = batch
+        logits = self(x)
+        self._add("test", F.cross_entropy(logits, y), logits, y)
+
+    def on_test_epoch_start(self) -> None:
+        """Begin to count anew."""
+        self._sums.pop("test", None)
+
+    def metrics(self, split: str) -> dict[str, float]:
+        """Mean loss and accuracy over the samples of the epoch so far, over all ranks; empty if there are none.
+
+        Args:
+            split: "train", "val" or "test".
+        """
+        if split not in self._sums:
+            return {}
+        sums = self.all_gather(self._sums[split]).reshape(-1, 3).sum(0).tolist()
+        return {f"{split}_loss": sums[0] / sums[2], f"{split}_accuracy": sums[1] / sums[2]}
+
+    def running_metrics(self) -> dict[str, float]:
+        """This rank's training loss and accuracy so far in the epoch (waits for a GPU)."""
+        if "train" not in self._sums:
+            return {}
+        loss, correct, count = self._sums["train"].tolist()
+        return {"loss": loss / count, "accuracy": correct / count}
+
+    def check_loss(self) -> None:
+        """Stop the run if a training loss was not finite.
+
+        Raises:
+            UserError: naming the first such step.
+        """
+        if self._bad_step is not None and int(self._bad_step) >= 0:
+            raise UserError(
+                f"the training loss became NaN or infinite at step {int(self._bad_step)} (epoch "
+                f"{self.current_epoch}, stage {self.growth_state.stage}); the last checkpoint is from before "
+                "it: lower optimizer.lr, add schedule.warmup_epochs or clip with trainer.gradient_clip_val."
+            )
+
+    def _add(self, split: str, loss: Tensor, logits: Tensor, y: Tensor) -> None:
+        correct = (logits.detach().argmax(1) == y).sum()
+        entry = torch.stack([loss.detach().float() * len(y), correct.float(), torch.tensor(len(y)).to(correct)])
+        # Sums of a large epoch leave float32's exact integers.
+        entry = entry.double() if entry.device.type != "mps" else entry
+        self._sums[split] = self._sums[split] + entry if split in self._sums else entry
+
+    def _watch(self, loss: Tensor, batch_index: int) -> None:
+        if self._bad_step is None:
+            self._bad_step = torch.tensor(-1, device=loss.device)
+        bad = ~torch.isfinite(loss.detach()) & (self._bad_step < 0)
+        self._bad_step = torch.where(bad, self.global_step, self._bad_step)
+        if loss.device.type == "cpu" or batch_index % _CHECK_LOSS_EVERY == 0:
+            self.check_loss()
+
+    # Checkpoints ---------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the growth history, which the weights cannot be loaded without."""
+        checkpoint["growlab"] = {
+            "state": self.growth_state.as_dict(),
+            "events": self.events,
+            "full_widths": self.graph.full_widths,
+            "epochs": list(self.schedule.epochs),
+            "method": self.method.name,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Bring the network to the widths that the weights were saved at.
+
+        Raises:
+            UserError: the checkpoint is of another network, method or schedule.
+        """
+        saved = checkpoint.get("growlab")
+        if saved is None:
+            raise UserError("the checkpoint was not written by growlab; give ckpt_path one of growlab's.")
+        for what, ours, theirs in (
+            ("network", self.graph.full_widths, saved["full_widths"]),
+            ("growth method", self.method.name, saved["method"]),
+            ("schedule", list(self.schedule.epochs), saved["epochs"]),
+        ):
+            if ours != theirs:
+                raise UserError(
+                    f"the checkpoint is of another {what} than this run's ({_brief(theirs)} against "
+                    f"{_brief(ours)}); resume with the settings that it was trained with."
+                )
+        state = GrowthState.from_dict(saved["state"])
+        resize(self.network, self.graph, self.growth_state.widths, state.widths)
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
+        theirs = {name: tuple(tensor.shape) for name, tensor in checkpoint["state_dict"].items()}
+        if shapes != theirs:
+            raise UserError(
+                "the checkpoint's tensors do not fit this run's network; resume with the model settings that "
+                "it was trained with."
+            )
+        self.growth_state, self.events = state, list(saved["events"])
+
+
+def _brief(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
