@@ -1,0 +1,13 @@
+"""Reads run folders and makes tables and figures of them; never trains.
+
+    from growlab.analysis import load_runs, summarise, markdown
+    print(markdown(summarise(load_runs(["runs"]))))
+
+Figures are in `growlab.analysis.figures`, imported on their own because they bring in matplotlib. Nothing
+here imports torch or Lightning (`growlab.analysis.flops` does, and is imported where it is needed).
+"""
+
+from growlab.analysis.results import Group, Run, load_runs
+from growlab.analysis.tables import Row, markdown, summarise
+
+__all__ = ["Group", "Row", "Run", "load_runs", "markdown", "summarise"]

@@ -1,0 +1,176 @@
+"""Runs side by side: curves over epochs, and training cost against test accuracy."""
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pandas
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.transforms import ScaledTranslation
+
+from growlab.analysis import style
+from growlab.analysis.results import Run
+from growlab.analysis.tables import Row, summarise
+from growlab.errors import UserError
+
+
+def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> Figure:
+    """Runs side by side: training loss, accuracy over epochs, and cost against test accuracy.
+
+    Runs are grouped as in the table; a curve is the mean over seeds, its band and the error bars one sample
+    standard deviation. Accuracy is the held-out one if every run has it, else that of training. Growth
+    events are lines if all grown runs share them, else ticks at the top in the method's colour.
+
+    Args:
+        runs: finished runs of one network and data set.
+        out: where to write the figure, if anywhere.
+
+    Raises:
+        UserError: the runs are of several networks or data sets, whose numbers do not compare.
+    """
+    rows = summarise(runs)
+    tasks = sorted({(row.group.model, row.group.data) for row in rows})
+    if len(tasks) > 1:
+        listed = ", ".join(f"{model} on {data}" for model, data in tasks)
+        raise UserError(f"compare draws one network and data set, not {listed}: name the folders of one.")
+    looks = _looks(rows)
+    held_out = all(run.curve("val_accuracy") is not None for row in rows for run in row.runs)
+    accuracy = "val_accuracy" if held_out else "train_accuracy"
+    num_epochs = max(row.group.epochs for row in rows)
+    names = [_legend_name(row, rows) for row in rows]
+    num_columns = min(len(rows), 3 if max(map(len, names)) < 38 else 2)
+    with style.styled():
+        num_lines = math.ceil(len(rows) / num_columns)
+        figure = style.new_figure(7.2, 4.2 + 0.15 * num_lines)
+        panels = figure.subplot_mosaic([["loss", "cost"], ["accuracy", "cost"]], width_ratios=(1, 1.1))
+        loss_axes, accuracy_axes, cost_axes = (panels[name] for name in ("loss", "accuracy", "cost"))
+        for axes, column, scale in ((loss_axes, "train_loss", 1), (accuracy_axes, accuracy, 100)):
+            _mark_all_growth(axes, rows, looks)
+            for row, look in zip(rows, looks, strict=True):
+                _seed_band(axes, row, column, scale, look)
+            style.epoch_axis(axes, num_epochs)
+        loss_axes.set_xlabel("")
+        loss_axes.set_ylabel("training loss")
+        accuracy_axes.set_ylabel(("held-out" if held_out else "training") + " accuracy (%)")
+        cost_axes.set_xlabel(f"training cost (%; 100 = fixed-size, {num_epochs} epochs)")
+        handles = [
+            Line2D([], [], color=k["color"], linestyle=k["linestyle"], marker=k["marker"]) for k in looks
+        ]
+        figure.legend(handles, names, loc="outside lower center", ncols=num_columns, handlelength=3)
+        # Last: which points would cover each other depends on the final layout.
+        _scatter(figure, cost_axes, rows, looks)
+    if out is not None:
+        style.save(figure, out)
+    return figure
+
+
+def _looks(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    looks, num_fixed, num_grown = [], 0, 0
+    for i, row in enumerate(rows):
+        marker = style.MARKERS[i % len(style.MARKERS)]
+        if row.group.is_fixed_size:
+            colour = style.FIXED_SIZE[num_fixed % len(style.FIXED_SIZE)]
+            dashes = style.DASHES[num_fixed % len(style.DASHES)]
+            num_fixed += 1
+        else:
+            colour = style.PALETTE[num_grown % len(style.PALETTE)]
+            dashes = style.DASHES[num_grown // len(style.PALETTE) % len(style.DASHES)]
+            num_grown += 1
+        looks.append({"color": colour, "linestyle": dashes, "marker": marker})
+    return looks
+
+
+def _legend_name(row: Row, rows: Sequence[Row]) -> str:
+    several = len({other.group.epochs for other in rows}) > 1
+    return row.method + (f", {row.group.epochs} epochs" if several else "") + f" (n={len(row.runs)})"
+
+
+def _mark_all_growth(axes: Axes, rows: Sequence[Row], looks: Sequence[dict[str, Any]]) -> None:
+    events = [
+        (tuple(row.runs[0].growth_epochs), look["color"]) for row, look in zip(rows, looks, strict=True)
+    ]
+    distinct = {epochs for epochs, _ in events if epochs}
+    if len(distinct) == 1:
+        style.mark_growth(axes, distinct.pop())
+        return
+    for line, (epochs, colour) in enumerate(e for e in events if e[0]):
+        top = 1.0 - 0.035 * line
+        axes.vlines(
+            epochs, top - 0.03, top, color=colour, transform=axes.get_xaxis_transform(), gid=style.EVENT, lw=1
+        )
+
+
+def _seed_band(axes: Axes, row: Row, column: str, scale: float, look: dict[str, Any]) -> None:
+    curves = [
+        pandas.Series(scale * values, index=run.metrics["epoch"] + 1)
+        for run in row.runs
+        if (values := run.curve(column)) is not None
+    ]
+    if not curves:
+        return
+    table = pandas.concat(curves, axis=1)
+    mean = table.mean(axis=1)
+    axes.plot(
+        mean.index,
+        mean,
+        color=look["color"],
+        linestyle=look["linestyle"],
+        marker=look["marker"],
+        markersize=2.8,
+        markevery=max(1, len(mean) // 8),
+        linewidth=1.2,
+        clip_on=False,
+    )
+    if len(curves) > 1:
+        std = table.std(axis=1)
+        axes.fill_between(mean.index, mean - std, mean + std, color=look["color"], alpha=0.15, linewidth=0)
+
+
+def _scatter(figure: Figure, axes: Axes, rows: Sequence[Row], looks: Sequence[dict[str, Any]]) -> None:
+    """Accuracy over cost; a point that would cover another is drawn beside it, its data unchanged."""
+    size_points = 5.0
+    points = [
+        (row.cost_percent, 100 * row.accuracy_mean, row.accuracy_std, look)
+        for row, look in zip(rows, looks, strict=True)
+        if row.cost_percent is not None and row.accuracy_mean is not None
+    ]
+    if not points:
+        return
+    axes.set_ylabel("test accuracy (%)")
+    for cost, accuracy, std, _ in points:
+        reach = 100 * (std or 0.0)
+        axes.update_datalim([(cost, accuracy - reach), (cost, accuracy + reach)])
+    axes.margins(0.14)
+    axes.autoscale_view()
+    figure.draw_without_rendering()
+    to_points = 72 / figure.dpi
+    placed: list[tuple[float, float]] = []
+    shifts: list[float] = []
+    for cost, accuracy, std, look in points:
+        x, y = (float(v) * to_points for v in axes.transData.transform((cost, accuracy)))
+        offsets = (sign * k * 0.6 * size_points for k in range(len(points) + 1) for sign in (1, -1))
+        shift = next(
+            offset
+            for offset in offsets
+            if all(math.hypot(x + offset - px, y - py) > 1.3 * size_points for px, py in placed)
+        )
+        placed.append((x + shift, y))
+        shifts.append(shift)
+        axes.errorbar(
+            cost,
+            accuracy,
+            yerr=None if std is None else 100 * std,
+            color=look["color"],
+            marker=look["marker"],
+            markersize=size_points,
+            capsize=2,
+            elinewidth=0.9,
+            clip_on=False,
+            transform=axes.transData + ScaledTranslation(shift / 72, 0, figure.dpi_scale_trans),
+        )
+    if any(shifts):
+        note = "points that would cover each other stand side by side"
+        axes.set_title(note, fontsize=7, color="0.25", loc="right")

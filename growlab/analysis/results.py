@@ -1,0 +1,277 @@
+"""Run folders as objects: what a finished run left on disk, read when asked for."""
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from growlab.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy
+    import pandas
+
+# Folders that hold no runs and can be large.
+_PRUNED = {"checkpoints", "figures", "wandb", "tensorboard", "__pycache__", "node_modules"}
+_NUMBER = (int, float)
+_REQUIRED: dict[str, tuple[type, ...]] = {
+    "model": (str,),
+    "data": (str,),
+    "growth": (str,),
+    "lr_adapt": (str,),
+    "seed": (int,),
+    "epochs": (int,),
+    "train_cost_percent": (*_NUMBER, type(None)),
+    "test_accuracy": (*_NUMBER, type(None)),
+    "seconds": (*_NUMBER, type(None)),
+}
+# Overrides that say who ran it, where and on what, or that the other fields of a group already tell.
+_NOT_A_DIFFERENCE = {
+    *("seed", "ckpt_path", "data.root", "data.download", "data.num_workers", "data.in_memory"),
+    *("experiment", "model", "data", "growth", "lr_adapt", "optimizer", "schedule.total_epochs"),
+    *("hydra", "trainer", "logger"),
+}
+_NOT_A_DIFFERENCE_BELOW = ("hydra.", "hydra/", "trainer.", "logger.")
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, order=True)
+class Group:
+    """What runs have in common that differ by nothing but their seed: one row of a table."""
+
+    experiment: str
+    model: str
+    data: str
+    growth: str
+    lr_adapt: str
+    optimizer: str
+    epochs: int
+    precision: str
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def is_fixed_size(self) -> bool:
+        """Whether the network keeps one width from start to end."""
+        return self.growth == "none"
+
+    @property
+    def method(self) -> str:
+        """A short name: growth method, rate adaptation and the overrides that set the group apart."""
+        name = "fixed-size" if self.is_fixed_size else self.growth
+        if self.lr_adapt != "none":
+            name += f" + {self.lr_adapt}"
+        return ", ".join([name, *self.overrides])
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder. `results` is read at once; the rest when it is first asked for.
+
+    Attributes:
+        path: the run folder.
+        results: content of `results.json`; empty for a run that has not finished.
+    """
+
+    path: Path
+    results: dict[str, Any] = field(repr=False)
+
+    @cached_property
+    def group(self) -> Group:
+        """The row of a table that this run belongs to."""
+        r = self.results
+        return Group(
+            experiment=str(r.get("experiment") or ""),
+            model=r["model"],
+            data=r["data"],
+            growth=r["growth"],
+            lr_adapt=r["lr_adapt"],
+            optimizer=str(r.get("optimizer") or ""),
+            epochs=r["epochs"],
+            precision=str(r.get("precision") or ""),
+            overrides=distinguishing_overrides(r.get("overrides") or ()),
+        )
+
+    @cached_property
+    def metrics(self) -> "pandas.DataFrame":
+        """`metrics.csv`: one row an epoch; `epoch` counts from 0, values are those at that epoch's end.
+
+        Raises:
+            UserError: the file is missing or is not such a table.
+        """
+        return _read_table(self.path / "metrics.csv", ("epoch", "step", "stage"))
+
+    def curve(self, column: str) -> "numpy.ndarray | None":
+        """A column of `metrics` as floats, one an epoch (nan where absent); None if it holds no number."""
+        import numpy
+        import pandas
+
+        if column not in self.metrics.columns:
+            return None
+        values = pandas.to_numeric(self.metrics[column], errors="coerce").to_numpy(dtype=float)
+        return values if numpy.isfinite(values).any() else None
+
+    @cached_property
+    def rates(self) -> "pandas.DataFrame | None":
+        """`rates.csv`: rate factors per parameter and region over steps; None without rate adaptation.
+
+        Raises:
+            UserError: the file is there but is not such a table.
+        """
+        path = self.path / "rates.csv"
+        if not path.exists():
+            return None
+        return _read_table(path, ("step", "epoch", "parameter", "region", "rate_factor"))
+
+    @cached_property
+    def growth(self) -> dict[str, Any]:
+        """`growth.json`: `events` and `groups`; both empty if the file is missing.
+
+        Raises:
+            UserError: the file is there but is not a growth history.
+        """
+        path = self.path / "growth.json"
+        if not path.exists():
+            return {"events": [], "groups": {}}
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            return {"events": list(content["events"]), "groups": dict(content.get("groups") or {})}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is not a growth history; restore it or leave out this run.") from error
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The growth events, in the order in which they happened."""
+        return self.growth["events"]
+
+    @property
+    def growth_epochs(self) -> list[float]:
+        """Epochs done when the network grew: where a growth event lies on an axis of epochs."""
+        return [float(event["epoch"]) for event in self.events]
+
+
+def open_run(folder: str | os.PathLike[str]) -> Run:
+    """Open one run folder, finished or not (without a usable `results.json`, `results` is empty).
+
+    Raises:
+        UserError: the folder is not there, or holds none of a run's files.
+    """
+    path = Path(folder)
+    if not (path / "metrics.csv").exists() and not (path / "results.json").exists():
+        raise UserError(f"{path} is not a run folder: neither results.json nor metrics.csv is in it.")
+    try:
+        return Run(path, _read_results(path / "results.json"))
+    except (OSError, ValueError):
+        return Run(path, {})
+
+
+def load_runs(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], report: Report | None = None
+) -> list[Run]:
+    """Find every finished run in the given folders and below, each once, sorted by path.
+
+    Args:
+        paths: run folders or any folders above them.
+        report: called with one sentence for each `results.json` that is torn or not a run's; by default the
+            sentence is issued as a warning.
+
+    Raises:
+        UserError: a folder is missing, or there is no finished run in any of them.
+    """
+    report = report or (lambda message: warnings.warn(message, stacklevel=3))
+    folders = [Path(p) for p in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
+    runs: dict[Path, Run] = {}
+    num_skipped = num_unfinished = 0
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"there is no folder {folder}; name run folders or a folder above them.")
+        for path, files in _walk(folder):
+            if "results.json" not in files:
+                num_unfinished += "metrics.csv" in files
+                continue
+            if path.resolve() in runs:
+                continue
+            try:
+                runs[path.resolve()] = Run(path, _read_results(path / "results.json"))
+            except (OSError, ValueError) as error:
+                num_skipped += 1
+                report(f"skipped {path / 'results.json'}: {error}")
+    if not runs:
+        where = " or ".join(str(folder) for folder in folders)
+        detail = f" ({num_unfinished} unfinished)" if num_unfinished else ""
+        detail += f" ({num_skipped} unreadable)" if num_skipped else ""
+        raise UserError(f"no finished run under {where}{detail}: a run folder holds results.json.")
+    return sorted(runs.values(), key=lambda run: run.path)
+
+
+def distinguishing_overrides(overrides: Iterable[str]) -> tuple[str, ...]:
+    """The Hydra overrides that make a run another method, sorted and spelled alike.
+
+    The seed, places, hardware, loggers and what `Group` holds in fields of its own are left out;
+    `trainer.compile` and the like are kept, because compiled and eager seconds must not share a row.
+    """
+    kept: dict[str, str] = {}
+    for override in overrides:
+        key, equals, value = str(override).partition("=")
+        deleted = key.startswith("~")
+        key = key.lstrip("+~").strip()
+        compiled = key.rpartition(".")[2] == "compile"
+        if not compiled and (key in _NOT_A_DIFFERENCE or key.startswith(_NOT_A_DIFFERENCE_BELOW)):
+            continue
+        # Hydra's rule: of two overrides of one key, the later one holds.
+        kept[key] = f"~{key}" if deleted else f"{key}={_spelling(value)}" if equals else key
+    return tuple(sorted(kept.values()))
+
+
+def _spelling(value: str) -> str:
+    """One spelling for equal values: 0.10 and .1, True and true, 'a' and a."""
+    value = value.strip().strip("'\"")
+    if value.lower() in ("true", "false", "null"):
+        return value.lower()
+    try:
+        return f"{float(value):.12g}"
+    except ValueError:
+        return value
+
+
+def _walk(folder: Path) -> Iterable[tuple[Path, list[str]]]:
+    for path, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in _PRUNED and not name.startswith("."))
+        yield Path(path), files
+
+
+def _read_results(path: Path) -> dict[str, Any]:
+    """Read a `results.json`; ValueError, told as half a sentence, if it is torn or not a run's."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError("it is torn or not JSON.") from error
+    if not isinstance(content, dict):
+        raise ValueError("it is not the result of a growlab run.")
+    for key, kinds in _REQUIRED.items():
+        value = content.get(key, ...)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ValueError(f"it is not the result of a growlab run ({key} is missing or of another kind).")
+    if not isinstance(content.get("overrides") or [], list):
+        raise ValueError("it is not the result of a growlab run (overrides is not a list).")
+    return content
+
+
+def _read_table(path: Path, columns: tuple[str, ...]) -> "pandas.DataFrame":
+    # Imported here: reading a table of results must not wait for pandas.
+    import pandas
+
+    try:
+        table = pandas.read_csv(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is torn or empty"
+        raise UserError(f"cannot read {path}: {reason}; restore it or leave out this run.") from error
+    missing = [column for column in columns if column not in table.columns]
+    if missing or not len(table):
+        lack = f"the column {missing[0]}" if missing else "rows"
+        raise UserError(f"cannot read {path}: it has no {lack}; restore it or leave out this run.")
+    return table

@@ -1,0 +1,174 @@
+"""How figures look: size, palette, growth events, labels that do not touch each other."""
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator
+
+from growlab.analysis.results import Run
+from growlab.errors import UserError
+from growlab.files import write_atomically
+
+# Okabe and Ito (2008), without its yellow, which vanishes on white paper; black is for fixed-size networks.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+FIXED_SIZE = ("#000000", "#777777")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h", "<", ">")
+DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+# Born in stage 0, 1, ...: an order, so a map of growing lightness that survives grey print.
+STAGE_MAP = "viridis"
+
+# gid of the artists that mark growth events: found by tests and by whoever restyles an SVG.
+EVENT = "growth-event"
+SUFFIXES = (".png", ".svg", ".pdf")
+
+_RC: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "xtick.major.width": 0.7,
+    "ytick.major.width": 0.7,
+    "legend.fontsize": 7.5,
+    # A white ground without a frame: growth lines do not run through the words.
+    "legend.frameon": True,
+    "legend.framealpha": 0.9,
+    "legend.edgecolor": "none",
+    "legend.fancybox": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 3.5,
+    "savefig.dpi": 200,
+    "figure.dpi": 120,
+    "svg.fonttype": "none",
+    # The same data give the same file.
+    "svg.hashsalt": "growlab",
+}
+
+
+def styled() -> Any:
+    """A context in which figures are built; global settings are left as they are."""
+    return rc_context(_RC)
+
+
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """A figure outside pyplot's registry: nothing to close, no display needed."""
+    figure = Figure(figsize=(width_in, height_in), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def check_output(path: str | os.PathLike[str]) -> str:
+    """The kind of file that `path` asks for.
+
+    Raises:
+        UserError: figures are not written as that.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise UserError(f"cannot write a figure to {path}: its name must end in {', '.join(SUFFIXES)}.")
+    return suffix[1:]
+
+
+def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a figure atomically; the kind of file follows from the name's end.
+
+    Raises:
+        UserError: the name's end is unknown or the file cannot be written.
+    """
+    kind = check_output(path)
+    # Without a date: the same data give the same file.
+    metadata = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
+    content = io.BytesIO()
+    with styled():
+        figure.savefig(content, format=kind, metadata=metadata)
+    write_atomically(path, lambda file: file.write(content.getvalue()))
+    return Path(path)
+
+
+def epoch_axis(axes: Axes, num_epochs: float) -> None:
+    """Label the x axis in epochs done, whole numbers only."""
+    axes.set_xlabel("epoch")
+    axes.set_xlim(0, num_epochs)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, min_n_ticks=1))
+
+
+def mark_growth(axes: Axes, epochs: Sequence[float]) -> None:
+    """A thin vertical line at each growth event, behind the curves."""
+    for epoch in epochs:
+        axes.axvline(epoch, color="0.72", linewidth=0.7, linestyle=(0, (3, 2)), zorder=0.5, gid=EVENT)
+
+
+def label_stages(axes: Axes, run: Run, num_epochs: float) -> list[Text]:
+    """Write each stage's width above its interval, in percent of the full width over all groups.
+
+    Returns the labels, lead-in last; call `thin_out` on the others once the figure is laid out.
+    """
+    shares = relative_widths(run)
+    edges = [0.0, *run.growth_epochs, float(num_epochs)]
+    if len(shares) != len(edges) - 1 or len(shares) < 2:
+        return []
+    style = {"transform": axes.get_xaxis_transform(), "fontsize": 7, "color": "0.25", "va": "bottom"}
+    labels = [
+        axes.text((left + right) / 2, 1.015, f"{100 * share:.0f}", ha="center", **style)
+        for left, right, share in zip(edges, edges[1:], shares, strict=False)
+    ]
+    lead = axes.text(-0.012, 1.015, "width %", ha="right", **{**style, "transform": axes.transAxes})
+    return [*labels, lead]
+
+
+def relative_widths(run: Run) -> list[float]:
+    """Channels in all width groups over those at full width, one number a stage."""
+    groups = [g for g in run.growth["groups"].values() if g.get("widths") and g.get("full_width")]
+    full = sum(group["full_width"] for group in groups)
+    stages = zip(*(group["widths"] for group in groups), strict=False)
+    return [sum(widths) / full for widths in stages]
+
+
+def thin_out(figure: Figure, labels: Sequence[Text], gap_points: float = 1.5) -> None:
+    """Hide labels that would touch one already shown; the last (the full width), then the first, go first."""
+    if not labels:
+        return
+    figure.draw_without_rendering()
+    pad = gap_points * figure.dpi / 72
+    shown: list[Any] = []
+    for label in [labels[-1], *labels[:-1]]:
+        box = label.get_window_extent().padded(pad / 2)
+        if any(box.overlaps(other) for other in shown):
+            label.set_visible(False)
+        else:
+            shown.append(box)
+
+
+def spread(positions: Sequence[float], gap: float) -> list[float]:
+    """Move labels at the given positions apart until neighbours keep `gap`, as little as is needed.
+
+    Example:
+        >>> spread([0.0, 0.1, 5.0], gap=1.0)
+        [-0.45, 0.55, 5.0]
+    """
+    order = sorted(range(len(positions)), key=lambda i: positions[i])
+    # Blocks of labels that touch: [indices, centre]; two that overlap merge around their common mean.
+    blocks: list[tuple[list[int], float]] = []
+    for i in order:
+        members, centre = [i], float(positions[i])
+        while blocks and centre - blocks[-1][1] < gap * (len(members) + len(blocks[-1][0])) / 2:
+            members = blocks.pop()[0] + members
+            centre = sum(positions[j] for j in members) / len(members)
+        blocks.append((members, centre))
+    placed = [0.0] * len(positions)
+    for members, centre in blocks:
+        for rank, i in enumerate(members):
+            placed[i] = centre + gap * (rank - (len(members) - 1) / 2)
+    return placed

@@ -1,0 +1,288 @@
+"""Tables over runs: one row a method, averaged over seeds, beside the fixed-size network."""
+
+import csv
+import io
+import json
+import math
+import statistics
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from growlab.analysis.results import Group, Report, Run
+from growlab.errors import UserError
+
+# Overrides below these keys are what a grown run and its fixed-size reference are expected to differ in.
+_GROWTH_KEYS = ("growth.", "lr_adapt.", "schedule.")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Runs that differ only by their seed, summarised.
+
+    Attributes:
+        group: what the runs have in common.
+        runs: the runs, by seed.
+        cost_percent: mean training cost (forward FLOPs) in percent of the fixed-size network trained for
+            `reference_epochs`, the longest training of that network and data in the table.
+        reference_epochs: number of epochs whose fixed-size cost counts as 100.
+        accuracy_mean: mean test accuracy, a fraction.
+        accuracy_std: its sample standard deviation (n - 1) over seeds; None for a single run.
+        n: number of runs with a test accuracy.
+        seconds: mean wall-clock seconds of a run.
+        speedup: seconds of the fixed-size runs of as many epochs over those of these runs, on the same
+            machine (the mean over machines, if on several); None where there is no such fixed-size run.
+    """
+
+    group: Group
+    runs: tuple[Run, ...]
+    cost_percent: float | None
+    reference_epochs: int
+    accuracy_mean: float | None
+    accuracy_std: float | None
+    n: int
+    seconds: float | None
+    speedup: float | None
+
+    @property
+    def method(self) -> str:
+        """Short name of the method."""
+        return self.group.method
+
+
+def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
+    """Group runs by everything but the seed.
+
+    Rows come per network and data, fixed-size ones first (longest first), the others by falling accuracy.
+    A seed that was run twice counts once, with its newest run: two equal seeds are not two samples.
+
+    Args:
+        runs: finished runs.
+        report: called with a sentence for every run left out; a warning by default.
+    """
+    report = report or (lambda message: warnings.warn(message, stacklevel=3))
+    groups: dict[Group, list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[run.group].append(run)
+    kept = {group: _one_per_seed(members, report) for group, members in groups.items()}
+    epochs: dict[tuple[str, str], int] = defaultdict(int)
+    for group in kept:
+        task = (group.model, group.data)
+        epochs[task] = max(epochs[task], group.epochs)
+    rows = []
+    for group, members in kept.items():
+        accuracies = _finite(run.results["test_accuracy"] for run in members)
+        reference_epochs = epochs[group.model, group.data]
+        cost = _mean(_finite(run.results["train_cost_percent"] for run in members))
+        seconds = _mean(_finite(run.results["seconds"] for run in members))
+        rows.append(
+            Row(
+                group=group,
+                runs=tuple(members),
+                # A run's own record compares with the fixed-size network at the run's number of epochs; rows
+                # of different length are comparable only against one reference.
+                cost_percent=None if cost is None else cost * group.epochs / reference_epochs,
+                reference_epochs=reference_epochs,
+                accuracy_mean=_mean(accuracies),
+                accuracy_std=statistics.stdev(accuracies) if len(accuracies) > 1 else None,
+                n=len(accuracies),
+                seconds=seconds,
+                speedup=_speedup(group, members, kept),
+            )
+        )
+    return sorted(rows, key=_order)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A Markdown table, padded so that it reads well as plain text too, and what its 100 % stands for.
+
+    Columns in which all rows agree (network, data, epochs, ...) are left out.
+    """
+    columns = _varying(rows)
+    header = [*columns, "method", "cost %", "accuracy % (n)", "seconds", "speed-up"]
+    body = [[str(getattr(row.group, column)) for column in columns] + _cells(row) for row in rows]
+    first_number = len(columns) + 1
+    widths = [max(len(line[i]) for line in [header, *body]) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if i < first_number else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "| " + " | ".join(padded) + " |"
+
+    rule = [
+        "-" * (width + 2) if i < first_number else "-" * (width + 1) + ":" for i, width in enumerate(widths)
+    ]
+    lines = [line(header), "|" + "|".join(rule) + "|", *map(line, body), "", _legend(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """The rows as CSV with plain numbers: accuracy as a fraction, empty cells where nothing is known."""
+    records = [_record(row) for row in rows]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(records[0]) if records else ["method"], lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        record["overrides"] = " ".join(record["overrides"])
+        record["seeds"] = " ".join(map(str, record["seeds"]))
+        record["runs"] = " ".join(record["runs"])
+        writer.writerow(record)
+    return text.getvalue()
+
+
+def json_text(rows: Sequence[Row]) -> str:
+    """The rows as a JSON list with plain numbers: accuracy as a fraction, null where nothing is known."""
+    return json.dumps([_record(row) for row in rows], indent=2) + "\n"
+
+
+FORMATS = {"markdown": markdown, "csv": csv_text, "json": json_text}
+
+
+def write_table(rows: Sequence[Row], form: str) -> str:
+    """The rows as text of one of the `FORMATS`.
+
+    Raises:
+        UserError: there is no such format.
+    """
+    if form not in FORMATS:
+        raise UserError(f"there is no table format {form}; choose one of {', '.join(FORMATS)}.")
+    return FORMATS[form](rows)
+
+
+def _one_per_seed(runs: Sequence[Run], report: Report) -> list[Run]:
+    newest: dict[int, Run] = {}
+    for run in sorted(runs, key=lambda r: ((r.path / "results.json").stat().st_mtime_ns, str(r.path))):
+        seed = run.results["seed"]
+        if seed in newest:
+            report(
+                f"left out {newest[seed].path}: {run.path} is a newer run with the same settings and seed."
+            )
+        newest[seed] = run
+    return [newest[seed] for seed in sorted(newest)]
+
+
+def _speedup(group: Group, members: Sequence[Run], kept: dict[Group, list[Run]]) -> float | None:
+    """How many times faster than the nearest fixed-size group; machines are compared each with itself."""
+    if group.is_fixed_size:
+        return None
+    mine = _seconds_by_machine(members)
+    candidates = []
+    for other, runs in kept.items():
+        same_work = (other.model, other.data, other.epochs, other.precision, _compiled(other)) == (
+            *(group.model, group.data, group.epochs, group.precision),
+            _compiled(group),
+        )
+        if not (other.is_fixed_size and same_work):
+            continue
+        # A narrower network kept at its width is no reference for the full-width one.
+        full = [run for run in runs if _is_close(run.results["train_cost_percent"], 100)]
+        theirs = _seconds_by_machine(full)
+        ratios = [theirs[machine] / mine[machine] for machine in mine if machine in theirs]
+        if ratios:
+            candidates.append((_distance(group, other), -len(ratios), -len(full), other, ratios))
+    return statistics.fmean(min(candidates)[-1]) if candidates else None
+
+
+def _distance(group: Group, other: Group) -> int:
+    """In how many settings two groups differ, apart from those of growth."""
+    mine, theirs = (
+        {o for o in g.overrides if not o.lstrip("~").startswith(_GROWTH_KEYS)} for g in (group, other)
+    )
+    return len(mine ^ theirs) + (other.optimizer != group.optimizer)
+
+
+def _seconds_by_machine(runs: Sequence[Run]) -> dict[str, float]:
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        machine = json.dumps(run.results.get("machine"), sort_keys=True)
+        seconds[machine] += [s for s in _finite([run.results["seconds"]]) if s > 0]
+    return {machine: statistics.fmean(values) for machine, values in seconds.items() if values}
+
+
+def _compiled(group: Group) -> set[str]:
+    return {o for o in group.overrides if o.partition("=")[0].rpartition(".")[2] == "compile"}
+
+
+def _is_close(value: float | None, target: float) -> bool:
+    return value is not None and math.isclose(value, target, rel_tol=1e-3)
+
+
+def _finite(values: Any) -> list[float]:
+    return [float(value) for value in values if value is not None and math.isfinite(value)]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _order(row: Row) -> tuple[Any, ...]:
+    group = row.group
+    accuracy = -1.0 if row.accuracy_mean is None else row.accuracy_mean
+    rank = (0, -float(group.epochs)) if group.is_fixed_size else (1, -accuracy)
+    return (group.model, group.data, *rank, -accuracy, group)
+
+
+def _varying(rows: Sequence[Row]) -> list[str]:
+    columns = [
+        column
+        for column in ("experiment", "model", "data", "optimizer", "epochs", "precision")
+        if len({getattr(row.group, column) for row in rows}) > 1
+    ]
+    tasks = {(row.group.model, row.group.data) for row in rows}
+    if "experiment" in columns and len(
+        {(r.group.experiment, r.group.model, r.group.data) for r in rows}
+    ) == len(tasks):
+        columns.remove("experiment")
+    return columns
+
+
+def _cells(row: Row) -> list[str]:
+    accuracy = ""
+    if row.accuracy_mean is not None:
+        spread = "" if row.accuracy_std is None else f" ± {100 * row.accuracy_std:.2f}"
+        accuracy = f"{100 * row.accuracy_mean:.2f}{spread} ({row.n})"
+    return [
+        row.method.replace("|", "\\|"),
+        "" if row.cost_percent is None else f"{row.cost_percent:.1f}",
+        accuracy,
+        "" if row.seconds is None else f"{row.seconds:.1f}" if row.seconds < 100 else f"{row.seconds:.0f}",
+        "" if row.speedup is None else f"{row.speedup:.2f}x",
+    ]
+
+
+def _legend(rows: Sequence[Row]) -> str:
+    references = sorted({(row.group.model, row.group.data, row.reference_epochs) for row in rows})
+    work = "; ".join(f"{model} on {data}, {epochs} epochs" for model, data, epochs in references)
+    return (
+        f"Cost 100 % = the fixed-size network at full width ({work}). Accuracy: test, mean ± sample standard "
+        "deviation over n seeds. Speed-up: against the fixed-size run of as many epochs on the same machine."
+    )
+
+
+def _record(row: Row) -> dict[str, Any]:
+    group = row.group
+    return {
+        "method": row.method,
+        "experiment": group.experiment,
+        "model": group.model,
+        "data": group.data,
+        "growth": group.growth,
+        "lr_adapt": group.lr_adapt,
+        "optimizer": group.optimizer,
+        "epochs": group.epochs,
+        "precision": group.precision,
+        "overrides": list(group.overrides),
+        "cost_percent": row.cost_percent,
+        "reference_epochs": row.reference_epochs,
+        "accuracy_mean": row.accuracy_mean,
+        "accuracy_std": row.accuracy_std,
+        "n": row.n,
+        "seconds": row.seconds,
+        "speedup": row.speedup,
+        "seeds": [run.results["seed"] for run in row.runs],
+        "runs": [run.path.as_posix() for run in row.runs],
+    }

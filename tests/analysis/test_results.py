@@ -1,0 +1,121 @@
+"""Run folders: which are found, which are refused, and what makes runs one group."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from growlab.analysis.results import distinguishing_overrides, load_runs, open_run
+from growlab.errors import UserError
+
+from .fake_runs import STAGE_WIDTHS, write_run
+
+
+def test_runs_are_found_at_any_depth_once_and_sorted(tmp_path):
+    write_run(tmp_path / "b" / "deep" / "run", seed=1)
+    write_run(tmp_path / "a")
+    write_run(tmp_path / ".hidden" / "run")
+    write_run(tmp_path / "unfinished", finished=False)
+    runs = load_runs([tmp_path, tmp_path / "a", tmp_path / "b"])
+    assert [run.path for run in runs] == [tmp_path / "a", tmp_path / "b" / "deep" / "run"]
+    assert load_runs(str(tmp_path / "a"))[0].results["seed"] == 0
+
+
+def test_torn_and_foreign_results_are_named_and_skipped(tmp_path):
+    write_run(tmp_path / "good")
+    torn = write_run(tmp_path / "torn") / "results.json"
+    torn.write_text(torn.read_text()[:100])
+    foreign = tmp_path / "foreign" / "results.json"
+    foreign.parent.mkdir()
+    foreign.write_text(json.dumps({"model": "x", "score": 3}))
+    listed = tmp_path / "list" / "results.json"
+    listed.parent.mkdir()
+    listed.write_text("[1, 2]")
+    (tmp_path / "bytes").mkdir()
+    (tmp_path / "bytes" / "results.json").write_bytes(b"\xff\xfe\x00")
+    reports = []
+    runs = load_runs(tmp_path, reports.append)
+    assert [run.path.name for run in runs] == ["good"]
+    assert len(reports) == 4
+    for path in (torn, foreign, listed):
+        assert sum(str(path) in report for report in reports) == 1
+    assert "data is missing" in next(report for report in reports if str(foreign) in report)
+    with pytest.warns(UserWarning, match="torn"):
+        load_runs([torn.parent, tmp_path / "good"])
+
+
+def test_no_runs_is_one_sentence_that_counts_the_unfinished(tmp_path):
+    write_run(tmp_path / "killed", finished=False)
+    with pytest.raises(UserError, match=r"no finished run under .* \(1 unfinished\)"):
+        load_runs(tmp_path)
+    with pytest.raises(UserError, match="there is no folder"):
+        load_runs(tmp_path / "nowhere")
+
+
+def test_tables_are_read_lazily_and_absent_cells_are_nan(tmp_path):
+    run = open_run(write_run(tmp_path, lr_adapt="none", validation=False))
+    assert run.rates is None
+    assert run.curve("val_loss") is None and run.curve("no_such_column") is None
+    assert len(run.metrics) == 16 and run.metrics["epoch"].tolist() == list(range(16))
+    assert np.isfinite(run.curve("train_loss")).all()
+    assert run.growth_epochs == [1, 2, 3, 4, 5, 6, 8, 10]
+    assert run.events[-1]["widths_after"]["layer3.stream"] == STAGE_WIDTHS[64][-1]
+
+
+@pytest.mark.parametrize("content", ["", "epoch\n", "a,b\n1,2\n"])
+def test_unreadable_metrics_name_the_file(tmp_path, content):
+    run = open_run(write_run(tmp_path))
+    (tmp_path / "metrics.csv").write_text(content)
+    with pytest.raises(UserError, match=r"cannot read .*metrics\.csv"):
+        _ = run.metrics
+
+
+def test_torn_growth_history_names_the_file(tmp_path):
+    run = open_run(write_run(tmp_path))
+    (tmp_path / "growth.json").write_text('{"events": [')
+    with pytest.raises(UserError, match=r"growth\.json"):
+        _ = run.events
+
+
+def test_an_unfinished_run_opens_without_results(tmp_path):
+    assert open_run(write_run(tmp_path / "run", finished=False)).results == {}
+    with pytest.raises(UserError, match="not a run folder"):
+        open_run(tmp_path)
+
+
+def test_overrides_that_say_nothing_of_the_method_are_dropped_and_the_rest_spelled_alike():
+    quiet = [
+        "seed=3",
+        "data.root=/x",
+        "trainer.devices=2",
+        "trainer=cpu",
+        "hydra.run.dir=/y",
+        "hydra/launcher=joblib",
+    ]
+    quiet += [
+        "logger=wandb",
+        "logger.offline=true",
+        "+trainer.x=1",
+        "growth=ours",
+        "schedule.total_epochs=16",
+    ]
+    assert distinguishing_overrides(quiet) == ()
+    assert distinguishing_overrides(["growth.noise_std=0.0", "b=True"]) == ("b=true", "growth.noise_std=0")
+    assert distinguishing_overrides(["b='True'", "++growth.noise_std=0"]) == ("b=true", "growth.noise_std=0")
+    assert distinguishing_overrides(["optimizer.lr=0.1", "optimizer.lr=2e-1"]) == ("optimizer.lr=0.2",)
+    assert distinguishing_overrides(["trainer.compile=true"]) == ("trainer.compile=true",)
+    assert distinguishing_overrides(["~optimizer.nesterov"]) == ("~optimizer.nesterov",)
+
+
+def test_reading_and_tabulating_runs_imports_nothing_slow(tmp_path):
+    write_run(tmp_path / "run")
+    code = (
+        "import sys; from growlab.analysis.__main__ import main; code = main(sys.argv[1:]); "
+        "slow = {'torch', 'lightning', 'pandas', 'numpy', 'matplotlib'} & set(sys.modules); "
+        "sys.exit(f'{slow}' if slow else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "ours + stagewise_norm" in done.stdout

@@ -1,0 +1,155 @@
+"""The table's numbers against hand-computed ones."""
+
+import csv
+import io
+import json
+import os
+
+import pytest
+
+from growlab.analysis import load_runs, markdown, summarise
+from growlab.analysis.tables import csv_text, json_text
+
+from .fake_runs import write_run
+
+
+def rows_of(folder):
+    return {row.method: row for row in summarise(load_runs(folder))}
+
+
+def test_mean_sample_std_and_speedup_over_seeds(tmp_path):
+    for seed, accuracy, seconds in ((0, 0.80, 100.0), (1, 0.82, 110.0), (2, 0.87, 90.0)):
+        write_run(
+            tmp_path / f"ours{seed}", seed=seed, test_accuracy=accuracy, seconds=seconds, cost_percent=61.4
+        )
+        fixed = {"growth": "none", "lr_adapt": "none", "seconds": 1.7 * seconds}
+        write_run(tmp_path / f"fixed{seed}", seed=seed, test_accuracy=accuracy + 0.03, **fixed)
+    write_run(tmp_path / "net2net", growth="net2net", lr_adapt="none", test_accuracy=0.785, seconds=85.0)
+    rows = rows_of(tmp_path)
+    assert list(rows) == ["fixed-size", "ours + stagewise_norm", "net2net"]
+    ours, fixed, net2net = rows["ours + stagewise_norm"], rows["fixed-size"], rows["net2net"]
+    assert ours.n == 3 and ours.accuracy_mean == pytest.approx(0.83)
+    # Deviations -3, -1, +4: sqrt(26 / 2).
+    assert ours.accuracy_std == pytest.approx(0.01 * 13**0.5)
+    assert ours.cost_percent == pytest.approx(61.4)
+    assert ours.seconds == pytest.approx(100.0) and ours.speedup == pytest.approx(1.7)
+    assert fixed.speedup is None and fixed.cost_percent == pytest.approx(100)
+    assert net2net.accuracy_std is None and net2net.n == 1
+    assert net2net.speedup == pytest.approx(170 / 85)
+    lines = markdown(list(rows.values())).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["method", "cost %", "accuracy % (n)", "seconds", "speed-up"]
+    assert cells[3] == ["ours + stagewise_norm", "61.4", "83.00 ± 3.61 (3)", "100", "1.70x"]
+    assert cells[4][2:] == ["78.50 (1)", "85.0", "2.00x"]
+    assert len({len(line) for line in lines[:5]}) == 1
+
+
+def test_cost_of_runs_of_different_length_shares_one_reference(tmp_path):
+    fixed = {"growth": "none", "lr_adapt": "none"}
+    write_run(tmp_path / "fixed16", stage_epochs=(16,), **fixed)
+    write_run(tmp_path / "fixed10", stage_epochs=(10,), **fixed)
+    write_run(tmp_path / "ours", cost_percent=61.4)
+    rows = summarise(load_runs(tmp_path))
+    found = {(row.method, row.group.epochs): (row.cost_percent, row.reference_epochs) for row in rows}
+    assert found["fixed-size", 16] == (100, 16)
+    assert found["fixed-size", 10] == (pytest.approx(62.5), 16)
+    assert found["ours + stagewise_norm", 16] == (pytest.approx(61.4), 16)
+    text = markdown(rows)
+    assert text.startswith("| epochs |") and "resnet20 on cifar10, 16 epochs" in text
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"stage_epochs": (10,)},
+        {"data": "cifar100"},
+        {"model": "mlp"},
+        {"precision": "bf16-mixed"},
+        {"machine": {"name": "another", "threads": 2}},
+        {"overrides": ["compile=true"]},
+        {"cost_percent": 25.0},
+    ],
+)
+def test_no_speedup_against_a_fixed_size_run_that_did_other_work(tmp_path, difference):
+    write_run(tmp_path / "ours", seconds=50)
+    assert rows_of(tmp_path)["ours + stagewise_norm"].speedup is None
+    write_run(tmp_path / "other", growth="none", lr_adapt="none", seconds=100, **difference)
+    assert rows_of(tmp_path)["ours + stagewise_norm"].speedup is None
+    write_run(tmp_path / "same", growth="none", lr_adapt="none", seed=1, seconds=150)
+    rows = summarise(load_runs(tmp_path))
+    assert next(row for row in rows if row.group.growth == "ours").speedup == pytest.approx(3)
+
+
+def test_speedup_is_against_the_fixed_size_run_with_the_nearest_settings(tmp_path):
+    fixed = {"growth": "none", "lr_adapt": "none"}
+    write_run(tmp_path / "fixed", seconds=100, **fixed)
+    write_run(tmp_path / "fixed_lr", seconds=120, overrides=["optimizer.lr=0.2"], **fixed)
+    write_run(tmp_path / "ours", seconds=50, overrides=["growth.noise_std=0"])
+    write_run(tmp_path / "ours_lr", seconds=50, overrides=["optimizer.lr=0.20"])
+    rows = rows_of(tmp_path)
+    assert rows["ours + stagewise_norm, growth.noise_std=0"].speedup == pytest.approx(2)
+    assert rows["ours + stagewise_norm, optimizer.lr=0.2"].speedup == pytest.approx(2.4)
+
+
+def test_overrides_make_rows_and_seeds_do_not(tmp_path):
+    write_run(tmp_path / "a", seed=0, overrides=["data.root=/here", "trainer.accelerator=cpu"])
+    write_run(tmp_path / "b", seed=1, overrides=["data.root=/there", "logger=wandb"])
+    write_run(tmp_path / "c", seed=0, overrides=["growth.output_multiplier=False"])
+    rows = rows_of(tmp_path)
+    assert {method: row.n for method, row in rows.items()} == {
+        "ours + stagewise_norm": 2,
+        "ours + stagewise_norm, growth.output_multiplier=false": 1,
+    }
+
+
+def test_a_seed_run_twice_counts_once_with_the_newest(tmp_path):
+    old = write_run(tmp_path / "z_old", seed=0, test_accuracy=0.5)
+    new = write_run(tmp_path / "a_new", seed=0, test_accuracy=0.9)
+    write_run(tmp_path / "other", seed=1, test_accuracy=0.7)
+    os.utime(old / "results.json", (1, 1))
+    reports = []
+    (row,) = summarise(load_runs(tmp_path), reports.append)
+    assert row.n == 2 and row.accuracy_mean == pytest.approx(0.8)
+    assert len(reports) == 1 and str(old) in reports[0] and str(new) in reports[0]
+
+
+def test_missing_and_nan_accuracy_are_left_out_of_mean_and_n(tmp_path):
+    write_run(tmp_path / "a", seed=0, test_accuracy=0.8)
+    write_run(tmp_path / "b", seed=1, test_accuracy=None)
+    write_run(tmp_path / "c", seed=2, test_accuracy=float("nan"))
+    (row,) = summarise(load_runs(tmp_path))
+    assert (row.n, row.accuracy_mean, row.accuracy_std) == (1, 0.8, None)
+    assert len(row.runs) == 3
+
+
+def test_csv_and_json_hold_the_same_plain_numbers(tmp_path):
+    write_run(tmp_path / "a", seed=0, test_accuracy=0.8, overrides=["growth.x=[1,2]"])
+    write_run(tmp_path / "b", seed=1, test_accuracy=0.9, overrides=["growth.x=[1,2]"])
+    rows = summarise(load_runs(tmp_path))
+    (from_json,) = json.loads(json_text(rows))
+    (from_csv,) = csv.DictReader(io.StringIO(csv_text(rows)))
+    assert list(from_json) == list(from_csv)
+    assert from_json["accuracy_mean"] == pytest.approx(0.85)
+    assert float(from_csv["accuracy_mean"]) == from_json["accuracy_mean"]
+    assert from_json["accuracy_std"] == pytest.approx(0.5**0.5 * 0.1)
+    assert from_json["seeds"] == [0, 1] and from_csv["seeds"] == "0 1"
+    assert from_json["speedup"] is None and from_csv["speedup"] == ""
+    assert from_csv["overrides"] == "growth.x=[1,2]"
+
+
+def test_columns_appear_only_where_rows_differ(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", experiment="digits", model="convnet4", data="digits")
+    assert markdown(summarise(load_runs(tmp_path))).startswith("| model ")
+    assert markdown(summarise(load_runs(tmp_path / "a"))).startswith("| method ")
+
+
+def test_seeds_on_two_machines_are_each_compared_with_their_own_machine(tmp_path):
+    slow, fast = {"name": "slow", "threads": 1}, {"name": "fast", "threads": 8}
+    fixed = {"growth": "none", "lr_adapt": "none"}
+    write_run(tmp_path / "a", seed=0, seconds=100, machine=slow)
+    write_run(tmp_path / "b", seed=1, seconds=10, machine=fast)
+    write_run(tmp_path / "c", seed=0, seconds=150, machine=slow, **fixed)
+    assert rows_of(tmp_path)["ours + stagewise_norm"].speedup == pytest.approx(1.5)
+    write_run(tmp_path / "d", seed=1, seconds=20, machine=fast, **fixed)
+    assert rows_of(tmp_path)["ours + stagewise_norm"].speedup == pytest.approx(1.75)
