@@ -40,10 +40,6 @@ class EpochPlan:
             return len(self.batches())
         return -(-self.num_images // self.batch_size)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to another epoch; Lightning calls this at the start of each on a loader's `sampler`."""
-        self.epoch = epoch
-
     def batches(self) -> list[np.ndarray]:
         """Return the positions of the images of each batch."""
         if self.augmentation is None:
@@ -64,15 +60,15 @@ class MemoryLoader:
     """
 
     images: ImageArray
-    sampler: EpochPlan
+    plan: EpochPlan
     normalisation: Normalisation
     channels_last: bool = True
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(self.plan)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        plan, device = self.sampler, self.images.labels_N.device
+        plan, device = self.plan, self.images.labels_N.device
         batches = plan.batches()
         # One transfer an epoch instead of one a batch.
         positions = np.concatenate(batches)
@@ -98,25 +94,25 @@ class StreamLoader:
     """
 
     images: EncodedImages | ImageArray
-    sampler: EpochPlan
+    plan: EpochPlan
     normalisation: Normalisation
     channels_last: bool = True
     num_workers: int = 0
     pin_memory: bool = False
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(self.plan)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         # A plain DataLoader under a class of our own: Lightning would put its own sampler into a DataLoader.
         loader = DataLoader(
-            _Batches(self.images, self.sampler, self.normalisation, self.channels_last),
-            sampler=_Positions(self.sampler.batches()),
+            _Batches(self.images, self.plan, self.normalisation, self.channels_last),
+            sampler=_Positions(self.plan.batches()),
             batch_size=None,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             # Without a generator of its own, making the iterator would draw from the global one.
-            generator=torch.Generator().manual_seed(self.sampler.seed),
+            generator=torch.Generator().manual_seed(self.plan.seed),
         )
         yield from loader
 
