@@ -55,7 +55,7 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
         loss_axes.set_xlabel("")
         loss_axes.set_ylabel("training loss")
         accuracy_axes.set_ylabel(("held-out" if held_out else "training") + " accuracy (%)")
-        cost_axes.set_xlabel(f"training cost (%; 100 = fixed-size, {num_epochs} epochs)")
+        cost_axes.set_xlabel(f"training cost (%; 100 = fixed-size, {rows[0].reference_epochs} epochs)")
         handles = [
             Line2D([], [], color=k["color"], linestyle=k["linestyle"], marker=k["marker"]) for k in looks
         ]

@@ -1,6 +1,7 @@
 """Run folders as objects: what a finished run left on disk, read when asked for."""
 
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -95,6 +96,21 @@ class Run:
             precision=str(r.get("precision") or ""),
             overrides=distinguishing_overrides(r.get("overrides") or ()),
         )
+
+    @property
+    def reference_epochs(self) -> int:
+        """Epochs of the fixed-size training that `train_cost_percent` is relative to.
+
+        Not the run's own for a fixed-size run cut short to the cost of a grown one.
+        """
+        return self.results.get("reference_epochs") or self.results["epochs"]
+
+    @property
+    def keeps_full_width(self) -> bool:
+        """Whether each epoch cost as much as one of the fixed-size network at full width."""
+        cost = self.results["train_cost_percent"]
+        share = None if cost is None else cost * self.reference_epochs / (100 * self.results["epochs"])
+        return self.group.is_fixed_size and share is not None and math.isclose(share, 1, rel_tol=1e-3)
 
     @cached_property
     def metrics(self) -> "pandas.DataFrame":
@@ -256,6 +272,8 @@ def _read_results(path: Path) -> dict[str, Any]:
         value = content.get(key, ...)
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise ValueError(f"it is not the result of a growlab run ({key} is missing or of another kind).")
+    if not isinstance(content.get("reference_epochs"), (int, type(None))):
+        raise ValueError("it is not the result of a growlab run (reference_epochs is not a number).")
     if not isinstance(content.get("overrides") or [], list):
         raise ValueError("it is not the result of a growlab run (overrides is not a list).")
     return content

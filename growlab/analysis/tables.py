@@ -70,20 +70,23 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
     epochs: dict[tuple[str, str], int] = defaultdict(int)
     for group in kept:
         task = (group.model, group.data)
-        epochs[task] = max(epochs[task], group.epochs)
+        epochs[task] = max(epochs[task], group.epochs, *(run.reference_epochs for run in kept[group]))
     rows = []
     for group, members in kept.items():
         accuracies = _finite(run.results["test_accuracy"] for run in members)
         reference_epochs = epochs[group.model, group.data]
-        cost = _mean(_finite(run.results["train_cost_percent"] for run in members))
+        # Each run's record has its own reference; rows are comparable only against one.
+        costs = [
+            cost * run.reference_epochs / reference_epochs
+            for run in members
+            for cost in _finite([run.results["train_cost_percent"]])
+        ]
         seconds = _mean(_finite(run.results["seconds"] for run in members))
         rows.append(
             Row(
                 group=group,
                 runs=tuple(members),
-                # A run's own record compares with the fixed-size network at the run's number of epochs; rows
-                # of different length are comparable only against one reference.
-                cost_percent=None if cost is None else cost * group.epochs / reference_epochs,
+                cost_percent=_mean(costs),
                 reference_epochs=reference_epochs,
                 accuracy_mean=_mean(accuracies),
                 accuracy_std=statistics.stdev(accuracies) if len(accuracies) > 1 else None,
@@ -179,7 +182,7 @@ def _speedup(group: Group, members: Sequence[Run], kept: dict[Group, list[Run]])
         if not (other.is_fixed_size and same_work):
             continue
         # A narrower network kept at its width is no reference for the full-width one.
-        full = [run for run in runs if _is_close(run.results["train_cost_percent"], 100)]
+        full = [run for run in runs if run.keeps_full_width]
         theirs = _seconds_by_machine(full)
         ratios = [theirs[machine] / mine[machine] for machine in mine if machine in theirs]
         if ratios:
@@ -205,10 +208,6 @@ def _seconds_by_machine(runs: Sequence[Run]) -> dict[str, float]:
 
 def _compiled(group: Group) -> set[str]:
     return {o for o in group.overrides if o.partition("=")[0].rpartition(".")[2] == "compile"}
-
-
-def _is_close(value: float | None, target: float) -> bool:
-    return value is not None and math.isclose(value, target, rel_tol=1e-3)
 
 
 def _finite(values: Any) -> list[float]:

@@ -48,11 +48,15 @@ def test_cost_of_runs_of_different_length_shares_one_reference(tmp_path):
     fixed = {"growth": "none", "lr_adapt": "none"}
     write_run(tmp_path / "fixed16", stage_epochs=(16,), **fixed)
     write_run(tmp_path / "fixed10", stage_epochs=(10,), **fixed)
+    # As the experiment writes a run of equal FLOPs: its cost is already relative to 16 epochs.
+    equal = {"overrides": ["schedule.equal_flops=true"], "cost_percent": 62.5, "reference_epochs": 16}
+    write_run(tmp_path / "equal", stage_epochs=(10,), seconds=300, **equal, **fixed)
     write_run(tmp_path / "ours", cost_percent=61.4)
     rows = summarise(load_runs(tmp_path))
     found = {(row.method, row.group.epochs): (row.cost_percent, row.reference_epochs) for row in rows}
     assert found["fixed-size", 16] == (100, 16)
     assert found["fixed-size", 10] == (pytest.approx(62.5), 16)
+    assert found["fixed-size, schedule.equal_flops=true", 10] == (pytest.approx(62.5), 16)
     assert found["ours + stagewise_norm", 16] == (pytest.approx(61.4), 16)
     text = markdown(rows)
     assert text.startswith("| epochs |") and "resnet20 on cifar10, 16 epochs" in text
@@ -153,3 +157,12 @@ def test_seeds_on_two_machines_are_each_compared_with_their_own_machine(tmp_path
     assert rows_of(tmp_path)["ours + stagewise_norm"].speedup == pytest.approx(1.5)
     write_run(tmp_path / "d", seed=1, seconds=20, machine=fast, **fixed)
     assert rows_of(tmp_path)["ours + stagewise_norm"].speedup == pytest.approx(1.75)
+
+
+def test_a_fixed_size_run_of_equal_cost_is_a_reference_for_runs_as_short(tmp_path):
+    equal = {"overrides": ["schedule.equal_flops=true"], "cost_percent": 62.5, "reference_epochs": 16}
+    write_run(tmp_path / "equal", growth="none", lr_adapt="none", stage_epochs=(10,), seconds=300, **equal)
+    write_run(tmp_path / "short", stage_epochs=(4, 6), seconds=150, cost_percent=80)
+    row = rows_of(tmp_path)["ours + stagewise_norm"]
+    assert row.speedup == pytest.approx(2)
+    assert (row.cost_percent, row.reference_epochs) == (pytest.approx(80 * 10 / 16), 16)
