@@ -85,7 +85,10 @@ def _run(cfg: DictConfig, run_dir: Path) -> dict[str, Any]:
     )
     method: GrowthMethod = hydra.utils.instantiate(cfg.growth)
     graph = _trace(network, data, method)
-    plan = make_plan(cfg, network, graph, method, data)
+    try:
+        plan = make_plan(cfg, network, graph, method, data)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     state = plant(network, graph, method, plan.widths[0], cfg.seed)
 
     data.batch_size_at_epoch = plan.schedule.batch_size_at

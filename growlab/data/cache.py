@@ -115,7 +115,8 @@ def _decode(images: EncodedImages) -> torch.Tensor:
 
 def _load(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        # Opened here, because numpy leaves a torn archive open.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             array = archive["images"]
     except FileNotFoundError:
         return None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -40,6 +41,10 @@ class EpochPlan:
             return len(self.batches())
         return -(-self.num_images // self.batch_size)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Go to another epoch."""
+        self.epoch = epoch
+
     def batches(self) -> list[np.ndarray]:
         """Return the positions of the images of each batch."""
         if self.augmentation is None:
@@ -53,19 +58,34 @@ class EpochPlan:
 
 
 @dataclass
-class MemoryLoader:
+class _Loader:
+    """What both loaders hold, and what Lightning looks for on a loader."""
+
+    images: EncodedImages | ImageArray
+    plan: EpochPlan
+    normalisation: Normalisation
+    channels_last: bool = True
+
+    # Lightning asks every loader that has a `sampler` for this one too.
+    batch_sampler: ClassVar[None] = None
+
+    @property
+    def sampler(self) -> EpochPlan:
+        """The plan: Lightning calls its `set_epoch` at the start of each epoch, so a kept loader moves on."""
+        return self.plan
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+
+@dataclass
+class MemoryLoader(_Loader):
     """Batches gathered from one uint8 tensor, augmented and normalised where it lies.
 
     Yields (x float32 [B, C, H, W], y int64 [B]).
     """
 
     images: ImageArray
-    plan: EpochPlan
-    normalisation: Normalisation
-    channels_last: bool = True
-
-    def __len__(self) -> int:
-        return len(self.plan)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         plan, device = self.plan, self.images.labels_N.device
@@ -87,21 +107,14 @@ class MemoryLoader:
 
 
 @dataclass
-class StreamLoader:
+class StreamLoader(_Loader):
     """The same batches for images that do not fit into memory: read and decoded by worker processes.
 
     Yields (x float32 [B, C, H, W], y int64 [B]) on the CPU.
     """
 
-    images: EncodedImages | ImageArray
-    plan: EpochPlan
-    normalisation: Normalisation
-    channels_last: bool = True
     num_workers: int = 0
     pin_memory: bool = False
-
-    def __len__(self) -> int:
-        return len(self.plan)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         # A plain DataLoader under a class of our own: Lightning would put its own sampler into a DataLoader.

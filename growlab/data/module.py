@@ -207,8 +207,9 @@ class ImageData(LightningDataModule):
             self.mean, self.std = self.mean or mean, self.std or std
         for key, values in (("mean", self.mean), ("std", self.std)):
             if len(values) != self.image_shape[0]:
+                channels = self.image_shape[0]
                 raise UserError(
-                    f"data.{key} has {len(values)} numbers, but the images have {self.image_shape[0]} channels."
+                    f"data.{key} has {len(values)} numbers, but the images have {channels} channels."
                 )
         self._normalisation = Normalisation(self.mean, self.std)
 

@@ -1,0 +1,129 @@
+"""The command line: `python -m growlab` or `growlab` composes one experiment and runs it.
+
+Exit codes: 0 done; 2 input that cannot be used, told in one sentence on stderr; 130 interrupted;
+1 anything else, with its traceback.
+"""
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from growlab.configuration import PRIMARY, config_dir, register_schemas
+from growlab.errors import UserError
+from growlab.explain import explain
+
+
+class _JobFailed(BaseException):
+    """Carries a job's exception past Hydra, which would print a line of its own; never seen by users."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def _job(cfg: DictConfig) -> Any:
+    # Imported here: help, completion and error sentences need not wait for torch.
+    from growlab.experiment import run
+
+    try:
+        return run(cfg)
+    except Exception as error:
+        job = HydraConfig.get()
+        if job.mode == RunMode.RUN:
+            raise _JobFailed(error) from None
+        # In a sweep Hydra goes on with the other jobs and raises the first failure after the last one.
+        sentence = explain(error, list(job.overrides.task))
+        print(
+            f"job {job.job.num} ({job.job.override_dirname}) failed: {sentence or error!r}", file=sys.stderr
+        )
+        raise
+
+
+def _read_arguments() -> list[str]:
+    """The overrides on the command line, after checking its options as Hydra will.
+
+    Raises:
+        UserError: an option that does not exist or does not fit.
+    """
+
+    def complain(message: str) -> None:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message and not unknown.startswith("-"):
+            raise UserError(
+                f"options such as -m must not stand between overrides: move '{unknown}' beside the others"
+            )
+        raise UserError(f"{message}; see growlab --help")
+
+    parser = get_args_parser()
+    parser.error = complain  # type: ignore[method-assign, assignment]
+    return list(parser.parse_args().overrides)
+
+
+def _fail(error: BaseException, overrides: list[str], with_traceback: bool) -> int:
+    try:
+        sentence = explain(error, overrides, _conf_or_none())
+    except Exception:  # explaining must never hide what it explains
+        sentence = None
+    if sentence is None or with_traceback:
+        traceback.print_exception(error)
+    if sentence is None:
+        return 1
+    print(f"error: {sentence}", file=sys.stderr)
+    return 2
+
+
+def _conf_or_none() -> Path | None:
+    try:
+        return config_dir()
+    except UserError:
+        return None
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind the exception; Lightning turns it into an exit of its own."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def main() -> int:
+    """Run what the command line says and return the exit code."""
+    # With this set Hydra raises what went wrong instead of printing it. A user who sets it sees tracebacks
+    # as well as sentences.
+    with_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    overrides: list[str] = []
+    try:
+        overrides = _read_arguments()
+        register_schemas()
+        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=PRIMARY)(_job)()
+    except _JobFailed as failed:
+        return _fail(failed.error, overrides, with_traceback)
+    except BrokenPipeError:
+        # The reader of our output has gone, as in `growlab --cfg job | head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if not _interrupted(stop):
+            raise
+        print(
+            "interrupted; the same command with ckpt_path=last goes on from the last checkpoint",
+            file=sys.stderr,
+        )
+        return 130
+    except Exception as error:
+        return _fail(error, overrides, with_traceback)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

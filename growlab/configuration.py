@@ -1,0 +1,39 @@
+"""Where the configuration lives and what Hydra must know before it reads it."""
+
+from pathlib import Path
+
+from growlab.errors import UserError
+
+PRIMARY = "config"
+"""Name of the primary configuration: `conf/config.yaml`."""
+
+
+def config_dir(package: Path | None = None) -> Path:
+    """Absolute path of `conf/`: inside the package in a wheel, beside it in a checkout or editable install.
+
+    Args:
+        package: folder of the growlab package; found from this file if None.
+
+    Raises:
+        UserError: neither place holds a `config.yaml`.
+    """
+    package = Path(__file__).resolve().parent if package is None else package.resolve()
+    places = (package / "conf", package.parent / "conf")
+    for place in places:
+        if (place / f"{PRIMARY}.yaml").is_file():
+            return place
+    raise UserError(
+        f"no {PRIMARY}.yaml in {places[0]} or {places[1]}: install growlab anew, in a checkout with "
+        "`pip install -e .`"
+    )
+
+
+def register_schemas() -> None:
+    """Store growlab's structured configs, so that composing checks keys and types against them.
+
+    They are what `growlab.configs.register()` puts into Hydra's ConfigStore. To be called before composing;
+    calling it again changes nothing. The import is here so that `config_dir` needs no Hydra.
+    """
+    from growlab import configs
+
+    configs.register()

@@ -1,0 +1,336 @@
+"""One sentence for a failure that the user can mend: what is wrong, and the nearest valid names.
+
+Hydra and OmegaConf report such failures as several lines about their own insides. `explain` reads the
+exception (and those it was raised from) and returns one sentence, or None for a failure that is not the
+user's and deserves its traceback.
+"""
+
+import errno
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+import yaml
+from hydra.errors import (
+    CompactHydraException,
+    ConfigCompositionException,
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
+
+from growlab.errors import UserError
+
+_EXTRAS = {
+    "wandb": "wandb",
+    "tensorboard": "tensorboard",
+    "tensorboardX": "tensorboard",
+    "timm": "timm",
+    "fairseq": "translation",
+}
+_TYPES = {"Integer": "an integer", "Float": "a number", "Boolean": "true or false"}
+# A path or disk that cannot be written to is the user's to mend; a missing file may well be our mistake.
+_DISK = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
+
+
+def explain(error: BaseException, overrides: Sequence[str] = (), conf: Path | None = None) -> str | None:
+    """The sentence to print after `error:`, without a line break; None if the failure deserves a traceback.
+
+    Args:
+        error: the exception; the exceptions that it was raised from are read too.
+        overrides: what the user gave on the command line.
+        conf: the configuration folder, to name groups that the composed configuration does not show.
+    """
+    chain = list(_chain(error))
+    for link in chain:
+        if isinstance(link, UserError):
+            return _sentence(str(link))
+    for link in chain:
+        told = _tell(link, overrides, conf)
+        if told:
+            return _sentence(told)
+    return None
+
+
+def choices(names: Iterable[str]) -> str:
+    """The names in alphabetical order, `none` first, those for internal use (`_name`) left out."""
+    return ", ".join(sorted((n for n in names if not n.startswith("_")), key=lambda n: (n != "none", n)))
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the nearest of the names, else nothing."""
+    near = get_close_matches(name, [n for n in names if not n.startswith("_")], n=1, cutoff=0.55)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception and those it was raised from; Hydra sometimes leaves that link implicit."""
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        implicit = link.__context__ if isinstance(link, CompactHydraException) else None
+        link = link.__cause__ or implicit
+
+
+def _sentence(text: str) -> str:
+    text = " ".join(text.split())
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def _then(text: str, label: str, names: Iterable[str]) -> str:
+    """The text and then the valid names, as one line: `text. Label: a, b` or `question? Label: a, b`."""
+    listed = choices(names)
+    return f"{_sentence(text)} {label}: {listed}" if listed else text
+
+
+def _tell(error: BaseException, overrides: Sequence[str], conf: Path | None) -> str | None:
+    match error:
+        case MissingConfigException():
+            return _missing_option(error, overrides)
+        case OverrideParseException():
+            return _unreadable_override(error.override)
+        case ConfigCompositionException():
+            return _composition(error, overrides, conf)
+        case InstantiationException():
+            return _constructor(error)
+        case OmegaConfBaseException():
+            return _value(error, overrides)
+        case CompactHydraException():
+            return str(error)
+        case yaml.MarkedYAMLError():
+            return _yaml(error, conf)
+        case OSError() if error.errno in _DISK and error.filename is not None:
+            return f"cannot use {error.filename}: {error.strerror}"
+        case ValueError() if _raised_by_hydra(error):
+            return _hydra_value_error(error, overrides, conf)
+    # Lightning's word for arguments that cannot work here, such as a GPU that is not there.
+    if any(kind.__name__ == "MisconfigurationException" for kind in type(error).__mro__):
+        return str(error)
+    return None
+
+
+def _missing_option(error: MissingConfigException, overrides: Sequence[str]) -> str:
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    if not group:
+        return f"there is no configuration '{name}'; give --config-name the name of a file in conf/"
+    asked = any(re.fullmatch(rf"\+*{re.escape(group)}(@.*)?=.*", override) for override in overrides)
+    where = "" if asked else " (asked for by a configuration file)"
+    options = list(error.options or ())
+    text = _then(f"there is no {group} '{name}'{where}{did_you_mean(name, options)}", "Choices", options)
+    if group in ("hydra/launcher", "hydra/sweeper"):
+        text += "; more come with pip install 'growlab[sweeps]'"
+    return text
+
+
+def _unreadable_override(override: str) -> str:
+    name, equals, value = override.partition("=")
+    if not equals and not override.startswith("~"):
+        return f"'{override}' is not of the form NAME=VALUE, such as seed=1"
+    example = f"{name}=[1, 2]" if value.startswith("[") else f"{name}='some text'"
+    return (
+        f"cannot read '{override}': write NAME=VALUE, close every bracket and quote, and put quotes around "
+        f'what the shell would take apart, as in "{example}"'
+    )
+
+
+def _composition(
+    error: ConfigCompositionException, overrides: Sequence[str], conf: Path | None
+) -> str | None:
+    inner = next((link for link in _chain(error) if isinstance(link, OmegaConfBaseException)), None)
+    text = str(error)
+    if isinstance(inner, ConfigAttributeError | ConfigKeyError):
+        where = re.match(r"In '([^']+)':", text)
+        return (f"in {where[1]}.yaml: " if where else "") + _unknown_name(inner, conf)
+    if inner is not None:
+        return _value(inner, overrides)
+    if sweep := re.match(r"Ambiguous value for argument '([^=]+)=(.*)'$", text.splitlines()[0]):
+        name, values = sweep.groups()
+        advice = f"add -m for a run with each, or write {name}=[{values}] for a list"
+        return f"{name} takes one value, not '{values}': {advice}"
+    if there := re.search(r"An item is already at '([^']+)'", text):
+        return f"{there[1]} exists already: leave out the + before it"
+    if twice := re.match(r"(\S+) appears more than once", text):
+        return f"{twice[1]} is chosen already: leave out the + before it"
+    if choose := re.match(r"You must specify '([^']+)'", text):
+        options = [line.strip() for line in text.splitlines() if line.startswith("\t")]
+        return _then(f"{choose[1]} must be chosen with {choose[1]}=OPTION", "Choices", options)
+    if gone := re.match(r"Could not delete from config\. (.*)", text):
+        return f"nothing to delete: {gone[1]}"
+    if group := re.match(r"Could not override '([^']+)'", text):
+        return f"there is no '{group[1]}' to override{did_you_mean(group[1], _groups(conf))}"
+    return _first_lines(text)
+
+
+def _unknown_name(error: OmegaConfBaseException, conf: Path | None) -> str:
+    """A key that its parent does not have: name the nearest sibling, else where else the key exists."""
+    parent, key = error.parent_node, str(error.key)
+    full_key = error.full_key or key
+    siblings = [str(name) for name in parent] if isinstance(parent, DictConfig) else []
+    where = full_key.removesuffix(key).rstrip(".")
+    groups = [] if where else _groups(conf)
+    near = did_you_mean(key, siblings + groups)
+    if not near and isinstance(parent, DictConfig):
+        near = _elsewhere(parent._get_root(), key)
+    if where:
+        text = _then(f"{where} has no '{key}'{near}", "It has", siblings)
+        addable = "_target_" in siblings and OmegaConf.get_type(parent) is dict
+        return f"{text}; +{full_key}=... passes on one that is not listed" if addable else text
+    values = [name for name in siblings if name not in groups and name != "hydra"]
+    return _then(_then(f"there is no '{key}'{near}", "Groups", groups), "Values", values)
+
+
+def _full_names(root: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Full names of all keys of the configuration, Hydra's own part aside."""
+    for name in root:
+        full_name = f"{prefix}{name}"
+        if full_name == "hydra":
+            continue
+        yield full_name
+        if OmegaConf.is_missing(root, name) or OmegaConf.is_interpolation(root, name):
+            continue
+        if isinstance(root[name], DictConfig):
+            yield from _full_names(root[name], f"{full_name}.")
+
+
+def _elsewhere(root: DictConfig, key: str) -> str:
+    """`; did you mean 'x'?` for the key whose last part is nearest, wherever it stands."""
+    by_last_part = {name.rpartition(".")[2]: name for name in reversed(list(_full_names(root)))}
+    near = get_close_matches(key, by_last_part, n=1, cutoff=0.65)
+    return f"; did you mean '{by_last_part[near[0]]}'?" if near else ""
+
+
+def _groups(conf: Path | None) -> list[str]:
+    if conf is None or not conf.is_dir():
+        return []
+    return sorted(entry.name for entry in conf.iterdir() if entry.is_dir() and entry.name != "hydra")
+
+
+def _value(error: OmegaConfBaseException, overrides: Sequence[str]) -> str | None:
+    """A wrong type, a missing value or a reference to nothing; None for a key our own code got wrong."""
+    text = _first_lines(str(error))
+    name = error.full_key or "a value"
+    if isinstance(error, MissingMandatoryValue):
+        name = error.full_key or text.rpartition(" ")[2]
+        return f"{name} has no value: give {name}=VALUE"
+    if isinstance(error, InterpolationKeyError):
+        missing = re.search(r"'([^']+)'", text)
+        return f"{name} refers to '{missing[1]}', which does not exist" if missing else f"{name}: {text}"
+    if isinstance(error, ConfigAttributeError | ConfigKeyError):
+        return None
+    if isinstance(error, ValidationError):
+        given = next((o for o in overrides if o.lstrip("+").startswith(f"{name}.")), None)
+        if given:
+            inside = given.lstrip("+").partition("=")[0].removeprefix(f"{name}.")
+            return f"{name} is a single value and has no '{inside}'"
+        if wrong := re.match(r"Value (.*) of type '\w+' could not be converted to (\w+)", text):
+            return f"{name} must be {_TYPES.get(wrong[2], wrong[2])}, not {wrong[1]}"
+        if wrong := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", text):
+            options = wrong[2].split(", ")
+            near = did_you_mean(wrong[1], options)
+            return _then(f"{name} cannot be '{wrong[1]}'{near}", "Choices", options)
+        if "is not Optional" in text:
+            return f"{name} must not be null"
+        if wrong := re.match(r"Invalid value assigned: (\w+) is not a ListConfig", text):
+            return f"{name} must be a list such as [1,2,3], not {wrong[1]}"
+    return f"{name}: {text}" if error.full_key else text
+
+
+def _constructor(error: InstantiationException) -> str | None:
+    """A `_target_` that cannot be found, or that does not accept what the configuration gives it."""
+    text = str(error)
+    cause = error.__cause__
+    named = re.search(r"full_key: (\S+)", text)
+    name = named[1] if named else ""
+    target = re.search(r"target '([^']+)'", text)
+    if isinstance(cause, ModuleNotFoundError | ImportError):
+        extra = next((e for module, e in _EXTRAS.items() if re.search(rf"\b{module}\b", str(cause))), None)
+        if extra:
+            what = name or (target[1] if target else "this")
+            return f"{what} needs a package that is not installed: pip install 'growlab[{extra}]'"
+    if text.startswith("Error locating target") and target:
+        reason = str(cause) if cause is not None else "no such name"
+        return (
+            f"{name + '.' if name else ''}_target_ '{target[1]}' cannot be imported: {_first_lines(reason)}"
+        )
+    if cause is None:
+        return _first_lines(text)
+    if isinstance(cause, InstantiationException):
+        return None  # the next link of the chain says more
+    what = name or (target[1] if target else "a constructor")
+    # One frame (Hydra's own): the call itself failed, so the arguments do not fit the signature.
+    at_the_call = cause.__traceback__ is not None and cause.__traceback__.tb_next is None
+    if isinstance(cause, TypeError) and at_the_call and target:
+        return _signature(what, target[1], str(cause))
+    if isinstance(cause, ValueError):
+        return f"{what}: {_first_lines(str(cause))}"
+    return None
+
+
+def _signature(what: str, target: str, message: str) -> str:
+    unexpected = re.search(r"unexpected keyword argument '([^']+)'", message)
+    if not unexpected:
+        return f"{what}: {message}"
+    parameters = inspect.signature(get_object(target)).parameters.values()
+    names = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"
+    ]
+    near = did_you_mean(unexpected[1], names)
+    text = _sentence(f"{what} has no '{unexpected[1]}'{near}")
+    return f"{text} {target} takes: {', '.join(names)}"
+
+
+def _yaml(error: yaml.MarkedYAMLError, conf: Path | None) -> str:
+    mark = error.problem_mark
+    if mark is None:
+        return f"a configuration file is not valid YAML: {error.problem}"
+    place = Path(mark.name)
+    if conf is not None and place.is_relative_to(conf):
+        place = conf.name / place.relative_to(conf)
+    return f"{place}, line {mark.line + 1}, is not valid YAML: {error.problem}"
+
+
+def _hydra_value_error(error: ValueError, overrides: Sequence[str], conf: Path | None) -> str:
+    if "Config group override must be" not in str(error):
+        return _first_lines(str(error))
+    for override in overrides:
+        group, _, value = override.lstrip("+").partition("=")
+        if not group:
+            return f"'{override}' has no name before the ="
+        if conf is not None and (conf / group).is_dir():
+            options = [file.stem for file in (conf / group).glob("*.yaml")]
+            if value not in options:
+                return _then(f"there is no {group} '{value}'", "Choices", options)
+    return _first_lines(str(error))
+
+
+def _raised_by_hydra(error: BaseException) -> bool:
+    """Whether the innermost frame is Hydra's own code, so that neither growlab nor a library has failed."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("hydra.")
+
+
+def _first_lines(text: str) -> str:
+    """The message without OmegaConf's and Hydra's trailing lines about their own objects."""
+    dropped = ("full_key:", "object_type=", "reference_type=", "See https:", "Config search path")
+    lines = [line.strip() for line in text.splitlines()]
+    kept = []
+    for line in lines:
+        if line.startswith(dropped):
+            break
+        if line:
+            kept.append(line)
+    return " ".join(kept)
