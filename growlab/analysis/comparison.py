@@ -1,5 +1,6 @@
 """Runs side by side: curves over epochs, and training cost against test accuracy."""
 
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -151,7 +152,7 @@ def _scatter(figure: Figure, axes: Axes, rows: Sequence[Row], looks: Sequence[di
     shifts: list[float] = []
     for cost, accuracy, std, look in points:
         x, y = (float(v) * to_points for v in axes.transData.transform((cost, accuracy)))
-        offsets = (sign * k * 0.6 * size_points for k in range(len(points) + 1) for sign in (1, -1))
+        offsets = (sign * k * 0.6 * size_points for k in itertools.count() for sign in (1, -1))
         shift = next(
             offset
             for offset in offsets

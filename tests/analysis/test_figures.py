@@ -182,6 +182,20 @@ def test_compare_marks_different_schedules_in_the_colour_of_their_method(tmp_pat
     assert [to_hex(c.get_color()[0]) for c in ticks] == [line.get_color().lower() for line in loss.lines]
 
 
+@pytest.mark.parametrize("num_runs", [2, 9])
+def test_equal_points_are_drawn_apart_however_many(tmp_path, num_runs):
+    for i in range(num_runs):
+        write_run(
+            tmp_path / str(i), stage_epochs=(1, 1), cost_percent=60, overrides=[f"growth.noise_std={i}"]
+        )
+    figure = compare(load_runs(tmp_path))
+    cost = figure.axes[1]
+    drawn = [c.lines[0].get_transform().transform(c.lines[0].get_xydata()[0]) for c in cost.containers]
+    figure.draw_without_rendering()
+    gaps = np.diff(np.sort(np.array(drawn)[:, 0]))
+    assert len(gaps) == num_runs - 1 and (gaps > 5 / 72 * figure.dpi).all()
+
+
 def test_compare_refuses_runs_of_different_networks(tmp_path):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", model="mlp")
