@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.errors import UserError
 from growlab.explain import explain
+from growlab.resuming import resume_override
 
 
 class _JobFailed(BaseException):
@@ -40,9 +41,8 @@ def _job(cfg: DictConfig) -> Any:
             raise _JobFailed(error) from None
         # In a sweep Hydra goes on with the other jobs and raises the first failure after the last one.
         sentence = explain(error, list(job.overrides.task))
-        print(
-            f"job {job.job.num} ({job.job.override_dirname}) failed: {sentence or error!r}", file=sys.stderr
-        )
+        reason = sentence or repr(error)
+        print(f"job {job.job.num} ({job.job.override_dirname}) failed: {reason}", file=sys.stderr)
         raise
 
 
@@ -105,6 +105,9 @@ def main() -> int:
     try:
         overrides = _read_arguments()
         register_schemas()
+        folder = resume_override(overrides)
+        if folder is not None:
+            sys.argv.append(folder)
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=PRIMARY)(_job)()
     except _JobFailed as failed:
         return _fail(failed.error, overrides, with_traceback)

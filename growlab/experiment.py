@@ -6,6 +6,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -21,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from growlab.analysis.flops import forward_flops, stage_flops, train_cost_percent
+from growlab.analysis.run_table import print_results
 from growlab.data import ImageData
 from growlab.errors import UserError
 from growlab.files import write_atomically, write_json, write_text
@@ -107,7 +109,8 @@ def _run(cfg: DictConfig, run_dir: Path) -> dict[str, Any]:
     )
     recorder = RunRecorder(run_dir, data.num_train, cfg.log_rates_every_n_steps)
     flops_in_epoch = [
-        plan.flops[plan.schedule.stage_at(epoch)] * data.num_train for epoch in range(plan.schedule.total_epochs)
+        plan.flops[plan.schedule.stage_at(epoch)] * data.num_train
+        for epoch in range(plan.schedule.total_epochs)
     ]
     progress = GrowthProgress(steps_in_epoch, flops_in_epoch, data.num_train)
 
@@ -117,7 +120,7 @@ def _run(cfg: DictConfig, run_dir: Path) -> dict[str, Any]:
 
     growth = GrowthCallback(data.probe_batch(cfg.probe_size), cfg.optimizer_state, on_event)
     write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
-    trainer = _trainer(cfg, run_dir, plan.schedule, [growth, progress, recorder, every_epoch(run_dir)])
+    trainer = _trainer(cfg, run_dir, [growth, progress, recorder, every_epoch(run_dir)], plan, data)
     if cfg.compile:
         network.compile()
     trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
@@ -130,6 +133,8 @@ def _run(cfg: DictConfig, run_dir: Path) -> dict[str, Any]:
     write_json(run_dir / "results.json", results)
     _finish_loggers(trainer)
     _write_figures(run_dir)
+    if trainer.is_global_zero:
+        print_results(results, run_dir)
     return results
 
 
@@ -171,7 +176,10 @@ def make_plan(
         epochs = max(1, round(epochs * spent / 100.0))
     schedule = make_schedule(epochs, data.batch_size, num_stages=1)
     widths = [
-        {name: max(1, round(group.full_width * method.width_multiple)) for name, group in graph.groups.items()}
+        {
+            name: max(1, round(group.full_width * method.width_multiple))
+            for name, group in graph.groups.items()
+        }
     ]
     return Plan(schedule, widths, flops_of(widths), full_flops, reference_epochs)
 
@@ -186,16 +194,18 @@ def _trace(network: nn.Module, data: ImageData, method: GrowthMethod) -> WidthGr
 
 
 def _trainer(
-    cfg: DictConfig, run_dir: Path, schedule: Schedule, callbacks: list[lightning.Callback]
+    cfg: DictConfig, run_dir: Path, callbacks: list[lightning.Callback], plan: Plan, data: ImageData
 ) -> lightning.Trainer:
     loggers = [hydra.utils.instantiate(logger) for logger in cfg.logger.values()]
     for logger in loggers:
         logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
-    # Lightning's greetings and tips are not this run's news.
+    # Lightning's greetings and tips, and its own use of what torch deprecates, are not this run's news.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"lightning\.pytorch\.utilities\._pytree")
     return hydra.utils.instantiate(
         cfg.trainer,
-        max_epochs=schedule.total_epochs,
+        max_epochs=plan.schedule.total_epochs,
+        limit_val_batches=1.0 if data.num_val else 0,
         logger=loggers or False,
         callbacks=callbacks,
         plugins=[AtomicCheckpointIO()],

@@ -236,6 +236,8 @@ def _value(error: OmegaConfBaseException, overrides: Sequence[str]) -> str | Non
             return f"{name} is a single value and has no '{inside}'"
         if wrong := re.match(r"Value (.*) of type '\w+' could not be converted to (\w+)", text):
             return f"{name} must be {_TYPES.get(wrong[2], wrong[2])}, not {wrong[1]}"
+        if wrong := re.match(r"Value (.*) is not a valid bool", text):
+            return f"{name} must be true or false, not {wrong[1]}"
         if wrong := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", text):
             options = wrong[2].split(", ")
             near = did_you_mean(wrong[1], options)
@@ -283,9 +285,8 @@ def _signature(what: str, target: str, message: str) -> str:
     if not unexpected:
         return f"{what}: {message}"
     parameters = inspect.signature(get_object(target)).parameters.values()
-    names = [
-        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"
-    ]
+    by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [name for name in by_name if name != "self" and not name.startswith("_")]
     near = did_you_mean(unexpected[1], names)
     text = _sentence(f"{what} has no '{unexpected[1]}'{near}")
     return f"{text} {target} takes: {', '.join(names)}"

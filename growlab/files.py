@@ -3,8 +3,9 @@
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, Callable
+from typing import Any, BinaryIO
 
 from growlab.errors import UserError
 
@@ -34,7 +35,9 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], N
         temporary = None
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(f"cannot write {path}: {reason}; free some space or choose another folder.") from error
+        raise UserError(
+            f"cannot write {path}: {reason}; free some space or choose another folder."
+        ) from error
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)

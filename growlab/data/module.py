@@ -109,6 +109,9 @@ class ImageData(LightningDataModule):
         #: Global batch size of an epoch, set by the experiment from the growth schedule; None = `batch_size`.
         self.batch_size_at_epoch: Callable[[int], int] | None = None
         self._images: dict[str, Images] = {}
+        if validation == "none":
+            # Lightning skips validation only where the method is not overridden; of an empty list it warns.
+            self.val_dataloader = super().val_dataloader
 
     def prepare_data(self) -> None:
         """Fetch and decode what is not there yet; Lightning calls this in one process a machine."""
@@ -154,10 +157,8 @@ class ImageData(LightningDataModule):
         plan = EpochPlan(self.num_train, batch_size, self.seed, epoch, self.augmentation, rank, world_size)
         return self._loader("train", plan)
 
-    def val_dataloader(self) -> MemoryLoader | StreamLoader | list:
-        """Return the validation images in order; an empty list without validation."""
-        if self.validation == "none":
-            return []
+    def val_dataloader(self) -> MemoryLoader | StreamLoader:
+        """Return the validation images in order; undefined for `validation="none"`."""
         return self._evaluation("val" if self.validation == "split" else "test")
 
     def test_dataloader(self) -> MemoryLoader | StreamLoader:

@@ -38,7 +38,9 @@ class PairGrowth(GrowthMethod):
         new[grid(kept, new.device)] = old
         for dim, axis in enumerate(axes):
             if axis.role == "in":
-                rows = [kept[d] if a.role == "out" else torch.arange(new.shape[d]) for d, a in enumerate(axes)]
+                rows = [
+                    kept[d] if a.role == "out" else torch.arange(new.shape[d]) for d, a in enumerate(axes)
+                ]
                 first, second, alone = twins[dim]
                 new[_at(rows, dim, second, new)] = -new[_at(rows, dim, first, new)]
                 new[_at(rows, dim, alone, new)] = 0.0
@@ -64,8 +66,9 @@ def _twins(axis: Axis, expansion: Expansion) -> tuple[Tensor, Tensor, Tensor]:
         nothing = torch.empty(0, dtype=torch.long)
         return nothing, nothing, nothing
     positions = axis.lift(to_twin, expansion.new_widths, expansion.new_widths)
-    grows = axis.spread({g: torch.ones(expansion.new_widths[g]).long() for g in axis.groups},
-                        expansion.new_widths, fixed=0).bool()
+    grows = axis.spread(
+        {g: torch.ones(expansion.new_widths[g]).long() for g in axis.groups}, expansion.new_widths, fixed=0
+    ).bool()
     first = ((positions >= 0) & grows).nonzero().flatten()
     left_over = axis.spread(alone, expansion.new_widths, fixed=0).nonzero().flatten()
     return first, positions[first], left_over

@@ -55,7 +55,9 @@ def observe(model: nn.Module, probe: Sequence[Tensor], norms: Sequence[Norm] = (
         return hook
 
     known = dict(model.named_modules())
-    hooks = [known[norm.name].register_forward_pre_hook(record(norm.name)) for norm in norms if norm.name in known]
+    hooks = [
+        known[norm.name].register_forward_pre_hook(record(norm.name)) for norm in norms if norm.name in known
+    ]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
         with torch.no_grad(), _full_precision(), torch.random.fork_rng(devices=devices):

@@ -73,7 +73,9 @@ def stream_width(full_width: int, fraction: Fraction) -> int:
     return min(full_width, max(2, even))
 
 
-def stage_epochs(total_epochs: int, num_stages: int, initial_epochs: Number, growth_rate: Number) -> list[int]:
+def stage_epochs(
+    total_epochs: int, num_stages: int, initial_epochs: Number, growth_rate: Number
+) -> list[int]:
     """Epochs of each stage: `floor(T_0 (1 + p_t)^t)`, at least 1, and the rest for the last (Eq. 7, restated).
 
     Args:

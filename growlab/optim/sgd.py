@@ -43,9 +43,13 @@ class RegionalSGD(torch.optim.SGD):
         self._regions: dict[Tensor, Regions] = {}
         self._scales: dict[Tensor, float] = {}
         # A rule that leaves a lone region at its base rate needs no work on weights that never grew.
-        self._spares_one = rule is not None and bool(torch.equal(rule.factors(torch.tensor([2.0])), torch.ones(1)))
+        self._spares_one = rule is not None and bool(
+            torch.equal(rule.factors(torch.tensor([2.0])), torch.ones(1))
+        )
 
-    def set_regions(self, regions: Mapping[Tensor, Regions], scales: Mapping[Tensor, float] | None = None) -> None:
+    def set_regions(
+        self, regions: Mapping[Tensor, Regions], scales: Mapping[Tensor, float] | None = None
+    ) -> None:
         """Say which elements of which parameters came when; call it again after every growth event.
 
         Args:
@@ -57,7 +61,9 @@ class RegionalSGD(torch.optim.SGD):
         """
         for param, region in regions.items():
             if tuple(region.index_OI.shape) != tuple(param.shape[:2]):
-                raise ValueError(f"regions of {tuple(region.index_OI.shape)} do not fit a weight of {tuple(param.shape)}")
+                raise ValueError(
+                    f"regions of {tuple(region.index_OI.shape)} do not fit a weight of {tuple(param.shape)}"
+                )
         self._regions = {param: region.to(param.device) for param, region in regions.items()}
         self._scales = dict(scales or {})
 
@@ -135,4 +141,3 @@ class RegionalSGD(torch.optim.SGD):
             update = update.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
         factors = self._regions[param].spread(self.factors(param), param.dim())
         param.addcmul_(update, factors, value=-group["lr"])
-

@@ -44,7 +44,11 @@ class RunRecorder(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What has been recorded so far, in plain containers."""
-        return {"rows": self.rows, "rates": "\n".join(self._rates), "peak_memory_bytes": self.peak_memory_bytes}
+        return {
+            "rows": self.rows,
+            "rates": "\n".join(self._rates),
+            "peak_memory_bytes": self.peak_memory_bytes,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what had been recorded at the checkpoint."""

@@ -176,7 +176,9 @@ class Task(LightningModule):
 
     def _add(self, split: str, loss: Tensor, logits: Tensor, y: Tensor) -> None:
         correct = (logits.detach().argmax(1) == y).sum()
-        entry = torch.stack([loss.detach().float() * len(y), correct.float(), torch.tensor(len(y)).to(correct)])
+        entry = torch.stack(
+            [loss.detach().float() * len(y), correct.float(), torch.tensor(len(y)).to(correct)]
+        )
         # Sums of a large epoch leave float32's exact integers.
         entry = entry.double() if entry.device.type != "mps" else entry
         self._sums[split] = self._sums[split] + entry if split in self._sums else entry

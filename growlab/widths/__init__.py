@@ -5,4 +5,18 @@ from growlab.widths.layout import Axis, Part
 from growlab.widths.resize import grid, replace_tensors, resize, resized, tensors_of
 from growlab.widths.trace import UnsupportedOperation, trace
 
-__all__ = ["Axis", "Group", "Layer", "Norm", "Part", "UnsupportedOperation", "WidthGraph", "grid", "replace_tensors", "resize", "resized", "tensors_of", "trace"]
+__all__ = [
+    "Axis",
+    "Group",
+    "Layer",
+    "Norm",
+    "Part",
+    "UnsupportedOperation",
+    "WidthGraph",
+    "grid",
+    "replace_tensors",
+    "resize",
+    "resized",
+    "tensors_of",
+    "trace",
+]

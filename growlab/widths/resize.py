@@ -59,7 +59,9 @@ def replace_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
     return replaced
 
 
-def resize(model: nn.Module, graph: WidthGraph, widths: Mapping[str, int], new_widths: Mapping[str, int]) -> None:
+def resize(
+    model: nn.Module, graph: WidthGraph, widths: Mapping[str, int], new_widths: Mapping[str, int]
+) -> None:
     """Give every group a new width, in place: first channels are kept, added ones are zero.
 
     Args:

@@ -193,9 +193,7 @@ class Tracer:
         }
         axes, fixed_because = {}, {}
         scaled = {name for x in self._layers for name in (x.weight, x.bias)}
-        scaled |= {
-            name for x in self._norms for name in (x.weight, x.bias, x.running_mean, x.running_var)
-        }
+        scaled |= {name for x in self._norms for name in (x.weight, x.bias, x.running_mean, x.running_var)}
         for name, runs in self._parameters.items():
             resolved = [self.atoms.resolve(axis) for axis in runs]
             grows = any(run.atom is not None for axis in resolved for run in axis)
@@ -259,4 +257,6 @@ class Tracer:
 
 
 def _part(run: Run, names: Mapping[int, str]) -> Part:
-    return Part(None, run.outer * run.inner) if run.atom is None else Part(names[run.atom], run.outer, run.inner)
+    return (
+        Part(None, run.outer * run.inner) if run.atom is None else Part(names[run.atom], run.outer, run.inner)
+    )

@@ -1,0 +1,45 @@
+"""The table that a run ends with."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | None = None) -> None:
+    """Print a run's stages and its result.
+
+    Args:
+        results: the content of `results.json`.
+        run_dir: where everything about the run lies.
+        console: where to print; standard output if None.
+    """
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        # Piped output is read by programs and logs: no wrapping at a terminal's width.
+        console.width = 120
+    table = Table(title=f"{results['experiment']}: {results['growth']}, seed {results['seed']}")
+    for column in ("stage", "epochs", "widths", "parameters", "MFLOPs", "batch", "samples/s", "seconds"):
+        table.add_column(column, justify="right")
+    for stage in results["stages"]:
+        widths = stage["widths"].values()
+        table.add_row(
+            str(stage["stage"] + 1),
+            str(stage["epochs"]),
+            f"{min(widths)}-{max(widths)}" if widths else "fixed",
+            f"{stage['num_params']:,}",
+            f"{stage['flops_per_sample'] / 1e6:,.2f}",
+            str(stage["batch_size"]),
+            f"{stage['samples_per_sec']:,.0f}",
+            f"{stage['seconds']:,.1f}",
+        )
+    console.print(table)
+    parity = results["parity_max_error"]
+    console.print(
+        f"test accuracy [bold]{results['test_accuracy']:.2%}[/bold] at {results['train_cost_percent']:.1f} % of "
+        f"the fixed-size network's training FLOPs ({results['reference_epochs']} epochs), in "
+        f"{results['seconds']:.0f} s" + ("" if parity is None else f"; largest parity error {parity:.1e}")
+    )
+    console.print(f"everything about the run: {run_dir}", soft_wrap=True)

@@ -1,0 +1,41 @@
+"""Which run `ckpt_path=last` means."""
+
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+
+from growlab.configuration import PRIMARY, config_dir
+from growlab.errors import UserError
+
+_LAST = "ckpt_path=last"
+_RUN_DIR = "hydra.run.dir"
+
+
+def resume_override(overrides: list[str]) -> str | None:
+    """The override that sends a run back into the folder of the run that it resumes.
+
+    Args:
+        overrides: those given on the command line.
+
+    Returns:
+        `hydra.run.dir=FOLDER` of the newest run of the experiment if `ckpt_path=last` is asked for without a
+        folder; None where nothing has to be added.
+
+    Raises:
+        UserError: the experiment has no run yet.
+    """
+    if _LAST not in overrides or any(override.startswith(f"{_RUN_DIR}=") for override in overrides):
+        return None
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose(PRIMARY, overrides=overrides, return_hydra_config=True)
+    # `hydra:` interpolations, such as the experiment's name, are resolved from here.
+    HydraConfig.instance().set_config(cfg)
+    folder = Path(cfg.hydra.run.dir).parent
+    runs = [path.parent for path in folder.glob("*/config.yaml") if not path.parent.name.startswith("sweep_")]
+    if not runs:
+        raise UserError(
+            f"{_LAST}, but {folder} holds no earlier run of this experiment; leave ckpt_path out, or name the "
+            f"run's folder with {_RUN_DIR}=FOLDER."
+        )
+    return f"{_RUN_DIR}={max(runs, key=lambda run: (run / 'config.yaml').stat().st_mtime)}"
