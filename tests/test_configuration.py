@@ -1,0 +1,89 @@
+"""Where `conf/` is found, and that the wheel carries it."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hydra.core.config_store import ConfigStore
+
+from growlab.configuration import config_dir, register_schemas
+from growlab.errors import UserError
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def make(folder: Path, *, with_config: bool = True) -> Path:
+    folder.mkdir(parents=True)
+    if with_config:
+        (folder / "config.yaml").write_text("seed: 0\n")
+    return folder
+
+
+def test_conf_inside_the_package_wins(tmp_path: Path) -> None:
+    inside = make(tmp_path / "growlab" / "conf")
+    make(tmp_path / "conf")
+    assert config_dir(tmp_path / "growlab") == inside
+
+
+def test_conf_beside_the_package_is_found(tmp_path: Path) -> None:
+    beside = make(tmp_path / "conf")
+    make(tmp_path / "growlab" / "conf", with_config=False)
+    assert config_dir(tmp_path / "growlab") == beside
+
+
+def test_no_conf_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.yaml in .*growlab.conf or .*conf"):
+        config_dir(tmp_path / "growlab")
+
+
+def test_conf_does_not_depend_on_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = config_dir()
+    make(tmp_path / "conf")
+    monkeypatch.chdir(tmp_path)
+    assert config_dir() == here
+    assert here.is_absolute()
+
+
+def test_registering_again_changes_nothing() -> None:
+    register_schemas()
+    once = str(ConfigStore.instance().repo)
+    register_schemas()
+    assert "total_epochs" in once
+    assert str(ConfigStore.instance().repo) == once
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_conf(tmp_path: Path) -> None:
+    """Built, unpacked and run from another folder, the command line composes its own configuration."""
+    pytest.importorskip("hatchling")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")]
+    subprocess.run(build, cwd=CHECKOUT, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").glob("growlab-*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(site)
+    packed = {name.removeprefix("growlab/conf/") for name in names if name.startswith("growlab/conf/")}
+    conf = CHECKOUT / "conf"
+    assert {path.relative_to(conf).as_posix() for path in conf.rglob("*.yaml")} <= packed
+    assert not [name for name in names if name.startswith(("tests", "notebooks", "conf"))]
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run = [sys.executable, "-m", "growlab", "--cfg", "job", "seed=17"]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(run, cwd=elsewhere, env=environment, check=True, capture_output=True, text=True)
+    assert "seed: 17" in done.stdout
+    where = "import growlab.configuration as c; print(c.config_dir())"
+    done = subprocess.run(
+        [sys.executable, "-c", where],
+        cwd=elsewhere,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert Path(done.stdout.strip()) == site / "growlab" / "conf"

@@ -1,0 +1,154 @@
+"""Dependencies point one way: the imports are read and held against DESIGN.md."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import growlab
+
+PACKAGE = Path(growlab.__file__).parent
+EVERYWHERE = {"errors", "files"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one part of growlab may import: its own modules, `EVERYWHERE` and the standard library aside."""
+
+    parts: frozenset[str]
+    packages: frozenset[str] | None = None  # None: anything that no other rule reserves
+
+
+def rule(parts: str = "", packages: str | None = None) -> Rule:
+    return Rule(frozenset(parts.split()), None if packages is None else frozenset(packages.split()))
+
+
+RULES = {
+    "errors": rule(packages=""),
+    "files": rule(packages=""),
+    "networks": rule("widths", packages="torch"),
+    "widths": rule("networks", packages="torch"),
+    "growth": rule("widths", packages="torch"),
+    "optim": rule("widths", packages="torch"),
+    "data": rule(),
+    "analysis": rule("widths"),
+    "training": rule("widths growth optim analysis data"),
+    "configs": rule(packages="hydra omegaconf"),
+    "configuration": rule("configs", packages="hydra omegaconf"),
+    "explain": rule(packages="hydra omegaconf yaml"),
+    "resuming": rule("configuration", packages="hydra omegaconf"),
+    "experiment": rule("networks widths growth optim data training analysis configuration"),
+    "__main__": rule("configuration explain experiment resuming", packages="hydra omegaconf"),
+    "__init__": rule(packages=""),
+}
+CONFIGURED = {"__main__", "experiment", "configuration", "configs", "explain", "resuming"}
+# Packages that only some parts may import, however free their rule is.
+RESERVED = {
+    "hydra": CONFIGURED,
+    "omegaconf": CONFIGURED,
+    "lightning": {"training", "data", "experiment"},
+    "pytorch_lightning": set(),
+    "wandb": set(),
+    "tensorboard": set(),
+}
+# A logger may need its own package: it is chosen in conf/logger and imports it where it is made.
+LOGGERS = "growlab.training.loggers"
+
+
+def part_of(module: str) -> str:
+    """`growlab.widths.trace` -> `widths`."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def imported(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, absolute module name) of every import of a module, those inside functions too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                names = module.split(".")
+                above = names[: len(names) - node.level + is_package]
+                base = ".".join([*above, *([base] if base else [])])
+            # `from growlab import configs` imports the module growlab.configs
+            names = [f"{base}.{alias.name}" for alias in node.names] if base == "growlab" else [base]
+            yield from ((node.lineno, name) for name in names)
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """Imports of a module of growlab that its rule does not allow."""
+    own = part_of(module)
+    allowed = RULES[own]
+    found = []
+    for line, name in imported(source, module, is_package):
+        top = name.split(".")[0]
+        if top == "growlab":
+            part = part_of(name)
+            fine = part in {own, "__init__", *EVERYWHERE, *allowed.parts}
+        elif top in sys.stdlib_module_names or (
+            module.startswith(LOGGERS) and top in ("wandb", "tensorboard")
+        ):
+            fine = True
+        elif top in RESERVED:
+            fine = own in RESERVED[top]
+        else:
+            fine = allowed.packages is None or top in allowed.packages
+        if not fine:
+            found.append(f"{module}, line {line}: {own} may not import {name}")
+    return found
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if "conf" not in path.relative_to(PACKAGE).parts)
+
+
+def test_every_part_has_a_rule() -> None:
+    parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in modules()}
+    assert parts <= set(RULES), "a new top-level part needs a row in RULES, in agreement with the design"
+
+
+def test_the_rules_have_no_cycle() -> None:
+    """A part never depends on one that depends on it, but networks and widths may use each other."""
+    for part, allowed in RULES.items():
+        reached, frontier = set(), set(allowed.parts)
+        while frontier:
+            reached |= frontier
+            frontier = {p for f in frontier for p in RULES[f].parts} - reached
+        assert part not in reached or part in ("networks", "widths")
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_imports_follow_the_design(path: Path) -> None:
+    is_package = path.name == "__init__.py"
+    names = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    module = ".".join(names[:-1] if is_package else names)
+    assert violations(path.read_text(encoding="utf-8"), module, is_package) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("growlab.widths.trace", "from growlab.growth import method"),
+        ("growlab.widths.trace", "from ..growth.method import Method"),
+        ("growlab.widths.trace", "import numpy as np"),
+        ("growlab.growth.pairs", "from growlab import optim"),
+        ("growlab.optim.stagewise", "import growlab.training.tasks"),
+        ("growlab.training.tasks", "from omegaconf import DictConfig"),
+        ("growlab.training.tasks", "import wandb"),
+        ("growlab.analysis.tables", "import lightning"),
+        ("growlab.analysis.tables", "def f():\n    from growlab.training import tasks"),
+        ("growlab.data.module", "from growlab.experiment import run"),
+    ],
+)
+def test_a_forbidden_import_is_found(module: str, line: str) -> None:
+    assert len(violations(line, module)) == 1
+
+
+def test_an_allowed_import_passes() -> None:
+    source = "import math\nimport torch\nfrom growlab.errors import UserError\nfrom . import groups\n"
+    assert violations(source, "growlab.widths.trace") == []
+    assert violations("from . import loggers\nimport wandb", "growlab.training.loggers") == []

@@ -1,0 +1,394 @@
+"""The command line on a small configuration tree: sentences, exit codes, help, sweeps."""
+
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hydra
+import pytest
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+import growlab.__main__ as command_line
+from growlab.configuration import config_dir
+from growlab.errors import UserError
+from growlab.explain import explain
+
+FILES = {
+    "config.yaml": """
+        defaults:
+          - growth: ours
+          - schedule: cosine
+          - part: linear
+          - _self_
+          - experiment: null
+          - override hydra/job_logging: none
+          - override hydra/hydra_logging: none
+          - override hydra/help: growlab
+        seed: 0
+        needed: ???
+        refers: ${nowhere}
+        hydra:
+          output_subdir: null
+          run: {dir: OUT}
+          sweep: {dir: OUT}
+    """,
+    "growth/none.yaml": "noise_std: 0.0",
+    "growth/net2net.yaml": "noise_std: 0.1",
+    "growth/ours.yaml": "noise_std: 0.2",
+    "growth/pairs.yaml": "noise_std: 0.3",
+    "schedule/cosine.yaml": """
+        defaults: [/hydra/test_schema/schedule@_here_, _self_]
+    """,
+    "part/linear.yaml": """
+        _target_: fractions.Fraction
+        numerator: 1
+    """,
+    "part/refusing.yaml": "_target_: constructors.refuse",
+    "part/negative.yaml": "_target_: constructors.negative",
+    "part/broken.yaml": "_target_: constructors.broken",
+    "part/missing.yaml": "_target_: constructors.nothing_there",
+    "part/wandb.yaml": "_target_: constructors.wants_wandb",
+    "experiment/wrong_group.yaml": """
+        # @package _global_
+        defaults: [override /growth: pears]
+    """,
+    "experiment/wrong_key.yaml": """
+        # @package _global_
+        schedule: {totl_epochs: 3}
+    """,
+    "experiment/torn.yaml": "a: [1\nb: 2",
+}
+CONSTRUCTORS = """
+from growlab.errors import UserError
+def refuse(): raise UserError("the initial width must be at least 1")
+def negative(): raise ValueError("Invalid learning rate: -1")
+def broken(): raise RuntimeError("our own mistake")
+def wants_wandb(): raise ModuleNotFoundError("Requirement 'wandb>=0.12' not met")
+"""
+
+
+class Shape(Enum):
+    LINEAR = 1
+    COSINE = 2
+
+
+@dataclass
+class Schedule:
+    total_epochs: int = 4
+    warmup: float | None = None
+    restart: bool = False
+    shape: Shape = Shape.COSINE
+    epochs: list[int] = field(default_factory=list)
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration tree of its own, made the one that the command line finds."""
+    root = tmp_path / "conf"
+    for name, text in FILES.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = text.strip("\n").splitlines()
+        indent = min(len(line) - len(line.lstrip()) for line in lines)
+        text = "\n".join(line[indent:] for line in lines).replace("OUT", str(tmp_path / "out"))
+        path.write_text(text + "\n")
+    (root / "hydra" / "help").mkdir(parents=True)
+    help_text = (config_dir() / "hydra" / "help" / "growlab.yaml").read_text()
+    (root / "hydra" / "help" / "growlab.yaml").write_text(help_text)
+    (tmp_path / "constructors.py").write_text(CONSTRUCTORS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "constructors", raising=False)
+    monkeypatch.setattr(command_line, "config_dir", lambda: root)
+    ConfigStore.instance().store(group="hydra/test_schema", name="schedule", node=Schedule)
+    return root
+
+
+@pytest.fixture
+def as_it_was() -> Iterator[None]:
+    """Hydra sets up logging for the process that it expects to own: take its handlers out again."""
+    loggers = [logging.getLogger(), logging.getLogger("hydra")]
+    before = [(logger, logger.level, list(logger.handlers), logger.propagate) for logger in loggers]
+    yield
+    for logger, level, handlers, propagate in before:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+        logger.propagate = propagate
+
+
+@pytest.fixture
+def growlab(
+    as_it_was: None, conf: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., Outcome]:
+    """Run the command line in this process, `job` in the place of `growlab.experiment.run`."""
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.chdir(conf.parent)
+
+    def call(*arguments: str, job: Callable[[Any], Any] = lambda cfg: None) -> Outcome:
+        experiment = types.ModuleType("growlab.experiment")
+        experiment.run = job  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "growlab.experiment", experiment)
+        monkeypatch.setattr(sys, "argv", ["growlab", *arguments])
+        try:
+            code = command_line.main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        return Outcome(code, *capfd.readouterr())
+
+    return call
+
+
+GROUPS = "Groups: experiment, growth, part, schedule. Values: needed, refers, seed."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            "growth=netnet",
+            "there is no growth 'netnet'; did you mean 'net2net'? Choices: none, net2net, ours, pairs.",
+        ),
+        ("growth=zzz", "there is no growth 'zzz'. Choices: none, net2net, ours, pairs."),
+        (
+            "schedule.totl_epochs=3",
+            "schedule has no 'totl_epochs'; did you mean 'total_epochs'? "
+            "It has: epochs, restart, shape, total_epochs, warmup.",
+        ),
+        ("schedule.total_epochs=abc", "schedule.total_epochs must be an integer, not 'abc'."),
+        ("schedule.total_epochs=1.5", "schedule.total_epochs must be an integer, not '1.5'."),
+        ("schedule.total_epochs=null", "schedule.total_epochs must not be null."),
+        ("schedule.total_epochs.x=3", "schedule.total_epochs is a single value and has no 'x'."),
+        ("schedule.warmup=long", "schedule.warmup must be a number, not 'long'."),
+        ("schedule.restart=perhaps", "schedule.restart must be true or false, not 'perhaps'."),
+        (
+            "schedule.shape=COSIN",
+            "schedule.shape cannot be 'COSIN'; did you mean 'COSINE'? Choices: COSINE, LINEAR.",
+        ),
+        ("schedule.epochs=3", "schedule.epochs must be a list such as [1,2,3], not int."),
+        ("grwth=ours", f"there is no 'grwth'; did you mean 'growth'? {GROUPS}"),
+        ("sed=1", f"there is no 'sed'; did you mean 'seed'? {GROUPS}"),
+        ("total_epochs=3", f"there is no 'total_epochs'; did you mean 'schedule.total_epochs'? {GROUPS}"),
+        ("part.numeratr=3", None),
+        ("schedule=3", "there is no schedule '3'. Choices: cosine."),
+        ("word", "'word' is not of the form NAME=VALUE, such as seed=1."),
+        ("=3", "'=3' has no name before the =."),
+        (
+            "seed=1,2",
+            "seed takes one value, not '1,2': add -m for a run with each, or write seed=[1,2] for a list.",
+        ),
+        ("+seed=1", "seed exists already: leave out the + before it."),
+        ("+growth=ours", "growth is chosen already: leave out the + before it."),
+        ("~nothing", "nothing to delete: 'nothing' does not exist."),
+        (
+            "experiment=wrong_group",
+            "there is no growth 'pears' (asked for by a configuration file); did you mean 'pairs'? "
+            "Choices: none, net2net, ours, pairs.",
+        ),
+        (
+            "experiment=wrong_key",
+            "in experiment/wrong_key.yaml: schedule has no 'totl_epochs'; did you mean 'total_epochs'? "
+            "It has: epochs, restart, shape, total_epochs, warmup.",
+        ),
+        (
+            "experiment=torn",
+            "conf/experiment/torn.yaml, line 2, is not valid YAML: expected ',' or ']', but got ':'.",
+        ),
+        ("--frobnicate", "unrecognized arguments: --frobnicate; see growlab --help."),
+        (
+            "seed=1 -m growth=ours",
+            "options such as -m must not stand between overrides: move 'growth=ours' beside the others.",
+        ),
+        (
+            "--config-name nope",
+            "there is no configuration 'nope'; give --config-name the name of a file in conf/.",
+        ),
+        ("--run --cfg job", None),
+        ("-m seed=0,1 growth=netnet", None),
+        ("a==b", None),
+        ("schedule.epochs=[1", None),
+        ("hydra/launcher=nope", None),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    growlab: Callable[..., Outcome], arguments: str, sentence: str | None
+) -> None:
+    ran = []
+    outcome = growlab(*arguments.split(), job=ran.append)
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: ") and outcome.err.count("\n") == 1
+    assert outcome.out == "" and ran == []
+    if sentence is not None:
+        assert outcome.err == f"error: {sentence}\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "job", "sentence"),
+    [
+        ("seed=0", lambda cfg: cfg.needed, "needed has no value: give needed=VALUE."),
+        ("seed=0", lambda cfg: cfg.refers, "refers refers to 'nowhere', which does not exist."),
+        ("part=refusing", None, "the initial width must be at least 1."),
+        ("part=negative", None, "part: Invalid learning rate: -1."),
+        ("part=wandb", None, "part needs a package that is not installed: pip install 'growlab[wandb]'."),
+        (
+            "+part.denominatr=2",
+            None,
+            "part has no 'denominatr'; did you mean 'denominator'? "
+            "fractions.Fraction takes: numerator, denominator.",
+        ),
+    ],
+)
+def test_a_failure_in_the_job_that_the_user_can_mend(
+    growlab: Callable[..., Outcome], override: str, job: Callable[[Any], Any] | None, sentence: str
+) -> None:
+    outcome = growlab(override, job=job or (lambda cfg: hydra.utils.instantiate(cfg.part)))
+    assert (outcome.code, outcome.err) == (2, f"error: {sentence}\n")
+
+
+def test_a_target_that_does_not_exist(growlab: Callable[..., Outcome]) -> None:
+    outcome = growlab("part=missing", job=lambda cfg: hydra.utils.instantiate(cfg.part))
+    assert outcome.code == 2 and outcome.err.count("\n") == 1
+    assert "part._target_ 'constructors.nothing_there' cannot be imported" in outcome.err
+
+
+@pytest.mark.parametrize("job", [lambda cfg: cfg.typo_in_our_code, lambda cfg: 1 / 0])
+def test_our_own_mistakes_keep_their_traceback(
+    growlab: Callable[..., Outcome], job: Callable[[Any], Any]
+) -> None:
+    outcome = growlab(job=job)
+    assert outcome.code == 1
+    assert outcome.err.startswith("Traceback") and "in <lambda>" in outcome.err
+    assert "error: " not in outcome.err
+
+
+def test_a_constructor_that_breaks_keeps_its_traceback(growlab: Callable[..., Outcome]) -> None:
+    outcome = growlab("part=broken", job=lambda cfg: hydra.utils.instantiate(cfg.part))
+    assert outcome.code == 1
+    assert "our own mistake" in outcome.err and "constructors.py" in outcome.err
+
+
+def test_a_job_gets_the_composed_configuration(growlab: Callable[..., Outcome]) -> None:
+    seen = []
+    outcome = growlab("growth=pairs", "schedule.total_epochs=7", job=seen.append)
+    assert outcome == Outcome(0, "", "")
+    (cfg,) = seen
+    assert (cfg.growth.noise_std, cfg.schedule.total_epochs, cfg.schedule.shape) == (0.3, 7, Shape.COSINE)
+
+
+def test_a_sweep_goes_on_after_a_failure_and_ends_with_its_sentence(growlab: Callable[..., Outcome]) -> None:
+    ran = []
+
+    def job(cfg: Any) -> float:
+        ran.append(cfg.seed)
+        if cfg.seed == 1:
+            raise UserError("the data is gone")
+        return 0.5
+
+    outcome = growlab("-m", "seed=0,1,2", job=job)
+    assert ran == [0, 1, 2]
+    assert outcome.code == 2
+    lines = outcome.err.splitlines()
+    assert lines[0] == "job 1 (seed=1) failed: the data is gone."
+    assert lines[-1] == "error: the data is gone."
+
+
+@pytest.mark.parametrize("by_lightning", [False, True])
+def test_ctrl_c(growlab: Callable[..., Outcome], by_lightning: bool) -> None:
+    def job(cfg: Any) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            if by_lightning:
+                sys.exit(1)
+            raise
+
+    outcome = growlab(job=job)
+    assert outcome.code == 130
+    assert outcome.err.startswith("interrupted") and outcome.err.count("\n") == 1
+
+
+def test_an_exit_of_the_job_stays_what_it_is(growlab: Callable[..., Outcome]) -> None:
+    assert growlab(job=lambda cfg: sys.exit(5)).code == 5
+
+
+def test_a_user_who_asks_for_tracebacks_gets_them(
+    growlab: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    outcome = growlab("growth=netnet")
+    assert outcome.code == 2
+    assert outcome.err.startswith("Traceback")
+    assert outcome.err.splitlines()[-1].startswith("error: there is no growth 'netnet'")
+
+
+def test_help_lists_groups_and_examples(growlab: Callable[..., Outcome]) -> None:
+    outcome = growlab("--help")
+    assert outcome.code == 0 and outcome.err == ""
+    assert "growth: net2net, none, ours, pairs" in outcome.out
+    assert "growlab -m seed=0,1,2" in outcome.out
+    assert "$" not in outcome.out.replace('"$(growlab -sc install=bash)"', "")
+    assert "hydra.cc" not in outcome.out
+
+
+def test_cfg_prints_the_job_and_does_not_run_it(growlab: Callable[..., Outcome]) -> None:
+    ran = []
+    outcome = growlab("--cfg", "job", "seed=17", job=ran.append)
+    assert outcome.code == 0 and ran == []
+    printed = OmegaConf.create(outcome.out)
+    assert printed.seed == 17 and "hydra" not in printed
+
+
+def test_info_names_the_files(growlab: Callable[..., Outcome]) -> None:
+    outcome = growlab("--info", "defaults-tree")
+    assert outcome.code == 0
+    assert "growth: ours" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("line", "candidates"),
+    [
+        ("growlab growth=n", ["growth=net2net", "growth=none"]),
+        ("growlab schedule.total", ["schedule.total_epochs="]),
+    ],
+)
+def test_completion(
+    growlab: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, line: str, candidates: list[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    outcome = growlab("--shell-completion", "query=bash")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.split() == candidates
+
+
+def test_a_sentence_is_one_line_and_ends() -> None:
+    assert explain(UserError("no data\n  in /nowhere")) == "no data in /nowhere."
+    assert explain(UserError("is that so?")) == "is that so?"
+
+
+def test_the_user_error_is_found_behind_what_it_caused() -> None:
+    try:
+        try:
+            raise UserError("the reason")
+        except UserError as reason:
+            raise RuntimeError("something failed") from reason
+    except RuntimeError as error:
+        assert explain(error) == "the reason."
+
+
+def test_a_full_disk_is_told_and_a_missing_file_is_not() -> None:
+    assert (
+        explain(OSError(28, "No space left on device", "/data/x"))
+        == "cannot use /data/x: No space left on device."
+    )
+    assert explain(FileNotFoundError(2, "No such file", "/data/x")) is None
