@@ -1,0 +1,1 @@
+"""growlab grows neural networks while they train: from a narrow seed to the ordinary full-width network."""
