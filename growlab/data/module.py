@@ -109,9 +109,6 @@ class ImageData(LightningDataModule):
         #: Global batch size of an epoch, set by the experiment from the growth schedule; None = `batch_size`.
         self.batch_size_at_epoch: Callable[[int], int] | None = None
         self._images: dict[str, Images] = {}
-        if validation == "none":
-            # Lightning skips validation only where the method is not overridden; of an empty list it warns.
-            self.val_dataloader = super().val_dataloader
 
     def prepare_data(self) -> None:
         """Fetch and decode what is not there yet; Lightning calls this in one process a machine."""
@@ -119,6 +116,9 @@ class ImageData(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Read the data, once, whatever the stage."""
+        if self.validation == "none" and self.trainer is not None:
+            # Else Lightning warns of an empty list, and likewise if the method were missing.
+            self.trainer.limit_val_batches = 0
         if self._images:
             return
         train, test = open_images(self.name, self.root, self.download, self.image_size)
@@ -157,8 +157,10 @@ class ImageData(LightningDataModule):
         plan = EpochPlan(self.num_train, batch_size, self.seed, epoch, self.augmentation, rank, world_size)
         return self._loader("train", plan)
 
-    def val_dataloader(self) -> MemoryLoader | StreamLoader:
-        """Return the validation images in order; undefined for `validation="none"`."""
+    def val_dataloader(self) -> MemoryLoader | StreamLoader | list:
+        """Return the validation images in order; an empty list without validation."""
+        if self.validation == "none":
+            return []
         return self._evaluation("val" if self.validation == "split" else "test")
 
     def test_dataloader(self) -> MemoryLoader | StreamLoader:

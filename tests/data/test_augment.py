@@ -1,0 +1,89 @@
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms.v2.functional as tvf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from growlab.data.augment import Augmentation, Normalisation, channel_statistics
+
+
+def _random_images(batch: int, height: int, width: int, channels: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(batch)
+    return torch.randint(0, 256, (batch, height, width, channels), dtype=torch.uint8, generator=generator)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 4),
+    st.booleans(),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.sampled_from([1, 3]),
+    st.integers(),
+)
+def test_a_batch_equals_pad_crop_and_flip_of_each_image(shift, mirror, height, width, channels, seed):
+    images = _random_images(17, height, width, channels)
+    augmentation = Augmentation(shift, mirror)
+    draw = augmentation.draw(np.arange(100, 117), seed, epoch=2)
+    out = augmentation.apply(images, draw)
+    for image, result, (top, left, mirrored) in zip(images, out, draw.T.tolist(), strict=True):
+        expected = tvf.pad(image.permute(2, 0, 1), [shift] * 4, fill=0)
+        expected = tvf.crop(expected, top, left, height, width)
+        if mirrored:
+            expected = tvf.horizontal_flip(expected)
+        assert torch.equal(result.permute(2, 0, 1), expected)
+
+
+def test_every_shift_and_flip_is_equally_likely():
+    shift, n = 2, 50_000
+    top, left, mirrored = Augmentation(shift, True).draw(np.arange(n), 0, 0)
+    counts = torch.bincount(top * 10 + left * 2 + mirrored, minlength=50).double()
+    assert len(counts) == 50
+    expected = n / 50
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    assert abs(chi_squared - 49) < 5 * np.sqrt(2 * 49)
+
+
+def test_draws_follow_the_image_not_its_place_in_a_batch():
+    augmentation = Augmentation(4, True)
+    whole = augmentation.draw(np.arange(50), 3, 1)
+    shuffled = np.random.default_rng(0).permutation(50)
+    assert torch.equal(augmentation.draw(shuffled, 3, 1), whole[:, torch.from_numpy(shuffled)])
+    assert not torch.equal(augmentation.draw(np.arange(50), 3, 2), whole)
+    assert not torch.equal(augmentation.draw(np.arange(50), 4, 1), whole)
+
+
+def test_without_shift_and_mirror_images_are_left_alone():
+    images = _random_images(3, 5, 5, 3)
+    augmentation = Augmentation()
+    assert augmentation.apply(images, augmentation.draw(np.arange(3), 0, 0)) is images
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_normalisation_equals_the_formula_in_float64(channels, channels_last):
+    images = _random_images(4, 6, 7, channels)
+    mean, std = [0.5, 0.4, 0.3][:channels], [0.2, 0.25, 0.3][:channels]
+    x = Normalisation(mean, std).apply(images, channels_last)
+    expected = (images.double() / 255 - torch.tensor(mean)) / torch.tensor(std)
+    assert x.dtype == torch.float32
+    torch.testing.assert_close(x.double(), expected.permute(0, 3, 1, 2), rtol=0, atol=2e-6)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert x.is_contiguous(memory_format=layout)
+
+
+def test_a_constant_channel_stays_finite():
+    images = torch.full((2, 3, 3, 1), 51, dtype=torch.uint8)
+    mean, std = channel_statistics(images)
+    assert mean == pytest.approx([0.2]) and std == pytest.approx([0.0], abs=1e-7)
+    assert Normalisation(mean, [0.0]).apply(images).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("count", [1, 255, 256, 257, 600])
+def test_statistics_equal_numpys_in_float64(count):
+    images = _random_images(count, 3, 5, 3)
+    mean, std = channel_statistics(images)
+    pixels = images.numpy().reshape(-1, 3) / 255.0
+    np.testing.assert_allclose(mean, pixels.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(std, pixels.std(0), rtol=1e-10)

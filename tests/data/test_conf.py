@@ -1,0 +1,36 @@
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+CONF = Path(__file__).parents[2] / "conf"
+NAMES = sorted(path.stem for path in (CONF / "data").glob("*.yaml"))
+
+
+def _compose(name: str, *overrides: str):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose(overrides=[f"+data={name}", "+seed=7", *overrides])
+    return OmegaConf.to_container(config, resolve=True)["data"]
+
+
+def test_every_data_set_has_a_file():
+    assert NAMES == ["cifar10", "cifar100", "digits", "fashion_mnist", "mnist"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_data_config_gives_every_argument_of_the_class(name):
+    config = _compose(name)
+    data = instantiate(config)
+    assert data.name == name and data.seed == 7
+    arguments = set(type(data).__init__.__annotations__) - {"return"}
+    assert set(config) - {"_target_"} == arguments
+
+
+def test_a_value_is_overridden_like_any_other():
+    assert instantiate(_compose("cifar10", "data.limit_train=128", "data.mean=[0.1,0.2,0.3]")).mean == [
+        0.1,
+        0.2,
+        0.3,
+    ]

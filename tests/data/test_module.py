@@ -1,0 +1,326 @@
+from types import SimpleNamespace
+
+import lightning
+import pytest
+import torch
+from torch import nn
+
+from growlab.data import ImageData
+from growlab.data.loaders import MemoryLoader, StreamLoader
+from growlab.errors import UserError
+
+# Lightning 2.6 asks torch 2.15's pytree in a deprecated way whenever it collects loaders.
+pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)`:FutureWarning")
+
+
+def _digits(**kwargs) -> ImageData:
+    data = ImageData(name="digits", **{"batch_size": 100, "shift": 1, "mirror": True, **kwargs})
+    data.setup()
+    return data
+
+
+def _placed(data: ImageData, epoch: int = 0, rank: int = 0, world_size: int = 1) -> ImageData:
+    """The data as a trainer would see it in this epoch and process."""
+    data.trainer = SimpleNamespace(
+        current_epoch=epoch,
+        global_rank=rank,
+        world_size=world_size,
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+    )
+    return data
+
+
+def _batches(data: ImageData, **place) -> list:
+    return list(_placed(data, **place).train_dataloader())
+
+
+def _equal(ours, others) -> bool:
+    return len(ours) == len(others) and all(
+        torch.equal(x, other_x) and torch.equal(y, other_y)
+        for (x, y), (other_x, other_y) in zip(ours, others, strict=True)
+    )
+
+
+def test_attributes_after_setup():
+    data = _digits(validation="split", validation_fraction=0.25)
+    assert (data.num_classes, data.image_shape) == (10, (1, 8, 8))
+    assert (data.num_train, data.num_val, data.num_test) == (1438 - 360, 360, 359)
+    assert data.num_steps(0) == len(data.train_dataloader()) == 11
+
+
+def test_batches_have_the_promised_form():
+    data = _digits()
+    sizes = []
+    for x, y in data.train_dataloader():
+        assert x.dtype == torch.float32 and y.dtype == torch.int64
+        assert x.shape == (len(y), 1, 8, 8) and x.is_contiguous(memory_format=torch.channels_last)
+        sizes.append(len(y))
+    assert sizes == [100] * 14 + [38]
+
+
+def test_training_images_are_normalised_by_their_own_statistics():
+    data = _digits(shift=0, mirror=False)
+    x = torch.cat([x for x, _ in data.train_dataloader()]).double()
+    assert abs(x.mean()) < 1e-6 and abs(x.std(correction=0) - 1) < 1e-6
+    fixed = _digits(mean=[0.0], std=[1.0], shift=0, mirror=False)
+    x = torch.cat([x for x, _ in fixed.train_dataloader()])
+    assert (x.min(), x.max()) == (0, 1) and fixed.mean == [0.0]
+
+
+def test_statistics_leave_the_validation_images_out():
+    data = _digits(validation="split", shift=0, mirror=False)
+    x = torch.cat([x for x, _ in data.train_dataloader()]).double()
+    assert abs(x.mean()) < 1e-6 and abs(x.std(correction=0) - 1) < 1e-6
+
+
+def test_an_epoch_shows_every_image_once_in_another_order():
+    data = _digits(shift=0, mirror=False)
+
+    def rows(epoch):
+        return torch.cat([x.flatten(1) for x, _ in _batches(data, epoch=epoch)])
+
+    first, second = rows(0), rows(1)
+    assert not torch.equal(first, second)
+    assert sorted(first.tolist()) == sorted(second.tolist())
+
+
+def test_batches_are_a_function_of_seed_and_epoch_alone():
+    data = _digits()
+    fourth = _batches(data, epoch=4)
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    resumed = _batches(_digits(), epoch=4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert _equal(fourth, resumed)
+    assert not _equal(fourth, _batches(data, epoch=5))
+    assert not _equal(fourth, _batches(_digits(seed=1), epoch=4))
+
+
+def test_lightnings_set_epoch_moves_a_loader_that_is_kept():
+    data = _digits()
+    loader = data.train_dataloader()
+    loader.sampler.set_epoch(3)
+    assert _equal(list(loader), _batches(data, epoch=3))
+
+
+def test_augmentation_differs_between_epochs_and_spares_evaluation():
+    # One image alone, so that order plays no part.
+    data = _digits(limit_train=1, limit_test=1, shift=3, validation="test")
+    views = {tuple(_batches(data, epoch=epoch)[0][0].flatten().tolist()) for epoch in range(20)}
+    assert len(views) > 10
+    (x, _), (again, _) = next(iter(data.test_dataloader())), next(iter(_placed(data, 7).val_dataloader()))
+    assert torch.equal(x, again)
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_slices_union_to_the_global_batch(world_size, in_memory):
+    data = _digits(in_memory=in_memory)
+    whole = _batches(data)
+    ranks = [_batches(data, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert all(len(rank) == len(whole) for rank in ranks)
+    for step, (x, y) in enumerate(whole):
+        assert torch.equal(torch.cat([rank[step][0] for rank in ranks])[: len(x)], x)
+        assert torch.equal(torch.cat([rank[step][1] for rank in ranks])[: len(y)], y)
+
+
+def test_evaluation_over_ranks_counts_every_image_once():
+    data = _digits(eval_batch_size=90)
+    labels = []
+    for rank in range(4):
+        labels += [y for _, y in _placed(data, rank=rank, world_size=4).test_dataloader()]
+    assert sum(map(len, labels)) == data.num_test
+    whole = torch.cat([y for _, y in _placed(data).test_dataloader()])
+    assert torch.equal(torch.cat(labels).sort().values, whole.sort().values)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_streamed_batches_equal_those_in_memory(pictures, tmp_path, num_workers):
+    root = str(pictures.as_folders(tmp_path / "data"))
+    options = {
+        "root": root,
+        "batch_size": 16,
+        "eval_batch_size": 5,
+        "shift": 2,
+        "mirror": True,
+        "limit_train": 30,
+    }
+    held = ImageData("insects", **options)
+    streamed = ImageData("insects", **options, in_memory=False, num_workers=num_workers)
+    held.setup()
+    streamed.setup()
+    assert isinstance(held.train_dataloader(), MemoryLoader)
+    assert isinstance(streamed.train_dataloader(), StreamLoader)
+    assert held.mean == streamed.mean and held.std == streamed.std
+    before = torch.get_rng_state()
+    assert _equal(_batches(held, epoch=2), _batches(streamed, epoch=2))
+    assert _equal(list(held.test_dataloader()), list(streamed.test_dataloader()))
+    assert torch.equal(torch.get_rng_state(), before)
+    x = next(iter(streamed.train_dataloader()))[0]
+    assert x.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_does_not_fit_is_streamed(pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr("growlab.data.module._IN_MEMORY_BYTES", 40 * 10 * 12 * 3 - 1)
+    data = ImageData("insects", root=str(pictures.as_folders(tmp_path)), batch_size=8)
+    data.setup()
+    assert isinstance(data.train_dataloader(), StreamLoader)
+    assert isinstance(data.test_dataloader(), MemoryLoader)
+
+
+def test_an_array_is_streamed_where_memory_is_refused():
+    options = {"in_memory": False, "validation": "split"}
+    streamed, held = _digits(**options), _digits(**options | {"in_memory": None})
+    assert isinstance(streamed.train_dataloader(), StreamLoader)
+    assert _equal(list(streamed.train_dataloader()), list(held.train_dataloader()))
+    assert _equal(list(streamed.val_dataloader()), list(held.val_dataloader()))
+
+
+def test_probe_batch_is_fixed_balanced_and_not_augmented():
+    data = _digits(shift=3)
+    probe = data.probe_batch(20)
+    assert probe.shape == (20, 1, 8, 8) and probe.dtype == torch.float32
+    assert torch.equal(probe, _placed(data, epoch=5).probe_batch(20))
+    plain = _digits(shift=0, mirror=False)
+    of_image = {
+        tuple(x.flatten().tolist()): int(y)
+        for xs, ys in plain.train_dataloader()
+        for x, y in zip(xs, ys, strict=True)
+    }
+    assert sorted(of_image[tuple(x.flatten().tolist())] for x in probe) == sorted(list(range(10)) * 2)
+    assert _digits(limit_train=3).probe_batch(7).shape == (7, 1, 8, 8)
+
+
+def test_limits_are_balanced_over_classes():
+    data = _digits(limit_train=50, limit_test=20)
+    assert (data.num_train, data.num_test) == (50, 20)
+    assert torch.cat([y for _, y in data.train_dataloader()]).bincount().tolist() == [5] * 10
+    assert torch.cat([y for _, y in data.test_dataloader()]).bincount().tolist() == [2] * 10
+    assert _digits(limit_train=10**9).num_train == 1438
+
+
+def test_validation_choices():
+    assert _digits(validation="none").val_dataloader() == []
+    watched = _digits(validation="test")
+    assert watched.num_val == watched.num_test
+    assert _equal(list(watched.val_dataloader()), list(watched.test_dataloader()))
+
+
+def test_validation_split_ignores_the_seed_of_the_run():
+    a, b, c = (_digits(validation="split", **seeds) for seeds in ({}, {"seed": 5}, {"split_seed": 5}))
+    labels = [torch.cat([x.flatten(1) for x, _ in data.val_dataloader()]) for data in (a, b, c)]
+    assert torch.equal(labels[0], labels[1]) and not torch.equal(labels[0], labels[2])
+
+
+def test_setup_reads_once(monkeypatch):
+    data = _digits()
+    monkeypatch.setattr("growlab.data.module.open_images", lambda *args: pytest.fail("read twice"))
+    data.prepare_data()
+    data.setup("fit")
+    data.setup("test")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"batch_size": 0}, "data.batch_size=0 must be at least 1"),
+        ({"eval_batch_size": 0}, "data.eval_batch_size"),
+        ({"shift": -1}, "data.shift=-1 must be at least 0"),
+        ({"limit_train": 0}, "data.limit_train=0"),
+        ({"validation": "tset"}, "none, split, test"),
+        ({"validation_fraction": 1.0}, "between 0 and 1"),
+        ({"validation": "split", "limit_train": 2}, "nothing to train or to validate on"),
+        ({"mean": [0.1, 0.2, 0.3]}, "data.mean has 3 numbers, but the images have 1 channels"),
+    ],
+)
+def test_arguments_that_cannot_be_used(arguments, words):
+    with pytest.raises(UserError, match=words):
+        _digits(**arguments)
+
+
+def test_ranks_must_divide_the_batch():
+    with pytest.raises(UserError, match="batch of 100 images does not divide among 3 processes"):
+        _placed(_digits(), world_size=3).train_dataloader()
+
+
+class _Recorder(lightning.LightningModule):
+    """Trains one linear layer and keeps what it was shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(64, 10)
+        self.seen: dict[int, list[torch.Tensor]] = {}
+        self.validated = 0
+
+    def training_step(self, batch, _):
+        x, y = batch
+        self.seen.setdefault(self.current_epoch, []).append(x)
+        return nn.functional.cross_entropy(self.layer(x.flatten(1)), y)
+
+    def validation_step(self, batch, _):
+        self.validated += len(batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fit(data: ImageData, **options) -> _Recorder:
+    module = _Recorder()
+    settings = {
+        "accelerator": "cpu",
+        "max_epochs": 3,
+        "log_every_n_steps": 1,
+        "reload_dataloaders_every_n_epochs": 1,
+        "num_sanity_val_steps": 0,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = lightning.Trainer(**settings | options)
+    trainer.fit(module, data)
+    return module
+
+
+@pytest.mark.parametrize("validation", ["none", "split", "test"])
+def test_in_lightnings_trainer_the_batch_size_follows_the_epoch(validation):
+    sizes = {0: 400, 1: 300, 2: 100}
+    data = _digits(validation=validation)
+    data.batch_size_at_epoch = sizes.get
+    module = _fit(data)
+    assert module.validated == 3 * data.num_val
+    for epoch, batches in module.seen.items():
+        assert len(batches[0]) == sizes[epoch] and sum(map(len, batches)) == data.num_train
+        assert len(batches) == data.num_steps(epoch)
+        again = _digits(validation=validation, batch_size=sizes[epoch])
+        expected = [x for x, _ in _batches(again, epoch=epoch)]
+        assert all(torch.equal(x, other) for x, other in zip(batches, expected, strict=True))
+
+
+def test_in_lightnings_trainer_streaming_shows_the_same_images():
+    held, streamed = _fit(_digits()), _fit(_digits(in_memory=False))
+    for epoch in range(3):
+        pairs = zip(held.seen[epoch], streamed.seen[epoch], strict=True)
+        assert all(torch.equal(x, other) for x, other in pairs)
+    assert torch.equal(held.layer.weight, streamed.layer.weight)
+
+
+def test_a_trainer_that_keeps_its_loader_sees_a_new_order_each_epoch():
+    kept, reloaded = _fit(_digits(), reload_dataloaders_every_n_epochs=0), _fit(_digits())
+    for epoch in range(3):
+        pairs = zip(kept.seen[epoch], reloaded.seen[epoch], strict=True)
+        assert all(torch.equal(x, other) for x, other in pairs)
+    assert not torch.equal(kept.seen[0][0], kept.seen[1][0])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_batches_equal_those_on_the_cpu():
+    data = _digits(shift=2)
+    expected = _batches(data, epoch=1)
+    data.trainer.strategy.root_device = torch.device("cuda", 0)
+    for (x, y), (cpu_x, cpu_y) in zip(data.train_dataloader(), expected, strict=True):
+        assert x.is_cuda and y.is_cuda and x.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(x.cpu(), cpu_x, rtol=0, atol=1e-6)
+        assert torch.equal(y.cpu(), cpu_y)
+    assert data.probe_batch(4).device.type == "cpu"

@@ -1,0 +1,291 @@
+import pickle
+import struct
+import urllib.error
+from hashlib import md5
+
+import numpy as np
+import PIL.Image
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torchvision.datasets
+
+from growlab.data.cache import decoded
+from growlab.data.images import EncodedImages
+from growlab.data.sources import default_root, open_images
+from growlab.errors import UserError
+
+
+def _arrays(name, root, **kwargs):
+    """Both sets decoded: (images uint8 [N, H, W, C], labels) of each."""
+    sets = [
+        decoded(part) if isinstance(part, EncodedImages) else part
+        for part in open_images(name, root, **kwargs)
+    ]
+    return [(part.images_NHWC.numpy(), part.labels) for part in sets]
+
+
+def _assert_same(sets, pictures):
+    for (images, labels), split in zip(sets, ("train", "test"), strict=True):
+        assert np.array_equal(images, pictures.images[split])
+        assert np.array_equal(labels, pictures.labels[split])
+
+
+def _error(name, root, **kwargs) -> str:
+    with pytest.raises(UserError) as raised:
+        _arrays(name, root, **kwargs)
+    message = str(raised.value)
+    assert "\n" not in message and message.endswith(".")
+    return message
+
+
+# Layouts: all hold the same pictures and must give the same tensors.
+
+
+@pytest.mark.parametrize("test_name", ["test", "val", "validation"])
+def test_folders(pictures, tmp_path, test_name):
+    root = pictures.as_folders(tmp_path / "data", test_name)
+    _assert_same(_arrays("insects", root), pictures)
+    assert open_images("insects", root)[0].classes == pictures.classes
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        ("{}.parquet", {}),
+        ("{}-SHARD.parquet", {"shards": 3, "image_column": "image"}),
+        ("data/{}-SHARD.parquet", {"label_column": "fine_label"}),
+        ("plain_text/{}-SHARD.parquet", {"shards": 2, "wrap": bytes}),
+    ],
+)
+def test_parquet(pictures, tmp_path, names, options):
+    root = pictures.as_parquet(tmp_path / "data", names.format, **options)
+    _assert_same(_arrays("insects", root), pictures)
+
+
+def test_parquet_takes_the_names_of_classes_from_hugging_faces_metadata(pictures, tmp_path):
+    root = pictures.as_parquet(tmp_path)
+    assert open_images("insects", root)[0].classes == ("0", "1", "2", "3")
+    table = pq.read_table(root / "train.parquet")
+    info = '{"info": {"features": {"label": {"names": ["a", "b", "c", "d", "e"]}}}}'
+    pq.write_table(table.replace_schema_metadata({"huggingface": info}), root / "train.parquet")
+    assert open_images("insects", root)[0].classes == ("a", "b", "c", "d", "e")
+
+
+def test_large_parquet_is_mapped_from_an_arrow_file(pictures, tmp_path, monkeypatch, own_cache):
+    monkeypatch.setattr("growlab.data.parquet._MAPPED_BYTES", 0)
+    root = pictures.as_parquet(tmp_path, "{}-SHARD.parquet".format, shards=2)
+    train, test = open_images("insects", root)
+    _assert_same([(part.read(np.arange(len(part))).numpy(), part.labels) for part in (train, test)], pictures)
+    assert len(list(own_cache.rglob("*.arrow"))) == 2
+    # A worker process gets the set pickled, without the open file.
+    copy = pickle.loads(pickle.dumps(train))
+    assert torch.equal(copy.read(np.array([3, 1])), train.read(np.array([3, 1])))
+
+
+def _write_idx(path, array):
+    header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(header + array.astype(np.uint8).tobytes())
+
+
+def _write_mnist(root, folder, pictures):
+    for split, prefix in (("train", "train"), ("test", "t10k")):
+        _write_idx(root / folder / "raw" / f"{prefix}-images-idx3-ubyte", pictures.images[split][..., 0])
+        _write_idx(root / folder / "raw" / f"{prefix}-labels-idx1-ubyte", pictures.labels[split])
+
+
+@pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])
+def test_torchvisions_mnist_files(grey_pictures, tmp_path, name, folder):
+    _write_mnist(tmp_path, folder, grey_pictures)
+    _assert_same(_arrays(name, tmp_path), grey_pictures)
+    _assert_same(_arrays("grey", grey_pictures.as_folders(tmp_path / "folders")), grey_pictures)
+    assert len(open_images(name, tmp_path)[0].classes) == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "dataset", "label_key", "meta"),
+    [
+        ("cifar10", "cifar-10-batches-py", torchvision.datasets.CIFAR10, b"labels", "batches.meta"),
+        ("cifar100", "cifar-100-python", torchvision.datasets.CIFAR100, b"fine_labels", "meta"),
+    ],
+)
+def test_torchvisions_cifar_files(tmp_path, monkeypatch, name, folder, dataset, label_key, meta):
+    rng = np.random.default_rng(0)
+    images = {"train": rng.integers(0, 256, (8, 32, 32, 3)), "test": rng.integers(0, 256, (4, 32, 32, 3))}
+    labels = {split: np.arange(len(part)) % 3 for split, part in images.items()}
+    (tmp_path / folder).mkdir()
+
+    def write(file, content):
+        (tmp_path / folder / file).write_bytes(pickle.dumps(content))
+        return md5((tmp_path / folder / file).read_bytes()).hexdigest()
+
+    for split in images:
+        data = images[split].astype(np.uint8).transpose(0, 3, 1, 2).reshape(-1, 3072)
+        checksum = write(f"{split}_batch", {"data": data, label_key.decode(): labels[split].tolist()})
+        monkeypatch.setattr(dataset, f"{split}_list", [[f"{split}_batch", checksum]])
+    key = dataset.meta["key"]
+    monkeypatch.setattr(
+        dataset, "meta", {"filename": meta, "key": key, "md5": write(meta, {key: ["a", "b", "c"]})}
+    )
+    for (ours, our_labels), split in zip(_arrays(name, tmp_path, download=False), images, strict=True):
+        assert np.array_equal(ours, images[split]) and np.array_equal(our_labels, labels[split])
+
+
+def test_default_root_is_the_users_cache_or_growlab_data(tmp_path, monkeypatch, pictures, own_cache):
+    assert default_root("insects") == own_cache / "insects"
+    monkeypatch.setenv("GROWLAB_DATA", str(tmp_path / "data"))
+    pictures.as_folders(tmp_path / "data" / "insects")
+    _assert_same(_arrays("insects", None), pictures)
+
+
+# Images of many kinds.
+
+
+def test_grey_images_among_coloured_ones_become_coloured(pictures, tmp_path):
+    root = pictures.as_folders(tmp_path)
+    grey = pictures.images["train"][1][..., 0]
+    PIL.Image.fromarray(grey).save(root / "train" / "ant" / "00001.png")
+    images = _arrays("insects", root)[0][0]
+    assert np.array_equal(images[1], np.repeat(grey[..., None], 3, axis=2))
+    assert np.array_equal(images[0], pictures.images["train"][0])
+
+
+def test_image_size_scales_the_shorter_side_and_crops_the_centre(pictures, tmp_path):
+    root = pictures.as_folders(tmp_path)
+    # 10x12 pixels: at size 10 nothing is scaled, one column goes on either side.
+    images = _arrays("insects", root, image_size=10)[0][0]
+    assert np.array_equal(images, pictures.images["train"][:, :, 1:11])
+    PIL.Image.new("RGB", (50, 90), (1, 2, 3)).save(root / "train" / "ant" / "00001.png")
+    images = _arrays("insects", root, image_size=5)[0][0]
+    assert images.shape[1:] == (5, 5, 3) and (images[1] == (1, 2, 3)).all()
+
+
+def test_images_of_other_sizes_are_named(pictures, tmp_path):
+    root = pictures.as_folders(tmp_path)
+    PIL.Image.new("RGB", (50, 90)).save(root / "train" / "bee" / "other.png")
+    message = _error("insects", root)
+    assert "other.png" in message and "50x90" in message and "data.image_size=N" in message
+
+
+def test_a_damaged_image_is_named(pictures, tmp_path):
+    root = pictures.as_folders(tmp_path)
+    file = root / "train" / "bee" / "damaged.png"
+    file.write_bytes(b"no image")
+    assert str(file) in _error("insects", root)
+    whole = pictures.png("train", 0)
+    file.write_bytes(whole[: len(whole) // 2])
+    assert str(file) in _error("insects", root)
+
+
+def test_sixteen_bit_images_are_refused(pictures, tmp_path):
+    root = pictures.as_folders(tmp_path)
+    PIL.Image.fromarray(np.full((10, 12), 40_000, dtype=np.uint16)).save(root / "train" / "bee" / "deep.png")
+    message = _error("insects", root)
+    assert "deep.png" in message and "8 bits" in message
+
+
+# Nothing usable.
+
+
+def test_nothing_there_says_what_was_looked_for_and_where(tmp_path):
+    message = _error("insects", tmp_path / "nowhere")
+    assert str(tmp_path / "nowhere") in message and "train*.parquet" in message and "data.root=" in message
+    message = _error("cifar10", tmp_path / "nowhere", download=False)
+    assert "cifar-10-batches-py" in message and "train/<class>/*.png" in message
+    assert "scikit-learn" in _error("digits", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist", "fashion_mnist"])
+def test_without_network_the_download_fails_in_one_sentence(name, tmp_path, monkeypatch, capsys):
+    def refuse(*args, **kwargs):
+        raise urllib.error.URLError("Name or service not known")
+
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    message = _error(name, tmp_path / "nowhere")
+    assert (
+        str(tmp_path / "nowhere") in message and "could not download" in message and "data.root=" in message
+    )
+    assert not (tmp_path / "nowhere").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_foreign_folder_is_not_filled_with_downloads(tmp_path):
+    (tmp_path / "letters.txt").write_text("dear")
+    message = _error("cifar10", tmp_path)
+    assert "holds no cifar10 data" in message
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["letters.txt"]
+
+
+def test_a_file_as_root(tmp_path):
+    (tmp_path / "train.parquet").write_bytes(b"")
+    assert "is a file" in _error("cifar10", tmp_path / "train.parquet")
+
+
+def test_damaged_torchvision_files(tmp_path):
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    (tmp_path / "cifar-10-batches-py" / "data_batch_1").write_bytes(b"torn")
+    message = _error("cifar10", tmp_path, download=False)
+    assert "incomplete or damaged" in message and "data.download=true" in message
+
+
+def test_damaged_parquet(pictures, tmp_path):
+    root = pictures.as_parquet(tmp_path)
+    content = (root / "train.parquet").read_bytes()
+    (root / "train.parquet").write_bytes(content[: len(content) // 2])
+    assert "cannot read" in (message := _error("insects", root)) and "train.parquet" in message
+
+
+def test_parquet_without_images_or_with_labels_missing(pictures, tmp_path):
+    root = pictures.as_parquet(tmp_path, image_column="photo")
+    assert "columns photo, label" in _error("insects", root)
+    root = pictures.as_parquet(tmp_path)
+    table = pq.read_table(root / "train.parquet")
+    labels = pa.array([None, *pictures.labels["train"][1:]], pa.int64())
+    pq.write_table(table.set_column(1, "label", labels), root / "train.parquet")
+    assert "without a label" in _error("insects", root)
+
+
+def test_labels_outside_the_classes(pictures, tmp_path):
+    pictures.labels["test"] = pictures.labels["test"] - 1
+    assert "run from -1 to 3" in _error("insects", pictures.as_parquet(tmp_path))
+
+
+def test_missing_image_bytes_name_file_and_row(pictures, tmp_path):
+    root = pictures.as_parquet(
+        tmp_path, "{}-SHARD.parquet".format, shards=2, wrap=lambda content: {"bytes": content}
+    )
+    shard = root / "train-00001-of-00002.parquet"
+    table = pq.read_table(shard)
+    images = table.column("img").to_pylist()
+    images[4] = {"bytes": None}
+    pq.write_table(table.set_column(0, "img", pa.array(images, table.schema.field("img").type)), shard)
+    message = _error("insects", root)
+    assert f"row 4 of {shard}" in message and "no image bytes" in message
+
+
+def test_training_sets_in_two_folders(pictures, tmp_path):
+    pictures.as_parquet(tmp_path / "a")
+    pictures.as_parquet(tmp_path / "b")
+    assert "several folders" in _error("insects", tmp_path)
+
+
+def test_no_test_set(pictures, tmp_path):
+    root = pictures.as_parquet(tmp_path / "parquet")
+    (root / "test.parquet").unlink()
+    assert "no test set" in _error("insects", root)
+
+
+def test_a_test_class_that_the_training_set_lacks(pictures, tmp_path):
+    root = pictures.as_folders(tmp_path)
+    (root / "test" / "wasp").mkdir()
+    (root / "test" / "wasp" / "1.png").write_bytes(pictures.png("test", 0))
+    message = _error("insects", root)
+    assert "wasp" in message and "ant, bee, cat, dog" in message
+
+
+def test_empty_class_folders(tmp_path):
+    (tmp_path / "train" / "ant").mkdir(parents=True)
+    (tmp_path / "test").mkdir()
+    assert "hold no images" in _error("insects", tmp_path)
