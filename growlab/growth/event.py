@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from growlab.growth.method import Expansion, GrowthMethod
-from growlab.growth.parity import ROUNDING, eps_bound, observe, relative_error
-from growlab.widths import WidthGraph, replace_tensors, resize, tensors_of
+from growlab.growth.parity import eps_bounds, observe, relative_error, rounding
+from growlab.growth.rescale import rescale
+from growlab.widths import WidthGraph, replace_tensors, resize, restore_tensors, tensors_of
 
 
 class ParityError(RuntimeError):
@@ -77,7 +78,7 @@ class GrowthEvent:
     num_params_before: int
     num_params: int
     parity_error_eval: float
-    parity_error_train: float | None
+    parity_error_train: float
     parity_tolerance_eval: float | None
     parity_tolerance_train: float | None
     noise_error_eval: float
@@ -109,7 +110,7 @@ def plant(
         resize(model, graph, graph.full_widths, widths)
         # The old tensors serve as the example of how bare parameters are spread.
         expansion = Expansion(graph, tensors_of(model, graph), widths, widths, seed, 0)
-        replace_tensors(model, method.initialise(expansion))
+        replace_tensors(model, graph, method.initialise(expansion))
     return GrowthState(0, dict(widths), {group: [0] * widths[group] for group in graph.groups})
 
 
@@ -137,39 +138,51 @@ def grow(
         The event, whose `replaced` an optimizer needs to follow.
 
     Raises:
-        ParityError: the outputs changed by more than the method allows. Network and state are as before.
+        ParityError: the outputs changed by more than the method allows.
+        ValueError: a group would shrink.
+
+    Whatever is raised, network and state are then as before: the same parameters, the same buffers.
     """
+    for group, width in state.widths.items():
+        if new_widths[group] < width:
+            raise ValueError(f"{group} would shrink from {width} to {new_widths[group]}; growth only widens")
     began = time.perf_counter()
     stage = state.stage + 1
     before = observe(model, probe, graph.norms)
     num_params_before = sum(p.numel() for p in model.parameters())
     expansion = Expansion(graph, tensors_of(model, graph), state.widths, dict(new_widths), seed, stage)
     growth = method.grow(expansion)
-    changed = {n: t for n, t in growth.tensors.items() if graph.grows(n) or t is not expansion.old[n]}
-    replaced = replace_tensors(model, changed)
-    after = observe(model, probe)
-    error_eval = relative_error(before.eval, after.eval, growth.output_factor)
-    error_train = relative_error(before.train, after.train, growth.output_factor)
-    tolerance_eval = tolerance_train = None
-    if method.preserves:
-        tolerance_eval = ROUNDING[before.eval.dtype]
-        tolerance_train = tolerance_eval + eps_bound(graph.norms, growth.norm_scale, before.variances)
-        # Written so that NaN fails too.
-        if not (error_eval <= tolerance_eval and error_train <= tolerance_train):
-            replace_tensors(model, {name: old for name, (old, _) in replaced.items()})
-            raise ParityError(
-                f"growth to stage {stage} with {method.name} changed the output by {error_eval:.2e} in eval "
-                f"mode and {error_train:.2e} in train mode, more than {tolerance_eval:.2e} and "
-                f"{tolerance_train:.2e}; the network was left as it was before the event."
+    changed = {name: new for name, new in growth.tensors.items() if new is not expansion.old[name]}
+    replaced = replace_tensors(model, graph, changed)
+    try:
+        after = observe(model, probe)
+        error_eval = relative_error(before.eval, after.eval, growth.output_factor)
+        error_train = relative_error(before.train, after.train, growth.output_factor)
+        tolerance_eval = tolerance_train = None
+        if method.preserves:
+            bound_eval, bound_train = eps_bounds(
+                graph.norms, growth.norm_scale, before.variances, expansion.old
             )
-    noise_error = 0.0
-    noise = method.noise(expansion)
-    if noise:
-        parameters = dict(model.named_parameters())
-        with torch.no_grad():
-            for name, amount in noise.items():
-                parameters[name].add_(amount.to(parameters[name]))
-        noise_error = relative_error(after.eval, observe(model, probe).eval)
+            tolerance_eval = rounding(model, before.eval) + bound_eval
+            tolerance_train = rounding(model, before.eval) + bound_train
+            # Written so that NaN fails too.
+            if not (error_eval <= tolerance_eval and error_train <= tolerance_train):
+                raise ParityError(
+                    f"growth to stage {stage} with {method.name} changed the output by {error_eval:.2e} in "
+                    f"eval mode and {error_train:.2e} in train mode, more than {tolerance_eval:.2e} and "
+                    f"{tolerance_train:.2e}; the network was left as it was before the event."
+                )
+        noise_error = 0.0
+        noise = method.noise(expansion)
+        if noise:
+            with torch.no_grad():
+                for name, amount in noise.items():
+                    new = replaced[name][1]
+                    new.add_(amount.to(new))
+            noise_error = relative_error(after.eval, observe(model, probe).eval)
+    except BaseException:
+        restore_tensors(model, graph, replaced)
+        raise
     widths_before = dict(state.widths)
     state.stage, state.widths = stage, dict(new_widths)
     for group, births in state.births.items():
@@ -195,19 +208,21 @@ def grow(
 
 
 def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> None:
-    """Multiply the network's output by `factor` for good, through the output layers' weights and biases.
+    """Multiply the network's output by `factor` for good, through the weights and biases that produce it.
+
+    Args:
+        model: changed in place; its parameters stay the same objects.
+        graph: its width graph.
+        factor: what the output is multiplied by.
 
     Raises:
         ValueError: the output does not come straight from affine layers.
     """
     if factor == 1.0:
         return
-    layers = [layer for layer in graph.layers if layer.scale_out == graph.output_class]
-    if not layers:
-        raise ValueError("the output's scale cannot be folded: no affine layer produces the output")
-    parameters = dict(model.named_parameters())
+    if graph.output_class in graph.unit_classes:
+        raise ValueError("the output's scale cannot be folded: no affine layer alone sets it")
+    tensors = tensors_of(model, graph)
     with torch.no_grad():
-        for layer in layers:
-            parameters[layer.weight].mul_(factor)
-            if layer.bias is not None:
-                parameters[layer.bias].mul_(factor)
+        for name, new in rescale(graph, tensors, {graph.output_class: factor})[0].items():
+            tensors[name].copy_(new)

@@ -24,11 +24,12 @@ def generator(seed: int, stage: int, name: str) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Expansion:
-    """One growth event, or the drawing of the seed (then there are no old tensors).
+    """One growth event, or the drawing of the seed.
 
     Attributes:
         graph: the network's width graph.
-        old: parameters and buffers of the graph's axes before the event, by name; empty for the seed.
+        old: parameters and buffers of the graph's axes before the event, by name; for the seed, the
+            narrowed full-width ones.
         old_widths: width of each group before.
         new_widths: width of each group after.
         seed: the run's seed.
@@ -57,6 +58,10 @@ class Expansion:
     def kept(self, name: str) -> list[Tensor]:
         """New position of every old position, for each dimension of a tensor."""
         return [axis.kept(self.old_widths, self.new_widths) for axis in self.axes(name)]
+
+    def changes(self, name: str) -> bool:
+        """Whether the event adds entries to a tensor."""
+        return self.graph.changes(name, self.old_widths, self.new_widths)
 
     def fan_in(self, layer: Layer, widths: Mapping[str, int]) -> int:
         """Number of inputs that one output of the layer sums, the receptive field included."""
@@ -118,7 +123,7 @@ class NewWeights:
         """
         shape, source = expansion.new_shape(name), expansion.generator(name)
         if name in expansion.layers:
-            return torch.randn(shape, generator=source) * self.std(expansion, expansion.layers[name])
+            return _normal(shape, source) * self.std(expansion, expansion.layers[name])
         if name in expansion.norm_defaults:
             return torch.full(shape, expansion.norm_defaults[name])
         old = expansion.old.get(name)
@@ -126,7 +131,12 @@ class NewWeights:
             return torch.zeros(shape)
         old = old.detach().float().cpu()
         spread = float(old.std()) if old.numel() > 1 else 0.0
-        return torch.randn(shape, generator=source) * spread + float(old.mean())
+        return _normal(shape, source) * spread + float(old.mean())
+
+
+def _normal(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
+    # The same numbers whatever torch's default dtype is.
+    return torch.randn(shape, generator=source, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -134,7 +144,7 @@ class Growth:
     """What a method gives back.
 
     Attributes:
-        tensors: every tensor of `Expansion.old` at the new widths.
+        tensors: every tensor of `Expansion.old` at the new widths; the old object itself where nothing changed.
         output_factor: the network's outputs must be multiplied by this to be what they were.
         norm_scale: for each batch normalisation whose input was rescaled, by how much.
     """
@@ -192,8 +202,9 @@ class GrowthMethod(ABC):
             return {}
         noises = {}
         for name, layer in expansion.layers.items():
-            source = expansion.generator(f"noise of {name}")
-            noise = torch.randn(expansion.new_shape(name), generator=source)
+            if not expansion.changes(name):
+                continue
+            noise = _normal(expansion.new_shape(name), expansion.generator(f"noise of {name}"))
             noise *= self.noise_std * self.new_weights.std(expansion, layer)
             noise[grid(expansion.kept(name))] = 0.0
             noises[name] = noise

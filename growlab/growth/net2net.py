@@ -37,6 +37,8 @@ def _replicate(
     expansion: Expansion, name: str, sources: dict[str, Tensor], counts: dict[str, Tensor]
 ) -> Tensor:
     tensor = expansion.old[name]
+    if not expansion.changes(name):
+        return tensor
     for dim, axis in enumerate(expansion.axes(name)):
         positions = axis.lift(sources, expansion.new_widths, expansion.old_widths)
         tensor = tensor.index_select(dim, positions.to(tensor.device))

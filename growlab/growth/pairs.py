@@ -29,7 +29,7 @@ class PairGrowth(GrowthMethod):
 
     def expand(self, expansion: Expansion, name: str, old: Tensor) -> Tensor:
         """One tensor at the new widths, with `old` (rescaled or not) at the old places."""
-        if not expansion.graph.grows(name):
+        if not expansion.changes(name):
             return old
         new = self.new_weights.draw(expansion, name).to(old)
         kept = expansion.kept(name)

@@ -3,10 +3,14 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from growlab.growth.rescale import eps_ratio
 from growlab.widths import Norm
 
 # Relative output error above which it cannot be rounding, by the parameters' precision. Ten times and more above
@@ -23,20 +27,21 @@ class Outputs:
 
     Attributes:
         eval: in eval mode.
-        train: in train mode, or None if the network cannot run so.
+        train: in train mode, dropout left out.
         variances: batch variance at the input of each batch normalisation in train mode, by module name.
     """
 
     eval: Tensor
-    train: Tensor | None
+    train: Tensor
     variances: Mapping[str, Tensor]
 
 
 def observe(model: nn.Module, probe: Sequence[Tensor], norms: Sequence[Norm] = ()) -> Outputs:
     """Run the probe batch in eval and in train mode and leave no trace of it.
 
-    Statistics, modes and random generators are put back; compiled modules run eagerly; reduced-precision
-    matrix modes are off, so that the error measured is growth's and not the hardware's.
+    Statistics, modes and random generators are put back; compiled modules run eagerly; dropout, whose masks
+    would differ with the widths, is left out; reduced-precision matrix modes are off, so that the error
+    measured is growth's and not the hardware's.
 
     Args:
         model: the network.
@@ -60,13 +65,14 @@ def observe(model: nn.Module, probe: Sequence[Tensor], norms: Sequence[Norm] = (
     ]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
-        with torch.no_grad(), _full_precision(), torch.random.fork_rng(devices=devices):
-            torch.manual_seed(0)
+        with torch.no_grad(), _full_precision(), _seeded(devices), _WithoutDropout():
             model.train()
-            train = model(*probe)
+            try:
+                train = model(*probe)
+            finally:
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(buffers[name])
             model.eval()
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
             evaluated = model(*probe)
     finally:
         for hook in hooks:
@@ -83,20 +89,78 @@ def relative_error(before: Tensor, after: Tensor, factor: float = 1.0) -> float:
     return float((after - before).abs().max() / scale)
 
 
-def eps_bound(norms: Sequence[Norm], scales: Mapping[str, float], variances: Mapping[str, Tensor]) -> float:
-    """How far train mode may be off when the inputs of batch normalisations were rescaled but eps was not.
+def rounding(model: nn.Module, output: Tensor) -> float:
+    """Relative output error that the least precise of the parameters and the output explains."""
+    dtypes = {output.dtype, *(p.dtype for p in model.parameters())}
+    return max(ROUNDING.get(dtype, 0.0) for dtype in dtypes)
 
-    A channel with batch variance v rescaled by c comes out multiplied by about
-    1 + eps (1/c^2 - 1) / (2 v) (spec 01, Section 3); channels are averaged by the signal that they carry,
+
+def eps_bounds(
+    norms: Sequence[Norm],
+    scales: Mapping[str, float],
+    batch_variances: Mapping[str, Tensor],
+    old: Mapping[str, Tensor],
+) -> tuple[float, float]:
+    """How far eval and train mode may be off when inputs of batch normalisations were rescaled but eps was not.
+
+    A channel with batch variance v rescaled by c comes out multiplied by about 1 - eps (1/c^2 - 1) / (2 v)
+    (spec 01, Section 3). Where the weight took that up for the running variance, eval mode is exact and train
+    mode is off by what the two variances differ in. Channels are averaged by the signal that they carry,
     layers are added up.
+
+    Args:
+        norms: batch normalisations.
+        scales: factor on the input of each that was rescaled, by module name.
+        batch_variances: variance of its input over the probe batch before the event, by module name.
+        old: tensors before the event, by name.
+
+    Returns:
+        Bounds for eval and train mode.
     """
-    total = 0.0
+    bound_eval = bound_train = 0.0
     for norm in norms:
-        if norm.name in scales and norm.name in variances:
-            v, c2 = variances[norm.name].double(), scales[norm.name] ** 2
-            ratio = torch.sqrt(c2 * (v + norm.eps) / (c2 * v + norm.eps))
-            total += float(torch.sqrt(((ratio - 1) ** 2 * v / (v + norm.eps)).mean()))
-    return _BOUND_SAFETY * total
+        if norm.name not in scales:
+            continue
+        running = None if norm.running_var is None else old[norm.running_var].double()
+        batch = batch_variances.get(norm.name, running)
+        if batch is None:
+            continue
+        scale, batch = scales[norm.name], batch.double()
+        train = eps_ratio(batch, scale, norm.eps)
+        if running is None:
+            bound_eval += _average(train, batch, norm.eps)
+        elif norm.weight is None:
+            bound_eval += _average(eps_ratio(running, scale, norm.eps), running, norm.eps)
+        else:
+            train = train / eps_ratio(running, scale, norm.eps)
+        bound_train += _average(train, batch, norm.eps)
+    return _BOUND_SAFETY * bound_eval, _BOUND_SAFETY * bound_train
+
+
+def _average(ratio: Tensor, variance: Tensor, eps: float) -> float:
+    return float(torch.sqrt(((ratio - 1) ** 2 * variance / (variance + eps)).mean()))
+
+
+class _WithoutDropout(TorchFunctionMode):
+    _KINDS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self._KINDS:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _seeded(devices: Sequence[int]) -> Iterator[None]:
+    """Same draws each time, on the CPU and these CUDA devices alone; generators are put back."""
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(0)
+        for device in devices:
+            torch.cuda.default_generators[device].manual_seed(0)
+        yield
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ class RandomGrowth(GrowthMethod):
         """Compute every tensor at the new widths."""
         tensors = {}
         for name, old in expansion.old.items():
-            if not expansion.graph.grows(name):
+            if not expansion.changes(name):
                 tensors[name] = old
                 continue
             new = self.new_weights.draw(expansion, name).to(old)

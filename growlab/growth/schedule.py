@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from math import floor
 
 from growlab.widths import WidthGraph
 
-Number = int | float
+Number = int | float | Fraction
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class Schedule:
                 width = stream_width(group.below + group.full_width, fraction)
                 width -= stream_width(group.below, fraction) if group.below else 0
                 before = stages[-1][name] if stages else 1
-                widths[name] = max(before, width)
+                # Streams are rounded one by one: their difference may leave [1, full width].
+                widths[name] = max(before, min(width, group.full_width))
             stages.append(widths)
         return stages
 
@@ -122,10 +124,8 @@ def width_fractions(num_stages: int, initial_width: Number, growth_rate: Number 
         )
     if growth_rate is not None and growth_rate < 0:
         raise ValueError(f"schedule.width_growth_rate must not be negative, not {growth_rate}.")
-    if growth_rate is None:
-        factor = exact(float(1 / first) ** (1 / max(1, num_stages - 1)))
-    else:
-        factor = 1 + exact(growth_rate)
+    equal_steps = exact(float(1 / first) ** (1 / max(1, num_stages - 1)))
+    factor = equal_steps if growth_rate is None else 1 + exact(growth_rate)
     return [min(Fraction(1), first * factor**stage) for stage in range(num_stages - 1)] + [Fraction(1)]
 
 
@@ -205,7 +205,7 @@ def make_schedule(
         raise ValueError(f"a run needs at least one stage, not schedule.num_stages={num_stages}.")
     if total_epochs < 1 and epochs is None:
         raise ValueError(f"a run needs at least one epoch, not schedule.total_epochs={total_epochs}.")
-    first = initial_fraction * total_epochs if initial_epochs is None else initial_epochs
+    first = exact(initial_fraction) * total_epochs if initial_epochs is None else initial_epochs
     epochs = stage_epochs(total_epochs, num_stages, first, epoch_growth_rate) if epochs is None else epochs
     fractions = (
         width_fractions(num_stages, initial_width, width_growth_rate)
@@ -221,7 +221,7 @@ def make_schedule(
         raise ValueError("every stage needs at least one epoch and a batch size of at least 1.")
     if any(not 0 < fraction <= 1 for fraction in fractions) or fractions[-1] != 1:
         raise ValueError("schedule.widths must lie above 0 and at most 1, and end with 1.")
-    if any(after < before for before, after in zip(fractions, fractions[1:], strict=False)):
+    if any(after < before for before, after in pairwise(fractions)):
         raise ValueError("schedule.widths must not decrease from stage to stage.")
     return Schedule(tuple(epochs), tuple(fractions), tuple(sizes))
 

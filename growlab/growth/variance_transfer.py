@@ -1,15 +1,11 @@
 """Pairs with variance transfer: the paper's "ours" (Yuan et al. 2023, Section 3.1, Table 1, Appendix A)."""
 
-from dataclasses import dataclass
 from math import sqrt
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from growlab.growth.method import Expansion, Growth, NewWeights
 from growlab.growth.pairs import PairGrowth
-from growlab.widths import Norm
+from growlab.growth.rescale import rescale
 
 
 class VarianceTransfer(PairGrowth):
@@ -58,36 +54,25 @@ class VarianceTransfer(PairGrowth):
 
     def grow(self, expansion: Expansion) -> Growth:
         """Compute every tensor at the new widths."""
-        scales = self._scales(expansion)
-        old = dict(expansion.old)
-        for weight, factor in scales.weights.items():
-            if weight in old:
-                old[weight] = old[weight] * factor
-        for layer in expansion.graph.layers:
-            if layer.bias in old:
-                old[layer.bias] = old[layer.bias] * scales.classes[layer.scale_out]
-        norm_scale = {}
-        for norm in expansion.graph.norms:
-            scale = scales.classes.get(norm.scale_in, 1.0)
-            if scale != 1.0:
-                norm_scale[norm.name] = scale
-                old.update(_rescaled_norm(norm, old, scale))
-        tensors = {name: self.expand(expansion, name, old[name]) for name in expansion.old}
-        return Growth(tensors, 1.0 / scales.classes.get(expansion.graph.output_class, 1.0), norm_scale)
+        classes = self._classes(expansion)
+        rescaled, norm_scale = rescale(expansion.graph, expansion.old, classes)
+        tensors = {
+            name: self.expand(expansion, name, rescaled.get(name, old)) for name, old in expansion.old.items()
+        }
+        return Growth(tensors, 1.0 / classes.get(expansion.graph.output_class, 1.0), norm_scale)
 
-    def _scales(self, expansion: Expansion) -> "_Scales":
+    def _classes(self, expansion: Expansion) -> dict[int, float]:
+        """By how much the activations of each scale class change."""
         classes = dict.fromkeys(expansion.graph.unit_classes, 1.0)
-        weights = {}
         for layer in expansion.graph.layers:
-            scale_in = classes.get(layer.scale_in, 1.0)
             if layer.scale_out not in classes:
+                scale_in = classes.get(layer.scale_in, 1.0)
                 classes[layer.scale_out] = scale_in * self._wanted(expansion, layer.weight)
-            weights[layer.weight] = classes[layer.scale_out] / scale_in
-        return _Scales(weights, classes)
+        return classes
 
     def _wanted(self, expansion: Expansion, weight: str) -> float:
         layer = expansion.layers.get(weight)
-        if layer is None:
+        if layer is None or not expansion.changes(weight):
             return 1.0
         before = expansion.fan_in(layer, expansion.old_widths)
         after = expansion.fan_in(layer, expansion.new_widths)
@@ -98,22 +83,3 @@ class VarianceTransfer(PairGrowth):
         variance = float(expansion.old[weight].double().var(correction=0))
         # Weights that are all equal have no variance to restore.
         return sqrt(self.new_weights.gain / (before * variance)) if variance > 0 else 1.0
-
-
-@dataclass(frozen=True)
-class _Scales:
-    weights: dict[str, float]
-    classes: dict[int, float]
-
-
-def _rescaled_norm(norm: Norm, old: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-    new = {}
-    variance = old.get(norm.running_var) if norm.running_var else None
-    if norm.running_mean in old:
-        new[norm.running_mean] = old[norm.running_mean] * scale
-    if variance is not None:
-        new[norm.running_var] = variance * scale**2
-        if norm.weight in old:
-            folded = (scale**2 * variance + norm.eps) / (scale**2 * (variance + norm.eps))
-            new[norm.weight] = old[norm.weight] * torch.sqrt(folded)
-    return new

@@ -2,7 +2,7 @@
 
 from growlab.widths.groups import Group, Layer, Norm, WidthGraph
 from growlab.widths.layout import Axis, Part
-from growlab.widths.resize import grid, replace_tensors, resize, resized, tensors_of
+from growlab.widths.resize import grid, replace_tensors, resize, resized, restore_tensors, tensors_of
 from growlab.widths.trace import UnsupportedOperation, trace
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "replace_tensors",
     "resize",
     "resized",
+    "restore_tensors",
     "tensors_of",
     "trace",
 ]

@@ -117,8 +117,9 @@ class Atoms:
                 left, right = left, (Run(None, length_a), Run(None, length_b - length_a), *right[1:])
                 continue
             if b.bare:
-                first = self.new(length_a)
-                rest = self.new(length_b - length_a, below=self.below[b.atom])
+                below = self.below[b.atom]
+                first = self.new(length_a, below)
+                rest = self.new(length_b - length_a, below + length_a if below else 0)
                 self._bind(b.atom, first + rest)
             else:
                 self.freeze((b,), reason)

@@ -29,7 +29,9 @@ class Layer:
 
     Attributes:
         name: module path.
-        weight: name of the weight, [out, in, ...]; for a depthwise convolution [channels, 1, ...].
+        weight: name of the weight, [out, in, ...]; for a depthwise convolution [channels, 1, ...]. A weight
+            that several layers share occurs under one name, once for each bias that goes with it, and all
+            its uses are in the same scale classes.
         bias: name of the bias, or None.
         depthwise: each channel is mapped by its own filter.
         scale_in: scale class of the input.
@@ -99,6 +101,10 @@ class WidthGraph:
     def grows(self, name: str) -> bool:
         """Whether a tensor changes shape with the widths."""
         return any(axis.groups for axis in self.axes.get(name, ()))
+
+    def changes(self, name: str, widths: Mapping[str, int], new_widths: Mapping[str, int]) -> bool:
+        """Whether a tensor is another one at the new widths."""
+        return any(widths[group] != new_widths[group] for axis in self.axes[name] for group in axis.groups)
 
     def shape(self, name: str, widths: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of a parameter or buffer at the given widths."""

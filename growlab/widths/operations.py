@@ -57,20 +57,22 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 def _convolution(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     x, weight, bias, groups = args["input"], args["weight"], args.get("bias"), args.get("groups", 1)
     kernel = [fixed(size) for size in weight.shape[2:]]
-    depthwise = groups > 1 and groups == x.shape[1] == weight.shape[0]
+    channels = len(x.shape) - len(kernel) - 1  # 0 without a batch dimension
+    depthwise = groups > 1 and groups == x.shape[channels] == weight.shape[0]
+    _freeze_windows(tracer, x, len(kernel))
     reason = f"{groups}-group convolution"
     rows, columns = tracer.weight_axes(weight, "out", "fixed" if depthwise else "in", kernel)
     if depthwise:
-        tracer.atoms.unify(rows, x.axes[1], reason)
+        tracer.atoms.unify(rows, x.axes[channels], reason)
     elif groups > 1:
         tracer.atoms.freeze(rows, reason)
         tracer.atoms.freeze(columns, reason)
-        tracer.atoms.freeze(x.axes[1], reason)
+        tracer.atoms.freeze(x.axes[channels], reason)
     else:
-        tracer.atoms.unify(columns, x.axes[1], "input of a convolution")
+        tracer.atoms.unify(columns, x.axes[channels], "input of a convolution")
     shape = tracer.shape(node)
-    axes = (x.axes[0], rows, *map(fixed, shape[2:]))
-    return tracer.affine(weight, bias, depthwise, x, shape, axes, channel_axis=1)
+    axes = (*x.axes[:channels], rows, *map(fixed, shape[channels + 1 :]))
+    return tracer.affine(weight, bias, depthwise, x, shape, axes, channel_axis=channels)
 
 
 @rule("linear")
@@ -136,7 +138,7 @@ def _sum(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def _product(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     operands = [value for value in args.values() if isinstance(value, Value)]
     result = _broadcast(tracer, node, operands)
-    if len(operands) == 1:
+    if len(operands) == 1 and args.get("rounding_mode") is None:
         return Value(result.shape, result.axes, operands[0].scale)
     for operand in operands:
         tracer.scales.pin(operand.scale)
@@ -166,22 +168,33 @@ def _broadcast(tracer: "Tracer", node: Any, operands: Sequence[Value]) -> Value:
 @rule(
     *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
     *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
-    *("adaptive_max_pool2d", "upsample_nearest2d", "upsample_bilinear2d"),
+    *("upsample_nearest2d", "upsample_bilinear2d"),
 )
-def _pool(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Value]:
-    x = _first_tensor(args)
-    shape = tracer.shape(node)
-    axes = [
-        axis if size == old else fixed(size) for axis, size, old in zip(x.axes, shape, x.shape, strict=True)
-    ]
-    return Value(shape, tuple(axes), x.scale)
+def _pool(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    x, shape = _first_tensor(args), tracer.shape(node)
+    num_windows = next(int(char) for char in tracer.operation(node) if char.isdigit())
+    _freeze_windows(tracer, x, num_windows)
+    return Value(shape, (*x.axes[:-num_windows], *map(fixed, shape[-num_windows:])), x.scale)
 
 
-@rule("mean", "sum", "amax", "max")
+@rule(
+    *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+    *("max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices"),
+)
+def _pool_with_indices(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
+    pooled = _pool(tracer, node, args)
+    return [pooled, Value(pooled.shape, pooled.axes, tracer.scales.new(unit=True))]
+
+
+def _freeze_windows(tracer: "Tracer", x: Value, num_windows: int) -> None:
+    for axis in x.axes[len(x.axes) - num_windows :]:
+        tracer.atoms.freeze(axis, "neighbouring channels are pooled or convolved")
+
+
+@rule("mean", "sum", "amax", "amin")
 def _reduce(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    x, keep = args["self"], args.get("keepdim", False)
-    dims = args.get("dim")
-    dims = range(len(x.shape)) if dims is None else [dims] if isinstance(dims, int) else dims
+    x, keep, dims = args["self"], args.get("keepdim", False), args.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims or range(len(x.shape))
     reduced = {dim % len(x.shape) for dim in dims}
     axes = []
     for index, axis in enumerate(x.axes):
@@ -192,6 +205,16 @@ def _reduce(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         else:
             axes.append(axis)
     return Value(tracer.shape(node), tuple(axes), x.scale)
+
+
+@rule("max", "min", "maximum", "minimum")
+def _extreme(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Value]:
+    if "other" in args:
+        return _sum(tracer, node, args)
+    reduced = _reduce(tracer, node, args)
+    if "dim" not in args:
+        return reduced
+    return [reduced, Value(reduced.shape, reduced.axes, tracer.scales.new(unit=True))]
 
 
 # Shape -----------------------------------------------------------------------------------------------------
@@ -303,7 +326,7 @@ def _reshape_span(tracer: "Tracer", x: Value, span: range, sizes: Sequence[int])
 
 
 @rule("getitem")
-def _getitem(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def _getitem(tracer: "Tracer", node: Any, args: Arguments) -> Any:
     return operator.getitem(args["a"], args["b"])
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from growlab.widths.groups import WidthGraph
 from growlab.widths.layout import Axis
 
+_Places = Mapping[str, tuple[nn.Module, str]]
+
 # Module class, attribute that tells its size, the tensor and dimension that it is read from.
 _BOOKKEEPING: tuple[tuple[type[nn.Module], str, str, int], ...] = (
     (nn.Linear, "in_features", "weight", 1),
@@ -23,15 +25,19 @@ _BOOKKEEPING: tuple[tuple[type[nn.Module], str, str, int], ...] = (
 )
 
 
-def replace_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def replace_tensors(
+    model: nn.Module, graph: WidthGraph, tensors: Mapping[str, Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Put new tensors in the place of parameters and buffers.
 
     Parameters become new `nn.Parameter`s (autograd keeps the old shape of an old one), with the old one's
-    `requires_grad`, dtype, device and memory format; a tensor shared by several modules stays shared.
+    `requires_grad`, attributes, dtype, device and memory format; a tensor shared by several modules stays
+    shared. Hooks on a replaced parameter are lost with it.
 
     Args:
         model: changed in place.
-        tensors: new content by name; an `nn.Parameter` is put in place as it is.
+        graph: its width graph.
+        tensors: new content by name.
 
     Returns:
         Old and new tensor by name.
@@ -40,23 +46,24 @@ def replace_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
         KeyError: the model has no tensor of that name.
     """
     places = dict(_named_tensor_places(model))
-    aliases: dict[int, list[str]] = {}
-    for name, (module, attribute) in places.items():
-        aliases.setdefault(id(getattr(module, attribute)), []).append(name)
-    replaced: dict[str, tuple[Tensor, Tensor]] = {}
-    touched: set[nn.Module] = set()
-    for name, content in tensors.items():
-        module, attribute = places[name]
-        old = getattr(module, attribute)
-        new = content if isinstance(content, nn.Parameter) else _like(content, old)
-        for alias in aliases[id(old)]:
-            owner, key = places[alias]
-            setattr(owner, key, new)
-            touched.add(owner)
-        replaced[name] = (old, new)
-    for module in touched:
-        _update_bookkeeping(module)
-    return replaced
+    old = {name: getattr(*places[name]) for name in tensors}
+    new = {name: _like(content, old[name]) for name, content in tensors.items()}
+    _place(places, graph, new)
+    return {name: (old[name], new[name]) for name in tensors}
+
+
+def restore_tensors(
+    model: nn.Module, graph: WidthGraph, replaced: Mapping[str, tuple[Tensor, Tensor]]
+) -> None:
+    """Undo `replace_tensors`: the very same parameters and buffers as before are in the network again.
+
+    Args:
+        model: changed in place.
+        graph: its width graph.
+        replaced: what `replace_tensors` returned.
+    """
+    places = dict(_named_tensor_places(model))
+    _place(places, graph, {name: old for name, (old, _) in replaced.items()})
 
 
 def resize(
@@ -76,10 +83,12 @@ def resize(
     for name in graph.groups:
         if new_widths[name] < 1:
             raise ValueError(f"width {new_widths[name]} of {name} leaves no channel; take at least 1")
-    tensors = tensors_of(model, graph)
-    replace_tensors(
-        model, {name: resized(t, graph.axes[name], widths, new_widths) for name, t in tensors.items()}
-    )
+    tensors = {
+        name: resized(tensor, graph.axes[name], widths, new_widths)
+        for name, tensor in tensors_of(model, graph).items()
+        if graph.changes(name, widths, new_widths)
+    }
+    replace_tensors(model, graph, tensors)
 
 
 def resized(
@@ -114,7 +123,29 @@ def _like(content: Tensor, old: Tensor) -> Tensor:
         new = new.contiguous(memory_format=torch.channels_last)
     if new.data_ptr() == content.data_ptr():
         new = new.clone()
-    return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+    if not isinstance(old, nn.Parameter):
+        return new
+    parameter = nn.Parameter(new, requires_grad=old.requires_grad)
+    parameter.__dict__.update(old.__dict__)
+    return parameter
+
+
+def _place(places: _Places, graph: WidthGraph, tensors: Mapping[str, Tensor]) -> None:
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module, attribute in places.values():
+        owners.setdefault(id(getattr(module, attribute)), []).append((module, attribute))
+    depthwise = {
+        module
+        for layer in graph.layers
+        if layer.depthwise
+        for module, _ in owners[id(getattr(*places[layer.weight]))]
+    }
+    chosen = [(owners[id(getattr(*places[name]))], new) for name, new in tensors.items()]
+    for owned, new in chosen:
+        for module, attribute in owned:
+            setattr(module, attribute, new)
+    for module in {module for owned, _ in chosen for module, _ in owned}:
+        _update_bookkeeping(module, depthwise=module in depthwise)
 
 
 def _named_tensor_places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
@@ -124,12 +155,13 @@ def _named_tensor_places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Modul
                 yield (f"{prefix}.{attribute}" if prefix else attribute), (module, attribute)
 
 
-def _update_bookkeeping(module: nn.Module) -> None:
+def _update_bookkeeping(module: nn.Module, depthwise: bool) -> None:
     for kind, attribute, tensor, dim in _BOOKKEEPING:
         if isinstance(module, kind):
             setattr(module, attribute, getattr(module, tensor).shape[dim])
     if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        if module.groups > 1 and module.weight.shape[1] == 1:
+        # At width 1 a depthwise convolution looks like any other: only the graph knows.
+        if depthwise:
             module.groups = module.out_channels
         module.in_channels = module.weight.shape[1] * module.groups
     if isinstance(module, nn.modules.batchnorm._NormBase):

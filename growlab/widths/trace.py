@@ -46,13 +46,13 @@ def trace(model: nn.Module, example: Tensor | tuple[Any, ...]) -> WidthGraph:
     finally:
         for module, training in modes.items():
             module.training = training
-    return Tracer(program).run()
+    return Tracer(program, model).run()
 
 
 class Tracer:
     """Interprets an exported program over axes instead of numbers."""
 
-    def __init__(self, program: torch.export.ExportedProgram) -> None:
+    def __init__(self, program: torch.export.ExportedProgram, model: nn.Module) -> None:
         self.atoms = Atoms()
         self.scales = ScaleClasses()
         self._program = program
@@ -60,6 +60,9 @@ class Tracer:
             **program.graph_signature.inputs_to_parameters,
             **program.graph_signature.inputs_to_buffers,
         }
+        self._canonical = _canonical_names(model)
+        self._buffers = {name for name, _ in model.named_buffers()}
+        self._known: dict[str, Value] = {}
         self._parameters: dict[str, list[Runs]] = {}
         self._roles: dict[str, list[Role | None]] = {}
         self._layers: list[Layer] = []
@@ -100,12 +103,16 @@ class Tracer:
         self, weight: Value, row_role: Role, column_role: Role, kernel: Sequence[Runs]
     ) -> tuple[Runs, Runs]:
         """The first two axes of an affine map's weight; the rest is the kernel."""
-        if weight.name is None:
+        if weight.name is None or weight.name in self._buffers:
+            what = "computed in the forward" if weight.name is None else "a buffer"
             for axis in weight.axes:
-                self.atoms.freeze(axis, "a weight that is computed in the forward")
+                self.atoms.freeze(axis, f"a weight that is {what}")
+        if weight.name is None:
             return weight.axes[0], weight.axes[1]
-        self._roles[weight.name] = [row_role, column_role, *("fixed" for _ in kernel)]
+        self._set_role(weight, 0, row_role)
+        self._set_role(weight, 1, column_role)
         for index, axis in enumerate(kernel, start=2):
+            self._set_role(weight, index, "fixed")
             self.atoms.unify(weight.axes[index], axis, "kernel")
         if column_role == "fixed":
             self.atoms.freeze(weight.axes[1], "kernel")
@@ -114,8 +121,7 @@ class Tracer:
     def parameter_axis(self, value: Value, role: Role, axis: Runs, dimension: int = 0) -> Runs:
         """Let one dimension of a parameter or buffer carry the channels of an axis."""
         self.atoms.unify(value.axes[dimension], axis, "a parameter laid out otherwise than the activations")
-        if value.name is not None:
-            self._roles[value.name][dimension] = role
+        self._set_role(value, dimension, role)
         return value.axes[dimension]
 
     def affine(
@@ -137,14 +143,36 @@ class Tracer:
         name, _, _ = weight.name.rpartition(".")
         scale = self.scales.new()
         bias_name = None if bias is None else bias.name
-        self._layers.append(Layer(name, weight.name, bias_name, depthwise, x.scale, scale))
+        # A tensor that is used twice can be rescaled in one way only: both uses have the same scales.
+        for other in self._layers:
+            if other.weight == weight.name:
+                self.scales.union(other.scale_in, x.scale)
+            if other.weight == weight.name or (bias_name is not None and other.bias == bias_name):
+                self.scales.union(other.scale_out, scale)
+        if not any((other.weight, other.bias) == (weight.name, bias_name) for other in self._layers):
+            self._layers.append(Layer(name, weight.name, bias_name, depthwise, x.scale, scale))
         return Value(shape, axes, scale)
 
     def record_norm(self, node: Any, names: Mapping[str, str | None], eps: float, x: Value) -> None:
         """Record a normalisation by batch statistics."""
         known = next((name for name in names.values() if name is not None), None)
         name = node.name if known is None else known.rpartition(".")[0]
+        used = {tensor for tensor in names.values() if tensor is not None}
+        for other in self._norms:
+            theirs = {other.weight, other.bias, other.running_mean, other.running_var}
+            if used & theirs:
+                self.scales.union(other.scale_in, x.scale)
+            if used and used == theirs - {None}:
+                return
         self._norms.append(Norm(name=name, eps=float(eps), scale_in=x.scale, **names))
+
+    def _set_role(self, value: Value, dimension: int, role: Role) -> None:
+        if value.name is None:
+            return
+        roles = self._roles[value.name]
+        if roles[dimension] not in (None, role):
+            self.atoms.freeze(value.axes[dimension], f"{value.name} both produces and consumes the channels")
+        roles[dimension] = role
 
     # Visiting ------------------------------------------------------------------------------------------
 
@@ -154,13 +182,18 @@ class Tracer:
             return value
         shape = tuple(int(size) for size in value.shape)
         name = self._names.get(node.name)
+        name = self._canonical.get(name, name) if name is not None else None
+        if name in self._known:
+            return self._known[name]
         scale = self.scales.new(unit=True)
         if name is None:
             return Value(shape, tuple(fixed(size) for size in shape), scale)
-        axes = [self.atoms.new(size) for size in shape]
+        # A single channel may be broadcast against many: it stays single.
+        axes = [self.atoms.new(size) if size > 1 else fixed(size) for size in shape]
         self._parameters[name] = axes
         self._roles[name] = [None] * len(axes)
-        return Value(shape, tuple(axes), scale, name)
+        self._known[name] = Value(shape, tuple(axes), scale, name)
+        return self._known[name]
 
     def _call(self, node: Any, values: Mapping[Any, Any]) -> Any:
         operation = self.operation(node)
@@ -203,7 +236,7 @@ class Tracer:
                     for index, axis in enumerate(resolved)
                 )
             if not grows and name.endswith("weight") and self._roles[name][:1] == ["out"]:
-                fixed_because[name.rpartition(".")[0]] = self.atoms.why_fixed(runs[0])
+                fixed_because[name.rpartition(".")[0]] = self.atoms.why_fixed(runs[0]) or "a single channel"
         layers = [
             Layer(x.name, x.weight, x.bias, x.depthwise, self._scale(x.scale_in), self._scale(x.scale_out))
             for x in self._layers
@@ -254,6 +287,13 @@ class Tracer:
 
     def _scale(self, scale: int) -> int:
         return self.scales.find(scale)
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    """The first name of every parameter and buffer, by any of its names."""
+    first: dict[int, str] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 def _part(run: Run, names: Mapping[int, str]) -> Part:

@@ -1,0 +1,64 @@
+"""Multiply activations by constants through the weights, without changing what the network computes."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from growlab.widths import Norm, WidthGraph
+
+
+def rescale(
+    graph: WidthGraph, tensors: Mapping[str, Tensor], classes: Mapping[int, float]
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Multiply every activation by the factor of its scale class.
+
+    A layer that leads from a class with factor a to one with factor b has its weight multiplied by b / a and its
+    bias by b. A batch normalisation takes a factor away: see `_rescaled_norm`.
+
+    Args:
+        graph: the width graph.
+        tensors: parameters and buffers by name.
+        classes: factor of each scale class; 1 where absent.
+
+    Returns:
+        The tensors that change, by name, and for each batch normalisation whose input was rescaled, by how much.
+    """
+    new: dict[str, Tensor] = {}
+    norm_scale: dict[str, float] = {}
+    # A shared tensor belongs to several layers, always with the same factor: it is computed, not accumulated.
+    for layer in graph.layers:
+        scale = classes.get(layer.scale_out, 1.0)
+        factor = scale / classes.get(layer.scale_in, 1.0)
+        if factor != 1.0 and layer.weight in tensors:
+            new[layer.weight] = tensors[layer.weight] * factor
+        if scale != 1.0 and layer.bias is not None and layer.bias in tensors:
+            new[layer.bias] = tensors[layer.bias] * scale
+    for norm in graph.norms:
+        scale = classes.get(norm.scale_in, 1.0)
+        if scale != 1.0:
+            norm_scale[norm.name] = scale
+            new.update(_rescaled_norm(norm, tensors, scale))
+    return new, norm_scale
+
+
+def eps_ratio(variance: Tensor, scale: float, eps: float) -> Tensor:
+    """What a normalisation's output is multiplied by when its input is rescaled but eps is not.
+
+    `sqrt(c^2 (v + eps) / (c^2 v + eps))` for variance v and scale c.
+    """
+    return torch.sqrt(scale**2 * (variance + eps) / (scale**2 * variance + eps))
+
+
+def _rescaled_norm(norm: Norm, tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Statistics that fit the rescaled input; what eps then does to the output is folded into the weight."""
+    new = {}
+    if norm.running_mean is not None and norm.running_mean in tensors:
+        new[norm.running_mean] = tensors[norm.running_mean] * scale
+    if norm.running_var is not None and norm.running_var in tensors:
+        variance = tensors[norm.running_var]
+        new[norm.running_var] = variance * scale**2
+        if norm.weight is not None and norm.weight in tensors:
+            folded = eps_ratio(variance, scale, norm.eps).to(tensors[norm.weight])
+            new[norm.weight] = tensors[norm.weight] / folded
+    return new
