@@ -5,10 +5,18 @@ level. Defaults live in `conf/`; here a value that must come from there is MISSI
 """
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
+
+# Members are strings: classes take them as the plain words that they are.
+Rule = StrEnum("Rule", ["ratio", "constraint"])
+Shape = StrEnum("Shape", ["cosine", "constant"])
+Restarts = StrEnum("Restarts", ["none", "stage"])
+BatchRule = StrEnum("BatchRule", ["none", "linear", "sqrt"])
+OptimizerState = StrEnum("OptimizerState", ["reset", "zero_new"])
 
 
 @dataclass
@@ -51,7 +59,7 @@ class OursConfig:
     """growth=ours."""
 
     _target_: str = "growlab.growth.VarianceTransfer"
-    rule: str = MISSING
+    rule: Rule = MISSING
     output_multiplier: bool = MISSING
     noise_std: float = MISSING
     gain: float = MISSING
@@ -71,10 +79,10 @@ class LearningRateConfig:
     """schedule.learning_rate."""
 
     _target_: str = "growlab.training.LearningRate"
-    shape: str = MISSING
+    shape: Shape = MISSING
     warmup_epochs: float = MISSING
-    restarts: str = MISSING
-    batch_rule: str = MISSING
+    restarts: Restarts = MISSING
+    batch_rule: BatchRule = MISSING
 
 
 @dataclass
@@ -97,8 +105,32 @@ class ScheduleConfig:
     learning_rate: LearningRateConfig = field(default_factory=LearningRateConfig)
 
 
+@dataclass
+class MainConfig:
+    """The top level: the groups, and values that belong to none."""
+
+    model: Any = MISSING
+    data: Any = MISSING
+    growth: Any = MISSING
+    lr_adapt: Any = MISSING
+    optimizer: Any = MISSING
+    schedule: Any = MISSING
+    trainer: Any = MISSING
+    logger: Any = MISSING
+    name: str = MISSING
+    seed: int = MISSING
+    ckpt_path: str | None = MISSING
+    compile: bool = MISSING
+    optimizer_state: OptimizerState = MISSING
+    probe_size: int = MISSING
+    log_rates_every_n_steps: int = MISSING
+
+
 def register() -> None:
-    """Put the schemas into Hydra's store, under the groups that the files of `conf/` name."""
+    """Put the schemas into Hydra's store, under the names that the files of `conf/` use.
+
+    They stand below `hydra/`, whose groups `growlab --help` does not list: nobody chooses among them.
+    """
     store = ConfigStore.instance()
     for name, node in {
         "none": FixedSizeConfig,
@@ -107,6 +139,7 @@ def register() -> None:
         "net2net": Net2NetConfig,
         "ours": OursConfig,
     }.items():
-        store.store(group="schema/growth", name=name, node=node)
-    store.store(group="schema", name="lr_adapt", node=RateAdaptationConfig)
-    store.store(group="schema", name="schedule", node=ScheduleConfig)
+        store.store(group="hydra/schema/growth", name=name, node=node)
+    store.store(group="hydra/schema", name="lr_adapt", node=RateAdaptationConfig)
+    store.store(group="hydra/schema", name="schedule", node=ScheduleConfig)
+    store.store(group="hydra/schema", name="main", node=MainConfig)

@@ -2,14 +2,11 @@
 
 import contextlib
 import logging
-import platform
+import secrets
 import shlex
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,67 +15,53 @@ import lightning
 import torch
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from growlab.analysis.flops import forward_flops, stage_flops, train_cost_percent
+from growlab.analysis.figures import write_run_figures
 from growlab.analysis.run_table import print_results
 from growlab.data import ImageData
 from growlab.errors import UserError
-from growlab.files import write_atomically, write_json, write_text
-from growlab.growth import FixedSize, GrowthMethod, Schedule, fold_output_factor, make_schedule, plant
+from growlab.files import write_json, write_text
+from growlab.growth import FixedSize, GrowthMethod, fold_output_factor, plant
 from growlab.training import GrowthCallback, GrowthProgress, RunRecorder, Task
-from growlab.training.checkpoints import AtomicCheckpointIO, check_readable, every_epoch, last_checkpoint
+from growlab.training.checkpoints import AtomicCheckpointIO, every_epoch, last_checkpoint, read_header, save
+from growlab.training.loggers import finish
+from growlab.training.plan import Plan, make_plan
+from growlab.training.provenance import git_commit, machine, versions
 from growlab.widths import UnsupportedOperation, WidthGraph, trace
 
-# A forward and a backward pass cost about three forward passes.
-_TRAINING_FACTOR = 3
+# What a resumed run may do differently: none of it changes what is computed.
+_FREE_ON_RESUME = (
+    *("name", "ckpt_path", "logger", "compile", "log_rates_every_n_steps"),
+    *("trainer.accelerator", "trainer.devices", "data.root", "data.download", "data.eval_batch_size"),
+    *("data.in_memory", "data.num_workers"),
+)
+_MAX_SEED = 2**32 - 1
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a run will do, computed before it trains.
-
-    Attributes:
-        schedule: its stages.
-        widths: width of each group at each stage.
-        flops: forward FLOPs per sample of each stage.
-        full_flops: the same of the full-width network.
-        reference_epochs: epochs of the fixed-size run that cost is relative to.
-    """
-
-    schedule: Schedule
-    widths: list[dict[str, int]]
-    flops: list[int]
-    full_flops: int
-    reference_epochs: int
-
-    @property
-    def train_cost_percent(self) -> float:
-        """Cost relative to the fixed-size run, in percent."""
-        return train_cost_percent(self.schedule.epochs, self.flops, self.full_flops, self.reference_epochs)
-
-
-def run(cfg: DictConfig) -> dict[str, Any]:
+def run(cfg: DictConfig) -> float | None:
     """Train one network as configured and leave everything about it in the run's folder.
 
     Args:
         cfg: the composed configuration of `conf/config.yaml`.
 
     Returns:
-        The content of `results.json`.
+        What a search may select on: the accuracy on images held out from the training set, None without
+        `data.validation=split`. Everything else is in the folder's `results.json`.
 
     Raises:
         UserError: the configuration, the data, the machine or the training itself does not allow the run.
     """
-    run_dir = Path(HydraConfig.get().runtime.output_dir)
-    with _plain_errors():
-        return _run(cfg, run_dir)
+    with _plain_errors(), _quiet_libraries():
+        return _run(cfg, Path(HydraConfig.get().runtime.output_dir))
 
 
-def _run(cfg: DictConfig, run_dir: Path) -> dict[str, Any]:
+def _run(cfg: DictConfig, run_dir: Path) -> float | None:
+    _check(cfg)
     checkpoint = _checkpoint_to_resume(cfg, run_dir)
-    _check_accelerator(cfg)
+    run_id = read_header(checkpoint)["run_id"] if checkpoint else secrets.token_hex(4)
     data: ImageData = hydra.utils.instantiate(cfg.data)
     data.setup()
     lightning.seed_everything(cfg.seed, verbose=False)
@@ -87,14 +70,10 @@ def _run(cfg: DictConfig, run_dir: Path) -> dict[str, Any]:
     )
     method: GrowthMethod = hydra.utils.instantiate(cfg.growth)
     graph = _trace(network, data, method)
-    try:
-        plan = make_plan(cfg, network, graph, method, data)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    plan = _plan(cfg, network, graph, method, data)
     state = plant(network, graph, method, plan.widths[0], cfg.seed)
 
     data.batch_size_at_epoch = plan.schedule.batch_size_at
-    steps_in_epoch = [data.num_steps(epoch) for epoch in range(plan.schedule.total_epochs)]
     task = Task(
         network,
         graph,
@@ -102,86 +81,47 @@ def _run(cfg: DictConfig, run_dir: Path) -> dict[str, Any]:
         plan.schedule,
         state,
         hydra.utils.instantiate(cfg.optimizer),
-        _optimizer_steps(steps_in_epoch, cfg.trainer),
+        plan.steps,
         hydra.utils.instantiate(cfg.lr_adapt),
         hydra.utils.instantiate(cfg.schedule.learning_rate),
         cfg.seed,
+        _settings(cfg),
+        run_id,
     )
-    recorder = RunRecorder(run_dir, data.num_train, cfg.log_rates_every_n_steps)
-    flops_in_epoch = [
-        plan.flops[plan.schedule.stage_at(epoch)] * data.num_train
-        for epoch in range(plan.schedule.total_epochs)
-    ]
-    progress = GrowthProgress(steps_in_epoch, flops_in_epoch, data.num_train)
+    recorder = RunRecorder(run_dir, plan.samples, cfg.log_rates_every_n_steps)
+    progress = GrowthProgress(plan.batches, plan.samples, plan.flops_in_epoch)
 
     def on_event(trainer: lightning.Trainer, receipt: dict[str, Any]) -> None:
         recorder.on_growth(trainer, receipt)
         progress.on_growth(trainer, receipt)
 
-    growth = GrowthCallback(data.probe_batch(cfg.probe_size), cfg.optimizer_state, on_event)
-    write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
-    trainer = _trainer(cfg, run_dir, [growth, progress, recorder, every_epoch(run_dir)], plan, data)
-    if cfg.compile:
-        network.compile()
-    trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-    tested = trainer.test(task, datamodule=data, verbose=False) and task.metrics("test")
-    recorder.write(task)
-    results = _results(cfg, plan, task, recorder, data, tested)
-    fold_output_factor(network, graph, task.growth_state.output_factor)
-    weights = {name: tensor.detach().cpu() for name, tensor in network.state_dict().items()}
-    write_atomically(run_dir / "model.pt", lambda file: torch.save(weights, file))
-    write_json(run_dir / "results.json", results)
-    _finish_loggers(trainer)
-    _write_figures(run_dir)
+    growth = GrowthCallback(data.probe_batch(cfg.probe_size), str(cfg.optimizer_state), on_event)
+    with _loggers(cfg, run_id) as loggers:
+        trainer = _trainer(
+            cfg, run_dir, loggers, [growth, progress, recorder, every_epoch(run_dir)], plan, data
+        )
+        write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+        if cfg.compile:
+            # Not torch.compile(network), which would put a prefix before the names of all weights.
+            network.compile()
+        trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        _check_complete(recorder, plan, run_dir)
+        recorder.write(task)
+        # Before the test, so that the accuracy is that of the very weights in model.pt.
+        fold_output_factor(network, graph, task.growth_state.output_factor)
+        task.growth_state.output_factor = 1.0
+        trainer.test(task, datamodule=data, verbose=False)
+        results = _results(cfg, plan, task, recorder)
+        save(
+            run_dir / "model.pt",
+            {name: tensor.detach().cpu() for name, tensor in network.state_dict().items()},
+        )
+        write_json(run_dir / "results.json", results)
+        recorder.on_result(trainer, results)
+    write_run_figures(run_dir)
     if trainer.is_global_zero:
         print_results(results, run_dir)
-    return results
-
-
-def make_plan(
-    cfg: DictConfig, network: nn.Module, graph: WidthGraph, method: GrowthMethod, data: ImageData
-) -> Plan:
-    """Work out stages, widths and cost of a run before it trains.
-
-    Args:
-        cfg: the composed configuration.
-        network: at full width; left as it is.
-        graph: its width graph.
-        method: the growth method; a `FixedSize` one has a single stage.
-        data: set up.
-
-    Raises:
-        ValueError: the schedule is impossible.
-    """
-    settings = OmegaConf.to_container(cfg.schedule, resolve=True)
-    settings.pop("learning_rate")
-    equal_flops = settings.pop("equal_flops")
-    sample = data.probe_batch(1).to(next(network.parameters()).dtype)
-    full_flops = forward_flops(network, sample)
-
-    def flops_of(widths: list[dict[str, int]]) -> list[int]:
-        return stage_flops(network, graph, graph.full_widths, widths, sample)
-
-    if not isinstance(method, FixedSize):
-        if equal_flops:
-            raise UserError("schedule.equal_flops is for the fixed-size run; set growth=none with it.")
-        schedule = make_schedule(batch_size=data.batch_size, **settings)
-        widths = schedule.widths(graph)
-        return Plan(schedule, widths, flops_of(widths), full_flops, schedule.total_epochs)
-    epochs = settings["total_epochs"] if settings["epochs"] is None else sum(settings["epochs"])
-    reference_epochs = epochs
-    if equal_flops:
-        grown = make_schedule(batch_size=data.batch_size, **settings)
-        spent = train_cost_percent(grown.epochs, flops_of(grown.widths(graph)), full_flops, epochs)
-        epochs = max(1, round(epochs * spent / 100.0))
-    schedule = make_schedule(epochs, data.batch_size, num_stages=1)
-    widths = [
-        {
-            name: max(1, round(group.full_width * method.width_multiple))
-            for name, group in graph.groups.items()
-        }
-    ]
-    return Plan(schedule, widths, flops_of(widths), full_flops, reference_epochs)
+    return results["val_accuracy"] if cfg.data.get("validation") == "split" else None
 
 
 def _trace(network: nn.Module, data: ImageData, method: GrowthMethod) -> WidthGraph:
@@ -193,16 +133,27 @@ def _trace(network: nn.Module, data: ImageData, method: GrowthMethod) -> WidthGr
         raise
 
 
+def _plan(
+    cfg: DictConfig, network: nn.Module, graph: WidthGraph, method: GrowthMethod, data: ImageData
+) -> Plan:
+    settings = OmegaConf.to_container(cfg.schedule, resolve=True)
+    del settings["learning_rate"]
+    limit, accumulate = cfg.trainer.limit_train_batches, cfg.trainer.accumulate_grad_batches
+    try:
+        return make_plan(settings, network, graph, method, data, limit, accumulate)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
 def _trainer(
-    cfg: DictConfig, run_dir: Path, callbacks: list[lightning.Callback], plan: Plan, data: ImageData
+    cfg: DictConfig,
+    run_dir: Path,
+    loggers: list[Logger],
+    callbacks: list[lightning.Callback],
+    plan: Plan,
+    data: ImageData,
 ) -> lightning.Trainer:
-    loggers = [hydra.utils.instantiate(logger) for logger in cfg.logger.values()]
-    for logger in loggers:
-        logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
-    # Lightning's greetings and tips, and its own use of what torch deprecates, are not this run's news.
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module=r"lightning\.pytorch\.utilities\._pytree")
-    return hydra.utils.instantiate(
+    trainer = hydra.utils.instantiate(
         cfg.trainer,
         max_epochs=plan.schedule.total_epochs,
         limit_val_batches=1.0 if data.num_val else 0,
@@ -213,10 +164,35 @@ def _trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
+        log_every_n_steps=1,
         reload_dataloaders_every_n_epochs=1,
         use_distributed_sampler=False,
         _convert_="all",
     )
+    if trainer.world_size > 1 and plan.schedule.num_stages > 1:
+        raise UserError(
+            f"growing on {trainer.world_size} devices is not supported yet; set trainer.devices=1, or train the "
+            "fixed-size network with growth=none."
+        )
+    return trainer
+
+
+@contextlib.contextmanager
+def _loggers(cfg: DictConfig, run_id: str) -> Iterator[list[Logger]]:
+    """The configured loggers, told the configuration, and ended whatever happens."""
+    loggers: list[Logger] = []
+    succeeded = False
+    try:
+        for settings in cfg.logger.values():
+            # The same identity after an interruption, where a logger has one.
+            identity = {"id": run_id} if "id" in settings and settings.id is None else {}
+            loggers.append(hydra.utils.instantiate(settings, **identity))
+        for logger in loggers:
+            logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
+        yield loggers
+        succeeded = True
+    finally:
+        finish(loggers, succeeded)
 
 
 def _checkpoint_to_resume(cfg: DictConfig, run_dir: Path) -> Path | None:
@@ -226,141 +202,108 @@ def _checkpoint_to_resume(cfg: DictConfig, run_dir: Path) -> Path | None:
     if cfg.ckpt_path == "last" and not path.exists():
         print(f"no checkpoint in {run_dir} yet: starting from the beginning", file=sys.stderr)
         return None
-    check_readable(path)
     return path
 
 
-def _check_accelerator(cfg: DictConfig) -> None:
-    if cfg.trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-        if cfg.trainer.accelerator == "gpu" and torch.backends.mps.is_available():
+def _settings(cfg: DictConfig) -> dict[str, Any]:
+    """What decides the numbers that come out of a run, in plain containers."""
+    settings = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    for name in _FREE_ON_RESUME:
+        *parents, key = name.split(".")
+        branch = settings
+        for parent in parents:
+            branch = branch.get(parent, {})
+        branch.pop(key, None)
+    return settings
+
+
+def _check(cfg: DictConfig) -> None:
+    """Refuse what would only fail later."""
+    if not 0 <= cfg.seed <= _MAX_SEED:
+        raise UserError(f"seed={cfg.seed} must lie between 0 and {_MAX_SEED}.")
+    if cfg.probe_size < 2:
+        raise UserError(
+            f"probe_size={cfg.probe_size} must be at least 2: batch normalisation needs two images."
+        )
+    job = HydraConfig.get()
+    searches = "BasicSweeper" not in str(job.sweeper.get("_target_"))
+    if job.mode == hydra.types.RunMode.MULTIRUN and searches and cfg.data.get("validation") != "split":
+        raise UserError(
+            "a sweeper that selects needs images that are neither trained on nor tested on: set "
+            "data.validation=split."
+        )
+    accelerator = cfg.trainer.accelerator
+    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        if accelerator == "gpu" and torch.backends.mps.is_available():
             return
         raise UserError(
-            f"trainer.accelerator={cfg.trainer.accelerator}, but torch {torch.__version__} sees no GPU here; use "
-            "trainer=cpu, or install a driver that fits this torch."
+            f"trainer.accelerator={accelerator}, but torch {torch.__version__} sees no GPU here; use trainer=cpu, "
+            "or install a driver that fits this torch."
         )
 
 
-def _optimizer_steps(batches_in_epoch: list[int], trainer: DictConfig) -> list[int]:
-    limit, accumulate = trainer.limit_train_batches, trainer.accumulate_grad_batches
-    steps = []
-    for batches in batches_in_epoch:
-        if limit is not None:
-            batches = min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
-        steps.append(-(-batches // accumulate))
-    return steps
+def _check_complete(recorder: RunRecorder, plan: Plan, run_dir: Path) -> None:
+    done, wanted = len(recorder.rows), plan.schedule.total_epochs
+    if done < wanted:
+        raise UserError(
+            f"training was stopped after {done} of {wanted} epochs, so there is no result yet; go on with "
+            f"ckpt_path=last hydra.run.dir={run_dir}."
+        )
 
 
-def _results(
-    cfg: DictConfig,
-    plan: Plan,
-    task: Task,
-    recorder: RunRecorder,
-    data: ImageData,
-    tested: dict[str, float],
-) -> dict[str, Any]:
+def _results(cfg: DictConfig, plan: Plan, task: Task, recorder: RunRecorder) -> dict[str, Any]:
     choices, overrides = HydraConfig.get().runtime.choices, list(HydraConfig.get().overrides.task)
+    stages = _stages(plan, task, recorder)
+    errors = [event[f"parity_error_{mode}"] for event in task.events for mode in ("eval", "train")]
+    last = recorder.rows[-1]
+    return {
+        "experiment": cfg.name,
+        **{key: choices[key] for key in ("model", "data", "growth", "lr_adapt", "optimizer")},
+        "seed": cfg.seed,
+        "epochs": plan.schedule.total_epochs,
+        "reference_epochs": plan.reference_epochs,
+        "precision": str(cfg.trainer.precision),
+        **task.metrics("test"),
+        "train_accuracy": last["train_accuracy"],
+        "train_loss": last["train_loss"],
+        "val_accuracy": last.get("val_accuracy"),
+        "val_loss": last.get("val_loss"),
+        "train_cost_percent": plan.train_cost_percent,
+        "train_flops": plan.train_flops,
+        "seconds": sum(stage["seconds"] for stage in stages),
+        "parity_max_error": max((error for error in errors if error is not None), default=None),
+        "stages": stages,
+        "schedule": OmegaConf.to_container(cfg.schedule, resolve=True, enum_to_str=True),
+        "overrides": overrides,
+        "command": shlex.join(["python", "-m", "growlab", *overrides]),
+        "git_commit": git_commit(),
+        "versions": versions(),
+        "machine": machine(task.device),
+    }
+
+
+def _stages(plan: Plan, task: Task, recorder: RunRecorder) -> list[dict[str, Any]]:
     schedule = plan.schedule
-    params = {event["stage"]: event["num_params"] for event in task.events}
-    events_sec = {event["stage"]: event["seconds"] for event in task.events}
+    event_sec = {event["stage"]: event["seconds"] for event in task.events}
     stages = []
     for stage in range(schedule.num_stages):
         rows = [row for row in recorder.rows if row["stage"] == stage]
-        training_sec = sum(data.num_train / row["samples_per_sec"] for row in rows)
+        samples = sum(plan.samples[row["epoch"]] for row in rows)
+        training_sec = sum(plan.samples[row["epoch"]] / row["samples_per_sec"] for row in rows)
         stages.append(
             {
                 "stage": stage,
                 "epochs": schedule.epochs[stage],
                 "batch_size": schedule.batch_sizes[stage],
                 "widths": plan.widths[stage],
-                "num_params": params.get(stage, rows[-1]["num_params"]),
+                "num_params": rows[-1]["num_params"],
                 "flops_per_sample": plan.flops[stage],
-                "seconds": sum(row["seconds"] for row in rows) + events_sec.get(stage, 0.0),
-                "samples_per_sec": data.num_train * len(rows) / training_sec,
+                "seconds": sum(row["seconds"] for row in rows) + event_sec.get(stage, 0.0),
+                "samples_per_sec": samples / training_sec,
                 "peak_memory_bytes": recorder.peak_memory_bytes.get(stage),
             }
         )
-    errors = [
-        error
-        for event in task.events
-        for error in (event["parity_error_eval"], event["parity_error_train"])
-        if error is not None
-    ]
-    last = recorder.rows[-1]
-    return {
-        "experiment": cfg.name,
-        **{key: choices[key] for key in ("model", "data", "growth", "lr_adapt", "optimizer")},
-        "seed": cfg.seed,
-        "epochs": schedule.total_epochs,
-        "reference_epochs": plan.reference_epochs,
-        "precision": str(cfg.trainer.precision),
-        "test_accuracy": tested["test_accuracy"],
-        "test_loss": tested["test_loss"],
-        "train_accuracy": last["train_accuracy"],
-        "train_loss": last["train_loss"],
-        "train_cost_percent": plan.train_cost_percent,
-        "train_flops": _TRAINING_FACTOR
-        * data.num_train
-        * sum(epochs * flops for epochs, flops in zip(schedule.epochs, plan.flops, strict=True)),
-        "seconds": sum(stage["seconds"] for stage in stages),
-        "parity_max_error": max(errors, default=None),
-        "stages": stages,
-        "schedule": OmegaConf.to_container(cfg.schedule, resolve=True),
-        "overrides": overrides,
-        "command": shlex.join(["python", "-m", "growlab", *overrides]),
-        "git_commit": _git_commit(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("torch", "lightning")},
-            "growlab": _growlab_version(),
-        },
-        "machine": {"device": _device_name(task.device), "threads": torch.get_num_threads()},
-    }
-
-
-def _growlab_version() -> str | None:
-    try:
-        return metadata.version("growlab")
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _git_commit() -> str | None:
-    def git(*arguments: str) -> str:
-        folder = Path(__file__).resolve().parent
-        return subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", "../conf")
-        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _finish_loggers(trainer: lightning.Trainer) -> None:
-    for logger in trainer.loggers:
-        logger.finalize("success")
-        # An unfinished W&B run would be taken up by the next run of the process.
-        finish = getattr(logger.experiment, "finish", None)
-        if finish is not None:
-            finish()
-
-
-def _write_figures(run_dir: Path) -> None:
-    from growlab.analysis.figures import write_run_figures
-
-    write_run_figures(run_dir)
+    return stages
 
 
 @contextlib.contextmanager
@@ -370,7 +313,25 @@ def _plain_errors() -> Iterator[None]:
         yield
     except (MisconfigurationException, UnsupportedOperation) as error:
         raise UserError(" ".join(str(error).split())) from error
-    except hydra.errors.InstantiationException as error:
-        if isinstance(error.__cause__, (ValueError, TypeError)):
-            raise UserError(" ".join(str(error.__cause__).split())) from error
+    except Exception as error:
+        # Such as a key that is missing for an online run.
+        if type(error).__module__.partition(".")[0] == "wandb":
+            raise UserError(" ".join(str(error).split())) from error
         raise
+
+
+@contextlib.contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Lightning's greetings and tips, and its own use of what torch deprecates, are not this run's news."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"lightning\.pytorch\.utilities\._pytree")
+            # A run's folder may be moved before it goes on, and then holds checkpoints already.
+            warnings.filterwarnings("ignore", message="The dirpath has changed")
+            warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -66,8 +66,9 @@ class GrowthCallback(Callback):
         for optimizer in trainer.optimizers:
             follow(optimizer, event.replaced, task.graph, before, widths[stage], self._optimizer_state)
             task.relabel_regions(optimizer)
-        # Without this the ninth width exceeds the compiler's recompile limit and it silently stops compiling.
-        torch.compiler.reset()
+        if task.network._compiled_call_impl is not None:
+            # Else the ninth width exceeds the compiler's recompile limit and it silently stops compiling.
+            torch.compiler.reset()
         receipt = {
             "stage": stage,
             "epoch": trainer.current_epoch,

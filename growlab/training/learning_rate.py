@@ -4,10 +4,17 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import cos, pi, sqrt
+from math import cos, inf, pi, sqrt
 from typing import Literal
 
+from growlab.errors import UserError
 from growlab.growth import Schedule
+
+_CHOICES = {
+    "shape": ("cosine", "constant"),
+    "restarts": ("none", "stage"),
+    "batch_rule": ("none", "linear", "sqrt"),
+}
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,9 @@ class LearningRate:
         warmup_epochs: epochs of linear rise from 0 at the beginning.
         restarts: run the shape once over the whole run ("none"), or anew in each stage ("stage").
         batch_rule: scale the rate with the stage's batch size over the last stage's: "none", "linear", "sqrt".
+
+    Raises:
+        ValueError: a value is none of these.
     """
 
     shape: Literal["cosine", "constant"] = "cosine"
@@ -26,13 +36,28 @@ class LearningRate:
     restarts: Literal["none", "stage"] = "none"
     batch_rule: Literal["none", "linear", "sqrt"] = "none"
 
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be {' or '.join(known)}, not {getattr(self, name)!r}.")
+        if not 0 <= self.warmup_epochs < inf:
+            raise ValueError(f"warmup_epochs must be 0 or more, not {self.warmup_epochs}.")
+
     def factor_at_step(self, schedule: Schedule, steps_in_epoch: Sequence[int]) -> Callable[[int], float]:
         """The factor on the base rate as a function of the number of optimizer steps done.
 
         Args:
             schedule: stages of the run.
             steps_in_epoch: optimizer steps of each epoch.
+
+        Raises:
+            UserError: the warm-up takes the whole run.
         """
+        if self.warmup_epochs >= schedule.total_epochs:
+            raise UserError(
+                f"schedule.learning_rate.warmup_epochs={self.warmup_epochs} leaves none of "
+                f"{schedule.total_epochs} epochs to train at the full rate."
+            )
         starts = [0, *accumulate(steps_in_epoch)]
 
         def factor(step: int) -> float:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from lightning import Callback, Trainer
@@ -21,14 +22,14 @@ class GrowthProgress(Callback):
     """One bar over the whole run, a line for each growth event, and without a terminal a line for each epoch.
 
     Args:
-        steps_in_epoch: optimizer steps of each epoch.
-        flops_in_epoch: forward FLOPs of each epoch; time left is judged by them, since late stages are slower.
-        num_samples: training samples in an epoch.
+        batches: batches of each epoch.
+        samples: training samples of each epoch.
+        flops: forward FLOPs of each epoch; time left is judged by them, since late stages are slower.
     """
 
-    def __init__(self, steps_in_epoch: list[int], flops_in_epoch: list[int], num_samples: int) -> None:
-        self._steps, self._num_samples = steps_in_epoch, num_samples
-        self._effort = [_FIXED_EFFORT + flops / max(flops_in_epoch) for flops in flops_in_epoch]
+    def __init__(self, batches: Sequence[int], samples: Sequence[int], flops: Sequence[int]) -> None:
+        self._batches, self._samples = batches, samples
+        self._effort = [_FIXED_EFFORT + forward / max(flops) for forward in flops]
         self._console = Console(file=sys.stderr)
         self._bar: Progress | None = None
         self._shown = 0.0
@@ -67,9 +68,9 @@ class GrowthProgress(Callback):
             return
         self._shown = now
         epoch = trainer.current_epoch
-        part = (batch_idx + 1) / max(1, self._steps[epoch])
+        part = (batch_idx + 1) / self._batches[epoch]
         done = sum(self._effort[:epoch]) + part * self._effort[epoch]
-        samples_per_sec = part * self._num_samples / (now - self._epoch_began)
+        samples_per_sec = part * self._samples[epoch] / (now - self._epoch_began)
         figures = pl_module.running_metrics()
         self._bar.update(
             self._bar.task_ids[0],
@@ -90,7 +91,7 @@ class GrowthProgress(Callback):
             for name, value in metrics.items()
         )
         done = sum(self._effort[: trainer.current_epoch + 1])
-        rate = self._num_samples / (now - self._epoch_began)
+        rate = self._samples[trainer.current_epoch] / (now - self._epoch_began)
         line = f"{self._describe(trainer, pl_module)}  {figures}  {rate:,.0f}/s  left {_clock(self._left(done, now))}"
         print(line, file=sys.stderr, flush=True)
 

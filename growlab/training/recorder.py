@@ -1,12 +1,15 @@
 """Writes what happens in a run into its folder while it happens."""
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import Callback, Trainer
+from torch.optim import Optimizer
 
+from growlab.errors import UserError
 from growlab.files import write_json, write_text
 from growlab.optim import RegionalSGD
 from growlab.training.task import Task
@@ -26,16 +29,22 @@ class RunRecorder(Callback):
 
     Args:
         run_dir: the run's folder.
-        num_samples: training samples in an epoch.
+        samples: training samples of each epoch.
         log_rates_every_n_steps: how often rate factors and norms of regions are recorded.
+
+    Raises:
+        UserError: there is no such interval.
     """
 
-    def __init__(self, run_dir: Path, num_samples: int, log_rates_every_n_steps: int = 100) -> None:
-        self.run_dir, self.num_samples = run_dir, num_samples
+    def __init__(self, run_dir: Path, samples: Sequence[int], log_rates_every_n_steps: int = 100) -> None:
+        if log_rates_every_n_steps < 1:
+            raise UserError(f"log_rates_every_n_steps={log_rates_every_n_steps} must be at least 1.")
+        self.run_dir, self.samples = run_dir, samples
         self.log_rates_every_n_steps = log_rates_every_n_steps
         self.rows: list[dict[str, Any]] = []
         self.peak_memory_bytes: dict[int, int] = {}
         self._rates: list[str] = []
+        self._lr = 0.0
         self._began = 0.0
         self._validation_sec = 0.0
         self._validation_began = 0.0
@@ -67,62 +76,69 @@ class RunRecorder(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Stop the training clock."""
         self._validation_began = time.perf_counter()
-        pl_module._sums.pop("val", None)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Task) -> None:
         """Start the training clock again."""
         self._validation_sec += time.perf_counter() - self._validation_began
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Task, optimizer: Any) -> None:
-        """Record rate factors and norms of regions every n steps."""
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Task, optimizer: Optimizer) -> None:
+        """Keep the step's rate; every n steps record rate factors and norms of regions."""
+        self._lr = optimizer.param_groups[0]["lr"]
         if trainer.global_step % self.log_rates_every_n_steps or not isinstance(optimizer, RegionalSGD):
             return
         names = {parameter: name for name, parameter in pl_module.network.named_parameters()}
+        where = (trainer.global_step, trainer.current_epoch, pl_module.growth_state.stage)
+        logged = {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             factors, regions = optimizer.factors(parameter), optimizer.region_norms(parameter)
             if factors is None or regions is None:
                 continue
-            stages, norms = regions
+            name, (stages, norms) = names[parameter], regions
             for region, factor, norm in zip(stages.tolist(), factors.tolist(), norms.tolist(), strict=True):
-                cells = (trainer.global_step, trainer.current_epoch, pl_module.growth_state.stage)
-                self._rates.append(
-                    ",".join(map(str, (*cells, names[parameter], region, f"{factor:.6g}", f"{norm:.6g}")))
-                )
+                self._rates.append(",".join(map(str, (*where, name, region, f"{factor:.6g}", f"{norm:.6g}"))))
+                logged[f"rate_factor/{name}/stage_{region}"] = factor
+        if logged:
+            _log(trainer, logged, trainer.global_step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
         """Add the epoch's row and write the files, before the checkpoint is saved."""
         pl_module.check_loss()
+        pl_module.check_weights()
         metrics = {**pl_module.metrics("train"), **pl_module.metrics("val")}
         seconds = time.perf_counter() - self._began
-        stage = pl_module.growth_state.stage
+        stage, epoch = pl_module.growth_state.stage, trainer.current_epoch
         row = {
-            "epoch": trainer.current_epoch,
+            "epoch": epoch,
             "step": trainer.global_step,
             "stage": stage,
             "batch_size": pl_module.schedule.batch_sizes[stage],
-            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "lr": self._lr,
             "num_params": sum(p.numel() for p in pl_module.network.parameters()),
             **metrics,
-            "samples_per_sec": self.num_samples / (seconds - self._validation_sec),
+            "samples_per_sec": self.samples[epoch] / (seconds - self._validation_sec),
             "seconds": seconds,
         }
         self.rows.append(row)
         if pl_module.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(pl_module.device)
             self.peak_memory_bytes[stage] = max(peak, self.peak_memory_bytes.get(stage, 0))
-        pl_module.log_dict({k: float(v) for k, v in row.items() if k not in ("epoch", "step")})
+        # For other callbacks; the loggers get Python's numbers, which `log_dict` would round to float32.
+        pl_module.log_dict(metrics, logger=False)
+        _log(trainer, {key: value for key, value in row.items() if key != "step"}, trainer.global_step)
         if trainer.is_global_zero:
             self.write(pl_module)
 
     def on_growth(self, trainer: Trainer, receipt: dict[str, Any]) -> None:
         """Hand a growth event to the loggers; the file follows with the epoch's end."""
-        values = {
-            f"growth/{key}": float(value)
-            for key, value in receipt.items()
-            if isinstance(value, (int, float)) and key not in ("epoch", "step")
-        }
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=receipt["step"])
+        numbers = {key: value for key, value in receipt.items() if isinstance(value, (int, float))}
+        widths = {f"width/{group}": width for group, width in receipt["widths_after"].items()}
+        events = {f"growth/{key}": value for key, value in numbers.items() if key not in ("epoch", "step")}
+        _log(trainer, {**events, **widths}, receipt["step"])
+
+    def on_result(self, trainer: Trainer, results: Mapping[str, Any]) -> None:
+        """Hand what came out of the run to the loggers: every single number of `results.json`."""
+        numbers = {key: value for key, value in results.items() if isinstance(value, (int, float))}
+        _log(trainer, {f"result/{key}": value for key, value in numbers.items()}, trainer.global_step)
 
     # Files ---------------------------------------------------------------------------------------------
 
@@ -139,6 +155,11 @@ class RunRecorder(Callback):
             for name, group in task.graph.groups.items()
         }
         write_json(self.run_dir / "growth.json", {"events": task.events, "groups": groups})
+
+
+def _log(trainer: Trainer, values: dict[str, float], step: int) -> None:
+    for logger in trainer.loggers:
+        logger.log_metrics(values, step=step)
 
 
 def _cell(value: Any) -> str:

@@ -1,6 +1,6 @@
 """The Lightning task: classify images with a network that grows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from growlab.errors import UserError
 from growlab.growth import GrowthMethod, GrowthState, Schedule
 from growlab.optim import RateRule, RegionalSGD, weight_regions
+from growlab.training.checkpoints import HEADER, differences
 from growlab.training.learning_rate import LearningRate
 from growlab.widths import WidthGraph, resize
 
@@ -46,6 +47,9 @@ class Task(LightningModule):
         rate_adaptation: rates of regions; needs an optimizer of `growlab.optim`.
         learning_rate: the schedule of the rate.
         seed: of everything that a training step draws.
+        settings: what the run was configured with, in plain containers. They go into its checkpoints, and a
+            checkpoint of other settings is not resumed.
+        run_id: a name for the run that survives interruptions, for loggers.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class Task(LightningModule):
         rate_adaptation: RateAdaptation | None = None,
         learning_rate: LearningRate | None = None,
         seed: int = 0,
+        settings: Mapping[str, Any] | None = None,
+        run_id: str | None = None,
     ) -> None:
         super().__init__()
         self.network = network
@@ -68,7 +74,7 @@ class Task(LightningModule):
         self.events: list[dict[str, Any]] = []
         self.rate_adaptation = rate_adaptation or RateAdaptation()
         self.learning_rate = learning_rate or LearningRate()
-        self.seed = seed
+        self.seed, self.settings, self.run_id = seed, dict(settings or {}), run_id
         self._make_optimizer, self._steps_in_epoch = make_optimizer, steps_in_epoch
         self._seed_widths = dict(state.widths)
         self._sums: dict[str, Tensor] = {}
@@ -127,6 +133,10 @@ class Task(LightningModule):
         self._watch(loss, batch_index)
         return loss
 
+    def on_validation_epoch_start(self) -> None:
+        """Begin to count anew."""
+        self._sums.pop("val", None)
+
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
         """Loss and accuracy of one validation batch."""
         x, y = batch
@@ -169,10 +179,28 @@ class Task(LightningModule):
         """
         if self._bad_step is not None and int(self._bad_step) >= 0:
             raise UserError(
-                f"the training loss became NaN or infinite at step {int(self._bad_step)} (epoch "
-                f"{self.current_epoch}, stage {self.growth_state.stage}); the last checkpoint is from before "
-                "it: lower optimizer.lr, add schedule.warmup_epochs or clip with trainer.gradient_clip_val."
+                self._not_finite("the training loss became NaN or infinite at", int(self._bad_step))
             )
+
+    def check_weights(self) -> None:
+        """Stop the run if the last step left a weight or statistic that is not finite, before it is saved.
+
+        Raises:
+            UserError: naming the step and the tensor.
+        """
+        tensors = {n: t for n, t in self.network.state_dict().items() if t.is_floating_point()}
+        # Summed up on the device: one wait instead of one a tensor.
+        finite = torch.stack([tensor.isfinite().all() for tensor in tensors.values()])
+        if not bool(finite.all()):
+            first = next(n for n, fine in zip(tensors, finite.tolist(), strict=True) if not fine)
+            raise UserError(self._not_finite(f"{first} held NaN or infinity after", self.global_step - 1))
+
+    def _not_finite(self, what: str, step: int) -> str:
+        return (
+            f"{what} step {step} (epoch {self.current_epoch}, stage {self.growth_state.stage}); the last "
+            "checkpoint is from before it: lower optimizer.lr, raise schedule.learning_rate.warmup_epochs or set "
+            "trainer.gradient_clip_val."
+        )
 
     def _add(self, split: str, loss: Tensor, logits: Tensor, y: Tensor) -> None:
         correct = (logits.detach().argmax(1) == y).sum()
@@ -195,45 +223,48 @@ class Task(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the growth history, which the weights cannot be loaded without."""
-        checkpoint["growlab"] = {
+        checkpoint[HEADER] = {
             "state": self.growth_state.as_dict(),
             "events": self.events,
             "full_widths": self.graph.full_widths,
             "epochs": list(self.schedule.epochs),
             "method": self.method.name,
+            "settings": self.settings,
+            "run_id": self.run_id,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Bring the network to the widths that the weights were saved at.
 
         Raises:
-            UserError: the checkpoint is of another network, method or schedule.
+            UserError: the checkpoint is of another network, method or schedule, or of other settings.
         """
-        saved = checkpoint.get("growlab")
+        saved = checkpoint.get(HEADER)
         if saved is None:
             raise UserError("the checkpoint was not written by growlab; give ckpt_path one of growlab's.")
-        for what, ours, theirs in (
-            ("network", self.graph.full_widths, saved["full_widths"]),
-            ("growth method", self.method.name, saved["method"]),
-            ("schedule", list(self.schedule.epochs), saved["epochs"]),
-        ):
-            if ours != theirs:
-                raise UserError(
-                    f"the checkpoint is of another {what} than this run's ({_brief(theirs)} against "
-                    f"{_brief(ours)}); resume with the settings that it was trained with."
-                )
+        other = differences(saved["settings"], self.settings)
+        other = other or differences(
+            {key: saved[key] for key in ("full_widths", "method", "epochs")},
+            {
+                "full_widths": self.graph.full_widths,
+                "method": self.method.name,
+                "epochs": list(self.schedule.epochs),
+            },
+        )
         state = GrowthState.from_dict(saved["state"])
-        resize(self.network, self.graph, self.growth_state.widths, state.widths)
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
-        theirs = {name: tuple(tensor.shape) for name, tensor in checkpoint["state_dict"].items()}
-        if shapes != theirs:
+        if not other:
+            resize(self.network, self.graph, self.growth_state.widths, state.widths)
+            other = differences(
+                _shapes(checkpoint["state_dict"]), _shapes(self.state_dict()), "the shape of "
+            )
+        if other:
+            more = f" and {len(other) - 3} more" if len(other) > 3 else ""
             raise UserError(
-                "the checkpoint's tensors do not fit this run's network; resume with the model settings that "
-                "it was trained with."
+                f"the checkpoint is of another run, with {'; '.join(other[:3])}{more}: resume with the settings "
+                "that it was trained with."
             )
         self.growth_state, self.events = state, list(saved["events"])
 
 
-def _brief(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -1,0 +1,149 @@
+"""What a run will do, worked out before it trains: stages, widths, cost, batches and steps."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from growlab.analysis.flops import forward_flops, stage_flops, train_cost_percent
+from growlab.data import ImageData
+from growlab.errors import UserError
+from growlab.growth import FixedSize, GrowthMethod, Schedule, make_schedule
+from growlab.widths import WidthGraph
+
+# A forward and a backward pass cost about three forward passes.
+_TRAINING_FACTOR = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do.
+
+    Attributes:
+        schedule: its stages.
+        widths: width of each group at each stage.
+        flops: forward FLOPs per sample of each stage.
+        full_flops: the same of the full-width network.
+        reference_epochs: epochs of the fixed-size run that cost is relative to.
+        batches: batches of each epoch.
+        steps: optimizer steps of each epoch.
+        samples: training samples of each epoch.
+    """
+
+    schedule: Schedule
+    widths: list[dict[str, int]]
+    flops: list[int]
+    full_flops: int
+    reference_epochs: int
+    batches: list[int]
+    steps: list[int]
+    samples: list[int]
+
+    @property
+    def train_cost_percent(self) -> float:
+        """Forward FLOPs relative to those of the fixed-size run, in percent."""
+        return train_cost_percent(self.schedule.epochs, self.flops, self.full_flops, self.reference_epochs)
+
+    @property
+    def flops_in_epoch(self) -> list[int]:
+        """Forward FLOPs of each epoch over all its samples."""
+        stages = [self.schedule.stage_at(epoch) for epoch in range(self.schedule.total_epochs)]
+        return [self.flops[stage] * samples for stage, samples in zip(stages, self.samples, strict=True)]
+
+    @property
+    def train_flops(self) -> int:
+        """FLOPs of the whole training, forward and backward."""
+        return _TRAINING_FACTOR * sum(self.flops_in_epoch)
+
+
+def make_plan(
+    settings: Mapping[str, Any],
+    network: nn.Module,
+    graph: WidthGraph,
+    method: GrowthMethod,
+    data: ImageData,
+    limit_batches: float | None = None,
+    accumulate: int = 1,
+) -> Plan:
+    """Work out a run.
+
+    Args:
+        settings: arguments of `make_schedule` but the batch size, and `equal_flops`: whether a fixed-size run
+            trains for as many epochs as cost what growing by this schedule costs.
+        network: at full width; left as it is.
+        graph: its width graph.
+        method: the growth method; a `FixedSize` one has a single stage.
+        data: set up.
+        limit_batches: Lightning's `limit_train_batches`: a number (int) or part (float) of an epoch's batches.
+        accumulate: batches whose gradients make a step.
+
+    Raises:
+        ValueError: the schedule is impossible.
+        UserError: the settings do not go together.
+    """
+    settings = dict(settings)
+    equal_flops = settings.pop("equal_flops")
+    sample = data.probe_batch(1).to(next(network.parameters()).dtype)
+    full_flops = forward_flops(network, sample)
+
+    def flops_of(widths: list[dict[str, int]]) -> list[int]:
+        return stage_flops(network, graph, graph.full_widths, widths, sample)
+
+    if isinstance(method, FixedSize):
+        epochs = settings["total_epochs"] if settings["epochs"] is None else sum(settings["epochs"])
+        reference_epochs = epochs
+        widths = [_multiple(graph, method.width_multiple)]
+        flops = flops_of(widths)
+        if equal_flops:
+            grown = make_schedule(batch_size=data.batch_size, **settings)
+            spent = zip(grown.epochs, flops_of(grown.widths(graph)), strict=True)
+            epochs = max(1, round(sum(stage * forward for stage, forward in spent) / flops[0]))
+        schedule = make_schedule(epochs, data.batch_size, num_stages=1)
+    else:
+        if equal_flops:
+            raise UserError("schedule.equal_flops is for the fixed-size run; set growth=none with it.")
+        schedule = make_schedule(batch_size=data.batch_size, **settings)
+        reference_epochs, widths = schedule.total_epochs, schedule.widths(graph)
+        flops = flops_of(widths)
+    batch_sizes = [schedule.batch_size_at(epoch) for epoch in range(schedule.total_epochs)]
+    batches = [_limited(-(-data.num_train // size), limit_batches) for size in batch_sizes]
+    return Plan(
+        schedule,
+        widths,
+        flops,
+        full_flops,
+        reference_epochs,
+        batches,
+        steps=optimizer_steps(batches, accumulate),
+        samples=[
+            min(data.num_train, number * size) for number, size in zip(batches, batch_sizes, strict=True)
+        ],
+    )
+
+
+def optimizer_steps(batches: Sequence[int], accumulate: int) -> list[int]:
+    """Steps of each epoch; the last batch of an epoch always ends in a step.
+
+    Raises:
+        UserError: there is no such number.
+    """
+    if accumulate < 1:
+        raise UserError(f"trainer.accumulate_grad_batches={accumulate} must be at least 1.")
+    return [-(-number // accumulate) for number in batches]
+
+
+def _limited(batches: int, limit: float | None) -> int:
+    if limit is None:
+        return batches
+    limited = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    if limited < 1 or (isinstance(limit, float) and limit > 1):
+        raise UserError(
+            f"trainer.limit_train_batches={limit} of {batches} batches leaves none to train on; give a number of "
+            "batches from 1 or a part of them up to 1.0."
+        )
+    return limited
+
+
+def _multiple(graph: WidthGraph, multiple: float) -> dict[str, int]:
+    return {name: max(1, round(group.full_width * multiple)) for name, group in graph.groups.items()}
