@@ -26,7 +26,13 @@ from growlab.errors import UserError
 from growlab.files import write_json, write_text
 from growlab.growth import FixedSize, GrowthMethod, fold_output_factor, plant
 from growlab.training import GrowthCallback, GrowthProgress, RunRecorder, Task
-from growlab.training.checkpoints import AtomicCheckpointIO, every_epoch, last_checkpoint, read_header, save
+from growlab.training.checkpoints import (
+    AtomicCheckpointIO,
+    SaveEveryEpoch,
+    last_checkpoint,
+    read_header,
+    save,
+)
 from growlab.training.loggers import finish
 from growlab.training.plan import Plan, make_plan
 from growlab.training.provenance import git_commit, machine, versions
@@ -97,9 +103,8 @@ def _run(cfg: DictConfig, run_dir: Path) -> float | None:
 
     growth = GrowthCallback(data.probe_batch(cfg.probe_size), str(cfg.optimizer_state), on_event)
     with _loggers(cfg, run_id) as loggers:
-        trainer = _trainer(
-            cfg, run_dir, loggers, [growth, progress, recorder, every_epoch(run_dir)], plan, data
-        )
+        callbacks = [growth, progress, recorder, SaveEveryEpoch(last_checkpoint(run_dir))]
+        trainer = _trainer(cfg, run_dir, loggers, callbacks, plan, data)
         write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
         if cfg.compile:
             # Not torch.compile(network), which would put a prefix before the names of all weights.
@@ -329,9 +334,6 @@ def _quiet_libraries() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"lightning\.pytorch\.utilities\._pytree")
-            # A run's folder may be moved before it goes on, and then holds checkpoints already.
-            warnings.filterwarnings("ignore", message="The dirpath has changed")
-            warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
             yield
     finally:
         logger.setLevel(level)

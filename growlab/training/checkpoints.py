@@ -8,7 +8,8 @@ from typing import Any, BinaryIO
 from zipfile import BadZipFile
 
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from growlab.errors import UserError
@@ -53,20 +54,26 @@ def save(path: str | os.PathLike[str], content: Any) -> None:
     write_atomically(path, write)
 
 
-def every_epoch(run_dir: Path) -> ModelCheckpoint:
-    """A callback that keeps the state after the last finished epoch in `run_dir/checkpoints/last.ckpt`."""
-    return ModelCheckpoint(
-        dirpath=run_dir / CHECKPOINT_FOLDER,
-        save_top_k=0,
-        save_last=True,
-        every_n_epochs=1,
-        save_on_train_epoch_end=True,
-        enable_version_counter=False,
-    )
+class SaveEveryEpoch(Checkpoint):
+    """Keeps the state after the last finished epoch in one file.
+
+    Lightning runs callbacks of this kind after all others. Its own `ModelCheckpoint(save_top_k=0,
+    save_last=True)` saves nothing before training ends.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save, on every rank at once."""
+        trainer.save_checkpoint(self._path)
 
 
 def last_checkpoint(run_dir: Path) -> Path:
-    """Where `every_epoch` keeps its checkpoint."""
+    """Where a run keeps the checkpoint of its last finished epoch."""
     return run_dir / CHECKPOINT_FOLDER / LAST
 
 

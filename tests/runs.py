@@ -1,0 +1,219 @@
+"""Real runs of the command line, each in a process of its own that has everything imported already.
+
+Starting Python, torch and Lightning takes longer than a small run. So one process imports them once and forks
+for every run: exit codes, signals, what is printed and what is left behind are those of a real process.
+"""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its exit code (-9 after SIGKILL) and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+class CommandLine:
+    """`python -m growlab ARGUMENTS`, many times over."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment.pop("HYDRA_FULL_ERROR", None)
+        command = [sys.executable, "-m", "tests.runs"]
+        self._server = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __call__(self, *arguments: object, cwd: Path, fault: tuple[Any, ...] | None = None) -> Outcome:
+        """Run and wait.
+
+        Args:
+            arguments: overrides and options.
+            cwd: the folder that it is called from.
+            fault: name in `FAULTS` and its arguments, put in place before the run begins.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            order = {
+                "arguments": [str(a) for a in arguments],
+                "cwd": str(cwd),
+                "fault": fault,
+                "files": folder,
+            }
+            print(json.dumps(order), file=self._server.stdin, flush=True)
+            answer = self._server.stdout.readline()
+            assert answer, "the process that forks the runs has died"
+            return Outcome(
+                json.loads(answer), *((Path(folder) / name).read_text() for name in ("stdout", "stderr"))
+            )
+
+    def close(self) -> None:
+        """End the process that forks."""
+        self._server.stdin.close()
+        self._server.wait(timeout=30)
+        self._server.stdout.close()
+
+
+# Faults: what may happen to a run -----------------------------------------------------------------------
+
+
+def _strike(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def _at_step(step: int, number: int) -> None:
+    """A signal after so many optimizer steps."""
+    from growlab.training import GrowthCallback
+
+    def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
+        if trainer.global_step == step:
+            _strike(number)
+
+    GrowthCallback.on_train_batch_end = on_train_batch_end
+
+
+def _before_growth(stage: int, number: int) -> None:
+    """A signal between the last step of a stage and the growth event that begins the given one."""
+    from growlab.training import GrowthCallback
+
+    grow = GrowthCallback._grow
+
+    def struck(self: Any, trainer: Any, task: Any) -> None:
+        if task.growth_state.stage + 1 == stage:
+            _strike(number)
+        grow(self, trainer, task)
+
+    GrowthCallback._grow = struck
+
+
+def _at_checkpoint(count: int, moment: str, number: int) -> None:
+    """A signal before or after the n-th checkpoint takes its place."""
+    replace, seen = os.replace, []
+
+    def struck(source: Any, target: Any) -> None:
+        seen.extend([target] * (Path(target).suffix == ".ckpt"))
+        if len(seen) == count and moment == "before":
+            _strike(number)
+        replace(source, target)
+        if len(seen) == count:
+            _strike(number)
+
+    os.replace = struck
+
+
+def _full_disk(epoch: int, limit: int) -> None:
+    """From an epoch on no file may become larger than so many bytes."""
+    from growlab.training import GrowthProgress
+
+    def on_train_epoch_start(self: Any, trainer: Any, task: Any) -> None:
+        if trainer.current_epoch == epoch:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    GrowthProgress.on_train_epoch_start = on_train_epoch_start
+
+
+def _loss_is_nan(step: int) -> None:
+    from growlab.training import Task
+
+    original = Task._watch
+
+    def watch(self: Any, loss: Any, batch_index: int) -> None:
+        original(self, loss * float("nan") if self.global_step == step else loss, batch_index)
+
+    Task._watch = watch
+
+
+def _weights_are_nan(step: int) -> None:
+    """The gradient of one step is not finite, though its loss is."""
+    from growlab.training import GrowthCallback
+
+    def on_before_optimizer_step(self: Any, trainer: Any, task: Any, optimizer: Any) -> None:
+        if trainer.global_step == step:
+            next(task.network.parameters()).grad.fill_(float("nan"))
+
+    GrowthCallback.on_before_optimizer_step = on_before_optimizer_step
+
+
+def _no_wandb() -> None:
+    import lightning.pytorch.loggers.wandb as module
+
+    module._WANDB_AVAILABLE = False
+
+
+FAULTS: dict[str, Callable[..., None]] = {
+    "at_step": _at_step,
+    "before_growth": _before_growth,
+    "at_checkpoint": _at_checkpoint,
+    "full_disk": _full_disk,
+    "loss_is_nan": _loss_is_nan,
+    "weights_are_nan": _weights_are_nan,
+    "no_wandb": _no_wandb,
+}
+
+
+def _serve() -> None:
+    """Fork for every line on standard input and answer with the exit code."""
+    _import_everything()
+    for line in sys.stdin:
+        order = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os._exit(_run(order))
+        _, status = os.waitpid(child, 0)
+        print(json.dumps(os.waitstatus_to_exitcode(status)), flush=True)
+
+
+def _import_everything() -> None:
+    import torch
+
+    from growlab import experiment
+    from growlab.networks import mlp8
+    from growlab.widths import trace
+
+    # A second for every run; tests/analysis looks at figures.
+    experiment.write_run_figures = lambda run_dir: None
+    # The first trace loads much of torch. Nothing here may call backward: a fork could not do so any more.
+    trace(mlp8([1, 2, 2], 2, width=2), torch.zeros(2, 1, 2, 2))
+
+
+def _run(order: dict[str, Any]) -> int:
+    import traceback
+
+    from growlab.__main__ import main
+
+    try:
+        os.chdir(order["cwd"])
+        sys.stdin.close()
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(Path(order["files"]) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        if order["fault"]:
+            FAULTS[order["fault"][0]](*order["fault"][1:])
+        sys.argv = ["growlab", *order["arguments"]]
+        code = main()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code or 0
+
+
+if __name__ == "__main__":
+    _serve()
