@@ -16,7 +16,7 @@ Rule = StrEnum("Rule", ["ratio", "constraint"])
 Shape = StrEnum("Shape", ["cosine", "constant"])
 Restarts = StrEnum("Restarts", ["none", "stage"])
 BatchRule = StrEnum("BatchRule", ["none", "linear", "sqrt"])
-OptimizerState = StrEnum("OptimizerState", ["reset", "zero_new"])
+OptimizerState = StrEnum("OptimizerState", ["auto", "inherit", "reset", "zero_new"])
 
 
 @dataclass
@@ -72,6 +72,7 @@ class RateAdaptationConfig:
     _target_: str = "growlab.training.RateAdaptation"
     rule: Any = None
     output_fan_in: bool = MISSING
+    optimizers: list[str] = field(default_factory=list)
 
 
 @dataclass

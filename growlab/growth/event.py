@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from growlab.growth.method import Expansion, GrowthMethod
 from growlab.growth.parity import eps_bounds, observe, relative_error, rounding
 from growlab.growth.rescale import rescale
-from growlab.widths import WidthGraph, replace_tensors, resize, restore_tensors, tensors_of
+from growlab.widths import Carry, WidthGraph, replace_tensors, resize, restore_tensors, tensors_of
 
 
 class ParityError(RuntimeError):
@@ -69,6 +69,7 @@ class GrowthEvent:
         output_factor: what this event multiplied the output's multiplier by.
         seconds: wall time of the event, checks included.
         replaced: old and new tensor by name (not part of the receipt).
+        carry: how gradients follow, for optimizer state (not part of the receipt).
     """
 
     stage: int
@@ -85,10 +86,11 @@ class GrowthEvent:
     output_factor: float
     seconds: float
     replaced: dict[str, tuple[Tensor, Tensor]] = field(repr=False, compare=False)
+    carry: Carry = field(repr=False, compare=False)
 
     def receipt(self) -> dict[str, Any]:
         """Everything but the tensors, in plain containers."""
-        return {name: value for name, value in vars(self).items() if name != "replaced"}
+        return {name: value for name, value in vars(self).items() if name not in ("replaced", "carry")}
 
 
 def plant(
@@ -204,6 +206,7 @@ def grow(
         output_factor=growth.output_factor,
         seconds=time.perf_counter() - began,
         replaced=replaced,
+        carry=growth.carry,
     )
 
 

@@ -10,7 +10,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from growlab.widths import Axis, Layer, WidthGraph, grid
+from growlab.widths import Axis, Carry, Layer, WidthGraph, grid
 
 
 def generator(seed: int, stage: int, name: str) -> torch.Generator:
@@ -147,11 +147,13 @@ class Growth:
         tensors: every tensor of `Expansion.old` at the new widths; the old object itself where nothing changed.
         output_factor: the network's outputs must be multiplied by this to be what they were.
         norm_scale: for each batch normalisation whose input was rescaled, by how much.
+        carry: how gradients after the event follow from those before, for optimizer state.
     """
 
     tensors: dict[str, Tensor]
     output_factor: float = 1.0
     norm_scale: Mapping[str, float] = field(default_factory=dict)
+    carry: Carry = field(default_factory=Carry)
 
 
 class GrowthMethod(ABC):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from growlab.growth.method import Expansion, Growth, GrowthMethod
+from growlab.widths import Carry
 
 
 class Net2Net(GrowthMethod):
@@ -18,6 +19,8 @@ class Net2Net(GrowthMethod):
     and statistics are copied.
 
     **Preserves** exactly, in eval and train mode, residual streams included.
+    **Gradients** follow exactly: the copies of c share the gradient of its activation equally, so rows are copied
+    and divided by n, columns copied: g'[i, j] = g[pi(i), pi(j)] / n(pi(i)).
     **Departs from the paper**: pi is drawn once for a whole width group, which residual streams need.
     """
 
@@ -30,7 +33,9 @@ class Net2Net(GrowthMethod):
             drawn = torch.randint(before, (after - before,), generator=source)
             sources[group] = torch.cat([torch.arange(before), drawn])
             counts[group] = torch.bincount(sources[group], minlength=before)[sources[group]].double()
-        return Growth({name: _replicate(expansion, name, sources, counts) for name in expansion.old})
+        carry = Carry(sources, {group: 1.0 / count for group, count in counts.items()})
+        tensors = {name: _replicate(expansion, name, sources, counts) for name in expansion.old}
+        return Growth(tensors, carry=carry)
 
 
 def _replicate(

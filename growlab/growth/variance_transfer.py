@@ -1,11 +1,16 @@
 """Pairs with variance transfer: the paper's "ours" (Yuan et al. 2023, Section 3.1, Table 1, Appendix A)."""
 
+from collections.abc import Mapping
 from math import sqrt
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 from growlab.growth.method import Expansion, Growth, NewWeights
 from growlab.growth.pairs import PairGrowth
 from growlab.growth.rescale import rescale
+from growlab.widths import Carry, WidthGraph
 
 
 class VarianceTransfer(PairGrowth):
@@ -59,7 +64,8 @@ class VarianceTransfer(PairGrowth):
         tensors = {
             name: self.expand(expansion, name, rescaled.get(name, old)) for name, old in expansion.old.items()
         }
-        return Growth(tensors, 1.0 / classes.get(expansion.graph.output_class, 1.0), norm_scale)
+        carry = Carry(scales=_gradient_scales(expansion.graph, expansion.old, classes))
+        return Growth(tensors, 1.0 / classes.get(expansion.graph.output_class, 1.0), norm_scale, carry)
 
     def _classes(self, expansion: Expansion) -> dict[int, float]:
         """By how much the activations of each scale class change."""
@@ -83,3 +89,15 @@ class VarianceTransfer(PairGrowth):
         variance = float(expansion.old[weight].double().var(correction=0))
         # Weights that are all equal have no variance to restore.
         return sqrt(self.new_weights.gain / (before * variance)) if variance > 0 else 1.0
+
+
+def _gradient_scales(
+    graph: WidthGraph, tensors: Mapping[str, Tensor], classes: Mapping[int, float]
+) -> dict[str, Tensor]:
+    """What the gradient of each rescaled parameter is multiplied by: with w' = c w and the same loss, 1 / c."""
+    statistics = {name for norm in graph.norms for name in (norm.running_mean, norm.running_var)}
+    ones = {
+        name: tensor if name in statistics else torch.ones_like(tensor) for name, tensor in tensors.items()
+    }
+    factors, _ = rescale(graph, ones, classes)
+    return {name: 1.0 / factor for name, factor in factors.items() if name not in statistics}

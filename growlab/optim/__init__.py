@@ -1,8 +1,39 @@
-"""Optimizers that know the age of every part of a weight."""
+"""Optimizers that know the age of every part of a weight.
 
-from growlab.optim.rates import MaxOne, NormRatio, RateRule
+Each is a drop-in `torch.optim.Optimizer`. In a training loop of one's own: `set_regions` with `weight_regions`
+says which elements came when, `follow` carries the optimizer through a growth event.
+"""
+
+import torch
+
+from growlab.optim.adam import Adam, AdamW
+from growlab.optim.avagrad import AvaGrad
+from growlab.optim.lars import LARS
+from growlab.optim.rates import BaseRate, MaxOne, NormRatio, RateRule
+from growlab.optim.regional import Regional
 from growlab.optim.regions import Regions, weight_regions
-from growlab.optim.sgd import RegionalSGD
-from growlab.optim.state import follow
+from growlab.optim.sgd import SGD
+from growlab.optim.state import Inheritance, default_inheritance, follow
 
-__all__ = ["MaxOne", "NormRatio", "RateRule", "RegionalSGD", "Regions", "follow", "weight_regions"]
+__all__ = [
+    "LARS",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "AvaGrad",
+    "BaseRate",
+    "Inheritance",
+    "MaxOne",
+    "NormRatio",
+    "RateRule",
+    "Regional",
+    "Regions",
+    "default_inheritance",
+    "follow",
+    "weight_regions",
+]
+
+if hasattr(torch.optim, "Muon"):
+    from growlab.optim.muon import Muon
+
+    __all__ += ["Muon"]

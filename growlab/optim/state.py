@@ -6,9 +6,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from growlab.widths import WidthGraph, grid
+from growlab.optim.lars import LARS
+from growlab.widths import Carry, WidthGraph
 
-Inheritance = Literal["reset", "zero_new"]
+Inheritance = Literal["auto", "inherit", "reset", "zero_new"]
+INHERITANCES = ("auto", "inherit", "reset", "zero_new")
+
+# How state scales with the gradient, by the names that torch.optim gives it.
+_POWERS = {
+    **dict.fromkeys(("momentum_buffer", "exp_avg", "grad_avg", "exp_inf", "prev"), 1),
+    **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"), 2),
+    **dict.fromkeys(("acc_delta", "step_size", "ax"), 0),
+}
+
+
+def default_inheritance(optimizer: torch.optim.Optimizer) -> Inheritance:
+    """What the paper does: SGD's momentum starts anew at a growth event, adaptive optimizers keep their state."""
+    return "reset" if isinstance(optimizer, (torch.optim.SGD, LARS)) else "inherit"
 
 
 def follow(
@@ -17,51 +31,77 @@ def follow(
     graph: WidthGraph,
     widths_before: Mapping[str, int],
     widths_after: Mapping[str, int],
-    inheritance: Inheritance,
+    inheritance: Inheritance = "auto",
+    carry: Carry | None = None,
 ) -> None:
     """Let an optimizer track the parameters of a grown network, in place.
 
     Schedulers, scalers and loggers hold references to the optimizer and its groups, so neither is replaced.
 
     Args:
-        optimizer: any `torch.optim.Optimizer`.
+        optimizer: any `torch.optim.Optimizer` whose state is shaped like its parameters, or one number each.
         replaced: old and new tensor by name, from the growth event.
         graph: the network's width graph.
-        widths_before, widths_after: width of each group.
-        inheritance: "reset" forgets all state (the paper's rule for SGD's momentum); "zero_new" carries
-            parameter-shaped state to the new places and sets it to zero at new entries, and keeps counts.
+        widths_before: width of each group before.
+        widths_after: and after.
+        inheritance: "reset" forgets all state. "zero_new" carries state to the old entries' places as it is, with
+            zeros at new entries. "inherit" carries it by the method's rule: first moments as the gradient,
+            second moments as its square; state of unknown meaning as "zero_new". "auto": `default_inheritance`.
+        carry: the method's rule, from the growth event; None for old entries as they are.
 
     Raises:
-        ValueError: with "zero_new", state that is neither shaped like its parameter nor a count.
+        ValueError: state that is neither shaped like its parameter nor a number, or an unknown `inheritance`.
+            The optimizer is then as before.
     """
-    by_identity = {id(old): (name, new) for name, (old, new) in replaced.items()}
+    if inheritance not in INHERITANCES:
+        raise ValueError(f"optimizer_state must be one of {', '.join(INHERITANCES)}, not {inheritance!r}.")
+    if inheritance == "auto":
+        inheritance = default_inheritance(optimizer)
+    rule = carry if inheritance == "inherit" and carry is not None else Carry()
+    places = {id(old): (name, new) for name, (old, new) in replaced.items()}
+    states: dict[Tensor, dict[str, Any]] = {}
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
+        if inheritance == "reset" or id(param) not in places or param not in optimizer.state:
+            continue
+        name, new = places[id(param)]
+        states[new] = {}
+        for key, value in optimizer.state[param].items():
+            if isinstance(value, Tensor) and value.shape == param.shape:
+                power = _power(key)
+                chosen = rule if power is not None else Carry()
+                moved = chosen.carried(value, name, graph, widths_before, widths_after, power or 0)
+                states[new][key] = torch.empty_like(new, dtype=value.dtype).copy_(moved)
+            elif (isinstance(value, Tensor) and value.numel() != 1) or _holds_tensors(value):
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(
+                    f"{type(optimizer).__name__}'s {key!r} of {name} is {shape}, the parameter "
+                    f"{tuple(param.shape)}: growlab cannot carry it through growth; set optimizer_state=reset."
+                )
+            else:
+                states[new][key] = value
     if inheritance == "reset":
         optimizer.state.clear()
     for group in optimizer.param_groups:
         for index, param in enumerate(group["params"]):
-            if id(param) not in by_identity:
-                continue
-            name, new = by_identity[id(param)]
-            group["params"][index] = new
-            if param in optimizer.state:
-                state = optimizer.state.pop(param)
-                positions = [axis.kept(widths_before, widths_after) for axis in graph.axes[name]]
-                optimizer.state[new] = {
-                    key: _carried(value, param, new, positions, f"{type(optimizer).__name__}'s {key!r}")
-                    for key, value in state.items()
-                }
+            if id(param) in places:
+                optimizer.state.pop(param, None)
+                group["params"][index] = places[id(param)][1]
+    optimizer.state.update(states)
 
 
-def _carried(value: Any, old: Tensor, new: Tensor, positions: list[Tensor], what: str) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if value.shape == old.shape:
-        carried = torch.zeros_like(new, dtype=value.dtype)
-        carried[grid(positions, new.device)] = value
-        return carried
-    if value.numel() == 1:
-        return value
-    raise ValueError(
-        f"{what} has shape {tuple(value.shape)}, its parameter {tuple(old.shape)}: growlab cannot carry it "
-        "through growth; use optimizer_state=reset."
-    )
+def _power(key: str) -> int | None:
+    """How state of this name scales with the gradient; None if unknown."""
+    if key in _POWERS:
+        return _POWERS[key]
+    # Other libraries follow these names: exp_avg_diff, exp_avg_lr_1, exp_grad_norm_sq, ...
+    if key.endswith("_sq") or "square" in key or "variance" in key:
+        return 2
+    return 1 if "momentum" in key or key.startswith(("exp_avg", "grad")) else None
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(isinstance(v, Tensor) or _holds_tensors(v) for v in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(isinstance(v, Tensor) or _holds_tensors(v) for v in value)
+    return False

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from growlab.errors import UserError
 from growlab.growth import ParityError, grow
-from growlab.optim import follow
-from growlab.optim.state import Inheritance
+from growlab.optim import Inheritance, follow
 from growlab.training.task import Task
 
 log = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ class GrowthCallback(Callback):
     def __init__(
         self,
         probe: Tensor,
-        optimizer_state: Inheritance = "reset",
+        optimizer_state: Inheritance = "auto",
         on_event: Callable[[Trainer, dict[str, Any]], None] | None = None,
     ) -> None:
         self._probe = probe
@@ -64,7 +63,18 @@ class GrowthCallback(Callback):
         except ParityError as error:
             raise UserError(f"{error} Lower optimizer.lr or choose another growth method.") from error
         for optimizer in trainer.optimizers:
-            follow(optimizer, event.replaced, task.graph, before, widths[stage], self._optimizer_state)
+            try:
+                follow(
+                    optimizer,
+                    event.replaced,
+                    task.graph,
+                    before,
+                    widths[stage],
+                    self._optimizer_state,
+                    event.carry,
+                )
+            except ValueError as error:
+                raise UserError(str(error)) from error
             task.relabel_regions(optimizer)
         if task.network._compiled_call_impl is not None:
             # Else the ninth width exceeds the compiler's recompile limit and it silently stops compiling.

@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 
 from growlab.errors import UserError
 from growlab.files import write_json, write_text
-from growlab.optim import RegionalSGD
+from growlab.optim import Regional
 from growlab.training.task import Task
 
 METRIC_COLUMNS = (
     *("epoch", "step", "stage", "batch_size", "lr", "num_params", "train_loss", "train_accuracy"),
     *("val_loss", "val_accuracy", "samples_per_sec", "seconds"),
 )
-RATE_COLUMNS = ("step", "epoch", "stage", "parameter", "region", "rate_factor", "weight_norm")
+RATE_COLUMNS = ("step", "epoch", "stage", "parameter", "region", "rate_factor", "weight_norm", "grad_norm")
 
 
 class RunRecorder(Callback):
@@ -84,7 +84,7 @@ class RunRecorder(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Task, optimizer: Optimizer) -> None:
         """Keep the step's rate; every n steps record rate factors and norms of regions."""
         self._lr = optimizer.param_groups[0]["lr"]
-        if trainer.global_step % self.log_rates_every_n_steps or not isinstance(optimizer, RegionalSGD):
+        if trainer.global_step % self.log_rates_every_n_steps or not isinstance(optimizer, Regional):
             return
         names = {parameter: name for name, parameter in pl_module.network.named_parameters()}
         where = (trainer.global_step, trainer.current_epoch, pl_module.growth_state.stage)
@@ -94,8 +94,12 @@ class RunRecorder(Callback):
             if factors is None or regions is None:
                 continue
             name, (stages, norms) = names[parameter], regions
-            for region, factor, norm in zip(stages.tolist(), factors.tolist(), norms.tolist(), strict=True):
-                self._rates.append(",".join(map(str, (*where, name, region, f"{factor:.6g}", f"{norm:.6g}"))))
+            grads = optimizer.region_grad_norms(parameter)
+            columns = (factors, norms, factors.new_full(factors.shape, torch.nan) if grads is None else grads)
+            for region, *cells in zip(stages.tolist(), *(column.tolist() for column in columns), strict=True):
+                numbers = (f"{cell:.6g}" for cell in cells)
+                self._rates.append(",".join(map(str, (*where, name, region, *numbers))))
+                factor = cells[0]
                 logged[f"rate_factor/{name}/stage_{region}"] = factor
         if logged:
             _log(trainer, logged, trainer.global_step)

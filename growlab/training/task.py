@@ -1,6 +1,6 @@
 """The Lightning task: classify images with a network that grows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from growlab.errors import UserError
 from growlab.growth import GrowthMethod, GrowthState, Schedule
-from growlab.optim import RateRule, RegionalSGD, weight_regions
+from growlab.optim import RateRule, Regional, weight_regions
 from growlab.training.checkpoints import HEADER, differences
 from growlab.training.learning_rate import LearningRate
 from growlab.widths import WidthGraph, resize
@@ -27,10 +27,12 @@ class RateAdaptation:
     Attributes:
         rule: factors from norms, or None for one global rate.
         output_fan_in: divide the output layers' rate by their fan-in in the seed (Table 1: 1 / C_0).
+        optimizers: class names of the optimizers it is for; empty for all of `growlab.optim`.
     """
 
     rule: RateRule | None = None
     output_fan_in: bool = False
+    optimizers: Sequence[str] = ()
 
 
 class Task(LightningModule):
@@ -92,10 +94,12 @@ class Task(LightningModule):
         """One optimizer over all parameters, its rate stepped after every batch."""
         optimizer = self._make_optimizer(self.network.parameters())
         if self.rate_adaptation.rule is not None:
-            if not isinstance(optimizer, RegionalSGD):
+            known = self.rate_adaptation.optimizers
+            if not isinstance(optimizer, Regional) or (known and type(optimizer).__name__ not in known):
                 raise UserError(
-                    f"lr_adapt needs an optimizer with rates per region, not {type(optimizer).__name__}; "
-                    "use optimizer=sgd, or lr_adapt=none."
+                    f"this lr_adapt works with the optimizers {', '.join(known) or 'of growlab.optim'}, not "
+                    f"{type(optimizer).__module__}.{type(optimizer).__name__}; choose one of them with "
+                    "optimizer=..., or lr_adapt=none."
                 )
             optimizer.rule = self.rate_adaptation.rule
             self.relabel_regions(optimizer)
@@ -105,7 +109,7 @@ class Task(LightningModule):
 
     def relabel_regions(self, optimizer: torch.optim.Optimizer) -> None:
         """Tell the optimizer which elements came with which stage."""
-        if not isinstance(optimizer, RegionalSGD) or self.rate_adaptation.rule is None:
+        if not isinstance(optimizer, Regional) or self.rate_adaptation.rule is None:
             return
         parameters = dict(self.network.named_parameters())
         regions = weight_regions(self.graph, self.growth_state.births)
@@ -115,7 +119,8 @@ class Task(LightningModule):
                 if layer.scale_out == self.graph.output_class:
                     fan_in = torch.Size(self.graph.shape(layer.weight, self._seed_widths)[1:]).numel()
                     scales[parameters[layer.weight]] = 1.0 / fan_in
-        optimizer.set_regions({parameters[name]: region for name, region in regions.items()}, scales)
+        known = {parameters[name]: region for name, region in regions.items() if name in parameters}
+        optimizer.set_regions(known, scales)
 
     # Steps ---------------------------------------------------------------------------------------------
 

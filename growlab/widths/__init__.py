@@ -1,5 +1,6 @@
 """Width groups of a network: find them (`trace`), read them (`WidthGraph`), change them (`resize`)."""
 
+from growlab.widths.carry import Carry
 from growlab.widths.groups import Group, Layer, Norm, WidthGraph
 from growlab.widths.layout import Axis, Part
 from growlab.widths.resize import grid, replace_tensors, resize, resized, restore_tensors, tensors_of
@@ -7,6 +8,7 @@ from growlab.widths.trace import UnsupportedOperation, trace
 
 __all__ = [
     "Axis",
+    "Carry",
     "Group",
     "Layer",
     "Norm",

@@ -1,0 +1,124 @@
+"""AvaGrad (Savarese, McAllester, Babu, Maire, CVPR 2021) with a normaliser per stage."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from math import sqrt
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from growlab.optim.rates import RateRule
+from growlab.optim.regional import Regional
+
+
+class AvaGrad(Regional):
+    """AvaGrad: Adam's adaptivity with a rate that does not depend on eps (arXiv:1912.01823, Algorithm 2).
+
+        m <- beta1 m + (1 - beta1) g
+        eta = 1 / (sqrt(v) + eps)
+        w <- w - lr * eta / ||eta / sqrt(d)|| * m          d = number of elements of the parameter group
+        v <- beta2 v + (1 - beta2) g^2                      after the weights: the delay of the paper
+
+    With a rule, norm and d are taken over what came with one stage (Yuan et al. 2023, Table 9), so young entries,
+    whose v is small, do not decide how far old ones move:
+
+        w_k <- w_k - lr * scale * factor_k * eta_k / ||eta_k / sqrt(d_k)|| * m_k
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate.
+        betas: decay of the moments.
+        eps: added to sqrt(v).
+        weight_decay: L2 penalty, part of the gradient.
+        maximize: ascend instead.
+        normaliser: what "k" is. "stage": all that came with a stage, over all tensors of the parameter group, so
+            that a network of one stage is trained by AvaGrad as published. "region": each tensor by itself.
+        rule: see `Regional`; without one the normaliser is the whole group's.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 0.1,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        normaliser: Literal["stage", "region"] = "stage",
+        rule: RateRule | None = None,
+    ) -> None:
+        if min(lr, weight_decay) < 0 or eps <= 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("AvaGrad needs lr >= 0, weight_decay >= 0, eps > 0 and betas in [0, 1)")
+        if normaliser not in ("stage", "region"):
+            raise ValueError(f"AvaGrad's normaliser must be stage or region, not {normaliser!r}")
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "normaliser": normaliser,
+        }
+        super().__init__(params, defaults, rule=rule)
+
+    def _step_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        rates = [self._start(param).sqrt().add_(group["eps"]).reciprocal_() for param in params]
+        normalisers = self._normalisers(group, params, rates)
+        beta1, beta2 = group["betas"]
+        for param, rate, normaliser in zip(params, rates, normalisers, strict=True):
+            state, grad = self.state[param], param.grad
+            assert grad is not None
+            grad = -grad if group["maximize"] else grad
+            if group["weight_decay"] != 0:
+                grad = grad.add(param, alpha=group["weight_decay"])
+            state["step"] += 1
+            state["exp_avg"].lerp_(grad, 1 - beta1)
+            update = rate.mul_(state["exp_avg"]).mul_(normaliser)
+            if self._is_regional(param):
+                factors_K = self._factors([param])[0]
+                update.mul_(self._regions[param].spread(factors_K, param.dim()).to(param.dtype))
+            param.sub_(update * group["lr"])
+            state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+
+    def _start(self, param: Tensor) -> Tensor:
+        """The second moments, zero at first."""
+        state = self.state[param]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(param)
+            state["exp_avg_sq"] = torch.zeros_like(param)
+        return state["exp_avg_sq"]
+
+    def _normalisers(self, group: dict[str, Any], params: list[Tensor], rates: list[Tensor]) -> list[Any]:
+        """1 / ||eta / sqrt(d)|| for each parameter: a number, or a tensor that broadcasts with it."""
+        squares: dict[Any, Any] = defaultdict(float)
+        counts: dict[Any, int] = defaultdict(int)
+        keys: list[list[Any]] = []
+        for i, (param, rate) in enumerate(zip(params, rates, strict=True)):
+            own = i if group["normaliser"] == "region" and self._rule is not None else None
+            regions = self._regions.get(param) if self._rule is not None else None
+            if regions is None:
+                keys.append([(own, 0)])
+                sums, numbers = [rate.double().square().sum()], [rate.numel()]
+            else:
+                keys.append([(own, stage) for stage in regions.stages.tolist()])
+                sums = list(regions.sums(rate.double().square()).unbind(0))
+                inner = rate.numel() // regions.index_OI.numel()
+                numbers = [n * inner for n in torch.bincount(regions.index_OI.flatten()).tolist()]
+            for key, total, number in zip(keys[-1], sums, numbers, strict=True):
+                squares[key] = squares[key] + total
+                counts[key] += number
+        normaliser = {key: sqrt(counts[key]) / squares[key].sqrt() for key in counts}
+        result: list[Any] = []
+        for param, own_keys in zip(params, keys, strict=True):
+            if len(own_keys) == 1:
+                result.append(normaliser[own_keys[0]].to(param.dtype))
+            else:
+                values_K = torch.stack([normaliser[key] for key in own_keys]).to(param.dtype)
+                result.append(self._regions[param].spread(values_K, param.dim()))
+        return result

@@ -1,0 +1,232 @@
+"""What the optimizers with a rate per region share: regions, rates, norms that are never stale."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from growlab.optim.blocks import Pieces, add_squares, batches
+from growlab.optim.rates import BaseRate, RateRule
+from growlab.optim.regions import Regions
+
+Update = Callable[..., None]
+
+
+class Regional(torch.optim.Optimizer):
+    """Base of optimizers whose rate differs between the regions of a weight.
+
+    With d the update that the optimizer computes at its learning rate, a weight with regions moves by
+
+        W_k <- W_k + scale * factor_k * d_k,    factor_k = rule(||W_0||, ||W_1||, ...)_k
+
+    (Yuan et al. 2023, Eq. 5). The rate multiplies the update, so weight decay is scaled with it. Vectors (biases,
+    norm parameters) keep the base rate. Parameters without regions, and weights with a single one, are updated by
+    torch's own function.
+
+    Args:
+        args: as for torch's optimizer.
+        rule: turns region norms into factors; None treats every parameter as one region.
+        kwargs: as for torch's optimizer.
+    """
+
+    def __init__(self, *args: Any, rule: RateRule | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Fused steps of torch unscale gradients inside the kernel, which a step in parts cannot do.
+        self._step_supports_amp_scaling = False
+        self.rule = rule
+        self._regions: dict[Tensor, Regions] = {}
+        self._scales: dict[Tensor, float] = {}
+        self._pieces: dict[Tensor, Pieces] = {}
+        self._square_sums: dict[Tensor, tuple[int, int, Tensor]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("rule", "_rule", "_spares_one", "_regions", "_scales", "_step_supports_amp_scaling")
+        state = {name: self.__dict__[name] for name in own if name in self.__dict__}
+        return {**super().__getstate__(), **state, "_pieces": {}, "_square_sums": {}}
+
+    @property
+    def rule(self) -> RateRule | None:
+        """The rate rule."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: RateRule | None) -> None:
+        self._rule = rule
+        # A rule that leaves a lone region at its base rate needs no work on weights that never grew.
+        self._spares_one = rule is not None and bool((rule.factors(torch.tensor([2.0])) == 1.0).all())
+
+    # Regions -------------------------------------------------------------------------------------------
+
+    def set_regions(
+        self, regions: Mapping[Tensor, Regions], scales: Mapping[Tensor, float] | None = None
+    ) -> None:
+        """Say which elements of which parameters came when; call it again after every growth event.
+
+        Args:
+            regions: by parameter.
+            scales: a further factor on a parameter's rate (1 / C_0 on the output layer, Table 1).
+
+        Raises:
+            ValueError: regions of another shape than the parameter's, or of a complex parameter.
+        """
+        for param, region in regions.items():
+            if not region.fits(param):
+                shape = (len(region.rows_O), len(region.columns_I))
+                raise ValueError(f"regions of {shape} do not fit a weight of {tuple(param.shape)}")
+            if param.is_complex():
+                raise ValueError("complex parameters have no regional rates; leave them out of the regions")
+        self._regions = {param: region.to(param.device) for param, region in regions.items()}
+        self._scales = dict(scales or {})
+        self._pieces, self._square_sums = {}, {}
+
+    def factors(self, param: Tensor) -> Tensor | None:
+        """Rate factor of each region of a weight now, [K]; None for vectors and where there are no regions."""
+        if self._rule is None or param not in self._regions or param.dim() < 2:
+            return None
+        return self._rule.factors(self._norms(param)) * self._scales.get(param, 1.0)
+
+    def region_norms(self, param: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Stages [K] and Frobenius norms [K] of a parameter's regions; None where it has none."""
+        regions = self._regions.get(param)
+        return None if regions is None else (regions.stages, self._norms(param))
+
+    def region_grad_norms(self, param: Tensor) -> Tensor | None:
+        """Frobenius norms [K] of the gradient's regions; None without regions or gradient."""
+        regions = self._regions.get(param)
+        return None if regions is None or param.grad is None else regions.norms(param.grad)
+
+    # Steps ---------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Perform one update.
+
+        Args:
+            closure: computes the loss again and returns it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.set_grad_enabled(bool(self.defaults.get("differentiable", False))):
+            for group in self.param_groups:
+                params = [p for p in group["params"] if p.grad is not None]
+                self._step_group(group, params)
+        return loss
+
+    def _step_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        plain: list[Tensor] = []
+        regional: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for param in params:
+            if self._is_regional(param):
+                regional.setdefault((param.device, param.dtype), []).append(param)
+            else:
+                plain.append(param)
+        if plain:
+            self._step_plain({**group, "params": plain})
+        for alike in regional.values():
+            if any(p.grad.is_sparse for p in alike if p.grad is not None):
+                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients of regions")
+            self._step_regional({**group, "params": alike}, self._factors(alike))
+
+    def _step_plain(self, group: dict[str, Any]) -> None:
+        """Update the group's parameters as torch does."""
+        raise NotImplementedError
+
+    def _step_regional(self, group: dict[str, Any], factors_PK: Tensor) -> None:
+        """Update the group's parameters with rate factors [P, K], padded."""
+        raise NotImplementedError
+
+    def _is_regional(self, param: Tensor) -> bool:
+        regions = self._regions.get(param)
+        if regions is None or self._rule is None or param.dim() < 2:
+            return False
+        if self._scales.get(param, 1.0) != 1.0 or not self._spares_one:
+            return True
+        return regions.num_regions > 1 and not isinstance(self._rule, BaseRate)
+
+    def _factors(self, params: Sequence[Tensor]) -> Tensor:
+        """Rate factors of regions, [P, K]; rows of parameters with fewer regions are padded."""
+        assert self._rule is not None
+        norms_PK = pad_sequence([self._squares(p) for p in params], batch_first=True).sqrt_()
+        factors_PK = self._rule.factors(norms_PK)
+        if self._scales:
+            scales = [self._scales.get(p, 1.0) for p in params]
+            factors_PK = (
+                factors_PK * torch.tensor(scales, dtype=factors_PK.dtype).to(factors_PK.device)[:, None]
+            )
+        vectors = [i for i, p in enumerate(params) if p.dim() < 2]
+        if vectors:
+            factors_PK = factors_PK.index_fill(0, torch.tensor(vectors, device=factors_PK.device), 1.0)
+        return factors_PK
+
+    def _sweep(
+        self,
+        params: Sequence[Tensor],
+        tensors: Sequence[Sequence[Tensor]],
+        values_PK: Sequence[Tensor],
+        update: Update,
+    ) -> None:
+        """Run an update over batches of pieces: `update(weights, *tensors, *values)`, lists of equal length.
+
+        Args:
+            params: weights with regions, alike in dtype and device.
+            tensors: gradients and state, each a list in the order of `params`.
+            values_PK: numbers that differ between regions; handed on as rows that broadcast with the pieces.
+            update: works in place on the pieces of the weights and of the state.
+        """
+        cuts = [self._cut(p) for p in params]
+        lists: list[list[Tensor]] = []
+        for entries in (params, *tensors):
+            lists.append([piece for cut, t in zip(cuts, entries, strict=True) for piece in cut.cut(t)])
+        for values in values_PK:
+            values = values.to(params[0].device, params[0].dtype)
+            lists.append(
+                [row for cut, row_K in zip(cuts, values.unbind(0), strict=True) for row in cut.rates(row_K)]
+            )
+        watched = not isinstance(self._rule, BaseRate) and not any(cut.whole for cut in cuts)
+        sum_rows = [row for cut in cuts for row in cut.sum_rows] if watched else []
+        for part in batches([n for cut in cuts for n in cut.elements]):
+            update(*(pieces[part] for pieces in lists))
+            if watched:
+                add_squares(lists[0][part], sum_rows[part])
+        if watched:
+            for param, cut in zip(params, cuts, strict=True):
+                self._square_sums[param] = (param._version, param.data_ptr(), cut.take_sums())
+
+    def _gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients that lie as their parameters do."""
+        return [self._cut(p).aligned(p.grad) for p in params if p.grad is not None]
+
+    def _aligned_state(self, param: Tensor, key: str) -> Tensor:
+        """A state tensor that lies as its parameter does (a checkpoint's may not)."""
+        state = self.state[param]
+        state[key] = self._cut(param).aligned(state[key])
+        return state[key]
+
+    def _cut(self, param: Tensor) -> Pieces:
+        pieces = self._pieces.get(param)
+        if pieces is None or not pieces.matches(param):
+            whole = bool(self.defaults.get("differentiable", False))
+            regions = self._regions[param].to(param.device)
+            pieces = self._pieces[param] = Pieces(param, regions, whole)
+        return pieces
+
+    def _squares(self, param: Tensor) -> Tensor:
+        """Sums of squares of a parameter's regions, [K].
+
+        Those taken at the end of the last step hold while the parameter's version counter and storage do. What is
+        written through `.data` is not counted and shows one step later.
+        """
+        if isinstance(self._rule, BaseRate):
+            return torch.ones(self._regions[param].num_regions, device=param.device)
+        known = self._square_sums.get(param)
+        if known is not None and known[0] == param._version and known[1] == param.data_ptr():
+            return known[2]
+        return self._cut(param).square_sums(param.detach())
+
+    def _norms(self, param: Tensor) -> Tensor:
+        with torch.no_grad():
+            regions = self._regions[param]
+            return regions.norms(param)

@@ -1,0 +1,81 @@
+"""How tensors that are like gradients move to new widths: what optimizer state needs at a growth event."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from growlab.widths.groups import WidthGraph
+from growlab.widths.resize import grid
+
+
+@dataclass(frozen=True)
+class Carry:
+    """How the gradient of a grown network follows from the gradient g of the network before.
+
+        g'[i, j, ...] = scale * rows[i] * g[sources(i), sources(j), ...]
+
+    and therefore first moments likewise, second moments with the factors squared. Derivation: if a method writes
+    the old parameters as p = p(p') with the loss unchanged, the gradient follows by the chain rule. Entries that
+    the old network does not determine are zero.
+
+    The default says: old entries keep their gradient, new ones are not determined. It is exact for methods that
+    preserve the function and leave old entries alone.
+
+    Attributes:
+        sources: for each group, the channel before that each channel's gradient follows from, or -1 for none,
+            int64 [new width]; a group that is left out keeps its first channels, new ones have no source.
+        rows: for each group, the factor on entries that produce a channel, [new width]; left out: 1.
+        scales: by name of a tensor, a factor on its old gradient: a number, or a tensor that broadcasts with it.
+    """
+
+    sources: Mapping[str, Tensor] = field(default_factory=dict)
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+    scales: Mapping[str, float | Tensor] = field(default_factory=dict)
+
+    def carried(
+        self,
+        old: Tensor,
+        name: str,
+        graph: WidthGraph,
+        widths_before: Mapping[str, int],
+        widths_after: Mapping[str, int],
+        power: int = 1,
+    ) -> Tensor:
+        """A tensor of the old parameter's shape, at the new widths.
+
+        Args:
+            old: a gradient, or a moment of it.
+            name: of the parameter.
+            graph: the network's width graph.
+            widths_before: width of each group before.
+            widths_after: and after.
+            power: how the tensor scales with the gradient: 1, 2 for second moments, 0 for neither.
+        """
+        tensor = old
+        if name in self.scales and power:
+            scale = self.scales[name]
+            scale = scale.to(old) if isinstance(scale, Tensor) else scale
+            tensor = tensor * scale**power
+        axes = graph.axes[name]
+        positions = []
+        for axis in axes:
+            maps = {group: self._source(group, widths_before, widths_after) for group in axis.groups}
+            positions.append(axis.lift(maps, widths_after, widths_before))
+        result = tensor[grid([p.clamp(min=0) for p in positions], tensor.device)]
+        for dim, (axis, position) in enumerate(zip(axes, positions, strict=True)):
+            factor = (position >= 0).double()
+            if axis.role == "out" and power:
+                rows = {g: self.rows.get(g, torch.ones(widths_after[g])).double() for g in axis.groups}
+                if rows:
+                    factor = factor * axis.spread(rows, widths_after, fixed=1.0) ** power
+            if not bool((factor == 1).all()):
+                result = result * factor.to(result).view(-1, *[1] * (result.dim() - dim - 1))
+        return result
+
+    def _source(self, group: str, before: Mapping[str, int], after: Mapping[str, int]) -> Tensor:
+        if group in self.sources:
+            return self.sources[group]
+        channels = torch.arange(after[group])
+        return torch.where(channels < before[group], channels, -1)
