@@ -1,0 +1,172 @@
+"""Carrying a gradient and its moments to the grown network equals computing them on the grown network."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from growlab.growth import Net2Net, PairGrowth, VarianceTransfer, grow, plant
+from growlab.widths import trace
+
+
+class Everything(nn.Module):
+    """Convolution, depthwise convolution, batch norm, a residual stream, flattening, linear layers with biases."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.depthwise, self.norm2 = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8)
+        self.pointwise, self.norm3 = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
+        self.hidden, self.classifier = nn.Linear(32, 10), nn.Linear(10, 4)
+
+    def forward(self, x):
+        x = F.relu(self.norm1(self.stem(x)))
+        y = F.relu(self.norm2(self.depthwise(x)))
+        x = F.relu(x + self.norm3(self.pointwise(y)))
+        return self.classifier(F.relu(self.hidden(F.max_pool2d(x, 2).flatten(1))))
+
+
+FULL = Everything()
+GRAPH = trace(FULL, torch.randn(2, 3, 4, 4))
+BEFORE = {name: group.full_width // 2 for name, group in GRAPH.groups.items()}
+AFTER = {name: group.full_width for name, group in GRAPH.groups.items()}
+BETAS = (0.9, 0.99)
+
+
+def grown(method, seed=0):
+    """The network before, after, the event and the state."""
+    torch.manual_seed(0)
+    network = Everything()
+    state = plant(network, GRAPH, method, BEFORE, seed=1)
+    network.double()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        for _ in range(20):
+            network(torch.randn(16, 3, 4, 4).double())
+    small = copy.deepcopy(network)
+    event = grow(network, GRAPH, method, state, AFTER, seed, (torch.randn(8, 3, 4, 4).double(),))
+    return small, network, event, state
+
+
+def moments(network, factor=1.0, training=False):
+    """Gradient of the last batch, momentum, and Adam's moments of a few batches, by name, at fixed weights."""
+    network.train(training)
+    source = torch.Generator().manual_seed(3)
+    gradient = {name: torch.zeros_like(p) for name, p in network.named_parameters()}
+    momentum, mean, square = (copy.deepcopy(gradient) for _ in range(3))
+    for _ in range(4):
+        x = torch.randn(8, 3, 4, 4, generator=source).double()
+        y = torch.randint(4, (8,), generator=source)
+        network.zero_grad()
+        (F.cross_entropy(network(x) * factor, y)).backward()
+        for name, parameter in network.named_parameters():
+            gradient[name] = parameter.grad.clone()
+            momentum[name].mul_(0.9).add_(parameter.grad)
+            mean[name].lerp_(parameter.grad, 1 - BETAS[0])
+            square[name].mul_(BETAS[1]).addcmul_(parameter.grad, parameter.grad, value=1 - BETAS[1])
+    return {"gradient": (gradient, 1), "momentum": (momentum, 1), "mean": (mean, 1), "square": (square, 2)}
+
+
+def carried(event, name, tensor, power):
+    return event.carry.carried(tensor, name, GRAPH, BEFORE, AFTER, power)
+
+
+def old_entries(name):
+    """Mask of the entries that were there before."""
+    ones = torch.ones(GRAPH.shape(name, BEFORE))
+    from growlab.widths import Carry
+
+    return Carry().carried(ones, name, GRAPH, BEFORE, AFTER, 0).bool()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_net2net_gradient_and_moments_follow_exactly_at_every_entry(training):
+    small, large, event, _ = grown(Net2Net(noise_std=0.0))
+    before, after = moments(small, training=training), moments(large, training=training)
+    for what, (tensors, power) in before.items():
+        for name, tensor in tensors.items():
+            expected = after[what][0][name]
+            got = carried(event, name, tensor, power)
+            torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-12, msg=f"{what} of {name}")
+
+
+def test_net2net_divides_by_the_number_of_copies():
+    """The copies share the gradient: summed over the copies of a row it is the gradient before."""
+    small, _, event, _ = grown(Net2Net(noise_std=0.0))
+    gradient = moments(small)["gradient"][0]["stem.weight"]
+    got = carried(event, "stem.weight", gradient, 1)
+    source = event.carry.sources[GRAPH.axes["stem.weight"][0].groups[0]]
+    torch.testing.assert_close(torch.zeros_like(gradient).index_add_(0, source, got), gradient)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_pairs_keep_the_gradient_and_moments_of_old_entries(training):
+    small, large, event, _ = grown(PairGrowth(noise_std=0.0))
+    before, after = moments(small, training=training), moments(large, training=training)
+    for what, (tensors, power) in before.items():
+        for name, tensor in tensors.items():
+            got, expected, old = carried(event, name, tensor, power), after[what][0][name], old_entries(name)
+            torch.testing.assert_close(got[old], expected[old], rtol=1e-8, atol=1e-12, msg=f"{what} of {name}")
+            assert (got[~old] == 0).all(), f"{what} of {name}: new entries start at zero"
+
+
+def test_the_gradient_of_new_pairs_is_not_a_function_of_the_small_network():
+    """Why new entries start at zero: other draws of the new weights give other gradients there."""
+    small, large, event, _ = grown(PairGrowth(noise_std=0.0), seed=0)
+    small2, large2, event2, _ = grown(PairGrowth(noise_std=0.0), seed=7)
+    assert all(torch.equal(a, b) for a, b in zip(small.parameters(), small2.parameters(), strict=True))
+    one, other = (moments(network)["gradient"][0]["pointwise.weight"] for network in (large, large2))
+    new = ~old_entries("pointwise.weight")
+    assert (one - other)[new].norm() > 0.5 * one[new].norm() > 0
+    old = moments(small)["gradient"][0]["pointwise.weight"]
+    assert torch.equal(carried(event, "pointwise.weight", old, 1), carried(event2, "pointwise.weight", old, 1))
+
+
+def test_twins_have_equal_gradients_where_consumed_and_opposite_ones_where_produced():
+    _, large, _, _ = grown(PairGrowth(noise_std=0.0))
+    gradients = moments(large)["gradient"][0]
+    # 4 channels grow to 8: 4, 5 and their twins 6, 7; 5 hidden units to 10: 5, 6, their twins 7, 8; 9 is alone.
+    consumed = gradients["classifier.weight"]
+    torch.testing.assert_close(consumed[:, 5:7], consumed[:, 7:9])
+    produced = gradients["hidden.weight"]
+    torch.testing.assert_close(produced[5:7], -produced[7:9])
+    torch.testing.assert_close(gradients["norm3.weight"][4:6], -gradients["norm3.weight"][6:8])
+
+
+def test_variance_transfer_divides_gradients_by_the_scale_of_the_weights():
+    """Exact in eval mode; in train mode up to batch normalisation's eps."""
+    small, large, event, state = grown(VarianceTransfer(noise_std=0.0))
+    assert state.output_factor != 1.0
+    scaled = {name for name in event.carry.scales if not torch.as_tensor(event.carry.scales[name] == 1).all()}
+    assert {"depthwise.weight", "pointwise.weight", "hidden.weight", "classifier.weight"} & scaled
+    for training, tolerance in ((False, 1e-8), (True, 1e-3)):
+        before = moments(small, training=training)
+        after = moments(large, state.output_factor, training)
+        for what, (tensors, power) in before.items():
+            for name, tensor in tensors.items():
+                got, expected, old = carried(event, name, tensor, power), after[what][0][name], old_entries(name)
+                error = (got[old] - expected[old]).norm() / (expected[old].norm() + 1e-9)
+                assert error < tolerance, f"{what} of {name} (training={training}): {error:.1e}"
+
+
+def test_variance_transfer_by_the_constraint_divides_by_the_measured_scale():
+    small, large, event, state = grown(VarianceTransfer(rule="constraint", noise_std=0.0))
+    before, after = moments(small)["gradient"][0], moments(large, state.output_factor)["gradient"][0]
+    for name, tensor in before.items():
+        old = old_entries(name)
+        torch.testing.assert_close(
+            carried(event, name, tensor, 1)[old], after[name][old], rtol=1e-7, atol=1e-12, msg=name
+        )
+
+
+def test_the_literal_output_rule_changes_the_gradient_so_no_rule_can_be_exact():
+    """Logits shrink, so the loss is another function: the carried gradient keeps its direction only about."""
+    small, large, event, _ = grown(VarianceTransfer(output_multiplier=False, noise_std=0.0))
+    before, after = moments(small)["gradient"][0], moments(large)["gradient"][0]
+    old = old_entries("hidden.weight")
+    got, expected = carried(event, "hidden.weight", before["hidden.weight"], 1)[old], after["hidden.weight"][old]
+    assert F.cosine_similarity(got, expected, dim=0) > 0.9
+    assert (got - expected).norm() > 0.05 * expected.norm()
