@@ -82,7 +82,7 @@ class WidthGraph:
         unit_classes: scale classes that must keep their scale (inputs, outputs of norms, operands of
             functions that are not positively homogeneous).
         output_class: scale class of the network's output.
-        fixed: why a dimension that looks like channels does not grow: module path -> reason.
+        fixed: why the channels that a layer or norm puts out do not grow: module path -> reason.
     """
 
     groups: Mapping[str, Group]

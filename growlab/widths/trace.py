@@ -235,7 +235,8 @@ class Tracer:
                     Axis(tuple(_part(run, names) for run in axis), self._role(name, index, axis))
                     for index, axis in enumerate(resolved)
                 )
-            if not grows and name.endswith("weight") and self._roles[name][:1] == ["out"]:
+            rows_grow = any(run.atom is not None for axis in resolved[:1] for run in axis)
+            if not rows_grow and name.endswith("weight") and self._roles[name][:1] == ["out"]:
                 fixed_because[name.rpartition(".")[0]] = self.atoms.why_fixed(runs[0]) or "a single channel"
         layers = [
             Layer(x.name, x.weight, x.bias, x.depthwise, self._scale(x.scale_in), self._scale(x.scale_out))
@@ -270,8 +271,10 @@ class Tracer:
 
     def _group_names(self) -> dict[int, str]:
         names: dict[int, str] = {}
-        for name, runs in self._parameters.items():
-            for axis, role in zip(runs, self._roles[name], strict=True):
+        # Layers as they run, then what else produces channels.
+        order = dict.fromkeys([layer.weight for layer in self._layers] + list(self._parameters))
+        for name in order:
+            for axis, role in zip(self._parameters[name], self._roles[name], strict=True):
                 if role != "out":
                     continue
                 for run in self.atoms.resolve(axis):

@@ -1,0 +1,263 @@
+"""The tables that shared suites run over: small networks and growth methods. A new one is one row."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab.growth import GrowthMethod, Net2Net, PairGrowth, RandomGrowth, VarianceTransfer
+from growlab.networks import MLP, CifarResNet, ConvNet
+from growlab.widths import WidthGraph, trace
+
+
+class Residual(nn.Module):
+    """Residual blocks without normalisation, one with a projection; biases everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.conv1 = nn.Conv2d(6, 5, 3, padding=1)
+        self.conv2 = nn.Conv2d(5, 6, 3, padding=1)
+        self.conv3 = nn.Conv2d(6, 9, 3, stride=2, padding=1)
+        self.projection = nn.Conv2d(6, 9, 1, stride=2)
+        self.classifier = nn.Linear(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.leaky_relu(self.stem(x))
+        x = F.leaky_relu(x + self.conv2(F.leaky_relu(self.conv1(x))))
+        x = F.leaky_relu(self.projection(x) + self.conv3(x))
+        return self.classifier(x.mean((2, 3)))
+
+
+class DepthwiseSeparable(nn.Module):
+    """Depthwise and pointwise convolutions, dropout, and a grouped convolution that cannot grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.pointwise = nn.Conv2d(8, 7, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(7)
+        self.dropout = nn.Dropout2d(0.5)
+        self.narrow = nn.Conv2d(7, 4, 1)
+        self.multiplied = nn.Conv2d(4, 8, 3, groups=4)
+        self.classifier = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.stem(x)))
+        x = self.dropout(F.relu(self.norm2(self.pointwise(self.depthwise(x)))))
+        x = F.relu(self.multiplied(F.relu(self.narrow(x))))
+        return self.classifier(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+class Dense(nn.Module):
+    """A dense block: every convolution reads the concatenation of all before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 5, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(5)
+        self.conv1 = nn.Conv2d(5, 4, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(9)
+        self.conv2 = nn.Conv2d(9, 6, 3, padding=1, bias=False)
+        self.norm3 = nn.BatchNorm2d(15, affine=False)
+        self.classifier = nn.Linear(15, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = torch.cat([x, self.conv1(F.relu(self.norm1(x)))], 1)
+        x = torch.cat([x, self.conv2(F.relu(self.norm2(x)))], 1)
+        return self.classifier(F.relu(self.norm3(x)).mean((2, 3)))
+
+
+class FlattenOdd(nn.Module):
+    """Odd channels and odd sides flattened, then linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 5, (3, 2))
+        self.pool = nn.MaxPool2d((1, 2))
+        self.hidden = nn.Linear(5 * 3 * 2, 7)
+        self.classifier = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(F.leaky_relu(self.conv(x)))
+        return self.classifier(F.relu(self.hidden(x.view(x.shape[0], -1))))
+
+
+class Shared(nn.Module):
+    """One layer called twice, two layers that share a weight but not a bias, one norm called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(5, 6)
+        self.twice = nn.Linear(6, 6)
+        self.first = nn.Linear(6, 7)
+        self.second = nn.Linear(6, 7)
+        self.second.weight = self.first.weight
+        # At width 1 the variances are so small that torch's own eps would be a good part of them.
+        self.norm = nn.BatchNorm1d(7, eps=1e-9)
+        self.classifier = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.leaky_relu(self.inside(x))
+        x = F.leaky_relu(self.twice(F.leaky_relu(self.twice(x))))
+        x = F.leaky_relu(self.norm(self.first(x))) + F.leaky_relu(self.norm(self.second(x)))
+        return self.classifier(x)
+
+
+class Bare(nn.Module):
+    """Bare parameters, gating, mixed activations, a frozen layer, a norm without running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 6, 3, padding=1, bias=False)
+        self.shift = nn.Parameter(torch.randn(1, 6, 1, 1))
+        self.norm = nn.BatchNorm2d(6, track_running_stats=False)
+        self.conv2 = nn.Conv2d(6, 8, 3, padding=1)
+        self.gate = nn.Linear(8, 8)
+        self.gate.requires_grad_(False)
+        self.scale = nn.Parameter(torch.rand(8))
+        self.single = nn.Conv2d(8, 1, 1)
+        self.classifier = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.conv(x) + self.shift))
+        x = torch.tanh(self.conv2(x))
+        x = x * torch.sigmoid(self.single(x))
+        x = x.mean((2, 3)) * self.scale
+        return self.classifier(x * torch.sigmoid(self.gate(x)))
+
+
+@dataclass(frozen=True)
+class NetworkCase:
+    """A small network.
+
+    Attributes:
+        build: makes it at full width.
+        input_shape: of one sample.
+        groups: full width of every width group, as it must be found.
+    """
+
+    build: Callable[[], nn.Module]
+    input_shape: tuple[int, ...]
+    groups: Mapping[str, int]
+
+    def make(self, dtype: torch.dtype = torch.float64) -> nn.Module:
+        """The network with fixed weights."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return self.build().to(dtype)
+
+    def inputs(self, dtype: torch.dtype = torch.float64, num_samples: int = 8, seed: int = 1) -> Tensor:
+        """A fixed batch."""
+        source = torch.Generator().manual_seed(seed)
+        return torch.randn(num_samples, *self.input_shape, generator=source, dtype=torch.float64).to(dtype)
+
+
+NETWORKS = {
+    "resnet A": NetworkCase(
+        lambda: CifarResNet(1, 4, channels=(5, 8, 13), shortcut="A"),
+        (3, 4, 4),
+        {
+            "conv1": 5,
+            "layers.0.0.conv1": 5,
+            "layers.1.0.conv1": 8,
+            "layers.1.0.conv2": 3,
+            "layers.2.0.conv1": 13,
+            "layers.2.0.conv2": 5,
+        },
+    ),
+    "resnet B": NetworkCase(
+        lambda: CifarResNet(1, 4, channels=(4, 7), shortcut="B"),
+        (3, 8, 8),
+        {"conv1": 4, "layers.0.0.conv1": 4, "layers.1.0.conv1": 7, "layers.1.0.conv2": 7},
+    ),
+    "convnet": NetworkCase(
+        lambda: ConvNet((3, 8, 8), 4, [6, 7], [2, 2]), (3, 8, 8), {"features.0": 6, "features.4": 7}
+    ),
+    "mlp": NetworkCase(
+        lambda: MLP(12, [9, 7, 8], 4), (3, 2, 2), {"hidden.0": 9, "hidden.2": 7, "hidden.4": 8}
+    ),
+    "mlp batch norm": NetworkCase(
+        lambda: MLP(12, [9, 7], 4, batch_norm=True), (3, 2, 2), {"hidden.0": 9, "hidden.3": 7}
+    ),
+    "mlp tanh": NetworkCase(
+        lambda: MLP(12, [9, 7], 4, activation="tanh"), (3, 2, 2), {"hidden.0": 9, "hidden.2": 7}
+    ),
+    "residual": NetworkCase(Residual, (3, 6, 6), {"stem": 6, "conv1": 5, "projection": 9}),
+    "depthwise": NetworkCase(DepthwiseSeparable, (2, 6, 6), {"stem": 8, "pointwise": 7}),
+    "dense": NetworkCase(Dense, (3, 5, 5), {"stem": 5, "conv1": 4, "conv2": 6}),
+    "flatten": NetworkCase(FlattenOdd, (1, 5, 5), {"conv": 5, "hidden": 7}),
+    "shared": NetworkCase(Shared, (5,), {"inside": 6, "first": 7}),
+    "bare": NetworkCase(Bare, (2, 4, 4), {"conv": 6, "conv2": 8}),
+}
+
+
+@cache
+def graph_of(name: str) -> WidthGraph:
+    """Width graph of a network of the table."""
+    case = NETWORKS[name]
+    return trace(case.make(), case.inputs(num_samples=2))
+
+
+@dataclass(frozen=True)
+class MethodCase:
+    """A growth method.
+
+    Attributes:
+        make: from the standard deviation of its noise.
+        preserves: whether it promises to preserve the function.
+        parts_twins: whether new channels that are alike part without noise.
+    """
+
+    make: Callable[[float], GrowthMethod]
+    preserves: bool = True
+    parts_twins: bool = True
+
+
+METHODS = {
+    "random": MethodCase(lambda noise: RandomGrowth(noise_std=noise), preserves=False),
+    "pairs": MethodCase(lambda noise: PairGrowth(noise_std=noise)),
+    "net2net": MethodCase(lambda noise: Net2Net(noise_std=noise), parts_twins=False),
+    "ours": MethodCase(lambda noise: VarianceTransfer(noise_std=noise)),
+    "ours constraint": MethodCase(lambda noise: VarianceTransfer("constraint", noise_std=noise)),
+    "ours literal": MethodCase(lambda noise: VarianceTransfer(output_multiplier=False, noise_std=noise)),
+}
+PRESERVING = [name for name, case in METHODS.items() if case.preserves]
+
+
+def widths_at(graph: WidthGraph, part: float) -> dict[str, int]:
+    """About this part of every group's width, odd widths and 1 included."""
+    return {name: max(1, int(group.full_width * part)) for name, group in graph.groups.items()}
+
+
+def roughen(network: nn.Module, seed: int = 2) -> None:
+    """Stand in for training: every parameter moves, biases and statistics leave their defaults."""
+    source = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=source, dtype=torch.float64).to(
+                parameter
+            )
+        for name, buffer in network.named_buffers():
+            noise = torch.rand(buffer.shape, generator=source, dtype=torch.float64)
+            if name.endswith("running_var"):
+                buffer.copy_(0.3 + noise)
+            elif name.endswith("running_mean"):
+                buffer.copy_(noise - 0.5)
+
+
+def outputs(network: nn.Module, x: Tensor, training: bool) -> Tensor:
+    """What the network computes in one of its modes, dropout aside; the network itself stays as it is."""
+    copied = copy.deepcopy(network).train(training)
+    for module in copied.modules():
+        if isinstance(module, (nn.Dropout, nn.Dropout2d)):
+            module.eval()
+    with torch.no_grad():
+        return copied(x)

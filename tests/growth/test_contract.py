@@ -1,0 +1,233 @@
+"""What every growth method promises on every network, in both precisions."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from growlab.growth import GrowthState, fold_output_factor, grow, plant
+from growlab.widths import WidthGraph, resize, tensors_of
+from tests.cases import METHODS, NETWORKS, PRESERVING, graph_of, outputs, roughen, widths_at
+
+ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
+DTYPES = [pytest.param(torch.float64, id="float64"), pytest.param(torch.float32, id="float32")]
+# From width 1 over odd numbers to full width.
+PARTS = (0.2, 0.65, 1.0)
+
+
+class Run:
+    """A network of the tables on its way through its widths."""
+
+    def __init__(
+        self, network: str, method: str, dtype: torch.dtype = torch.float64, noise: float = 0.0
+    ) -> None:
+        self.case, self.method = NETWORKS[network], METHODS[method].make(noise)
+        self.graph: WidthGraph = graph_of(network)
+        self.network = self.case.make(dtype)
+        self.x = self.case.inputs(dtype)
+        self.state: GrowthState = plant(
+            self.network, self.graph, self.method, widths_at(self.graph, PARTS[0]), seed=5
+        )
+        roughen(self.network)
+
+    def grow(self, part: float):
+        return grow(
+            self.network,
+            self.graph,
+            self.method,
+            self.state,
+            widths_at(self.graph, part),
+            seed=5,
+            probe=(self.x,),
+        )
+
+    def outputs(self, training: bool = False, x: torch.Tensor | None = None) -> torch.Tensor:
+        """What the network computes, on samples that its events have not seen."""
+        x = self.case.inputs(self.x.dtype, seed=9) if x is None else x
+        return outputs(self.network, x, training)
+
+
+def relative(before: torch.Tensor, after: torch.Tensor) -> float:
+    return float((after - before).abs().max() / before.abs().max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("method", METHODS)
+def test_growth_keeps_its_promises(method: str, network: str, dtype: torch.dtype) -> None:
+    run = Run(network, method, dtype)
+    factor = 1.0
+    for part in PARTS[1:]:
+        before_eval, before_train = run.outputs(), run.outputs(training=True)
+        event = run.grow(part)
+        # Shapes.
+        for name, tensor in tensors_of(run.network, run.graph).items():
+            assert tuple(tensor.shape) == run.graph.shape(name, event.widths_after)
+            assert tensor.dtype == dtype
+        if not METHODS[method].preserves:
+            assert event.parity_tolerance_eval is None
+            continue
+        # Preservation, on samples that the event has not seen.
+        after_eval = run.outputs() * event.output_factor
+        after_train = run.outputs(training=True) * event.output_factor
+        if network in ("dense", "bare") and "ours" in method:
+            # A norm without weight or without statistics cannot take up eps: off by its bound in eval mode too.
+            assert relative(before_eval, after_eval) <= min(event.parity_tolerance_eval, 1e-2)
+        else:
+            assert relative(before_eval, after_eval) <= ROUNDING[dtype]
+            assert event.parity_error_eval <= ROUNDING[dtype]
+        if "ours" in method:
+            assert relative(before_train, after_train) <= min(event.parity_tolerance_train, 1e-2)
+        else:
+            assert relative(before_train, after_train) <= ROUNDING[dtype]
+            assert event.parity_error_train <= ROUNDING[dtype]
+        factor *= event.output_factor
+    assert run.state.stage == 2
+    assert run.state.output_factor == (1.0 if method == "ours literal" else pytest.approx(factor))
+    assert run.state.widths == run.graph.full_widths
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("method", METHODS)
+def test_old_entries_land_where_the_axes_say(method: str, network: str) -> None:
+    run = Run(network, method)
+    old = {name: tensor.clone() for name, tensor in tensors_of(run.network, run.graph).items()}
+    widths = dict(run.state.widths)
+    event = run.grow(0.65)
+    norms = {name for norm in run.graph.norms for name in (norm.weight, norm.running_mean, norm.running_var)}
+    resize(run.network, run.graph, event.widths_after, widths)
+    for name, kept in tensors_of(run.network, run.graph).items():
+        if method in ("pairs", "random"):
+            torch.testing.assert_close(kept, old[name], rtol=0, atol=0)
+        elif method == "net2net":
+            # Columns are divided by a whole number of copies.
+            counts = old[name] / kept
+            torch.testing.assert_close(counts, counts.round(), rtol=0, atol=1e-9)
+            assert counts.min() >= 1
+        elif name not in norms:
+            ratios = kept / old[name]
+            torch.testing.assert_close(ratios, ratios.flatten()[0].expand_as(ratios))
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("method", METHODS)
+def test_growing_by_nothing_changes_nothing(method: str, network: str) -> None:
+    run = Run(network, method, noise=0.1)
+    before = dict(run.network.named_parameters(remove_duplicate=False))
+    buffers = dict(run.network.named_buffers())
+    content = copy.deepcopy(run.network.state_dict())
+    event = run.grow(PARTS[0])
+    after = dict(run.network.named_parameters(remove_duplicate=False))
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert all(buffer is buffers[name] for name, buffer in run.network.named_buffers())
+    for name, tensor in run.network.state_dict().items():
+        assert torch.equal(tensor, content[name])
+    assert event.replaced == {}
+    assert event.output_factor == 1.0
+    assert run.state.stage == 1
+
+
+@pytest.mark.parametrize("network", ["resnet A", "shared", "bare"])
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_depend_on_seed_and_stage_alone(method: str, network: str) -> None:
+    grown = []
+    for global_seed in (0, 1):
+        torch.manual_seed(global_seed)
+        run = Run(network, method, noise=0.1)
+        run.grow(1.0)
+        grown.append(run.network.state_dict())
+    for name in grown[0]:
+        assert torch.equal(grown[0][name], grown[1][name])
+    other = Run(network, method, noise=0.1)
+    other.state.stage = 1
+    other.grow(1.0)
+    assert any(not torch.equal(grown[0][name], tensor) for name, tensor in other.network.state_dict().items())
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("method", PRESERVING)
+def test_one_step_and_two_steps_compute_the_same(method: str, network: str) -> None:
+    at_once, in_turn = Run(network, method), Run(network, method)
+    at_once.grow(1.0)
+    for part in PARTS[1:]:
+        in_turn.grow(part)
+    # What the literal rule leaves on the logits is in the events' factors, not in the state.
+    first, second = at_once.outputs(), in_turn.outputs()
+    if method == "ours literal":
+        first, second = first / first.abs().max(), second / second.abs().max()
+    else:
+        first, second = first * at_once.state.output_factor, second * in_turn.state.output_factor
+    tolerance = 1e-2 if network in ("dense", "bare") and "ours" in method else 1e-10
+    assert relative(first, second) <= tolerance
+    shapes = [
+        {name: tensor.shape for name, tensor in run.network.state_dict().items()}
+        for run in (at_once, in_turn)
+    ]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("method", METHODS)
+def test_full_width_loads_into_a_fresh_network(method: str, network: str) -> None:
+    run = Run(network, method, noise=0.01)
+    run.grow(0.65)
+    run.grow(1.0)
+    fresh = run.case.make()
+    fresh.load_state_dict(run.network.state_dict(), strict=True)
+    assert repr(fresh) == repr(run.network)
+    expected = run.outputs() * run.state.output_factor
+    torch.testing.assert_close(
+        outputs(fresh, run.case.inputs(seed=9), False) * run.state.output_factor, expected
+    )
+    fold_output_factor(run.network, run.graph, run.state.output_factor)
+    fresh.load_state_dict(run.network.state_dict(), strict=True)
+    torch.testing.assert_close(outputs(fresh, run.case.inputs(seed=9), False), expected)
+
+
+@pytest.mark.parametrize("network", ["convnet", "mlp", "mlp tanh", "residual", "resnet B"])
+@pytest.mark.parametrize("method", PRESERVING)
+def test_twins_part_in_training_where_the_method_promises_it(method: str, network: str) -> None:
+    run = Run(network, method)
+    before = dict(run.state.widths)
+    event = run.grow(1.0)
+    twins = {name: twins_of(event.replaced, name, before[name]) for name in run.graph.groups}
+    assert all(twins.values())
+    assert all(gap(run.network, name, a, b) == 0 for name, pairs in twins.items() for a, b in pairs)
+    train_one_step(run)
+    gaps = {name: max(gap(run.network, name, a, b) for a, b in pairs) for name, pairs in twins.items()}
+    if METHODS[method].parts_twins:
+        assert min(gaps.values()) > 1e-6
+    else:
+        assert max(gaps.values()) < 1e-12
+
+
+def test_noise_parts_the_replicas_of_net2net() -> None:
+    run = Run("mlp", "net2net", noise=0.01)
+    run.grow(0.65)
+    weight = run.network.get_parameter("hidden.0.weight").detach()
+    apart = float(torch.pdist(weight).min())
+    assert 0 < apart < 0.1
+    for _ in range(20):
+        train_one_step(run)
+    assert float(torch.pdist(weight).min()) > apart
+
+
+def twins_of(replaced, group: str, width_before: int) -> list[tuple[int, int]]:
+    """Channels of the group whose producing rows are equal after the event."""
+    rows = replaced[f"{group}.weight"][1].detach().flatten(1)
+    pairs = [(a, b) for b in range(width_before, len(rows)) for a in range(b)]
+    return [(a, b) for a, b in pairs if torch.equal(rows[a], rows[b])]
+
+
+def gap(network: nn.Module, group: str, a: int, b: int) -> float:
+    weight = network.get_parameter(f"{group}.weight").detach()
+    return float((weight[a] - weight[b]).abs().max())
+
+
+def train_one_step(run: Run) -> None:
+    optimizer = torch.optim.SGD(run.network.parameters(), lr=0.1)
+    x = run.case.inputs(num_samples=64, seed=4)
+    optimizer.zero_grad()
+    run.network.train()(x).square().mean().backward()
+    optimizer.step()

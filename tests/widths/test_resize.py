@@ -1,0 +1,129 @@
+"""Narrowing and widening in place."""
+
+import pytest
+import torch
+from torch import nn
+
+from growlab.networks import CifarResNet, ConvNet
+from growlab.widths import replace_tensors, resize, restore_tensors, trace
+from tests.cases import NETWORKS, graph_of, outputs, widths_at
+
+
+def bookkeeping(network: nn.Module) -> dict[str, tuple]:
+    """What modules say of their own sizes."""
+    told = {}
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Linear):
+            told[name] = (module.out_features, module.in_features)
+        elif isinstance(module, nn.Conv2d):
+            told[name] = (module.out_channels, module.in_channels // module.groups, *module.kernel_size)
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
+            told[name] = (module.num_features,)
+    return told
+
+
+@pytest.mark.parametrize("part", [0.01, 0.5, 1.0, 1.7])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_resized_network_is_an_ordinary_one(name, part):
+    case, graph = NETWORKS[name], graph_of(name)
+    network = case.make()
+    widths = widths_at(graph, part)
+    resize(network, graph, graph.full_widths, widths)
+    for module, sizes in bookkeeping(network).items():
+        assert tuple(network.get_submodule(module).weight.shape) == sizes
+    assert outputs(network, case.inputs(), training=True).isfinite().all()
+    # Back again: kept channels come back, the others are zero.
+    resize(network, graph, widths, graph.full_widths)
+    assert repr(network) == repr(case.make())
+    for key, tensor in network.state_dict().items():
+        original = case.make().state_dict()[key]
+        assert tensor.shape == original.shape
+        assert torch.equal(tensor[tensor != 0], original[tensor != 0])
+
+
+def test_a_narrowed_network_is_the_one_built_narrow():
+    network = CifarResNet(2, 5, channels=(8, 16, 32), shortcut="B")
+    graph = trace(network, torch.randn(2, 3, 8, 8))
+    resize(network, graph, graph.full_widths, {n: w // 2 for n, w in graph.full_widths.items()})
+    narrow = CifarResNet(2, 5, channels=(4, 8, 16), shortcut="B")
+    assert repr(network) == repr(narrow)
+    narrow.load_state_dict(network.state_dict(), strict=True)
+    x = torch.randn(3, 3, 8, 8)
+    assert torch.equal(outputs(network, x, False), outputs(narrow, x, False))
+
+
+def test_depthwise_convolutions_pass_through_width_1():
+    network, graph = NETWORKS["depthwise"].make(), graph_of("depthwise")
+    one = dict.fromkeys(graph.groups, 1)
+    resize(network, graph, graph.full_widths, one)
+    assert (network.depthwise.groups, network.depthwise.in_channels) == (1, 1)
+    resize(network, graph, one, graph.full_widths)
+    assert (network.depthwise.groups, network.depthwise.in_channels) == (8, 8)
+    assert (network.multiplied.groups, network.multiplied.in_channels) == (4, 4)
+
+
+def test_a_width_of_0_is_refused():
+    network, graph = NETWORKS["mlp"].make(), graph_of("mlp")
+    with pytest.raises(ValueError, match=r"width 0 of hidden\.2 leaves no channel"):
+        resize(network, graph, graph.full_widths, graph.full_widths | {"hidden.2": 0})
+    assert network.hidden[2].out_features == 7
+
+
+def test_what_does_not_change_stays_the_same_object():
+    network, graph = NETWORKS["convnet"].make(), graph_of("convnet")
+    before = dict(network.named_parameters())
+    resize(network, graph, graph.full_widths, graph.full_widths | {"features.4": 3})
+    same = {name for name, parameter in network.named_parameters() if parameter is before[name]}
+    assert same == {"features.0.weight", "features.1.weight", "features.1.bias", "classifier.bias"}
+
+
+def test_shared_tensors_stay_shared():
+    network, graph = NETWORKS["shared"].make(), graph_of("shared")
+    resize(network, graph, graph.full_widths, widths_at(graph, 0.5))
+    assert network.first.weight is network.second.weight
+    assert network.second.out_features == network.first.out_features == 3
+    assert len(list(network.parameters())) == len(list(NETWORKS["shared"].make().parameters()))
+
+
+def test_new_tensors_are_like_the_old_ones():
+    network = ConvNet((3, 8, 8), 4, [6, 8], [2, 2])
+    graph = trace(network, torch.randn(2, 3, 8, 8))
+    network = network.to(torch.bfloat16, memory_format=torch.channels_last)
+    network.features[4].weight.requires_grad_(False)
+    network.features[4].weight.group_of_user = "slow"
+    resize(network, graph, graph.full_widths, widths_at(graph, 0.5))
+    weight = network.features[4].weight
+    assert isinstance(weight, nn.Parameter)
+    assert weight.dtype == torch.bfloat16
+    assert not weight.requires_grad
+    assert weight.group_of_user == "slow"
+    assert weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+    assert network.features[5].running_var.dtype == torch.bfloat16
+    assert not isinstance(network.features[5].running_var, nn.Parameter)
+
+
+def test_restoring_brings_the_same_objects_back():
+    network, graph = NETWORKS["depthwise"].make(), graph_of("depthwise")
+    before = [*network.named_parameters(), *network.named_buffers()]
+    shown = repr(network)
+    new = {
+        name: tensor.new_ones(graph.shape(name, dict.fromkeys(graph.groups, 3)))
+        for name, tensor in before
+        if name in graph.axes
+    }
+    replaced = replace_tensors(network, graph, new)
+    assert repr(network) != shown
+    restore_tensors(network, graph, replaced)
+    after = [*network.named_parameters(), *network.named_buffers()]
+    assert all(a is b for (_, a), (_, b) in zip(before, after, strict=True))
+    assert repr(network) == shown
+
+
+def test_new_content_is_copied():
+    network, graph = NETWORKS["mlp"].make(), graph_of("mlp")
+    content = torch.zeros(9, 12, dtype=torch.float64)
+    replace_tensors(network, graph, {"hidden.0.weight": content})
+    content += 1
+    assert network.hidden[0].weight.count_nonzero() == 0
+    with pytest.raises(KeyError):
+        replace_tensors(network, graph, {"hidden.9.weight": content})

@@ -1,0 +1,222 @@
+"""Groups, axes and scale classes that tracing finds, and what it refuses."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab.networks import convnet4, mlp8, resnet20
+from growlab.widths import Part, UnsupportedOperation, resize, trace
+from tests.cases import NETWORKS, graph_of, widths_at
+
+
+def is_narrow(graph, network, x) -> None:
+    """The network runs at narrow widths: what a mistake in a rule breaks first."""
+    resize(network, graph, graph.full_widths, widths_at(graph, 0.5))
+    network.eval()(x)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_groups_of_small_networks(name):
+    assert graph_of(name).full_widths == NETWORKS[name].groups
+
+
+def test_groups_of_resnet20_with_padded_shortcuts():
+    graph = trace(resnet20((3, 32, 32), 10, shortcut="A"), torch.randn(2, 3, 32, 32))
+    # Streams of 16, 32 and 64 channels; a shortcut keeps the narrower stream's and appends the rest.
+    expected = {"conv1": 16, "layers.1.0.conv2": 16, "layers.2.0.conv2": 32}
+    for layer, width in enumerate((16, 32, 64)):
+        expected |= {f"layers.{layer}.{block}.conv1": width for block in range(3)}
+    assert graph.full_widths == expected
+    assert {name: group.below for name, group in graph.groups.items() if group.below} == {
+        "layers.1.0.conv2": 16,
+        "layers.2.0.conv2": 32,
+    }
+    stream = (Part("conv1"), Part("layers.1.0.conv2"), Part("layers.2.0.conv2"))
+    assert graph.axes["classifier.weight"][1].parts == stream
+    assert graph.axes["layers.2.2.conv2.weight"][0].parts == stream
+    assert graph.axes["layers.1.1.conv1.weight"][1].parts == stream[:2]
+    assert graph.axes["layers.1.1.bn2.running_var"][0].parts == stream[:2]
+    assert len(graph.layers) == 20
+    assert len(graph.norms) == 19
+    assert graph.fixed == {"classifier": "the network's output"}
+
+
+def test_groups_of_resnet20_with_projections():
+    graph = trace(resnet20((3, 32, 32), 10, shortcut="B"), torch.randn(2, 3, 32, 32))
+    expected = {"conv1": 16, "layers.1.0.conv2": 32, "layers.2.0.conv2": 64}
+    for layer, width in enumerate((16, 32, 64)):
+        expected |= {f"layers.{layer}.{block}.conv1": width for block in range(3)}
+    assert graph.full_widths == expected
+    assert not any(group.below for group in graph.groups.values())
+    assert graph.axes["layers.2.0.shortcut.0.weight"][0].groups == ("layers.2.0.conv2",)
+
+
+def test_groups_of_convnet4_and_mlp8():
+    graph = trace(convnet4((3, 32, 32), 10), torch.randn(2, 3, 32, 32))
+    assert graph.full_widths == {"features.0": 64, "features.4": 128, "features.8": 256, "features.12": 512}
+    assert graph.axes["classifier.weight"][1].parts == (Part("features.12"),)
+    graph = trace(mlp8((3, 8, 8), 10, width=50), torch.randn(2, 3, 8, 8))
+    assert graph.full_widths == {f"hidden.{2 * layer}": 50 for layer in range(8)}
+
+
+def test_a_flattened_image_repeats_each_channel():
+    assert graph_of("flatten").axes["hidden.weight"][1].parts == (Part("conv", 1, 3 * 2),)
+    assert graph_of("flatten").shape("hidden.weight", {"conv": 3, "hidden": 2}) == (2, 18)
+
+
+def test_concatenation_lays_groups_side_by_side():
+    axes = graph_of("dense").axes
+    assert axes["classifier.weight"][1].parts == (Part("stem"), Part("conv1"), Part("conv2"))
+    assert axes["norm2.running_mean"][0].parts == (Part("stem"), Part("conv1"))
+
+
+def test_shared_tensors_have_one_name_and_one_scale():
+    graph = graph_of("shared")
+    assert "second.weight" not in graph.axes
+    first, second = [layer for layer in graph.layers if layer.weight == "first.weight"]
+    assert (first.bias, second.bias) == ("first.bias", "second.bias")
+    assert (first.scale_in, first.scale_out) == (second.scale_in, second.scale_out)
+    (twice,) = [layer for layer in graph.layers if layer.weight == "twice.weight"]
+    assert twice.scale_in == twice.scale_out
+    assert len(graph.norms) == 1
+
+
+def test_what_stays_fixed_says_why():
+    assert graph_of("depthwise").fixed == {
+        "narrow": "4-group convolution",
+        "multiplied": "4-group convolution",
+        "classifier": "the network's output",
+    }
+    assert graph_of("bare").fixed["single"] == "a single channel"
+
+
+def test_scales_stop_at_functions_that_are_not_homogeneous():
+    graph = graph_of("mlp tanh")
+    assert all(layer.scale_out in graph.unit_classes for layer in graph.layers[:-1])
+    graph = graph_of("mlp")
+    assert not any(layer.scale_out in graph.unit_classes for layer in graph.layers)
+    assert [a.scale_out == b.scale_in for a, b in zip(graph.layers, graph.layers[1:], strict=False)] == [
+        True
+    ] * 3
+    residual = {layer.name: layer for layer in graph_of("residual").layers}
+    assert residual["stem"].scale_out == residual["conv2"].scale_out != residual["conv1"].scale_out
+    assert residual["projection"].scale_out == residual["conv3"].scale_out
+
+
+FILTERS, CONSTANTS = torch.ones(6, 6, 3), torch.arange(8.0)
+
+
+class Odd(nn.Module):
+    """Two linear layers on [B, L, C] around any function."""
+
+    def __init__(self, function, length: int = 6) -> None:
+        super().__init__()
+        self.inside = nn.Linear(4, 8)
+        self.function = function
+        self.outside = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outside(self.function(self.inside(x)))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda x: F.max_pool1d(x, 3, 1, 1), id="pooled over channels"),
+        pytest.param(lambda x: F.conv1d(x, FILTERS, padding=1), id="convolved over channels"),
+        pytest.param(lambda x: F.pad(x, (1, 0))[..., 1:], id="sliced"),
+        pytest.param(lambda x: x.view(x.shape[0], 6, 2, 4).flatten(2), id="split in two"),
+        pytest.param(lambda x: x - x.mean(-1, keepdim=True), id="mean over channels"),
+        pytest.param(lambda x: x / x.max(-1, keepdim=True)[0], id="maximum over channels"),
+        pytest.param(lambda x: x + CONSTANTS, id="a constant per channel"),
+    ],
+)
+def test_channels_that_are_mixed_or_told_apart_do_not_grow(function):
+    assert trace(Odd(function), torch.randn(2, 6, 4)).full_widths == {}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda x: F.max_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2), id="max pool"),
+        pytest.param(
+            lambda x: F.adaptive_max_pool1d(x.transpose(1, 2), 2, return_indices=True)[0].transpose(1, 2),
+            id="adaptive max pool",
+        ),
+        pytest.param(lambda x: x.max(1, keepdim=True)[0], id="maximum over positions"),
+        pytest.param(lambda x: torch.maximum(x, 0.1 * x), id="maximum of two"),
+        pytest.param(lambda x: x.amax(1) + x.min(1).values, id="minimum"),
+        pytest.param(lambda x: x.unsqueeze(1).permute(0, 2, 3, 1).squeeze(-1) / 2, id="moved around"),
+        pytest.param(lambda x: torch.cat([x, x], 1), id="concatenated along positions"),
+    ],
+)
+def test_channels_that_pass_untouched_grow(function):
+    network, x = Odd(function), torch.randn(2, 6, 4)
+    graph = trace(network, x)
+    assert graph.full_widths == {"inside": 8}
+    is_narrow(graph, network, x)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_weight_that_is_a_buffer_or_computed_does_not_grow(persistent):
+    class Blur(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.out = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 2, 1)
+            self.register_buffer("kernel", torch.ones(6, 1, 3, 3), persistent)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(F.conv2d(self.conv(x), self.kernel, groups=6))
+
+    graph = trace(Blur(), torch.randn(2, 3, 5, 5))
+    assert graph.full_widths == {}
+    assert graph.fixed["conv"] == "6-group convolution"
+
+    class Standardised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.out = nn.Linear(3, 6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(F.linear(x, self.inside.weight * 2, self.inside.bias))
+
+    assert trace(Standardised(), torch.randn(2, 3)).full_widths == {}
+
+
+def test_an_unknown_operation_is_refused_by_name_and_place():
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cumsum(x, 1)  # named in the message
+
+    network = nn.Sequential(nn.Linear(4, 8), nn.Sequential(Inner()), nn.Linear(8, 2))
+    with pytest.raises(UnsupportedOperation) as caught:
+        trace(network, torch.randn(2, 4))
+    line = Inner.forward.__code__.co_firstlineno + 1
+    message = str(caught.value)
+    assert "aten.cumsum.default" in message
+    assert "module 1.0" in message
+    assert f'{__file__}", line {line}' in message
+
+
+def test_data_dependent_python_is_refused():
+    class Branching(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(UnsupportedOperation, match=r"torch\.export cannot follow Branching"):
+        trace(Branching(), torch.randn(2, 4))
+
+
+def test_tracing_leaves_no_trace():
+    network = NETWORKS["depthwise"].make()
+    network.train()
+    network.norm.eval()
+    content = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    generator = torch.get_rng_state()
+    trace(network, NETWORKS["depthwise"].inputs(num_samples=2))
+    assert network.training
+    assert network.dropout.training
+    assert not network.norm.training
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(tensor, content[name]) for name, tensor in network.state_dict().items())
