@@ -4,6 +4,7 @@ Starting Python, torch and Lightning takes longer than a small run. So one proce
 for every run: exit codes, signals, what is printed and what is left behind are those of a real process.
 """
 
+import csv
 import json
 import os
 import resource
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -66,6 +69,70 @@ class CommandLine:
         self._server.stdin.close()
         self._server.wait(timeout=30)
         self._server.stdout.close()
+
+
+# What a run leaves behind --------------------------------------------------------------------------------
+
+# Measured times differ from run to run; everything else must not.
+_TIMES = {"seconds", "samples_per_sec"}
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    """Rows of a CSV file, measured times left out."""
+    with path.open() as file:
+        return [{k: v for k, v in row.items() if k not in _TIMES} for row in csv.DictReader(file)]
+
+
+def without_times(content: Any) -> Any:
+    """Nested dicts and lists, measured times left out."""
+    if isinstance(content, dict):
+        return {key: without_times(value) for key, value in content.items() if key not in _TIMES}
+    return [without_times(value) for value in content] if isinstance(content, list | tuple) else content
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether nested containers of tensors and numbers are equal bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a finished run has left in its folder, as far as it must be the same every time."""
+
+    metrics: list[dict[str, str]]
+    rates: list[dict[str, str]]
+    growth: dict[str, Any]
+    results: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+    checkpoint: dict[str, Any]
+
+    @classmethod
+    def by(cls, folder: Path) -> "Left":
+        """Read it."""
+        results = json.loads((folder / "results.json").read_text())
+        checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+        rates = folder / "rates.csv"
+        return cls(
+            table(folder / "metrics.csv"),
+            table(rates) if rates.exists() else [],
+            without_times(json.loads((folder / "growth.json").read_text())),
+            without_times({k: v for k, v in results.items() if k not in ("overrides", "command")}),
+            torch.load(folder / "model.pt", weights_only=True),
+            {
+                key: checkpoint[key]
+                for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")
+            },
+        )
+
+    def differences(self, other: "Left") -> list[str]:
+        """Names of the parts that are not equal bit for bit."""
+        return [name for name in vars(self) if not same(getattr(self, name), getattr(other, name))]
 
 
 # Faults: what may happen to a run -----------------------------------------------------------------------
@@ -179,8 +246,6 @@ def _serve() -> None:
 
 
 def _import_everything() -> None:
-    import torch
-
     from growlab import experiment
     from growlab.networks import mlp8
     from growlab.widths import trace

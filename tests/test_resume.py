@@ -1,0 +1,179 @@
+"""A run that was killed and goes on equals one that was never interrupted, bit for bit."""
+
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runs import CommandLine, Left, table
+
+SIGKILL = int(signal.SIGKILL)
+# 18 steps in 6 epochs and 3 stages, with everything that has a state: momentum, batch sizes that change,
+# augmentation, validation, regions, statistics.
+SMALL = (
+    *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=split"),
+    *("schedule.epochs=[2,2,2]", "schedule.widths=[0.5,0.75,1]", "log_rates_every_n_steps=2"),
+)
+MLP = (*SMALL, "model=mlp8", "model.width=12", "model.batch_norm=true")
+RESNET = (*SMALL, "model.width=4", "schedule.batch_growth_rate=0.5", "optimizer.nesterov=true")
+ADAM = (*MLP, "growth=net2net", "lr_adapt=none", "optimizer=adamw", "optimizer_state=zero_new")
+ACCUMULATED = (
+    *(*MLP, "growth=pairs", "trainer.accumulate_grad_batches=2", "trainer.precision=bf16-mixed"),
+    *("schedule.learning_rate.restarts=stage", "schedule.learning_rate.warmup_epochs=0.5"),
+)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Left]:
+    """What a run leaves that nothing disturbs, made once for each configuration."""
+    made: dict[tuple[str, ...], Left] = {}
+
+    def run(*arguments: str) -> Left:
+        if arguments not in made:
+            folder = tmp_path_factory.mktemp("whole")
+            outcome = cli(*arguments, "hydra.run.dir=run", cwd=folder)
+            assert outcome.code == 0, outcome.err
+            made[arguments] = Left.by(folder / "run")
+        return made[arguments]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "faults"),
+    [
+        # Any moment: before the first checkpoint, in the middle of stages, at the last step.
+        *((MLP, [("at_step", step, SIGKILL)]) for step in sorted(random.Random(0).sample(range(1, 19), 3))),
+        (RESNET, [("before_growth", 1, SIGKILL)]),
+        (MLP, [("before_growth", 2, SIGKILL)]),
+        # The epoch's rows are written, its checkpoint is not.
+        (MLP, [("at_checkpoint", 4, "before", SIGKILL)]),
+        # The checkpoint is there, the epoch has not ended.
+        (MLP, [("at_checkpoint", 2, "after", SIGKILL)]),
+        (MLP, [("at_checkpoint", 6, "after", SIGKILL)]),
+        # Twice, the second time at the event that the first resumption had to catch up with.
+        (MLP, [("before_growth", 1, SIGKILL), ("before_growth", 1, SIGKILL), ("at_step", 14, SIGKILL)]),
+        (ADAM, [("before_growth", 1, SIGKILL), ("at_step", 11, SIGKILL)]),
+        (ACCUMULATED, [("before_growth", 1, SIGKILL), ("at_step", 7, SIGKILL)]),
+    ],
+    ids=lambda value: (
+        "-".join("_".join(map(str, fault)) for fault in value) if isinstance(value, list) else ""
+    ),
+)
+def test_killed_and_resumed_equals_uninterrupted(
+    cli: CommandLine,
+    uninterrupted: Callable[..., Left],
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    faults: list[tuple[object, ...]],
+) -> None:
+    command = (*arguments, "hydra.run.dir=run")
+    for number, fault in enumerate(faults):
+        outcome = cli(*command, *["ckpt_path=last"] * (number > 0), cwd=tmp_path, fault=fault)
+        assert outcome.code == -SIGKILL, outcome.err
+    outcome = cli(*command, "ckpt_path=last", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    left, whole = Left.by(tmp_path / "run"), uninterrupted(*arguments)
+    assert left.differences(whole) == []
+    # The comparison sees something: rows of every epoch, and weights that have moved since the first stage.
+    assert [row["epoch"] for row in left.metrics] == ["0", "1", "2", "3", "4", "5"]
+    assert len(left.growth["events"]) == 2
+    assert "Traceback" not in outcome.err and "Warning" not in outcome.err
+
+
+def test_a_finished_run_is_not_trained_again(cli: CommandLine, tmp_path: Path) -> None:
+    """Killed after the last checkpoint, before results: they are made from the checkpoint."""
+    command = (*MLP, "hydra.run.dir=run")
+    assert cli(*command, cwd=tmp_path).code == 0
+    before = Left.by(tmp_path / "run")
+    (tmp_path / "run" / "results.json").unlink()
+    (tmp_path / "run" / "model.pt").unlink()
+    outcome = cli(*command, "ckpt_path=last", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert "stage" not in outcome.err
+    assert Left.by(tmp_path / "run").differences(before) == []
+
+
+def test_last_is_the_newest_run_of_the_experiment(cli: CommandLine, tmp_path: Path) -> None:
+    """Without a folder, `ckpt_path=last` finds the run and goes on in its folder."""
+    assert cli(*MLP, cwd=tmp_path, fault=("at_step", 4, SIGKILL)).code == -SIGKILL
+    (run,) = (tmp_path / "runs" / "digits").iterdir()
+    outcome = cli(*MLP, "ckpt_path=last", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert list((tmp_path / "runs" / "digits").iterdir()) == [run]
+    assert [row["epoch"] for row in table(run / "metrics.csv")] == ["0", "1", "2", "3", "4", "5"]
+    outcome = cli(*MLP, "ckpt_path=last", "experiment=resnet20_cifar10", cwd=tmp_path)
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert "holds no earlier run of this experiment" in outcome.err
+
+
+def test_a_checkpoint_goes_on_in_another_folder_with_another_place_for_the_data(
+    cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path
+) -> None:
+    assert cli(*MLP, "hydra.run.dir=a", cwd=tmp_path, fault=("at_step", 8, SIGKILL)).code == -SIGKILL
+    arguments = ("ckpt_path=a/checkpoints/last.ckpt", "data.in_memory=false", "data.eval_batch_size=7")
+    outcome = cli(*MLP, "hydra.run.dir=b", *arguments, cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    left, whole = Left.by(tmp_path / "b"), uninterrupted(*MLP)
+    assert set(left.differences(whole)) <= {"metrics", "results"}, "only sums over other batches may differ"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("model.width=16", "model.width=12, not 16"),
+        ("model=resnet20", "model._target_=growlab.networks.mlp8, not growlab.networks.resnet20"),
+        ("growth=net2net", "growth._target_=growlab.growth.VarianceTransfer, not growlab.growth.Net2Net"),
+        ("optimizer.lr=0.5", "optimizer.lr=0.1, not 0.5"),
+        ("seed=3", "seed=0, not 3"),
+        ("schedule.epochs=[2,2,3]", "schedule.epochs=[2, 2, 2], not [2, 2, 3]"),
+    ],
+)
+def test_a_checkpoint_of_other_settings_is_refused(
+    cli: CommandLine, checkpoint: Path, change: str, told: str
+) -> None:
+    arguments = [a for a in MLP if not (change == "model=resnet20" and a.startswith("model"))]
+    outcome = cli(*arguments, change, f"ckpt_path={checkpoint}", cwd=checkpoint.parent)
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1), outcome.err
+    assert told in outcome.err
+
+
+@pytest.fixture(scope="module")
+def checkpoint(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("killed")
+    assert cli(*MLP, "hydra.run.dir=run", cwd=folder, fault=("at_step", 4, SIGKILL)).code == -SIGKILL
+    return folder / "run" / "checkpoints" / "last.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda path, good: None, "is not a file"),
+        (lambda path, good: path.mkdir(), "is not a file"),
+        (
+            lambda path, good: path.write_bytes(b"not a checkpoint"),
+            "is not a checkpoint that growlab can read",
+        ),
+        (
+            lambda path, good: path.write_bytes(good[: len(good) // 2]),
+            "is not a checkpoint that growlab can read",
+        ),
+        (
+            lambda path, good: torch.save({"weight": torch.ones(2)}, path),
+            "is not a checkpoint of a growlab run",
+        ),
+        (lambda path, good: torch.save([1, 2], path), "is not a checkpoint of a growlab run"),
+    ],
+    ids=["missing", "folder", "text", "torn", "weights", "list"],
+)
+def test_what_is_no_checkpoint_is_told(
+    cli: CommandLine, checkpoint: Path, tmp_path: Path, make: Callable[[Path, bytes], object], told: str
+) -> None:
+    path = tmp_path / "given.ckpt"
+    make(path, checkpoint.read_bytes())
+    outcome = cli(*MLP, f"ckpt_path={path}", cwd=tmp_path)
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1), outcome.err
+    assert f"ckpt_path={path} {told}" in outcome.err
