@@ -174,5 +174,8 @@ def _update(group: dict[str, Any], decoupled: bool, weights: Any, grads: Any, *r
         squares = largest[0]
     # (m / b1) / (sqrt(v) / b2 + eps) = (b2 / b1) m / (sqrt(v) + eps b2): the corrections stay in row vectors.
     roots = torch._foreach_sqrt(squares)
-    torch._foreach_add_(roots, eps)
+    if group["differentiable"]:
+        roots = torch._foreach_add(roots, eps)
+    else:
+        torch._foreach_add_(roots, eps)
     torch._foreach_addcmul_(weights, torch._foreach_div(means, roots), rates)

@@ -220,7 +220,8 @@ class Regional(torch.optim.Optimizer):
         written through `.data` is not counted and shows one step later.
         """
         if isinstance(self._rule, BaseRate):
-            return torch.ones(self._regions[param].num_regions, device=param.device)
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            return torch.ones(self._regions[param].num_regions, dtype=dtype, device=param.device)
         known = self._square_sums.get(param)
         if known is not None and known[0] == param._version and known[1] == param.data_ptr():
             return known[2]

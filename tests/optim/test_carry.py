@@ -109,7 +109,9 @@ def test_pairs_keep_the_gradient_and_moments_of_old_entries(training):
     for what, (tensors, power) in before.items():
         for name, tensor in tensors.items():
             got, expected, old = carried(event, name, tensor, power), after[what][0][name], old_entries(name)
-            torch.testing.assert_close(got[old], expected[old], rtol=1e-8, atol=1e-12, msg=f"{what} of {name}")
+            torch.testing.assert_close(
+                got[old], expected[old], rtol=1e-8, atol=1e-12, msg=f"{what} of {name}"
+            )
             assert (got[~old] == 0).all(), f"{what} of {name}: new entries start at zero"
 
 
@@ -122,7 +124,9 @@ def test_the_gradient_of_new_pairs_is_not_a_function_of_the_small_network():
     new = ~old_entries("pointwise.weight")
     assert (one - other)[new].norm() > 0.5 * one[new].norm() > 0
     old = moments(small)["gradient"][0]["pointwise.weight"]
-    assert torch.equal(carried(event, "pointwise.weight", old, 1), carried(event2, "pointwise.weight", old, 1))
+    assert torch.equal(
+        carried(event, "pointwise.weight", old, 1), carried(event2, "pointwise.weight", old, 1)
+    )
 
 
 def test_twins_have_equal_gradients_where_consumed_and_opposite_ones_where_produced():
@@ -147,7 +151,11 @@ def test_variance_transfer_divides_gradients_by_the_scale_of_the_weights():
         after = moments(large, state.output_factor, training)
         for what, (tensors, power) in before.items():
             for name, tensor in tensors.items():
-                got, expected, old = carried(event, name, tensor, power), after[what][0][name], old_entries(name)
+                got, expected, old = (
+                    carried(event, name, tensor, power),
+                    after[what][0][name],
+                    old_entries(name),
+                )
                 error = (got[old] - expected[old]).norm() / (expected[old].norm() + 1e-9)
                 assert error < tolerance, f"{what} of {name} (training={training}): {error:.1e}"
 
@@ -167,6 +175,9 @@ def test_the_literal_output_rule_changes_the_gradient_so_no_rule_can_be_exact():
     small, large, event, _ = grown(VarianceTransfer(output_multiplier=False, noise_std=0.0))
     before, after = moments(small)["gradient"][0], moments(large)["gradient"][0]
     old = old_entries("hidden.weight")
-    got, expected = carried(event, "hidden.weight", before["hidden.weight"], 1)[old], after["hidden.weight"][old]
+    got, expected = (
+        carried(event, "hidden.weight", before["hidden.weight"], 1)[old],
+        after["hidden.weight"][old],
+    )
     assert F.cosine_similarity(got, expected, dim=0) > 0.9
     assert (got - expected).norm() > 0.05 * expected.norm()

@@ -1,0 +1,257 @@
+"""An optimizer through growth events: tracked parameters, carried state, refused state, ages, resumed runs."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from growlab.growth import Net2Net, PairGrowth, VarianceTransfer, grow, plant
+from growlab.optim import (
+    SGD,
+    Adam,
+    AvaGrad,
+    BaseRate,
+    NormRatio,
+    default_inheritance,
+    follow,
+    weight_regions,
+)
+from growlab.widths import resize, trace
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()),
+        *(nn.Linear(32, 10), nn.ReLU(), nn.Linear(10, 3)),
+    )
+
+
+GRAPH = trace(network(), torch.randn(2, 3, 4, 4))
+
+
+def widths(stage):
+    return {name: round(group.full_width * (0.5, 0.75, 1.0)[stage]) for name, group in GRAPH.groups.items()}
+
+
+class Run:
+    """A training loop of one's own, three stages of three steps."""
+
+    def __init__(self, make, method, inheritance="auto", regional=True):
+        self.method, self.inheritance, self.regional = method, inheritance, regional
+        self.network = network()
+        self.state = plant(self.network, GRAPH, method, widths(0), seed=0)
+        self.optimizer = make(self.network.parameters())
+        self.relabel()
+        self.step_index = 0
+
+    def relabel(self):
+        if self.regional:
+            regions = weight_regions(GRAPH, self.state.births)
+            self.optimizer.set_regions(
+                {p: regions[n] for n, p in self.network.named_parameters() if n in regions}
+            )
+
+    def grow(self):
+        stage = self.state.stage + 1
+        event = grow(
+            self.network, GRAPH, self.method, self.state, widths(stage), 0, (torch.randn(4, 3, 4, 4),)
+        )
+        before, after = event.widths_before, event.widths_after
+        follow(self.optimizer, event.replaced, GRAPH, before, after, self.inheritance, event.carry)
+        self.relabel()
+        return event
+
+    def steps(self, number):
+        for _ in range(number):
+            source = torch.Generator().manual_seed(self.step_index)
+            x, y = torch.randn(8, 3, 4, 4, generator=source), torch.randint(3, (8,), generator=source)
+            self.optimizer.zero_grad()
+            F.cross_entropy(self.network(x) * self.state.output_factor, y).backward()
+            self.optimizer.step()
+            self.step_index += 1
+        return self
+
+    def state_of(self, name):
+        return self.optimizer.state[dict(self.network.named_parameters())[name]]
+
+
+def test_defaults_are_the_papers():
+    weight = [nn.Parameter(torch.zeros(2, 2))]
+    assert default_inheritance(SGD(weight)) == default_inheritance(torch.optim.SGD(weight)) == "reset"
+    assert default_inheritance(Adam(weight)) == default_inheritance(torch.optim.RMSprop(weight)) == "inherit"
+
+
+@pytest.mark.parametrize("inheritance", ["reset", "zero_new", "inherit"])
+def test_every_parameter_is_tracked_once_and_none_is_stale(inheritance):
+    run = Run(lambda p: Adam(p, 0.01, rule=NormRatio()), PairGrowth(), inheritance).steps(2)
+    groups = run.optimizer.param_groups
+    run.grow()
+    assert run.optimizer.param_groups is groups
+    tracked = [id(p) for group in groups for p in group["params"]]
+    assert tracked == [id(p) for p in run.network.parameters()]
+    assert {id(p) for p in run.optimizer.state} <= set(tracked)
+    before = [p.detach().clone() for p in run.network.parameters()]
+    run.steps(1)
+    assert all(not torch.equal(a, b) for a, b in zip(before, run.network.parameters(), strict=True))
+
+
+def test_zero_new_keeps_old_entries_and_inherit_follows_the_method():
+    name = "4.weight"
+    for inheritance, method in (("zero_new", Net2Net()), ("inherit", Net2Net()), ("reset", Net2Net())):
+        run = Run(lambda p: Adam(p, 0.01), method, inheritance).steps(3)
+        old = {key: value.clone() for key, value in run.state_of(name).items()}
+        event = run.grow()
+        if inheritance == "reset":
+            assert not run.optimizer.state
+            continue
+        new = run.state_of(name)
+        assert new["step"] == 3
+        for key, power in (("exp_avg", 1), ("exp_avg_sq", 2)):
+            carried = event.carry.carried(
+                old[key], name, GRAPH, event.widths_before, event.widths_after, power
+            )
+            if inheritance == "inherit":
+                assert torch.equal(new[key], carried) and (new[key] != 0).float().mean() > 0.4
+            else:
+                assert torch.equal(new[key].flatten()[new[key].flatten() != 0].sort().values,
+                                   old[key].flatten()[old[key].flatten() != 0].sort().values)  # fmt: skip
+
+
+def test_ages_start_at_birth_for_zeros_and_are_inherited_with_copies():
+    for method, ages in ((VarianceTransfer(noise_std=1e-3), [5, 2]), (Net2Net(noise_std=1e-3), [5, 5])):
+        run = Run(lambda p: Adam(p, 0.01, rule=BaseRate()), method).steps(3)
+        run.grow()
+        run.steps(2)
+        for name in ("4.weight", "4.bias", "1.weight"):
+            assert run.optimizer.region_ages(dict(run.network.named_parameters())[name]).tolist() == ages
+
+
+OTHERS = {
+    "NAdam": lambda p: torch.optim.NAdam(p, 0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, 0.01),
+    "Adamax": lambda p: torch.optim.Adamax(p, 0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9, centered=True),
+    "Rprop": lambda p: torch.optim.Rprop(p, 0.01),
+    "ASGD": lambda p: torch.optim.ASGD(p, 0.01),
+}
+
+
+class Unheard(torch.optim.Optimizer):
+    """Sign descent with state under names that growlab has never heard of."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state.update(count=0, wobble=torch.zeros_like(p), flag=True)
+            state["count"] += 1
+            state["wobble"].mul_(0.9).add_(p.grad)
+            p.sub_(0.01 * state["wobble"].sign())
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "Unheard"])
+@pytest.mark.parametrize("method", [PairGrowth, Net2Net])
+def test_optimizers_growlab_does_not_know_keep_their_state(name, method):
+    run = Run(OTHERS.get(name, Unheard), method(), "inherit", regional=False).steps(3)
+    before = {
+        key: value for key, value in run.state_of("4.weight").items() if isinstance(value, torch.Tensor)
+    }
+    run.grow()
+    weight = dict(run.network.named_parameters())["4.weight"]
+    after = run.state_of("4.weight")
+    for key, value in before.items():
+        shaped = value.shape == (8, 24) or value.dim() == 2
+        assert after[key].shape == (weight.shape if shaped else value.shape), key
+        assert not shaped or not value.any() or after[key].any(), f"{key} was lost"
+    old = [p.detach().clone() for p in run.network.parameters()]
+    run.steps(2)
+    assert all(torch.isfinite(p).all() for p in run.network.parameters())
+    assert any(not torch.equal(a, b) for a, b in zip(old, run.network.parameters(), strict=True))
+
+
+def test_state_of_unknown_meaning_keeps_old_entries_as_they_are():
+    run = Run(Unheard, Net2Net(), "inherit", regional=False).steps(3)
+    old = run.state_of("6.weight")["wobble"].clone()
+    run.grow()
+    new = run.state_of("6.weight")["wobble"]
+    assert torch.equal(new[:, : old.shape[1]], old) and not new[:, old.shape[1] :].any()
+    assert run.state_of("6.weight")["count"] == 3 and run.state_of("6.weight")["flag"] is True
+
+
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (lambda p: torch.optim.Adafactor(p, 0.01), "Adafactor's 'row_var'"),
+        (lambda p: torch.optim.LBFGS(p, 0.01), "LBFGS"),
+    ],
+)
+def test_other_state_is_refused_by_name_and_left_alone(make, name):
+    run = Run(make, PairGrowth(), "inherit", regional=False)
+    x, y = torch.randn(8, 3, 4, 4), torch.randint(3, (8,))
+
+    def closure():
+        run.optimizer.zero_grad()
+        loss = F.cross_entropy(run.network(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        run.optimizer.step(closure)
+    params = list(run.network.parameters())
+    with pytest.raises(ValueError, match=name):
+        run.grow()
+    assert all(a is b for a, b in zip(run.optimizer.param_groups[0]["params"], params, strict=True))
+
+
+def test_an_unknown_choice_is_refused():
+    with pytest.raises(ValueError, match="auto, inherit, reset, zero_new"):
+        run = Run(SGD, PairGrowth(), "keep")
+        run.grow()
+
+
+@pytest.mark.parametrize("method", [VarianceTransfer, Net2Net])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: SGD(p, 0.05, 0.9, rule=NormRatio()),
+        lambda p: Adam(p, 0.01, rule=NormRatio()),
+        lambda p: AvaGrad(p, 0.05, rule=BaseRate()),
+    ],
+    ids=["sgd", "adam", "avagrad"],
+)
+@pytest.mark.parametrize("at", [4, 6])
+def test_resumed_around_growth_equals_uninterrupted_bit_for_bit(make, method, at):
+    """Checkpoint inside a stage (4) and right before an event (6); read back with weights_only."""
+
+    def play(run, until):
+        while run.step_index < until:
+            if run.step_index // 3 > run.state.stage:
+                run.grow()
+            run.steps(1)
+        return run
+
+    whole = play(Run(make, method(noise_std=1e-3)), 9)
+    stopped = play(Run(make, method(noise_std=1e-3)), at)
+    file = io.BytesIO()
+    torch.save({"net": stopped.network.state_dict(), "opt": stopped.optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = Run(make, method(noise_std=1e-3))
+    resize(resumed.network, GRAPH, resumed.state.widths, stopped.state.widths)
+    resumed.network.load_state_dict(saved["net"])
+    resumed.state, resumed.step_index = stopped.state, at
+    resumed.optimizer = make(resumed.network.parameters())
+    resumed.relabel()
+    resumed.optimizer.load_state_dict(saved["opt"])
+    play(resumed, 9)
+    for a, b in zip(whole.network.parameters(), resumed.network.parameters(), strict=True):
+        assert torch.equal(a, b)
