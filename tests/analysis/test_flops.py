@@ -1,0 +1,63 @@
+"""FLOPs against a count by hand, and the published cost of growing."""
+
+import pytest
+import torch
+
+from growlab.analysis.flops import forward_flops, stage_flops, train_cost_percent
+from growlab.growth import make_schedule
+from growlab.networks import MLP, resnet20
+from growlab.widths import trace
+
+
+def resnet20_flops(a: int, b: int, c: int) -> int:
+    """Two a multiply-add: 32x32, 16x16 and 8x8 positions of 3x3 convolutions, then the classifier."""
+    multiply_adds = 9 * (1024 * (3 * a + 6 * a * a) + 256 * (a * b + 5 * b * b) + 64 * (b * c + 5 * c * c))
+    return 2 * (multiply_adds + 10 * c)
+
+
+@pytest.fixture(scope="module")
+def resnet():
+    network = resnet20((3, 32, 32), 10)
+    return network, trace(network, torch.randn(2, 3, 32, 32))
+
+
+def test_resnet20_has_40_million_multiply_adds(resnet):
+    flops = forward_flops(resnet[0], torch.randn(1, 3, 32, 32))
+    assert flops == resnet20_flops(16, 32, 64)
+    assert flops / 2 == pytest.approx(40.55e6, rel=1e-3)
+
+
+def test_flops_of_linear_layers_and_modes():
+    network = MLP(12, [8], 4, batch_norm=True)
+    network.train()
+    network.hidden[1].eval()
+    assert forward_flops(network, torch.randn(1, 3, 4)) == 2 * (12 * 8 + 8 * 4)
+    assert network.training and not network.hidden[1].training
+    assert network.hidden[1].num_batches_tracked == 0
+
+
+def test_cost_of_growing_resnet20_is_the_published_one(resnet):
+    """Yuan et al. 2023, Table 2: 54.90 %; spec 01's closed form gives 52.97 %."""
+    network, graph = resnet
+    schedule = make_schedule(160, 128)
+    stages = schedule.widths(graph)
+    flops = stage_flops(network, graph, graph.full_widths, stages, torch.randn(1, 3, 32, 32))
+    expected = [
+        resnet20_flops(a, b, c)
+        for a, b, c in zip(
+            [4, 4, 6, 6, 8, 10, 12, 14, 16],
+            [8, 10, 12, 14, 16, 20, 24, 28, 32],
+            [16, 20, 24, 28, 34, 40, 48, 58, 64],
+            strict=True,
+        )
+    ]
+    assert flops == expected
+    cost = train_cost_percent(schedule.epochs, flops, expected[-1], 160)
+    assert cost == pytest.approx(54.90, abs=3)
+    assert cost == pytest.approx(52.97, abs=0.01)
+    assert network.conv1.out_channels == 16
+
+
+def test_the_fixed_size_run_costs_all():
+    assert train_cost_percent([10], [7], 7, 10) == 100.0
+    assert train_cost_percent([5, 5], [1, 3], 4, 10) == 50.0

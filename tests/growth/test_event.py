@@ -1,0 +1,319 @@
+"""A growth event as a whole: receipts, noise, rollback, and everything that it must leave alone."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from growlab.growth import (
+    Expansion,
+    FixedSize,
+    Growth,
+    GrowthState,
+    Net2Net,
+    PairGrowth,
+    ParityError,
+    RandomGrowth,
+    VarianceTransfer,
+    fold_output_factor,
+    grow,
+    plant,
+)
+from growlab.growth.method import generator
+from growlab.growth.parity import eps_bounds, observe, relative_error
+from growlab.widths import Norm, trace
+from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
+
+
+class Broken(PairGrowth):
+    """Promises to preserve and does something else to one weight."""
+
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.change = change
+
+    def grow(self, expansion: Expansion) -> Growth:
+        tensors = super().grow(expansion).tensors
+        tensors["classifier.weight"] = self.change(tensors["classifier.weight"])
+        return Growth(tensors)
+
+
+def planted(name: str = "depthwise", method=None):
+    case, graph = NETWORKS[name], graph_of(name)
+    network = case.make()
+    state = plant(network, graph, method or PairGrowth(), widths_at(graph, 0.5), seed=0)
+    roughen(network)
+    return network, graph, state, (case.inputs(),)
+
+
+def everything(network: nn.Module) -> list:
+    return [*network.named_parameters(), *network.named_buffers()]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        pytest.param(lambda w: w * 1.01, ParityError, id="a percent off"),
+        pytest.param(lambda w: w * math.nan, ParityError, id="not a number"),
+        pytest.param(lambda w: w * math.inf, ParityError, id="infinite"),
+        pytest.param(lambda w: w[:, :-1], RuntimeError, id="of a wrong shape"),
+    ],
+)
+def test_an_event_that_breaks_its_promise_is_undone(change, error):
+    network, graph, state, probe = planted()
+    before, shown, was = everything(network), repr(network), state.as_dict()
+    content = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    output = outputs(network, probe[0], False)
+    with pytest.raises(error):
+        grow(network, graph, Broken(change), state, graph.full_widths, 0, probe)
+    assert all(a is b for (_, a), (_, b) in zip(before, everything(network), strict=True))
+    assert all(torch.equal(tensor, content[name]) for name, tensor in network.state_dict().items())
+    assert repr(network) == shown
+    assert state.as_dict() == was
+    assert torch.equal(outputs(network, probe[0], False), output)
+    # And it can still grow.
+    grow(network, graph, PairGrowth(), state, graph.full_widths, 0, probe)
+
+
+def test_the_refusal_says_what_happened():
+    network, graph, state, probe = planted()
+    with pytest.raises(
+        ParityError, match=r"growth to stage 1 with Broken changed the output by \d\.\d\de-01 in eval mode"
+    ):
+        grow(network, graph, Broken(lambda w: w * 2), state, graph.full_widths, 0, probe)
+
+
+def test_a_network_that_has_become_nan_does_not_grow():
+    network, graph, state, probe = planted()
+    with torch.no_grad():
+        network.classifier.bias.fill_(math.nan)
+    with pytest.raises(ParityError, match="nan"):
+        grow(network, graph, PairGrowth(), state, graph.full_widths, 0, probe)
+
+
+def test_a_failure_while_noise_is_added_is_undone():
+    class Noisy(PairGrowth):
+        def noise(self, expansion):
+            return {"pointwise.weight": torch.zeros(1, 2, 3)}
+
+    network, graph, state, probe = planted()
+    before = everything(network)
+    with pytest.raises(RuntimeError):
+        grow(network, graph, Noisy(), state, graph.full_widths, 0, probe)
+    assert all(a is b for (_, a), (_, b) in zip(before, everything(network), strict=True))
+
+
+def test_shrinking_is_refused():
+    network, graph, state, probe = planted("mlp")
+    with pytest.raises(ValueError, match=r"hidden\.2 would shrink from 3 to 2"):
+        grow(network, graph, PairGrowth(), state, graph.full_widths | {"hidden.2": 2}, 0, probe)
+
+
+@pytest.mark.parametrize(
+    "method", [PairGrowth(0.1), Net2Net(0.1), VarianceTransfer(noise_std=0.1), RandomGrowth()]
+)
+def test_an_event_leaves_generators_modes_and_statistics_alone(method):
+    network, graph, state, probe = planted(method=method)
+    network.train()
+    network.norm.eval()
+    counted = network.norm2.num_batches_tracked.clone()
+    modes = {name: module.training for name, module in network.named_modules()}
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    grow(network, graph, method, state, graph.full_widths, 0, probe)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert {name: module.training for name, module in network.named_modules()} == modes
+    assert torch.equal(network.norm2.num_batches_tracked, counted)
+    assert all(p.grad is None for p in network.parameters())
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_module_hooks_survive_and_parity_adds_none():
+    network, graph, state, probe = planted()
+    seen = []
+    network.depthwise.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
+    grow(network, graph, VarianceTransfer(), state, graph.full_widths, 0, probe)
+    seen.clear()
+    network(probe[0])
+    assert seen == [8]
+    assert not network.norm._forward_pre_hooks
+
+
+def test_observing_restores_buffers_when_the_network_fails():
+    network, _, _, probe = planted()
+    before = {name: buffer.clone() for name, buffer in network.named_buffers()}
+    network.classifier.register_forward_pre_hook(lambda module, inputs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        observe(network, probe)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in network.named_buffers())
+
+
+def test_observing_records_batch_variances_and_leaves_dropout_out():
+    network, graph, _, probe = planted()
+    seen = observe(network, probe, graph.norms)
+    inputs = []
+    network.norm.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    outputs(network, probe[0], True)
+    torch.testing.assert_close(seen.variances["norm"], inputs[0].var((0, 2, 3), correction=0))
+    torch.testing.assert_close(seen.train, outputs(network, probe[0], True))
+
+    class Functional(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(x, 0.5, self.training)
+
+    x = torch.randn(4, 4)
+    assert torch.equal(observe(Functional(), (x,)).train, x)
+
+
+def test_the_receipt():
+    network, graph, state, probe = planted("mlp", PairGrowth(0.05))
+    num_before = sum(p.numel() for p in network.parameters())
+    event = grow(network, graph, PairGrowth(0.05), state, graph.full_widths, 0, probe)
+    receipt = event.receipt()
+    assert "replaced" not in receipt
+    assert receipt["method"] == "PairGrowth"
+    assert receipt["widths_before"] == {"hidden.0": 4, "hidden.2": 3, "hidden.4": 4}
+    assert receipt["widths_after"] == graph.full_widths
+    assert receipt["num_params_before"] == num_before
+    assert receipt["num_params"] == sum(p.numel() for p in NETWORKS["mlp"].make().parameters())
+    assert receipt["parity_error_eval"] < 1e-12 < receipt["noise_error_eval"] < 0.5
+    assert receipt["seconds"] > 0
+    assert state.births == {
+        "hidden.0": [0] * 4 + [1] * 5,
+        "hidden.2": [0] * 3 + [1] * 4,
+        "hidden.4": [0] * 4 + [1] * 4,
+    }
+    assert GrowthState.from_dict(state.as_dict()) == state
+
+
+def test_replaced_holds_exactly_the_tensors_that_changed():
+    network, graph, state, probe = planted("mlp")
+    before = dict(network.named_parameters())
+    widths = state.widths | {"hidden.2": 7}
+    event = grow(network, graph, PairGrowth(), state, widths, 0, probe)
+    assert set(event.replaced) == {"hidden.2.weight", "hidden.2.bias", "hidden.4.weight"}
+    for name, parameter in network.named_parameters():
+        old, new = event.replaced.get(name, (before[name], before[name]))
+        assert old is before[name]
+        assert new is parameter
+
+
+def test_noise_is_relative_to_the_initialisation_and_spares_old_entries():
+    network, graph, state, probe = planted("mlp", PairGrowth())
+    quiet, noisy = ({}, {})
+    for std, result in ((0.0, quiet), (0.1, noisy)):
+        network, graph, state, probe = planted("mlp", PairGrowth())
+        grow(network, graph, PairGrowth(std), state, dict.fromkeys(graph.groups, 200), 0, probe)
+        result.update({name: tensor.clone() for name, tensor in network.state_dict().items()})
+    difference = noisy["hidden.2.weight"] - quiet["hidden.2.weight"]
+    assert difference[:3, :4].count_nonzero() == 0
+    assert float(difference[3:].std()) == pytest.approx(0.1 * math.sqrt(2 / 200), rel=0.03)
+    assert torch.equal(noisy["hidden.2.bias"], quiet["hidden.2.bias"])
+
+
+def test_a_network_at_full_width_keeps_its_own_initialisation():
+    network, graph = NETWORKS["resnet A"].make(), graph_of("resnet A")
+    before = everything(network)
+    plant(network, graph, FixedSize(), graph.full_widths, seed=0)
+    assert all(a is b for (_, a), (_, b) in zip(before, everything(network), strict=True))
+
+
+def test_a_network_grows_past_its_full_width():
+    network, graph, state, probe = planted("resnet A")
+    before = outputs(network, probe[0], True)
+    grow(network, graph, PairGrowth(), state, {n: 2 * w for n, w in graph.full_widths.items()}, 0, probe)
+    torch.testing.assert_close(outputs(network, probe[0], True), before)
+    assert network.classifier.in_features == 2 * 13
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_reduced_precision_grows_within_its_rounding(dtype):
+    case, graph = NETWORKS["mlp batch norm"], graph_of("mlp batch norm")
+    network = case.make(dtype)
+    state = plant(network, graph, PairGrowth(), widths_at(graph, 0.5), seed=0)
+    event = grow(network, graph, PairGrowth(), state, graph.full_widths, 0, (case.inputs(dtype),))
+    assert event.parity_tolerance_eval > 1e-3
+    assert {p.dtype for p in network.parameters()} == {dtype}
+    assert network.hidden[1].running_var.dtype == dtype
+
+
+def test_numbers_depend_on_seed_stage_and_name():
+    def draw(*key):
+        return torch.rand(3, generator=generator(*key)).tolist()
+
+    assert draw(0, 1, "a") == draw(0, 1, "a")
+    assert (
+        len({tuple(draw(*key)) for key in [(0, 1, "a"), (1, 1, "a"), (0, 2, "a"), (0, 1, "b"), (0, 11, "")]})
+        == 5
+    )
+
+
+def test_weights_do_not_depend_on_torchs_default_dtype():
+    drawn = []
+    for default in (torch.float32, torch.float64):
+        torch.set_default_dtype(default)
+        try:
+            network, graph, state, probe = planted("residual")
+            grow(network, graph, PairGrowth(0.1), state, graph.full_widths, 0, probe)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        drawn.append(network.conv2.weight.detach())
+    assert torch.equal(drawn[0][:, 2:], drawn[1][:, 2:])
+
+
+def test_relative_error():
+    before = torch.tensor([1.0, -4.0])
+    assert relative_error(before, before) == 0
+    assert relative_error(before, before / 2, factor=2.0) == 0
+    assert relative_error(before, torch.tensor([1.0, -3.0])) == 0.25
+    assert math.isnan(relative_error(before, torch.tensor([1.0, math.nan])))
+
+
+def test_the_eps_bound_counts_what_the_fold_leaves():
+    norm = Norm("n", "w", "b", "m", "v", 1e-5, 0)
+    one, small = torch.ones(4), torch.full((4,), 1e-5)
+    old = {"v": one}
+    # Batch and running variance agree: the fold is exact in both modes.
+    assert eps_bounds([norm], {"n": 0.8}, {"n": one}, old) == (0.0, 0.0)
+    # A stale running variance: off by how the two differ.
+    bound_eval, bound_train = eps_bounds([norm], {"n": 0.8}, {"n": one}, {"v": small})
+    ratio = math.sqrt((0.64 * 1e-5 + 1e-5) / (0.64 * 2e-5))
+    assert bound_eval == 0.0
+    assert bound_train == pytest.approx(10 * (ratio - 1), rel=1e-3)
+    plain = Norm("n", None, None, "m", "v", 1e-5, 0)
+    assert eps_bounds([plain], {"n": 0.8}, {"n": one}, old)[0] == pytest.approx(
+        10 * 1e-5 * (1 / 0.64 - 1) / 2, rel=1e-3
+    )
+    assert eps_bounds([norm], {}, {"n": one}, old) == (0.0, 0.0)
+
+
+def test_folding_the_factor_through_a_residual_output():
+    """The output is itself read by a layer, whose weight must not change what it adds."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.relu(self.first(x))
+            return x + self.second(x)
+
+    torch.manual_seed(0)
+    network, x = Recurrent(), torch.randn(3, 4)
+    graph = trace(network, x)
+    expected = outputs(network, x, False) * 3
+    parameters = list(network.parameters())
+    fold_output_factor(network, graph, 3.0)
+    torch.testing.assert_close(outputs(network, x, False), expected)
+    assert all(a is b for a, b in zip(network.parameters(), parameters, strict=True))
+
+
+def test_a_factor_that_no_layer_can_take_is_refused():
+    network = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    graph = trace(network, torch.randn(2, 4))
+    fold_output_factor(network, graph, 1.0)
+    with pytest.raises(ValueError, match="cannot be folded"):
+        fold_output_factor(network, graph, 2.0)

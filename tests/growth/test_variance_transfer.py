@@ -1,0 +1,234 @@
+"""Variance transfer and pairs: variances, factors and statistics (Yuan et al. 2023, Table 1, Theorem A.1)."""
+
+from math import sqrt
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from growlab.growth import NewWeights, PairGrowth, VarianceTransfer, grow, plant
+from growlab.growth.rescale import eps_ratio, rescale
+from growlab.networks import MLP, ConvNet
+from growlab.widths import tensors_of, trace
+from tests.cases import NETWORKS, graph_of, outputs, roughen
+
+
+class Grown:
+    """An MLP or convolutional network before and after one event."""
+
+    def __init__(self, network: nn.Module, x: torch.Tensor, before: int, after: int, method) -> None:
+        self.network, self.x = network.double(), x.double()
+        self.graph = trace(self.network, self.x[:2])
+        state = plant(self.network, self.graph, method, dict.fromkeys(self.graph.groups, before), seed=3)
+        self.seed = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
+        roughen(self.network)
+        self.old = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
+        self.output_before = outputs(self.network, self.x, False)
+        widths = dict.fromkeys(self.graph.groups, after)
+        self.event = grow(self.network, self.graph, method, state, widths, 3, (self.x,))
+        self.new = self.network.state_dict()
+        self.output_after = outputs(self.network, self.x, False)
+
+
+def variance(tensor: torch.Tensor) -> float:
+    return float(tensor.square().mean())
+
+
+@pytest.fixture(scope="module")
+def wide() -> Grown:
+    """Hidden layers of 100 units grown to 160."""
+    torch.manual_seed(0)
+    return Grown(MLP(80, [200, 200], 60), torch.randn(8, 80), 100, 160, VarianceTransfer())
+
+
+def test_new_weights_have_the_variance_of_table_1(wide):
+    # The deviation of a sample variance is sqrt(2 / n) of it; 5 of those are allowed. A twin is no new draw.
+    for rows, expected in (
+        (wide.new["hidden.0.weight"][100:130], 2 / 80),
+        (wide.new["hidden.2.weight"][100:130, :130], 2 / 160),
+        (wide.new["hidden.2.weight"][:100, 100:130], 2 / 160),
+        (wide.new["classifier.weight"][:, 100:130], 1 / 160**2),
+    ):
+        assert variance(rows) == pytest.approx(expected, rel=5 * sqrt(2 / rows.numel()))
+        assert abs(float(rows.mean())) < 5 * sqrt(expected / rows.numel())
+
+
+def test_the_seed_has_the_variance_of_its_own_fan_in(wide):
+    for name, expected in (
+        ("hidden.0.weight", 2 / 80),
+        ("hidden.2.weight", 2 / 100),
+        ("classifier.weight", 1 / 100**2),
+    ):
+        weight = wide.seed[name]
+        assert variance(weight) == pytest.approx(expected, rel=5 * sqrt(2 / weight.numel()))
+    assert wide.seed["hidden.0.bias"].count_nonzero() == 0
+
+
+def test_old_weights_are_rescaled_by_fan_in_before_and_after(wide):
+    hidden, output = sqrt(100 / 160), 100 / 160
+    for name, rows, columns, factor in (
+        ("hidden.0.weight", 100, 80, 1.0),
+        ("hidden.2.weight", 100, 100, hidden),
+        ("classifier.weight", 60, 100, output),
+    ):
+        torch.testing.assert_close(
+            wide.new[name][:rows, :columns], wide.old[name] * factor, rtol=1e-12, atol=0
+        )
+    # Without a norm the scale runs on through the biases to the logits.
+    for name, size, factor in (
+        ("hidden.0.bias", 100, 1.0),
+        ("hidden.2.bias", 100, hidden),
+        ("classifier.bias", 60, hidden * output),
+    ):
+        torch.testing.assert_close(wide.new[name][:size], wide.old[name] * factor, rtol=1e-12, atol=0)
+    assert wide.event.output_factor == pytest.approx(1 / (hidden * output), rel=1e-12)
+
+
+def test_pairs_have_equal_rows_and_opposite_columns(wide):
+    assert torch.equal(wide.new["hidden.0.weight"][100:130], wide.new["hidden.0.weight"][130:160])
+    assert torch.equal(
+        wide.new["hidden.2.weight"][:100, 100:130], -wide.new["hidden.2.weight"][:100, 130:160]
+    )
+    assert torch.equal(wide.new["classifier.weight"][:, 100:130], -wide.new["classifier.weight"][:, 130:160])
+    # New rows see both twins through weights of their own.
+    new_rows = wide.new["hidden.2.weight"][100:130]
+    assert not torch.equal(new_rows[:, 100:130], -new_rows[:, 130:160])
+
+
+def test_an_odd_channel_is_not_listened_to():
+    torch.manual_seed(0)
+    grown = Grown(MLP(6, [8, 8], 3), torch.randn(4, 6), 4, 7, PairGrowth())
+    assert grown.new["hidden.0.weight"][6].count_nonzero() == 6
+    assert grown.new["hidden.2.weight"][:4, 6].count_nonzero() == 0
+    assert grown.new["hidden.2.weight"][4:, 6].count_nonzero() == 3
+    assert grown.new["classifier.weight"][:, 6].count_nonzero() == 0
+
+
+def test_fan_in_counts_the_receptive_field():
+    torch.manual_seed(0)
+    network = ConvNet((3, 8, 8), 40, [40, 40], [2, 2])
+    grown = Grown(network, torch.randn(8, 3, 8, 8), 16, 32, VarianceTransfer())
+    new = grown.new["features.4.weight"][:16, 16:24]
+    assert variance(new) == pytest.approx(2 / (32 * 9), rel=5 * sqrt(2 / new.numel()))
+    torch.testing.assert_close(
+        grown.new["features.4.weight"][:16, :16], grown.old["features.4.weight"] / sqrt(2)
+    )
+    # 2x2 positions a channel are flattened into the classifier.
+    new = grown.new["classifier.weight"][:, 64:96]
+    assert variance(new) == pytest.approx(1 / (32 * 4) ** 2, rel=5 * sqrt(2 / new.numel()))
+    assert grown.event.output_factor == pytest.approx(2.0)
+
+
+def test_norm_statistics_follow_and_eval_mode_is_exact():
+    torch.manual_seed(0)
+    grown = Grown(MLP(6, [8, 8], 3, batch_norm=True), torch.randn(16, 6), 4, 6, VarianceTransfer())
+    c, eps = sqrt(4 / 6), 1e-5
+    mean, var = grown.old["hidden.4.running_mean"], grown.old["hidden.4.running_var"]
+    torch.testing.assert_close(grown.new["hidden.4.running_mean"][:4], c * mean)
+    torch.testing.assert_close(grown.new["hidden.4.running_var"][:4], c**2 * var)
+    # On any input: w (c x - c mu) / sqrt(c^2 v + eps) = w (x - mu) / sqrt(v + eps).
+    x = torch.randn(5, 4, dtype=torch.float64)
+    before = grown.old["hidden.4.weight"] * (x - mean) / torch.sqrt(var + eps)
+    after = grown.new["hidden.4.weight"][:4] * c * (x - mean) / torch.sqrt(c**2 * var + eps)
+    torch.testing.assert_close(after, before, rtol=1e-13, atol=0)
+    # The first norm's input keeps its scale, the last layer's factor is what the logits lose.
+    assert torch.equal(grown.new["hidden.1.running_var"][:4], grown.old["hidden.1.running_var"])
+    assert grown.event.output_factor == pytest.approx(6 / 4)
+    torch.testing.assert_close(grown.output_after * grown.event.output_factor, grown.output_before)
+
+
+@given(st.floats(0.05, 100), st.floats(0.3, 1))
+def test_what_eps_does_is_first_order_in_eps(v, c):
+    eps = 1e-5
+    off = float(eps_ratio(torch.tensor(v, dtype=torch.float64), c, eps)) - 1
+    assert off == pytest.approx(-eps * (1 / c**2 - 1) / (2 * v), rel=0.01, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", ["resnet A", "resnet B", "convnet", "mlp batch norm"])
+def test_train_mode_stays_within_the_eps_bound(name):
+    """Spec 01, Section 3: about 1e-6 where batch variances are near 1."""
+    case, graph, method = NETWORKS[name], graph_of(name), VarianceTransfer()
+    network = case.make()
+    half = {n: w // 2 for n, w in graph.full_widths.items()}
+    state = plant(network, graph, method, half, seed=0)
+    event = grow(network, graph, method, state, graph.full_widths, 0, (case.inputs(num_samples=32),))
+    assert event.parity_error_eval < 1e-12
+    # Two channels of a few pixels: some variances are far below 1.
+    assert 1e-10 < event.parity_error_train < 2e-4
+    assert event.parity_error_train <= event.parity_tolerance_train < 2e-2
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp batch norm", "convnet", "residual"])
+def test_the_literal_rule_shrinks_the_logits_by_exactly_its_factor(name):
+    case, graph = NETWORKS[name], graph_of(name)
+    method = VarianceTransfer(output_multiplier=False)
+    network = case.make()
+    state = plant(network, graph, method, dict.fromkeys(graph.groups, 2), seed=0)
+    roughen(network)
+    before = outputs(network, case.inputs(), False)
+    event = grow(network, graph, method, state, dict.fromkeys(graph.groups, 5), 0, (case.inputs(),))
+    shrunk = {
+        "mlp": (2 / 5) ** 2,
+        "mlp batch norm": 2 / 5,
+        "convnet": 2 / 5,
+        "residual": 2 / 5 * (2 / 5) ** 0.5,
+    }
+    torch.testing.assert_close(outputs(network, case.inputs(), False), before * shrunk[name])
+    assert event.output_factor == pytest.approx(1 / shrunk[name])
+    assert state.output_factor == 1.0
+
+
+def test_the_constraint_restores_unit_variance():
+    """Theorem A.1: C Var[W] = 1 (times the gain) for old weights, whatever they had become."""
+    torch.manual_seed(0)
+    grown = Grown(MLP(20, [16, 16, 16], 3), torch.randn(8, 20), 8, 12, VarianceTransfer("constraint"))
+    for name, fan_in in (("hidden.0", 20), ("hidden.2", 8), ("hidden.4", 8)):
+        was, now = (
+            fan_in * float(weights[f"{name}.weight"][:8, :fan_in].var(correction=0))
+            for weights in (grown.old, grown.new)
+        )
+        assert now == pytest.approx(2.0, rel=1e-12)
+        assert was != pytest.approx(2.0, rel=1e-3)
+    torch.testing.assert_close(grown.new["classifier.weight"][:, :8], grown.old["classifier.weight"] * 8 / 12)
+    torch.testing.assert_close(grown.output_after * grown.event.output_factor, grown.output_before)
+
+
+def test_tanh_keeps_its_input():
+    torch.manual_seed(0)
+    grown = Grown(MLP(6, [8, 8], 3, activation="tanh"), torch.randn(4, 6), 4, 6, VarianceTransfer())
+    assert torch.equal(grown.new["hidden.2.weight"][:4, :4], grown.old["hidden.2.weight"])
+    assert torch.equal(grown.new["hidden.2.bias"][:4], grown.old["hidden.2.bias"])
+    assert grown.event.output_factor == pytest.approx(6 / 4)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_rescaling_any_classes_multiplies_the_output_alone(name):
+    """Every activation by another factor, the output's included: only the output tells."""
+    case, graph = NETWORKS[name], graph_of(name)
+    network = case.make()
+    roughen(network)
+    produced = {layer.scale_out for layer in graph.layers} - graph.unit_classes
+    factors = {scale: 0.5 + 0.3 * index for index, scale in enumerate(sorted(produced))}
+    tensors = tensors_of(network, graph)
+    before = outputs(network, case.inputs(), False)
+    new, _ = rescale(graph, tensors, factors)
+    for tensor_name, tensor in new.items():
+        tensors[tensor_name].copy_(tensor)
+    expected = before * factors.get(graph.output_class, 1.0)
+    # Norms without weight or statistics cannot take eps up.
+    tolerance = 1e-3 if name in ("dense", "bare") else 1e-10
+    torch.testing.assert_close(
+        outputs(network, case.inputs(), False), expected, rtol=tolerance, atol=tolerance
+    )
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="ratio or constraint"):
+        VarianceTransfer("theorem")
+    with pytest.raises(ValueError, match="noise_std"):
+        PairGrowth(noise_std=-1)
+    with pytest.raises(ValueError, match="gain"):
+        PairGrowth(gain=0)
+    assert VarianceTransfer().new_weights == NewWeights(2.0, output_power=2)

@@ -1,0 +1,89 @@
+"""The plain networks: sizes from the papers, shapes, initialisation, bad arguments."""
+
+from math import sqrt
+
+import pytest
+import torch
+
+from growlab.networks import MLP, CifarResNet, ConvNet, convnet4, mlp8, resnet20
+
+
+def num_params(network) -> int:
+    return sum(p.numel() for p in network.parameters())
+
+
+def test_resnet20_is_he_et_als():
+    """0.27 M parameters, 20 layers (He et al. 2016, Table 6)."""
+    network = resnet20((3, 32, 32), 10)
+    convolutions = [m for m in network.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert len(convolutions) + 1 == 20
+    weights = 9 * (3 * 16 + 6 * 16 * 16 + 16 * 32 + 5 * 32 * 32 + 32 * 64 + 5 * 64 * 64)
+    norms = 2 * (7 * 16 + 6 * 32 + 6 * 64)
+    assert num_params(network) == weights + norms + 64 * 10 + 10 == 269_722
+    assert num_params(resnet20((3, 32, 32), 10, shortcut="B")) == 269_722 + 16 * 32 + 32 * 64 + 2 * (32 + 64)
+
+
+def test_the_padded_shortcut_keeps_old_channels_and_adds_zeros():
+    network = CifarResNet(1, 4, channels=(4, 6))
+    block = network.layers[1][0]
+    with torch.no_grad():
+        block.bn2.weight.zero_()
+    x = torch.rand(2, 4, 8, 8)
+    y = block.eval()(x)
+    assert y.shape == (2, 6, 4, 4)
+    assert torch.equal(y[:, :4], x[:, :, ::2, ::2])
+    assert y[:, 4:].count_nonzero() == 0
+
+
+def test_convnet4_and_mlp8_have_the_papers_sizes():
+    network = convnet4((3, 32, 32), 10)
+    assert [m.out_channels for m in network.modules() if isinstance(m, torch.nn.Conv2d)] == [
+        64,
+        128,
+        256,
+        512,
+    ]
+    # 32 pooled by 4, 2, 2, 2 leaves one position.
+    assert network.classifier.in_features == 512
+    network = mlp8((3, 32, 32), 10)
+    assert num_params(network) == 3072 * 500 + 7 * 500 * 500 + 500 * 10 + 8 * 500 + 10
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        resnet20((1, 28, 28), 7),
+        convnet4((1, 28, 28), 7, width=8, pools=(2, 2, 2, 1)),
+        mlp8((1, 28, 28), 7, width=16, batch_norm=True),
+    ],
+    ids=["resnet20", "convnet4", "mlp8"],
+)
+def test_logits_and_gradients(network):
+    logits = network(torch.randn(3, 1, 28, 28))
+    assert logits.shape == (3, 7)
+    logits.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
+
+
+def test_hidden_weights_are_drawn_for_their_activation():
+    torch.manual_seed(0)
+    for network, weight, gain in (
+        (MLP(300, [400], 5), "hidden.0.weight", 2),
+        (MLP(300, [400], 5, activation="tanh"), "hidden.0.weight", 1),
+        (ConvNet((30, 8, 8), 5, [300], [2]), "features.0.weight", 2),
+        (CifarResNet(1, 5, channels=(64, 64)), "layers.0.0.conv1.weight", 2),
+    ):
+        tensor = network.get_parameter(weight).detach()
+        fan_in = tensor[0].numel()
+        assert float(tensor.std()) == pytest.approx(sqrt(gain / fan_in), rel=0.02)
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="shortcut must be A or B"):
+        CifarResNet(1, 2, shortcut="C")
+    with pytest.raises(ValueError, match="one entry a block"):
+        ConvNet((3, 8, 8), 2, [4, 4], [2])
+    with pytest.raises(ValueError, match="leaves nothing of a 8x8 image"):
+        convnet4((3, 8, 8), 2)
+    with pytest.raises(ValueError, match="activation must be one of relu, tanh"):
+        MLP(4, [4], 2, activation="gelu")
