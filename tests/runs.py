@@ -218,8 +218,9 @@ def _weights_are_nan(step: int) -> None:
 
 def _no_wandb() -> None:
     import lightning.pytorch.loggers.wandb as module
+    from lightning_utilities.core.imports import RequirementCache
 
-    module._WANDB_AVAILABLE = False
+    module._WANDB_AVAILABLE = RequirementCache("wandb>=9999")
 
 
 FAULTS: dict[str, Callable[..., None]] = {

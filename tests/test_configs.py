@@ -1,0 +1,131 @@
+"""What stands in conf/ composes, and the schemas in growlab.configs catch what does not belong there."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import product
+from pathlib import Path
+from typing import get_args
+
+import hydra
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import ConfigCompositionException
+from omegaconf import DictConfig, OmegaConf
+
+from growlab import configs
+from growlab.configuration import PRIMARY, config_dir, register_schemas
+from growlab.growth import VarianceTransfer
+from growlab.optim import state
+from growlab.training import LearningRate
+
+CONF = config_dir()
+GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
+OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+EXPERIMENTS = [option for group, option in OPTIONS if group == "experiment"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hydra_started() -> Iterator[None]:
+    register_schemas()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+def composed(*overrides: str) -> DictConfig:
+    return compose(PRIMARY, overrides=list(overrides))
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: value)
+def test_every_option_composes(group: str, option: str) -> None:
+    cfg = composed(f"{group}={option}")
+    assert set(cfg) == {field.name for field in fields(configs.MainConfig)}
+
+
+@pytest.mark.parametrize(
+    ("group", "option"), [o for o in OPTIONS if o[0] in ("growth", "lr_adapt", "optimizer")], ids=lambda v: v
+)
+def test_growth_rates_and_optimizers_instantiate(group: str, option: str) -> None:
+    """With exactly the arguments that their files give."""
+    assert hydra.utils.instantiate(composed(f"{group}={option}")[group]) is not None
+
+
+@pytest.mark.parametrize(("experiment", "growth"), list(product(EXPERIMENTS, ["none", "net2net"])))
+def test_an_option_on_the_command_line_wins_over_the_experiment(experiment: str, growth: str) -> None:
+    cfg = composed(
+        f"experiment={experiment}", f"growth={growth}", "schedule.total_epochs=7", "optimizer.lr=3"
+    )
+    assert cfg.growth == composed(f"growth={growth}").growth
+    assert (cfg.schedule.total_epochs, cfg.optimizer.lr) == (7, 3)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_no_value_is_left_open(experiment: str) -> None:
+    cfg = composed(f"experiment={experiment}", "name=given")  # the name is known in a run alone
+    assert OmegaConf.missing_keys(cfg) == set()
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_an_experiment_opens_with_what_it_is(experiment: str) -> None:
+    """Its source or purpose, its command and what to expect, as comments."""
+    lines = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
+    assert lines[0] == "# @package _global_"
+    comments = "\n".join(line for line in lines if line.startswith("#"))
+    assert "# Command:  python -m growlab" in comments and "# Expect:" in comments
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(
+            "sed=1",
+            "seed=x",
+            "seed=1.5",
+            "seed=null",
+            "compile=maybe",
+            "probe_size=a",
+            "optimizer_state=keep",
+        ),
+        *("growth.nois_std=0", "growth.noise_std=low", "growth.rule=rato", "growth.output_multiplier=2.5"),
+        *("growth.gain=[1]", "lr_adapt.ruel=null", "lr_adapt.output_fan_in=often", "schedule.totl_epochs=3"),
+        *("schedule.total_epochs=x", "schedule.total_epochs=1.5", "schedule.epochs=3", "schedule.epochs=[a]"),
+        *("schedule.widths=[wide]", "schedule.equal_flops=x", "schedule.initial_width=x"),
+        *("schedule.learning_rate.shape=cosin", "schedule.learning_rate.restarts=epoch"),
+        *("schedule.learning_rate.batch_rule=cube", "schedule.learning_rate.warmup=1"),
+        *(
+            "model.widht=1",
+            "data.batch=1",
+            "optimizer.lrr=1",
+            "trainer.precison=32",
+            "log_rates_every_n_steps=x",
+        ),
+    ],
+)
+def test_a_wrong_key_or_type_is_caught_when_composing(override: str) -> None:
+    with pytest.raises(ConfigCompositionException):
+        composed(override)
+
+
+def test_the_words_of_the_schemas_are_those_of_the_classes() -> None:
+    """A member is the plain string that the class takes."""
+    for word in configs.Rule:
+        assert VarianceTransfer(rule=word).rule == str(word)
+    for shape, restarts, rule in product(configs.Shape, configs.Restarts, configs.BatchRule):
+        LearningRate(shape, 0, restarts, rule)
+    assert set(configs.OptimizerState) == set(get_args(state.Inheritance))
+
+
+def test_a_default_lives_in_conf_alone() -> None:
+    """Schemas give types; what they do not leave open is only which class a choice stands for."""
+    store = ConfigStore.instance().repo["hydra"]["schema"]
+    nodes = {**store, **store["growth"]}
+    for name, node in nodes.items():
+        if isinstance(node, dict) or name in ("lr_adapt.yaml", "schedule.yaml"):
+            continue
+        given = set(node.node) - {str(key) for key in OmegaConf.missing_keys(node.node)}
+        assert given <= {"_target_"}, name
+
+
+def test_help_names_no_group_of_schemas() -> None:
+    assert "schema" not in GROUPS
+    assert not [path for path in Path(CONF).rglob("*.yaml") if "/schema/" in path.as_posix()]

@@ -1,0 +1,442 @@
+"""Whole runs of the command line: against independent references, and on bad input."""
+
+import json
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from math import cos, pi
+from pathlib import Path
+
+import lightning
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from torch.nn import functional as F
+
+from growlab.data import ImageData
+from growlab.data.loaders import MemoryLoader
+from growlab.growth import PairGrowth, grow, plant
+from growlab.networks import mlp8, resnet20
+from growlab.widths import trace
+from tests.runs import ROOT, CommandLine, Left, Outcome, table
+
+IMAGES = {"limit_train": 96, "limit_test": 40, "batch_size": 32, "shift": 1, "mirror": True}
+DATA = tuple(f"data.{key}={str(value).lower()}" for key, value in IMAGES.items())
+STAGES = ("schedule.epochs=[2,1,2]", "schedule.widths=[0.5,0.75,1]")
+MLP = (*DATA, *STAGES, "model=mlp8", "model.width=12", "model.batch_norm=true")
+SHORT = (*MLP, "schedule.epochs=[1,1]", "schedule.widths=[0.5,1]")
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
+
+
+@pytest.fixture
+def finished(cli: CommandLine, tmp_path: Path) -> Callable[..., Path]:
+    """Run the command line to its end and return the run's folder."""
+
+    def run(*arguments: str, folder: str = "run") -> Path:
+        outcome = cli(*arguments, f"hydra.run.dir={folder}", cwd=tmp_path)
+        assert outcome.code == 0, outcome.err
+        return tmp_path / folder
+
+    return run
+
+
+def batches_of(data: ImageData, epoch: int) -> MemoryLoader:
+    """The loader of an epoch, without a trainer that counts epochs."""
+    loader = data.train_dataloader()
+    loader.sampler.set_epoch(epoch)
+    return loader
+
+
+def accuracy_and_loss(network: torch.nn.Module, data: ImageData) -> tuple[float, float]:
+    network.eval()
+    correct = loss = count = 0.0
+    with torch.no_grad():
+        for x, y in data.test_dataloader():
+            logits = network(x)
+            correct += (logits.argmax(1) == y).sum().item()
+            loss += F.cross_entropy(logits, y).item() * len(y)
+            count += len(y)
+    return correct / count, loss / count
+
+
+# Against references that share nothing with the callback and the task -------------------------------------
+
+
+def test_without_growth_it_is_plain_sgd(finished: Callable[..., Path]) -> None:
+    """The same losses and weights as a hand-written loop with torch.optim.SGD, bit for bit."""
+    arguments = ("growth=none", "lr_adapt=none", "schedule.epochs=null", "schedule.total_epochs=3", "seed=5")
+    run = finished(*MLP, *arguments, "optimizer.nesterov=true")
+    data = ImageData("digits", **IMAGES, seed=5)
+    data.setup()
+    lightning.seed_everything(5, verbose=False)
+    network = mlp8(data.image_shape, data.num_classes, width=12, batch_norm=True)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1, 0.9, weight_decay=5e-4, nesterov=True)
+    losses = []
+    for epoch in range(3):
+        loader, total = batches_of(data, epoch), 0.0
+        for index, (x, y) in enumerate(loader):
+            optimizer.param_groups[0]["lr"] = 0.1 * (0.5 * (1 + cos(pi * (epoch + index / len(loader)) / 3)))
+            loss = F.cross_entropy(network(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += float(loss.detach() * len(y))
+        losses.append(f"{total / data.num_train:.8g}")
+    assert [row["train_loss"] for row in table(run / "metrics.csv")] == losses
+    weights = torch.load(run / "model.pt", weights_only=True)
+    assert all(torch.equal(value, weights[name]) for name, value in network.state_dict().items())
+
+
+def test_growing_in_one_fit_equals_a_loop_with_a_new_optimizer_for_each_stage(
+    finished: Callable[..., Path],
+) -> None:
+    """`grow` as a plain function in a hand-written loop: the same weights, bit for bit."""
+    arguments = ("growth=pairs", "lr_adapt=none", "schedule.learning_rate.shape=constant")
+    run = finished(*MLP, *arguments, "schedule.batch_sizes=[48,40,32]")
+    data = ImageData("digits", **IMAGES, seed=0)
+    data.setup()
+    lightning.seed_everything(0, verbose=False)
+    network = mlp8(data.image_shape, data.num_classes, width=12, batch_norm=True)
+    graph = trace(network, data.probe_batch(2))
+    widths = [dict.fromkeys(graph.groups, width) for width in (6, 10, 12)]
+    method = PairGrowth(noise_std=0.001)
+    state = plant(network, graph, method, widths[0], 0)
+    sizes, starts = [48, 48, 40, 32, 32], [0, 2, 3]
+    for epoch in range(5):
+        if epoch in starts:
+            if epoch:
+                grow(network, graph, method, state, widths[starts.index(epoch)], 0, (data.probe_batch(32),))
+            optimizer = torch.optim.SGD(network.parameters(), 0.1, 0.9, weight_decay=5e-4)
+        data.batch_size = sizes[epoch]
+        for x, y in batches_of(data, epoch):
+            optimizer.zero_grad()
+            F.cross_entropy(network(x), y).backward()
+            optimizer.step()
+    weights = torch.load(run / "model.pt", weights_only=True)
+    assert all(torch.equal(value, weights[name]) for name, value in network.state_dict().items())
+    rows = table(run / "metrics.csv")
+    assert [int(row["step"]) for row in rows] == list(accumulate(-(-96 // size) for size in sizes))
+    assert [int(row["batch_size"]) for row in rows] == sizes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "make"),
+    [
+        (("model.width=4",), lambda c, n: resnet20(c, n, width=4)),
+        (("model.width=4", "trainer.precision=64-true"), lambda c, n: resnet20(c, n, width=4).double()),
+        (("model.width=4", "growth=none", "growth.width_multiple=1.5"), lambda c, n: resnet20(c, n, width=6)),
+        (("model=mlp8", "model.width=12", "growth=none", "growth.width_multiple=0.5"), None),
+    ],
+    ids=["grown", "float64", "wider", "narrower"],
+)
+def test_the_model_is_an_ordinary_one_with_the_reported_accuracy(
+    finished: Callable[..., Path], arguments: tuple[str, ...], make: Callable | None
+) -> None:
+    run = finished(*DATA, *STAGES, *arguments)
+    results = json.loads((run / "results.json").read_text())
+    data = ImageData("digits", **IMAGES)
+    data.setup()
+    network = make(data.image_shape, 10) if make else mlp8(data.image_shape, 10, width=6)
+    weights = torch.load(run / "model.pt", weights_only=True)
+    network.load_state_dict(weights, strict=True)
+    if next(network.parameters()).dtype == torch.float64:
+        network = _InDouble(network)
+    accuracy, loss = accuracy_and_loss(network, data)
+    assert accuracy == results["test_accuracy"]
+    assert loss == pytest.approx(results["test_loss"], rel=1e-6)
+    if "growth=none" not in arguments:
+        # The output multiplier has been folded: the last checkpoint's weights are others.
+        checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+        assert checkpoint["growlab"]["state"]["output_factor"] != 1.0
+
+
+class _InDouble(torch.nn.Module):
+    def __init__(self, network: torch.nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.network(x.double())
+
+
+# What settings do -----------------------------------------------------------------------------------------
+
+
+def test_images_that_are_watched_or_tested_on_decide_nothing(finished: Callable[..., Path]) -> None:
+    watched = finished(*SHORT, "data.validation=test", folder="watched")
+    unwatched = finished(*SHORT, "data.validation=none", "data.limit_test=20", folder="unwatched")
+    assert Left.by(watched).differences(Left.by(unwatched)) == ["metrics", "results"]
+    assert all(row["val_loss"] == "" for row in table(unwatched / "metrics.csv"))
+    assert json.loads((unwatched / "results.json").read_text())["val_accuracy"] is None
+    last = table(watched / "metrics.csv")[-1]
+    results = json.loads((watched / "results.json").read_text())
+    assert float(last["val_accuracy"]) == pytest.approx(results["test_accuracy"])
+    assert float(last["val_loss"]) == pytest.approx(results["test_loss"], rel=1e-5)
+
+
+def test_the_seed_decides_initial_weights(finished: Callable[..., Path]) -> None:
+    """Without a rate, what is left is the initialisation, of the seed network and of what grew."""
+    for growth in ("none", "pairs"):
+        arguments = (*SHORT, f"growth={growth}", "optimizer.lr=0", "lr_adapt=none")
+        one, same, other = (
+            torch.load(finished(*arguments, f"seed={seed}", folder=f"{growth}{n}") / "model.pt")[
+                "hidden.0.weight"
+            ]
+            for n, seed in enumerate((0, 0, 1))
+        )
+        assert torch.equal(one, same)
+        assert not (one == other).any()
+
+
+def test_a_sweep_leaves_no_state_behind(
+    cli: CommandLine, finished: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The second job of a process equals the same run in a process of its own."""
+    outcome = cli(
+        "-m", *SHORT, "seed=0,1", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=${seed}", cwd=tmp_path
+    )
+    assert outcome.code == 0, outcome.err
+    alone = finished(*SHORT, "seed=1", folder="alone")
+    assert Left.by(tmp_path / "sweep" / "1").differences(Left.by(alone)) == []
+
+
+def test_batches_may_be_limited_and_accumulated(finished: Callable[..., Path]) -> None:
+    run = finished(*SHORT, "trainer.limit_train_batches=2", "data.batch_size=16")
+    results = json.loads((run / "results.json").read_text())
+    assert [row["step"] for row in table(run / "metrics.csv")] == ["2", "4"]
+    flops = [stage["flops_per_sample"] for stage in results["stages"]]
+    assert results["train_flops"] == 3 * 32 * sum(flops)
+    run = finished(*SHORT, "trainer.accumulate_grad_batches=4", "data.batch_size=16", folder="accumulated")
+    assert [row["step"] for row in table(run / "metrics.csv")] == ["2", "4"]
+
+
+def test_equal_flops_trains_as_long_as_growing_costs(finished: Callable[..., Path]) -> None:
+    grown = json.loads((finished(*MLP, folder="grown") / "results.json").read_text())
+    arguments = ("growth=none", "schedule.equal_flops=true")
+    fixed = json.loads((finished(*MLP, *arguments, folder="fixed") / "results.json").read_text())
+    assert fixed["epochs"] == round(5 * grown["train_cost_percent"] / 100)
+    assert fixed["reference_epochs"] == 5
+    half = finished(*MLP, *arguments, "growth.width_multiple=0.5", folder="half")
+    half_results = json.loads((half / "results.json").read_text())
+    flops = half_results["stages"][0]["flops_per_sample"]
+    assert half_results["epochs"] == round(grown["train_flops"] / (3 * 96 * flops))
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
+def test_precisions(finished: Callable[..., Path], precision: str) -> None:
+    arguments = ("model.width=4", "growth=pairs", "growth.noise_std=0", "schedule.epochs=[1,1]")
+    run = finished(*DATA, *STAGES, *arguments, "schedule.widths=[0.5,1]", f"trainer.precision={precision}")
+    parity = json.loads((run / "results.json").read_text())["parity_max_error"]
+    assert parity <= {"64-true": 1e-10, "bf16-mixed": 1e-5}[precision]
+    dtype = torch.load(run / "model.pt", weights_only=True)["conv1.weight"].dtype
+    assert dtype == {"64-true": torch.float64, "bf16-mixed": torch.float32}[precision]
+
+
+# Loggers --------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_gets_metrics_events_rates_and_results(finished: Callable[..., Path]) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = finished(*MLP, "logger=tensorboard", "log_rates_every_n_steps=3")
+    events = event_accumulator.EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    metrics = table(run / "metrics.csv")
+    logged = events.Scalars("train_loss")
+    assert [event.step for event in logged] == [int(row["step"]) for row in metrics]
+    assert [event.value for event in logged] == pytest.approx([float(row["train_loss"]) for row in metrics])
+    assert [event.value for event in events.Scalars("growth/stage")] == [1, 2]
+    assert [event.step for event in events.Scalars("growth/stage")] == [6, 9]
+    rates = [row for row in table(run / "rates.csv") if row["parameter"] == "hidden.3.weight"]
+    newest = [float(row["rate_factor"]) for row in rates if row["region"] == "2"]
+    logged = events.Scalars("rate_factor/hidden.3.weight/stage_2")
+    assert [event.value for event in logged] == pytest.approx(newest, rel=1e-5)
+    results = json.loads((run / "results.json").read_text())
+    (final,) = events.Scalars("result/test_accuracy")
+    assert final.value == pytest.approx(results["test_accuracy"])
+    assert "width: 12" in (run / "tensorboard" / "hparams.yaml").read_text()
+
+
+def test_wandb_keeps_one_run_through_an_interruption_and_none_into_the_next(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    """Two jobs of one process are two runs; a resumed run keeps its id."""
+    pytest.importorskip("wandb")
+    sweep = ("-m", *SHORT, "logger=wandb", "seed=0,1", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=${seed}")
+    outcome = cli(*sweep, cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    histories = [wandb_history(tmp_path / "sweep" / seed) for seed in "01"]
+    for seed, (_, rows, config) in zip("01", histories, strict=True):
+        metrics = table(tmp_path / "sweep" / seed / "metrics.csv")
+        losses = [json.loads(row["train_loss"]) for row in rows if "train_loss" in row]
+        assert losses == pytest.approx([float(row["train_loss"]) for row in metrics])
+        assert [row["growth/stage"] for row in rows if "growth/stage" in row] == ["1"]
+        assert any(key.startswith("rate_factor/") for row in rows for key in row)
+        assert config["seed"] == seed
+    assert histories[0][0] != histories[1][0]
+    command = (*SHORT, "logger=wandb", "hydra.run.dir=run")
+    assert cli(*command, cwd=tmp_path, fault=("at_step", 4, int(signal.SIGKILL))).code < 0
+    assert cli(*command, "ckpt_path=last", cwd=tmp_path).code == 0
+    ids = {path.name.rpartition("-")[2] for path in (tmp_path / "run" / "wandb").glob("offline-run-*")}
+    assert len(ids) == 1
+
+
+def wandb_history(run: Path) -> tuple[str, list[dict[str, str]], dict[str, str]]:
+    """Id, logged rows and configuration of the one offline run in a folder, values as JSON."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = (run / "wandb").glob("offline-run-*/*.wandb")
+    rows: list[dict[str, str]] = []
+    config: dict[str, str] = {}
+    for content in leveldb_records(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(content)
+        if record.WhichOneof("record_type") == "history":
+            rows.append(
+                {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            )
+        for update in (record.run.config, record.config):
+            config |= {item.key or "/".join(item.nested_key): item.value_json for item in update.update}
+    return path.stem, rows, config
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """Records of a LevelDB log behind W&B's header of 7 bytes: fragments with a header of 7 bytes, in 32 KiB blocks."""
+    position, record = 7, b""
+    while position + 7 <= len(content):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
+        record += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or the last fragment of one
+            yield record
+            record = b""
+
+
+# Endings --------------------------------------------------------------------------------------------------
+
+
+def one_sentence(outcome: Outcome) -> str:
+    """The sentence that a run ended with, behind the lines of its epochs."""
+    assert (outcome.code, outcome.out) == (2, ""), outcome.err
+    *lines, last = outcome.err.splitlines()
+    assert all(line.startswith(("stage ", "grew ")) for line in lines), outcome.err
+    assert last.startswith("error: ") and last.endswith(".")
+    return last
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("growth=netnet",), "there is no growth 'netnet'; did you mean 'net2net'?"),
+        (("schedule.totl_epochs=3",), "did you mean 'total_epochs'?"),
+        (("data=cifar10", "data.root=/nowhere", "data.download=false"), "found no cifar10 in /nowhere"),
+        (("schedule.total_epochs=3",), "3 epochs cannot hold 5 stages"),
+        (("schedule.initial_width=0",), "initial width of 0"),
+        (("trainer.accelerator=gpu",), "sees no GPU here"),
+        (("trainer.devices=2",), "set trainer.devices=1"),
+        (("seed=-1",), "seed=-1 must lie between 0 and"),
+        (("probe_size=1",), "probe_size=1 must be at least 2"),
+        (("log_rates_every_n_steps=0",), "must be at least 1"),
+        (("trainer.limit_train_batches=0",), "leaves none to train on"),
+        (("trainer.limit_train_batches=1.5",), "trainer.limit_train_batches=1.5"),
+        (("trainer.accumulate_grad_batches=0",), "trainer.accumulate_grad_batches=0 must be at least 1"),
+        (("schedule.learning_rate.warmup_epochs=-1",), "must be 0 or more"),
+        (("schedule.learning_rate.warmup_epochs=45",), "leaves none of 45 epochs"),
+        (("schedule.learning_rate.shape=cosin",), "did you mean 'cosine'?"),
+        (("optimizer_state=zero",), "did you mean 'zero_new'?"),
+        (("growth.rule=rato",), "did you mean 'ratio'?"),
+        (("lr_adapt.ruel=x",), "did you mean 'rule'?"),
+        (("compile=perhaps",), "must be true or false"),
+        (("schedule.equal_flops=true",), "set growth=none with it"),
+        (("trainer.precision=12",), "12"),
+        (("ckpt_path=/nowhere.ckpt",), "ckpt_path=/nowhere.ckpt is not a file"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
+)
+def test_bad_input_is_one_sentence(
+    cli: CommandLine, tmp_path: Path, arguments: tuple[str, ...], told: str
+) -> None:
+    assert told in one_sentence(cli(*arguments, "hydra.run.dir=run", cwd=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fault", "told", "epochs"),
+    [
+        (("loss_is_nan", 7), "the training loss became NaN or infinite at step 7 (epoch 2, stage 1)", 2),
+        # The last step of an epoch spoils the weights: no loss shows it before the checkpoint would be saved.
+        (("weights_are_nan", 5), "held NaN or infinity after step 5 (epoch 1, stage 0)", 1),
+        (("full_disk", 1, 30_000), "File too large", 1),
+    ],
+    ids=["loss", "weights", "disk"],
+)
+def test_a_run_that_cannot_go_on_says_why_and_keeps_its_last_good_checkpoint(
+    cli: CommandLine, tmp_path: Path, fault: tuple[object, ...], told: str, epochs: int
+) -> None:
+    command = (*MLP, "hydra.run.dir=run")
+    assert told in one_sentence(cli(*command, cwd=tmp_path, fault=fault))
+    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["epoch"] == epochs - 1
+    assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["last.ckpt"]
+    assert not (tmp_path / "run" / "results.json").exists()
+    # Once the cause is gone, the run goes on from there.
+    assert cli(*command, "ckpt_path=last", cwd=tmp_path).code == 0
+
+
+def test_ctrl_c(cli: CommandLine, tmp_path: Path) -> None:
+    command = (*MLP, "hydra.run.dir=run")
+    outcome = cli(*command, cwd=tmp_path, fault=("at_step", 8, int(signal.SIGINT)))
+    assert outcome.code == 130
+    assert "Traceback" not in outcome.err
+    assert "ckpt_path=last goes on" in outcome.err.splitlines()[-1]
+    assert cli(*command, "ckpt_path=last", cwd=tmp_path).code == 0
+
+
+def test_a_run_that_is_stopped_early_has_no_result(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(*MLP, "+trainer.max_steps=7", "hydra.run.dir=run", cwd=tmp_path)
+    assert "training was stopped after" in one_sentence(outcome)
+    assert not (tmp_path / "run" / "results.json").exists()
+
+
+def test_a_missing_logger_is_told(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(*SHORT, "logger=wandb", "hydra.run.dir=run", cwd=tmp_path, fault=("no_wandb",))
+    assert "pip install 'growlab[wandb]'" in one_sentence(outcome)
+
+
+# Every experiment -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fake_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of random colour images, 32 x 32, in 10 classes."""
+    root = tmp_path_factory.mktemp("images")
+    pixels = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for label in range(10):
+            folder = root / split / f"class{label}"
+            folder.mkdir(parents=True)
+            for number in range(2):
+                image = PIL.Image.fromarray(pixels.integers(0, 256, (32, 32, 3), dtype=np.uint8))
+                image.save(folder / f"{number}.png")
+    return root
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_runs_two_steps(
+    finished: Callable[..., Path], fake_images: Path, experiment: str
+) -> None:
+    """As it is configured, on fake images: one step at its first widths, one after growing to its last."""
+    run = finished(
+        *(f"experiment={experiment}", f"data.root={fake_images}", "data.download=false"),
+        *("schedule.epochs=[1,1]", "schedule.widths=[0.25,1]", "schedule.batch_sizes=null"),
+        *("trainer.limit_train_batches=1", "trainer.accelerator=cpu", "data.batch_size=4"),
+    )
+    results = json.loads((run / "results.json").read_text())
+    assert results["experiment"] == experiment
+    assert [row["step"] for row in table(run / "metrics.csv")] == ["1", "2"]
+    assert results["stages"][0]["num_params"] < results["stages"][-1]["num_params"]

@@ -1,0 +1,49 @@
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from growlab.errors import UserError
+from growlab.training.checkpoints import AtomicCheckpointIO, differences, save
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's writer turns the file's own error into a RuntimeError about positions."""
+    path = tmp_path / "last.ckpt"
+    save(path, {"weight": torch.ones(2)})
+    before = path.read_bytes()
+
+    class Full:
+        def __init__(self, file) -> None:
+            self._file, self._written = file, 0
+
+        def write(self, content) -> int:
+            self._written += len(content)
+            if self._written > 5_000:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return self._file.write(content)
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+    original = torch.save
+    monkeypatch.setattr(torch, "save", lambda content, file: original(content, Full(file)))
+    with pytest.raises(UserError, match="No space left on device"):
+        AtomicCheckpointIO().save_checkpoint({"weight": torch.ones(100_000)}, path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_other_errors_of_saving_stay_what_they_are(tmp_path: Path) -> None:
+    with pytest.raises((AttributeError, TypeError)):
+        save(tmp_path / "x.pt", {"function": lambda: 0})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_differences_name_settings_by_their_path() -> None:
+    theirs = {"seed": 0, "model": {"width": 16, "shortcut": "A"}, "gone": None, "list": [1, 2]}
+    ours = {"seed": 0, "model": {"width": 32, "shortcut": "A"}, "new": 1, "list": [1, 2]}
+    assert differences(theirs, ours) == ["model.width=16, not 32", "new=null, not 1"]
+    assert differences(theirs, theirs) == []

@@ -1,0 +1,95 @@
+import pytest
+
+from growlab.data import ImageData
+from growlab.errors import UserError
+from growlab.growth import FixedSize, PairGrowth
+from growlab.networks import mlp8
+from growlab.training.plan import Plan, make_plan, optimizer_steps
+from growlab.widths import trace
+
+SETTINGS = {
+    "total_epochs": 9,
+    "epochs": [2, 1],
+    "widths": [0.5, 1],
+    "batch_sizes": [50, 20],
+    "equal_flops": False,
+}
+
+
+@pytest.fixture(scope="module")
+def data() -> ImageData:
+    made = ImageData("digits", limit_train=110, limit_test=10, batch_size=20)
+    made.setup()
+    return made
+
+
+def plan(data: ImageData, growth=None, **changes) -> Plan:
+    network = mlp8(data.image_shape, 10, width=8)
+    limit, accumulate = changes.pop("limit", None), changes.pop("accumulate", 1)
+    graph = trace(network, data.probe_batch(2))
+    return make_plan(SETTINGS | changes, network, graph, growth or PairGrowth(), data, limit, accumulate)
+
+
+def mlp_flops(data: ImageData, width: int) -> int:
+    """Two for each multiply-add."""
+    inputs = data.image_shape[0] * data.image_shape[1] * data.image_shape[2]
+    return 2 * (inputs * width + 7 * width * width + width * 10)
+
+
+def test_a_growing_run(data: ImageData) -> None:
+    made = plan(data)
+    assert made.schedule.epochs == (2, 1)
+    assert made.flops == [mlp_flops(data, 4), mlp_flops(data, 8)]
+    assert (made.batches, made.steps, made.samples) == ([3, 3, 6], [3, 3, 6], [110] * 3)
+    assert made.train_flops == 3 * 110 * (2 * mlp_flops(data, 4) + mlp_flops(data, 8))
+    expected = 100 * (2 * mlp_flops(data, 4) + mlp_flops(data, 8)) / (3 * mlp_flops(data, 8))
+    assert made.train_cost_percent == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("limit", "accumulate", "batches", "steps", "samples"),
+    [
+        (None, 2, [3, 3, 6], [2, 2, 3], [110, 110, 110]),
+        (2, 1, [2, 2, 2], [2, 2, 2], [100, 100, 40]),
+        (100, 4, [3, 3, 6], [1, 1, 2], [110, 110, 110]),
+        (0.5, 1, [1, 1, 3], [1, 1, 3], [50, 50, 60]),
+        (1.0, 1, [3, 3, 6], [3, 3, 6], [110, 110, 110]),
+    ],
+)
+def test_limited_and_accumulated(data, limit, accumulate, batches, steps, samples) -> None:
+    made = plan(data, limit=limit, accumulate=accumulate)
+    assert (made.batches, made.steps, made.samples) == (batches, steps, samples)
+    assert made.train_flops == 3 * sum(made.flops_in_epoch)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 0.0, 0.1, 1.5])
+def test_a_limit_that_leaves_nothing(data: ImageData, limit: float) -> None:
+    with pytest.raises(UserError, match="limit_train_batches"):
+        plan(data, limit=limit)
+
+
+def test_no_accumulation_of_nothing() -> None:
+    with pytest.raises(UserError, match="accumulate_grad_batches=0"):
+        optimizer_steps([3], 0)
+
+
+def test_fixed_size_has_one_stage(data: ImageData) -> None:
+    made = plan(data, FixedSize(0.5))
+    assert made.schedule.epochs == (3,)
+    assert made.flops == [mlp_flops(data, 4)]
+    assert set(made.widths[0].values()) == {4}
+    assert made.full_flops == mlp_flops(data, 8)
+
+
+@pytest.mark.parametrize("multiple", [0.5, 1, 1.5])
+def test_equal_flops_count_the_width(data: ImageData, multiple: float) -> None:
+    grown = plan(data, epochs=[20, 10])
+    fixed = plan(data, FixedSize(multiple), epochs=[20, 10], equal_flops=True)
+    assert fixed.reference_epochs == 30
+    one_epoch = 3 * 110 * fixed.flops[0]
+    assert abs(fixed.train_flops - grown.train_flops) <= one_epoch / 2
+
+
+def test_equal_flops_is_no_way_to_grow(data: ImageData) -> None:
+    with pytest.raises(UserError, match="growth=none"):
+        plan(data, equal_flops=True)
