@@ -152,6 +152,27 @@ class AdamW(_Aged, torch.optim.AdamW):
     """
 
 
+def _fused_moments(weights: Any, grads: Any, means: Any, squares: Any, beta1: float, beta2: float) -> None:
+    """Both moments in one pass: torch's kernel at rate 0 leaves the weights as they are."""
+    one = torch.ones((), dtype=torch.float32)
+    torch._fused_adam_(
+        weights,
+        grads,
+        means,
+        squares,
+        [],
+        [one] * len(weights),
+        lr=0.0,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=0.0,
+        # Whatever it is, the rate is 0; not 0 itself, which would make 0 / 0 of unused entries.
+        eps=1.0,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
 def _six_lists() -> tuple[list[Tensor], ...]:
     return [], [], [], [], [], []
 
@@ -166,9 +187,12 @@ def _update(group: dict[str, Any], decoupled: bool, weights: Any, grads: Any, *r
         torch._foreach_mul_(weights, keep[0])
     elif group["weight_decay"] != 0:
         grads = torch._foreach_add(grads, weights, alpha=group["weight_decay"])
-    torch._foreach_lerp_(means, grads, 1 - beta1)
-    torch._foreach_mul_(squares, beta2)
-    torch._foreach_addcmul_(squares, grads, grads, value=1 - beta2)
+    if group["fused"] and weights[0].device.type == "cpu":
+        _fused_moments(weights, grads, means, squares, beta1, beta2)
+    else:
+        torch._foreach_lerp_(means, grads, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, value=1 - beta2)
     if largest:
         torch._foreach_maximum_(largest[0], squares)
         squares = largest[0]

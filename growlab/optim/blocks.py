@@ -3,11 +3,13 @@
 On a CPU an optimizer's step is bound by memory: the arithmetic is done piece by piece while a piece is in cache,
 and the norm that the next step needs is taken from it before it leaves. Rows of a weight that came with the same
 stage are contiguous, and all of them take the same rates along the columns: such a run of rows, as a matrix, is a
-piece, and its rates are one row vector. Elsewhere (GPUs, weights laid out in other ways) a piece is a whole
-weight, its rates a matrix that broadcasts, which costs the fewest operations.
+piece, and its rates are one row vector. Where runs are short, a piece is several of them, its rates a matrix, and
+its squares are summed by a product with a one-hot matrix. Elsewhere (GPUs, weights laid out in other ways) a
+piece is a whole weight, its rates a matrix that broadcasts, which costs the fewest operations.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,8 +19,14 @@ from growlab.optim.regions import Regions
 # Elements in a piece and in a batch of pieces. Measured on ResNet-18 (11.2 M parameters): 2^17 to 2^18 are best,
 # 2^15 is slower by operation overhead and 2^20 by leaving the cache.
 BLOCK_ELEMENTS = 2**18
+# Runs shorter than this on average go together: one operation over several costs less than several operations.
+_SHORT_RUN = 2**16
 # With more runs of rows than this (a fused qkv projection of many heads), operation overhead outweighs the cache.
 _MAX_RUNS = 64
+
+
+# Where the sums over rows go: a row [C], or a matrix [R, C] and the one-hot matrix [R, rows] of its runs.
+SumRows = tuple[Tensor, Tensor | None]
 
 
 class Pieces:
@@ -45,27 +53,41 @@ class Pieces:
         if self.whole:
             self.elements = [tensor.numel()]
             return
-        first_rows: list[int] = []
         longest = max(1, BLOCK_ELEMENTS // num_columns)
-        for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
-            for row in range(start, end, longest):
-                first_rows.append(row)
-                self.sizes.append(min(longest, end - row))
-        self.elements = [size * num_columns for size in self.sizes]
-        index_RI = regions.index_OI[first_rows]
-        inner = num_columns // len(regions.columns_I)
-        columns = torch.arange(len(regions.columns_I))
-        columns = columns.repeat(inner) if self.channels_last else columns.repeat_interleave(inner)
-        self.index_RC = index_RI[:, columns].contiguous()
-        births, column_of = torch.unique(regions.columns_I, return_inverse=True)
-        one_hot = torch.nn.functional.one_hot
+        together = tensor.numel() < _SHORT_RUN * len(starts)
+        bounds = [0, len(rows)] if together else [*starts, len(rows)]
+        # The rows of `index_RI`: one for each run in each piece.
+        first_rows: list[int] = []
         dtype = torch.promote_types(tensor.dtype, torch.float32)
-        self._columns = one_hot(column_of[columns], len(births)).to(dtype)
+        # For each piece, which rows of `index_RI` are its runs', and for each of its rows, which of these.
+        self._runs: list[tuple[slice, Tensor | None, Tensor | None]] = []
+        for start, end in pairwise(bounds):
+            for row in range(start, end, longest):
+                last = min(end, row + longest)
+                own = [row] + [first for first in starts if row < first < last]
+                here = slice(len(first_rows), len(first_rows) + len(own))
+                first_rows += own
+                self.sizes.append(last - row)
+                if len(own) == 1:
+                    self._runs.append((here, None, None))
+                    continue
+                run_of = torch.searchsorted(torch.tensor(own), torch.arange(row, last), right=True) - 1
+                one_hot = torch.nn.functional.one_hot(run_of, len(own)).T.to(dtype).contiguous()
+                self._runs.append((here, run_of, one_hot))
+        self.elements = [size * num_columns for size in self.sizes]
+        self.index_RI = regions.index_OI[first_rows]
+        self._inner = num_columns // len(regions.columns_I)
+        one_hot_of = torch.nn.functional.one_hot
+        births, column_of = torch.unique(regions.columns_I, return_inverse=True)
+        self._columns = one_hot_of(column_of, len(births)).to(dtype)
         births_RC = torch.maximum(regions.rows_O[first_rows][:, None], births[None, :])
         both = torch.searchsorted(regions.stages, births_RC.flatten())
-        self._both = one_hot(both, regions.num_regions).to(dtype)
-        self.column_sums = torch.zeros(len(self.sizes), num_columns, dtype=dtype)
-        self.sum_rows = self.column_sums.unbind(0)
+        self._both = one_hot_of(both, regions.num_regions).to(dtype)
+        self.column_sums = torch.zeros(len(first_rows), num_columns, dtype=dtype)
+        self.sum_rows: list[SumRows] = [
+            (self.column_sums[here] if one_hot is not None else self.column_sums[here.start], one_hot)
+            for here, _, one_hot in self._runs
+        ]
 
     def matches(self, tensor: Tensor) -> bool:
         """Whether the cut still fits the tensor's shape, layout and device."""
@@ -91,11 +113,33 @@ class Pieces:
         """For each piece, its region's value for every element, in a shape that broadcasts."""
         if self.whole:
             return (self.regions.spread(values_K, self.dim),)
-        return values_K[self.index_RC].unbind(0)
+        table = self._spread(values_K[self.index_RI])
+        if len(self._runs) == len(table):
+            return table.unbind(0)
+        return [
+            table[here.start] if run_of is None else table[here].index_select(0, run_of)
+            for here, run_of, _ in self._runs
+        ]
 
     def take_sums(self) -> Tensor:
         """Sum of each region, [K], once `sum_rows` holds the sums over the rows of each piece."""
-        return (self.column_sums @ self._columns).flatten() @ self._both
+        sums = self.column_sums
+        if self._inner > 1:
+            rows, columns = self.index_RI.shape
+            if self.channels_last:
+                sums = sums.view(rows, self._inner, columns).sum(1)
+            else:
+                sums = sums.view(rows, columns, self._inner).sum(2)
+        return (sums @ self._columns).flatten() @ self._both
+
+    def _spread(self, values_RI: Tensor) -> Tensor:
+        """Repeat a value for each input channel over the receptive field: [R, C], in the weight's memory order."""
+        if self._inner == 1:
+            return values_RI
+        rows, columns = values_RI.shape
+        if self.channels_last:
+            return values_RI[:, None, :].expand(rows, self._inner, columns).reshape(rows, -1)
+        return values_RI[:, :, None].expand(rows, columns, self._inner).reshape(rows, -1)
 
     def square_sums(self, tensor: Tensor) -> Tensor:
         """Sum of squares of each region of the tensor: [K]."""
@@ -106,11 +150,15 @@ class Pieces:
         return self.take_sums()
 
 
-def add_squares(pieces: list[Tensor], rows: Sequence[Tensor]) -> None:
-    """Write the sums of squares over the rows of each piece [R, C] to its row [C]."""
+def add_squares(pieces: Sequence[Tensor], rows: Sequence[SumRows]) -> None:
+    """Write the sums of squares over the rows of each run of each piece to where they belong."""
     # `vector_norm(dim=0)` would be one operation, and slower than these two.
-    for squares, row in zip(torch._foreach_mul(pieces, pieces), rows, strict=True):
-        torch.sum(squares, 0, dtype=row.dtype, out=row)
+    for piece, (row, one_hot) in zip(pieces, rows, strict=True):
+        squares = piece * piece
+        if one_hot is None:
+            torch.sum(squares, 0, dtype=row.dtype, out=row)
+        else:
+            torch.mm(one_hot, squares.to(one_hot.dtype), out=row)
 
 
 def batches(elements: Sequence[int]) -> Iterator[slice]:
