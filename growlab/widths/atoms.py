@@ -5,6 +5,7 @@ far. Meeting axes are unified: atoms are bound to one another, split where one a
 frozen where the structures cannot be reconciled.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -101,6 +102,12 @@ class Atoms:
         while self._unify_first_difference(self.resolve(left), self.resolve(right), reason):
             pass
 
+    def cut(self, runs: Runs, sizes: Sequence[int]) -> list[Runs]:
+        """Cut an axis into pieces of the given sizes, which split the atoms that they cut through."""
+        pieces = [self.new(size) for size in sizes]
+        self.unify(runs, tuple(run for piece in pieces for run in piece), "cut into parts")
+        return [self.resolve(piece) for piece in pieces]
+
     def _unify_first_difference(self, left: Runs, right: Runs, reason: str) -> bool:
         while left and right:
             a, b = left[0], right[0]
@@ -121,6 +128,17 @@ class Atoms:
                 first = self.new(length_a, below)
                 rest = self.new(length_b - length_a, below + length_a if below else 0)
                 self._bind(b.atom, first + rest)
+            elif b.outer > 1:
+                # Whole repetitions are cut off; inside one, the next round looks at a single repetition.
+                whole = max(1, length_a // (length_b // b.outer))
+                left, right = (
+                    left,
+                    (Run(b.atom, whole, b.inner), Run(b.atom, b.outer - whole, b.inner), *right[1:]),
+                )
+                continue
+            elif length_a % b.inner == 0:
+                first = self.new(length_a // b.inner)
+                self._bind(b.atom, first + self.new(self.sizes[b.atom] - length_a // b.inner))
             else:
                 self.freeze((b,), reason)
             return True
@@ -129,12 +147,24 @@ class Atoms:
     def _join(self, a: Run, b: Run, reason: str) -> None:
         if a.atom is None or b.atom is None:
             self.freeze((a, b), reason)
-        elif a.bare:
+        elif a.bare and a.atom != b.atom:
             self._bind(a.atom, (b,))
-        elif b.bare:
+        elif b.bare and a.atom != b.atom:
             self._bind(b.atom, (a,))
-        elif (a.outer, a.inner) == (b.outer, b.inner):
-            self._bind(a.atom, (Run(b.atom),))
+        elif (
+            a.atom != b.atom
+            and a.outer % b.outer == 0
+            and a.inner % b.inner == 0
+            and 1 in (b.outer, a.inner // b.inner)
+        ):
+            self._bind(b.atom, (Run(a.atom, a.outer // b.outer, a.inner // b.inner),))
+        elif (
+            a.atom != b.atom
+            and b.outer % a.outer == 0
+            and b.inner % a.inner == 0
+            and 1 in (a.outer, b.inner // a.inner)
+        ):
+            self._bind(a.atom, (Run(b.atom, b.outer // a.outer, b.inner // a.inner),))
         else:
             self.freeze((a, b), reason)
 

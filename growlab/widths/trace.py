@@ -10,19 +10,22 @@ from torch import Tensor, nn
 from growlab.widths.atoms import Atoms, Run, Runs, ScaleClasses, fixed
 from growlab.widths.groups import Group, Layer, Norm, WidthGraph
 from growlab.widths.layout import Axis, Part, Role
-from growlab.widths.operations import RULES, Value
+from growlab.widths.narrowing import without_what_breaks
+from growlab.widths.rules import RULES, Value, keep_full_width, values_in
 
 
 class UnsupportedOperation(ValueError):
     """The network does something that growlab has no channel rule for; the message names it and its place."""
 
 
-def trace(model: nn.Module, example: Tensor | tuple[Any, ...]) -> WidthGraph:
+def trace(model: nn.Module, example: Tensor | tuple[Any, ...], opaque: Sequence[str] = ()) -> WidthGraph:
     """Find the width groups of a network.
 
     Args:
         model: the full-width network; left as it is.
         example: an input [B, ...] with B >= 2, or the tuple of the forward's positional inputs.
+        opaque: names of operations without a channel rule (`my_op` for `torch.ops.any.my_op`) that growth need not
+            pass: channels that enter them keep their full width.
 
     Returns:
         The groups, the axes of every parameter and buffer they run through, and the scale classes.
@@ -46,16 +49,19 @@ def trace(model: nn.Module, example: Tensor | tuple[Any, ...]) -> WidthGraph:
     finally:
         for module, training in modes.items():
             module.training = training
-    return Tracer(program, model).run()
+    graph = Tracer(program, model, frozenset(opaque)).run()
+    return without_what_breaks(model, graph, inputs)
 
 
 class Tracer:
     """Interprets an exported program over axes instead of numbers."""
 
-    def __init__(self, program: torch.export.ExportedProgram, model: nn.Module) -> None:
+    def __init__(
+        self, program: torch.export.ExportedProgram, model: nn.Module, opaque: frozenset[str] = frozenset()
+    ) -> None:
         self.atoms = Atoms()
         self.scales = ScaleClasses()
-        self._program = program
+        self._program, self._opaque = program, opaque
         self._names = {
             **program.graph_signature.inputs_to_parameters,
             **program.graph_signature.inputs_to_buffers,
@@ -89,10 +95,17 @@ class Tracer:
 
     def shape(self, node: Any) -> tuple[int, ...]:
         """Full-width shape of the (first) tensor that the node computes."""
-        value = node.meta["val"]
-        if isinstance(value, (tuple, list)):
-            value = value[0]
-        return tuple(int(size) for size in value.shape)
+        return self.shapes(node)[0]
+
+    def shapes(self, node: Any) -> list[tuple[int, ...]]:
+        """Full-width shapes of all tensors that the node computes."""
+        value = node.meta.get("val")
+        values = value if isinstance(value, (tuple, list)) else [value]
+        return [tuple(int(size) for size in v.shape) for v in values if isinstance(v, Tensor)]
+
+    def has_several_outputs(self, node: Any) -> bool:
+        """Whether the node computes a list of tensors."""
+        return isinstance(node.meta.get("val"), (tuple, list))
 
     def operation(self, node: Any) -> str:
         """Name of the node's operation without namespace and overload."""
@@ -202,12 +215,20 @@ class Tracer:
         schema = getattr(node.target, "_schema", None)
         names = ["a", "b"] if schema is None else [argument.name for argument in schema.arguments]
         named = {**dict(zip(names, args, strict=False)), **kwargs}
+        if operation in self._opaque:
+            return keep_full_width(self, node, named)
         if operation not in RULES:
+            if self._is_fixed(named):
+                return keep_full_width(self, node, named)
             raise UnsupportedOperation(
-                f"no channel rule for {node.target}{self._place(node)}; "
-                "train this network with growth=none or use operations that growlab knows."
+                f"no channel rule for {node.target}{self._place(node)}; add opaque=[{operation!r}] to trace(), "
+                f"trace.opaque=[{operation}] to the command line: the channels that enter it then keep their full width."
             )
         return RULES[operation](self, node, named)
+
+    def _is_fixed(self, args: Mapping[str, Any]) -> bool:
+        runs = [run for value in values_in(args) for axis in value.axes for run in self.atoms.resolve(axis)]
+        return all(run.atom is None for run in runs)
 
     def _place(self, node: Any) -> str:
         stack = node.meta.get("nn_module_stack") or {}

@@ -1,0 +1,17 @@
+"""Channel rules, one module for each kind of operation."""
+
+from growlab.widths.rules import affine, elementwise, norms, opaque, pooling, shapes
+from growlab.widths.rules.registry import RULES, Value, keep_full_width, values_in
+
+__all__ = [
+    "RULES",
+    "Value",
+    "affine",
+    "elementwise",
+    "keep_full_width",
+    "norms",
+    "opaque",
+    "pooling",
+    "shapes",
+    "values_in",
+]

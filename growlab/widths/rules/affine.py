@@ -1,0 +1,46 @@
+"""Rules for affine maps: convolutions, linear layers, embeddings."""
+
+from typing import TYPE_CHECKING, Any
+
+from growlab.widths.atoms import Run, fixed
+from growlab.widths.rules.registry import Arguments, Value, freeze_windows, rule
+
+if TYPE_CHECKING:
+    from growlab.widths.trace import Tracer
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def convolution(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Weight [O, I / groups, ...]; a grouped convolution grows the width within each group."""
+    x, weight, bias, groups = args["input"], args["weight"], args.get("bias"), args.get("groups", 1)
+    kernel = [fixed(size) for size in weight.shape[2:]]
+    channels = len(x.shape) - len(kernel) - 1  # 0 without a batch dimension
+    depthwise = groups > 1 and groups == x.shape[channels] == weight.shape[0]
+    freeze_windows(tracer, x, len(kernel))
+    rows, columns = tracer.weight_axes(weight, "out", "fixed" if depthwise else "in", kernel)
+    if depthwise:
+        tracer.atoms.unify(rows, x.axes[channels], "depthwise convolution")
+    elif groups > 1:
+        # Every group has the same width: the axis is `groups` repetitions of one set of channels.
+        (within,) = tracer.atoms.new(weight.shape[0] // groups)
+        tracer.atoms.unify(rows, (Run(within.atom, groups),), f"{groups}-group convolution")
+        within = columns[0] if len(columns) == 1 else Run(None)
+        if within.bare:
+            tracer.atoms.unify(x.axes[channels], (Run(within.atom, groups),), f"{groups}-group convolution")
+        else:
+            tracer.atoms.freeze(columns + x.axes[channels], f"{groups}-group convolution")
+    else:
+        tracer.atoms.unify(columns, x.axes[channels], "input of a convolution")
+    shape = tracer.shape(node)
+    axes = (*x.axes[:channels], rows, *map(fixed, shape[channels + 1 :]))
+    return tracer.affine(weight, bias, depthwise, x, shape, axes, channel_axis=channels)
+
+
+@rule("linear")
+def linear(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Weight [O, I] on the last dimension."""
+    x, weight, bias = args["input"], args["weight"], args.get("bias")
+    rows, columns = tracer.weight_axes(weight, "out", "in", [])
+    tracer.atoms.unify(columns, x.axes[-1], "input of a linear layer")
+    shape = tracer.shape(node)
+    return tracer.affine(weight, bias, False, x, shape, (*x.axes[:-1], rows), channel_axis=len(shape) - 1)

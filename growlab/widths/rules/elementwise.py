@@ -1,0 +1,135 @@
+"""Rules for operations that work element by element."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from growlab.widths.atoms import Runs, fixed
+from growlab.widths.rules.registry import Arguments, Value, first_tensor, rule
+
+if TYPE_CHECKING:
+    from growlab.widths.trace import Tracer
+
+
+@rule(
+    *(
+        "relu",
+        "relu_",
+        "leaky_relu",
+        "leaky_relu_",
+        "rrelu",
+        "dropout",
+        "dropout_",
+        "feature_dropout",
+        "clone",
+    ),
+    *("contiguous", "alias", "detach", "to", "_to_copy", "neg", "abs", "lift_fresh_copy", "detach_"),
+    *("feature_dropout_", "alpha_dropout", "type_as", "float"),
+)
+def homogeneous(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """f(a x) = a f(x) for a > 0: axes and scale pass."""
+    x = first_tensor(args)
+    return Value(x.shape, x.axes, x.scale)
+
+
+@rule(
+    *(
+        "tanh",
+        "tanh_",
+        "sigmoid",
+        "sigmoid_",
+        "gelu",
+        "gelu_",
+        "silu",
+        "silu_",
+        "elu",
+        "elu_",
+        "selu",
+        "selu_",
+    ),
+    *("softplus", "hardtanh", "hardtanh_", "hardswish", "hardswish_", "hardsigmoid", "hardsigmoid_", "mish"),
+    *(
+        "mish_",
+        "exp",
+        "sqrt",
+        "rsqrt",
+        "pow",
+        "log",
+        "sin",
+        "cos",
+        "relu6",
+        "relu6_",
+        "clamp",
+        "clamp_",
+        "celu",
+    ),
+    *(
+        "clamp_min",
+        "clamp_max",
+        "square",
+        "erf",
+        "reciprocal",
+        "softsign",
+        "log_sigmoid",
+        "glu_",
+        "threshold",
+    ),
+)
+def pointwise(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Axes pass; the scale of the input enters the function and must stay."""
+    x = first_tensor(args)
+    tracer.scales.pin(x.scale)
+    return Value(x.shape, x.axes, tracer.scales.new(unit=True))
+
+
+@rule("prelu", "prelu_", "_prelu_kernel")
+def prelu(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """One slope, or a slope per channel."""
+    x, weight = args["self"], args["weight"]
+    if weight.shape[0] > 1:
+        tracer.parameter_axis(weight, "out", x.axes[1])
+    elif weight.name is not None:
+        tracer.atoms.freeze(weight.axes[0], "one slope for all channels")
+    return Value(x.shape, x.axes, x.scale)
+
+
+@rule("add", "add_", "sub", "sub_", "maximum", "minimum")
+def total(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Channels that are added are the same channels, at the same scale."""
+    operands = [value for value in args.values() if isinstance(value, Value)]
+    result = _broadcast(tracer, node, operands)
+    if len(operands) == 1:
+        tracer.scales.pin(operands[0].scale)
+        return Value(result.shape, result.axes, operands[0].scale)
+    scale = tracer.scales.union(operands[0].scale, operands[1].scale)
+    return Value(result.shape, result.axes, scale)
+
+
+@rule("mul", "mul_", "div", "div_")
+def product(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Channels that are multiplied are the same channels; scales of two tensors must stay."""
+    operands = [value for value in args.values() if isinstance(value, Value)]
+    result = _broadcast(tracer, node, operands)
+    if len(operands) == 1 and args.get("rounding_mode") is None:
+        return Value(result.shape, result.axes, operands[0].scale)
+    for operand in operands:
+        tracer.scales.pin(operand.scale)
+    return Value(result.shape, result.axes, tracer.scales.new(unit=True))
+
+
+def _broadcast(tracer: "Tracer", node: Any, operands: Sequence[Value]) -> Value:
+    shape = tracer.shape(node)
+    axes: list[Runs] = [fixed(1)] * len(shape)
+    for operand in operands:
+        offset = len(shape) - len(operand.shape)
+        for index, (size, axis) in enumerate(zip(operand.shape, operand.axes, strict=True), start=offset):
+            if operand.name is not None:
+                role = "out" if size > 1 else "fixed"
+                axis = tracer.parameter_axis(operand, role, axis, dimension=index - offset)
+            if size == 1:
+                tracer.atoms.freeze(axis, "a single value for all channels")
+                continue
+            if tracer.atoms.length(axes[index]) == 1:
+                axes[index] = axis
+            else:
+                tracer.atoms.unify(axes[index], axis, "added or multiplied with channels laid out otherwise")
+    return Value(shape, tuple(axes), operands[0].scale)

@@ -1,0 +1,67 @@
+"""Rules for pooling, interpolation and reductions."""
+
+from typing import TYPE_CHECKING, Any
+
+from growlab.widths.atoms import Runs, fixed
+from growlab.widths.rules.elementwise import total
+from growlab.widths.rules.registry import Arguments, Value, first_tensor, freeze_windows, rule
+
+if TYPE_CHECKING:
+    from growlab.widths.trace import Tracer
+
+
+@rule(
+    *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
+    *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
+    *(
+        "upsample_nearest1d",
+        "upsample_nearest2d",
+        "upsample_linear1d",
+        "upsample_bilinear2d",
+        "upsample_bicubic2d",
+    ),
+)
+def pool(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Each channel is pooled by itself."""
+    x, shape = first_tensor(args), tracer.shape(node)
+    num_windows = next(int(char) for char in tracer.operation(node) if char.isdigit())
+    freeze_windows(tracer, x, num_windows)
+    return Value(shape, (*x.axes[:-num_windows], *map(fixed, shape[-num_windows:])), x.scale)
+
+
+@rule(
+    *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+    *("max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices"),
+)
+def pool_with_indices(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
+    """Each channel is pooled by itself; the positions of the largest have no scale."""
+    pooled = pool(tracer, node, args)
+    return [pooled, Value(pooled.shape, pooled.axes, tracer.scales.new(unit=True))]
+
+
+@rule("mean", "sum", "amax", "amin")
+def reduce(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Dimensions reduced over keep their width: a mean over channels would change with their number."""
+    x, keep, dims = args["self"], args.get("keepdim", False), args.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims or range(len(x.shape))
+    reduced = {dim % len(x.shape) for dim in dims}
+    axes: list[Runs] = []
+    for index, axis in enumerate(x.axes):
+        if index in reduced:
+            tracer.atoms.freeze(axis, f"reduced by {tracer.operation(node)}")
+            if keep:
+                axes.append(fixed(1))
+        else:
+            axes.append(axis)
+    return Value(tracer.shape(node), tuple(axes), x.scale)
+
+
+@rule("max", "min")
+def extreme(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Value]:
+    """Of two tensors, over a dimension (with its position), or over all."""
+    if "other" in args:
+        return total(tracer, node, args)
+    reduced = reduce(tracer, node, args)
+    if "dim" not in args:
+        return reduced
+    return [reduced, Value(reduced.shape, reduced.axes, tracer.scales.new(unit=True))]

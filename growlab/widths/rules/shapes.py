@@ -1,0 +1,220 @@
+"""Rules for operations that rearrange: padding, slicing, splitting, concatenation, permutation, reshaping."""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from growlab.widths.atoms import Run, Runs, fixed
+from growlab.widths.rules.registry import Arguments, Value, rule
+
+if TYPE_CHECKING:
+    from growlab.widths.trace import Tracer
+
+
+@rule("constant_pad_nd", "pad")
+def pad(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Zeros appended to channels are a group of their own: it completes this stream to a wider one."""
+    x, amounts = args["self"], args["pad"]
+    value = args.get("value") or 0.0
+    plain = value == 0.0 and args.get("mode", "constant") == "constant"
+    axes = list(x.axes)
+    for index in range(len(amounts) // 2):
+        before, after = amounts[2 * index], amounts[2 * index + 1]
+        dim = len(axes) - 1 - index
+        runs = tracer.atoms.resolve(axes[dim])
+        if not before and not after:
+            continue
+        if all(run.atom is None for run in runs):
+            axes[dim] = fixed(x.shape[dim] + before + after)
+        elif before < 0 or after < 0 or not plain:
+            tracer.atoms.freeze(runs, "cropped or padded with something else than zeros")
+            axes[dim] = fixed(x.shape[dim] + before + after)
+        else:
+            first = tracer.atoms.new(before, below=x.shape[dim]) if before else ()
+            last = tracer.atoms.new(after, below=x.shape[dim] + before) if after else ()
+            axes[dim] = first + runs + last
+    if value != 0.0:
+        tracer.scales.pin(x.scale)
+    return Value(tracer.shape(node), tuple(axes), x.scale)
+
+
+@rule("slice")
+def take_slice(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """A part of the channels cannot be followed: they keep their width."""
+    x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
+    shape = tracer.shape(node)
+    axes = list(x.axes)
+    if shape[dim] != x.shape[dim]:
+        tracer.atoms.freeze(axes[dim], "a slice of the channels is taken")
+        axes[dim] = fixed(shape[dim])
+    return Value(shape, tuple(axes), x.scale)
+
+
+@rule("select")
+def select(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """One position of a dimension, which so keeps its width."""
+    x, dim = args["self"], args["dim"] % len(args["self"].shape)
+    tracer.atoms.freeze(x.axes[dim], "one of the channels is taken")
+    return Value(tracer.shape(node), x.axes[:dim] + x.axes[dim + 1 :], x.scale)
+
+
+@rule("unbind")
+def unbind(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
+    """Every position of a dimension, which so keeps its width."""
+    x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
+    tracer.atoms.freeze(x.axes[dim], "the channels are taken apart")
+    return [Value(shape, x.axes[:dim] + x.axes[dim + 1 :], x.scale) for shape in tracer.shapes(node)]
+
+
+@rule("chunk", "split", "split_with_sizes", "tensor_split")
+def split(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
+    """Cut channels into parts that grow each for itself."""
+    x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
+    shapes = tracer.shapes(node)
+    pieces = tracer.atoms.cut(x.axes[dim], [shape[dim] for shape in shapes])
+    return [
+        Value(shape, (*x.axes[:dim], piece, *x.axes[dim + 1 :]), x.scale)
+        for shape, piece in zip(shapes, pieces, strict=True)
+    ]
+
+
+@rule("cat", "concat", "concatenate")
+def concatenate(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Channels behind one another, each part growing for itself."""
+    values, shape = args["tensors"], tracer.shape(node)
+    dim = args.get("dim", 0) % len(shape)
+    axes: list[Runs] = []
+    scale = values[0].scale
+    for other in values[1:]:
+        scale = tracer.scales.union(scale, other.scale)
+    for value in values:
+        if value.name is not None:
+            # A parameter laid beside activations (a class token) is placed like them.
+            for index in range(len(shape)):
+                role = "out" if index != dim and value.shape[index] > 1 else "fixed"
+                if role == "fixed":
+                    tracer.atoms.freeze(value.axes[index], "concatenated along this dimension")
+                tracer.parameter_axis(value, role, value.axes[index], dimension=index)
+    for index in range(len(shape)):
+        if index == dim:
+            axes.append(tuple(run for value in values for run in value.axes[index]))
+        else:
+            for other in values[1:]:
+                tracer.atoms.unify(values[0].axes[index], other.axes[index], "concatenated")
+            axes.append(values[0].axes[index])
+    return Value(shape, tuple(axes), scale)
+
+
+@rule("permute")
+def permute(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Dimensions in another order."""
+    x = args["self"]
+    return Value(tracer.shape(node), tuple(x.axes[dim] for dim in args["dims"]), x.scale)
+
+
+@rule("transpose", "swapaxes", "transpose_")
+def transpose(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Two dimensions exchanged."""
+    x = args["self"]
+    first, second = args.get("dim0", args.get("axis0")), args.get("dim1", args.get("axis1"))
+    axes = list(x.axes)
+    axes[first], axes[second] = axes[second], axes[first]
+    return Value(tracer.shape(node), tuple(axes), x.scale)
+
+
+@rule("roll", "flip")
+def shuffle(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Positions of a dimension in another order: it keeps its width."""
+    x = args["self"]
+    for dim in args["dims"]:
+        tracer.atoms.freeze(x.axes[dim], f"reordered by {tracer.operation(node)}")
+    return Value(x.shape, x.axes, x.scale)
+
+
+@rule("expand", "expand_as", "broadcast_to")
+def expand(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Single positions are repeated; other dimensions pass."""
+    x, shape = args["self"], tracer.shape(node)
+    new = len(shape) - len(x.shape)
+    axes = [fixed(size) for size in shape]
+    for index, (size, axis) in enumerate(zip(x.shape, x.axes, strict=True)):
+        if size == shape[new + index] and size > 1:
+            axes[new + index] = axis
+        elif x.name is not None:
+            tracer.atoms.freeze(axis, "a single value is repeated")
+    if x.name is not None:
+        for index, size in enumerate(x.shape):
+            tracer.parameter_axis(x, "out" if size > 1 else "fixed", x.axes[index], dimension=index)
+    return Value(shape, tuple(axes), x.scale)
+
+
+@rule(
+    "flatten", "view", "reshape", "_unsafe_view", "unflatten", "squeeze", "unsqueeze", "view_as", "squeeze_"
+)
+def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Match runs of input and output dimensions with equal products; merge or split inside each."""
+    x, shape = args["self"], tracer.shape(node)
+    axes: list[Runs] = []
+    old = new = 0
+    while old < len(x.shape) or new < len(shape):
+        old_end, new_end = min(old + 1, len(x.shape)), min(new + 1, len(shape))
+        while math.prod(x.shape[old:old_end]) != math.prod(shape[new:new_end]):
+            if math.prod(x.shape[old:old_end]) < math.prod(shape[new:new_end]) and old_end < len(x.shape):
+                old_end += 1
+            elif new_end < len(shape):
+                new_end += 1
+            else:
+                old_end += 1
+        axes += _span(tracer, x, range(old, old_end), shape[new:new_end])
+        old, new = old_end, new_end
+    return Value(shape, tuple(axes), x.scale)
+
+
+def _span(tracer: "Tracer", x: Value, span: range, sizes: Sequence[int]) -> list[Runs]:
+    atoms = tracer.atoms
+    moving = [index for index in span if any(run.atom is not None for run in atoms.resolve(x.axes[index]))]
+    wide = [size for size in sizes if size != 1]
+    if not moving or not wide:
+        for index in moving:
+            atoms.freeze(x.axes[index], "a single channel")
+        return [fixed(size) for size in sizes]
+    if len(moving) > 1:
+        for index in moving:
+            atoms.freeze(x.axes[index], "several growing dimensions merged into one")
+        return [fixed(size) for size in sizes]
+    # One growing dimension among fixed ones: they become its repetitions before and behind.
+    outer = math.prod(x.shape[index] for index in span if index < moving[0])
+    inner = math.prod(x.shape[index] for index in span if index > moving[0])
+    merged = atoms.nest(x.axes[moving[0]], outer, inner)
+    axes = iter([merged] if len(wide) == 1 else _unmerge(tracer, merged, wide))
+    return [fixed(1) if size == 1 else next(axes) for size in sizes]
+
+
+def _unmerge(tracer: "Tracer", merged: Runs, sizes: Sequence[int]) -> list[Runs]:
+    """Split one axis into several dimensions, of which one grows."""
+    atoms = tracer.atoms
+    runs = atoms.resolve(merged)
+    if len(runs) == 1:
+        run = runs[0]
+        # The growing dimension: behind it lie exactly the run's inner repetitions.
+        for index in range(len(sizes) - 1, -1, -1):
+            before, behind = math.prod(sizes[:index]), math.prod(sizes[index + 1 :])
+            if behind == run.inner and before % run.outer == 0:
+                (within,) = atoms.new(sizes[index])
+                atoms.unify(runs, (Run(within.atom, before, behind),), "split into several dimensions")
+                grown = atoms.resolve((within,))
+                return [grown if i == index else fixed(size) for i, size in enumerate(sizes)]
+    elif len(sizes) == 2:
+        pieces = atoms.cut(runs, [sizes[1]] * sizes[0])
+        for piece in pieces[1:]:
+            atoms.unify(pieces[0], piece, "parts of one dimension")
+        return [fixed(sizes[0]), pieces[0]]
+    atoms.freeze(runs, "reshaped into several dimensions")
+    return [fixed(size) for size in sizes]
+
+
+@rule("getitem")
+def getitem(tracer: "Tracer", node: Any, args: Arguments) -> Any:
+    """One of several outputs."""
+    return operator.getitem(args["a"], args["b"])
