@@ -221,8 +221,8 @@ class Tracer:
             if self._is_fixed(named):
                 return keep_full_width(self, node, named)
             raise UnsupportedOperation(
-                f"no channel rule for {node.target}{self._place(node)}; add opaque=[{operation!r}] to trace(), "
-                f"trace.opaque=[{operation}] to the command line: the channels that enter it then keep their full width."
+                f"no channel rule for {node.target}{self._place(node)}; add opaque=[{operation!r}] to trace(), or "
+                f"opaque=[{operation}] to the command line: the channels that enter it then keep their full width."
             )
         return RULES[operation](self, node, named)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Runs, fixed
+from growlab.widths.layout import Role
 from growlab.widths.rules.registry import Arguments, Value, first_tensor, rule
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def _broadcast(tracer: "Tracer", node: Any, operands: Sequence[Value]) -> Value:
         offset = len(shape) - len(operand.shape)
         for index, (size, axis) in enumerate(zip(operand.shape, operand.axes, strict=True), start=offset):
             if operand.name is not None:
-                role = "out" if size > 1 else "fixed"
+                role: Role = "out" if size > 1 else "fixed"
                 axis = tracer.parameter_axis(operand, role, axis, dimension=index - offset)
             if size == 1:
                 tracer.atoms.freeze(axis, "a single value for all channels")

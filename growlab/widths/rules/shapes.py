@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Run, Runs, fixed
+from growlab.widths.layout import Role
 from growlab.widths.rules.registry import Arguments, Value, rule
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def concatenate(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         if value.name is not None:
             # A parameter laid beside activations (a class token) is placed like them.
             for index in range(len(shape)):
-                role = "out" if index != dim and value.shape[index] > 1 else "fixed"
+                role: Role = "out" if index != dim and value.shape[index] > 1 else "fixed"
                 if role == "fixed":
                     tracer.atoms.freeze(value.axes[index], "concatenated along this dimension")
                 tracer.parameter_axis(value, role, value.axes[index], dimension=index)
@@ -117,7 +118,8 @@ def permute(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def transpose(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Two dimensions exchanged."""
     x = args["self"]
-    first, second = args.get("dim0", args.get("axis0")), args.get("dim1", args.get("axis1"))
+    first = args["dim0"] if "dim0" in args else args["axis0"]
+    second = args["dim1"] if "dim1" in args else args["axis1"]
     axes = list(x.axes)
     axes[first], axes[second] = axes[second], axes[first]
     return Value(tracer.shape(node), tuple(axes), x.scale)
