@@ -2,6 +2,24 @@
 
 from growlab.networks.convnet import ConvNet, convnet4
 from growlab.networks.mlp import MLP, mlp8
-from growlab.networks.resnet import CifarResNet, resnet20
+from growlab.networks.mobilenet import MobileNetV1, mobilenetv1
+from growlab.networks.resnet import CifarResNet, resnet18, resnet20
+from growlab.networks.vgg import VGG, vgg11, vgg19
+from growlab.networks.wide_resnet import WideResNet, wrn28_1
 
-__all__ = ["MLP", "CifarResNet", "ConvNet", "convnet4", "mlp8", "resnet20"]
+__all__ = [
+    "MLP",
+    "VGG",
+    "CifarResNet",
+    "ConvNet",
+    "MobileNetV1",
+    "WideResNet",
+    "convnet4",
+    "mlp8",
+    "mobilenetv1",
+    "resnet18",
+    "resnet20",
+    "vgg11",
+    "vgg19",
+    "wrn28_1",
+]

@@ -60,13 +60,13 @@ class BasicBlock(nn.Module):
 
 
 class CifarResNet(nn.Module):
-    """ResNet of depth 6n + 2 for small images: three layers of n basic blocks, halved in space between them.
+    """ResNet of depth 6n + 2 for small images: layers of n basic blocks, halved in space between them.
 
     Args:
         num_blocks: n, blocks in each layer.
         num_classes: number of logits.
         in_channels: channels of the images.
-        channels: widths of the three layers.
+        channels: width of each layer.
         shortcut: "A" (zero-padded identity, He et al.'s choice for CIFAR) or "B" (1x1 convolution).
 
     Convolutions are drawn from N(0, 2 / fan_in).
@@ -112,6 +112,13 @@ def resnet20(
 ) -> CifarResNet:
     """ResNet-20 of He et al. 2016: 16, 32, 64 channels, 0.27 M parameters; `width` is the first layer's."""
     return CifarResNet(3, num_classes, image_shape[0], (width, 2 * width, 4 * width), shortcut)
+
+
+def resnet18(
+    image_shape: Sequence[int], num_classes: int, width: int = 64, shortcut: str = "B"
+) -> CifarResNet:
+    """ResNet-18 with the CIFAR stem (3x3, stride 1): 64 to 512 channels, 11 M parameters."""
+    return CifarResNet(2, num_classes, image_shape[0], [width * 2**layer for layer in range(4)], shortcut)
 
 
 def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int) -> nn.Conv2d:

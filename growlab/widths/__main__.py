@@ -74,7 +74,9 @@ def load(
         shape = tuple(input_shape or (3, 32, 32))
         factory = getattr(networks, model, None)
         if factory is None:
-            raise UserError(f"growlab has no network {model!r}; it has {', '.join(networks.__all__)}.")
+            raise UserError(
+                f"growlab has no network {model!r}; it has {', '.join(n for n in networks.__all__ if n.islower())}."
+            )
         return factory(image_shape=shape, num_classes=num_classes), (torch.randn(2, *shape),)
     if source == "torchvision" and slash:
         models = importlib.import_module("torchvision.models")
