@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.growth import GrowthMethod, Net2Net, PairGrowth, RandomGrowth, VarianceTransfer
-from growlab.networks import MLP, CifarResNet, ConvNet
+from growlab.networks import MLP, CifarResNet, ConvNet, WideResNet
 from growlab.widths import WidthGraph, trace
 
 
@@ -134,6 +134,56 @@ class Bare(nn.Module):
         return self.classifier(x * torch.sigmoid(self.gate(x)))
 
 
+class Grouped(nn.Module):
+    """A bottleneck around a grouped convolution, which grows the width within its groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expand, self.norm = nn.Conv2d(2, 6, 1, bias=False), nn.BatchNorm2d(6)
+        self.grouped = nn.Conv2d(6, 8, 3, padding=1, groups=2)
+        self.reduce, self.norm2 = nn.Conv2d(8, 5, 1), nn.BatchNorm2d(5)
+        self.classifier = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.grouped(F.relu(self.norm(self.expand(x)))))
+        return self.classifier(F.relu(self.norm2(self.reduce(x))).mean((2, 3)))
+
+
+class Gated(nn.Module):
+    """One layer's output cut into values and gates, then a squeeze-and-excite gate over the product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(5, 12)
+        self.squeeze, self.excite = nn.Linear(6, 4), nn.Linear(4, 6)
+        self.classifier = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, gates = self.both(x).chunk(2, dim=1)
+        x = values * F.silu(gates)
+        return self.classifier(x * torch.sigmoid(self.excite(F.relu(self.squeeze(x)))))
+
+
+class TransformerLayer(nn.Module):
+    """Attention and an MLP around a stream under layer normalisation; the MLP's hidden layer can grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(6, 8))
+        self.embed, self.qkv, self.out = nn.Linear(5, 8), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.mlp = nn.Sequential(nn.Linear(8, 9), nn.GELU(), nn.Linear(9, 8))
+        self.classifier = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) + self.position
+        heads = self.qkv(self.norm1(x)).reshape(len(x), 6, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(heads[0], heads[1], heads[2])
+        x = x + self.out(attended.transpose(1, 2).reshape(len(x), 6, 8))
+        x = x + self.mlp(self.norm2(x))
+        return self.classifier(x.mean(1))
+
+
 @dataclass(frozen=True)
 class NetworkCase:
     """A small network.
@@ -191,11 +241,22 @@ NETWORKS = {
         lambda: MLP(12, [9, 7], 4, activation="tanh"), (3, 2, 2), {"hidden.0": 9, "hidden.2": 7}
     ),
     "residual": NetworkCase(Residual, (3, 6, 6), {"stem": 6, "conv1": 5, "projection": 9}),
-    "depthwise": NetworkCase(DepthwiseSeparable, (2, 6, 6), {"stem": 8, "pointwise": 7}),
+    "depthwise": NetworkCase(DepthwiseSeparable, (2, 6, 6), {"stem": 8, "pointwise": 7, "multiplied": 2}),
     "dense": NetworkCase(Dense, (3, 5, 5), {"stem": 5, "conv1": 4, "conv2": 6}),
     "flatten": NetworkCase(FlattenOdd, (1, 5, 5), {"conv": 5, "hidden": 7}),
     "shared": NetworkCase(Shared, (5,), {"inside": 6, "first": 7}),
     "bare": NetworkCase(Bare, (2, 4, 4), {"conv": 6, "conv2": 8}),
+    "grouped": NetworkCase(Grouped, (2, 5, 5), {"expand": 3, "grouped": 4, "reduce": 5}),
+    "gated": NetworkCase(Gated, (5,), {"both": 6, "squeeze": 4}),
+    "transformer": NetworkCase(TransformerLayer, (6, 5), {"mlp.0": 9}),
+    "wrn no norm": NetworkCase(
+        lambda: WideResNet(1, 1, 2, 3, batch_norm=False),
+        (2, 8, 8),
+        {
+            **{"conv1": 16, "blocks.0.conv1": 16, "blocks.1.conv1": 32, "blocks.1.conv2": 32},
+            **{"blocks.2.conv1": 64, "blocks.2.conv2": 64},
+        },
+    ),
 }
 
 

@@ -6,7 +6,6 @@ whose narrowing breaks it are left at full width.
 """
 
 import copy
-import random
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,6 @@ from growlab.widths.groups import WidthGraph
 from growlab.widths.layout import Axis, Part
 from growlab.widths.resize import resize
 
-_DRAWS = 2
 _REASON = "its width is written into the network's own code"
 
 
@@ -54,11 +52,15 @@ def without_what_breaks(model: nn.Module, graph: WidthGraph, inputs: tuple[Any, 
 
     def runs(names: Iterable[str]) -> bool:
         names = set(names)
-        for draw in range(_DRAWS):
-            # Widths that have nothing to do with one another: a schedule may take any.
-            source = random.Random(draw)
-            drawn = {name: source.randint(1, group.full_width) for name, group in graph.groups.items()}
-            widths = {n: drawn[n] if n in names else graph.groups[n].full_width for n in graph.groups}
+        # All at once, then by each digit of their numbers, so that any two are also tried apart: a schedule may
+        # bring widths that have nothing to do with one another.
+        for digit in (None, *range(len(graph.groups).bit_length())):
+            widths = {
+                name: max(1, group.full_width // 2)
+                if name in names and (digit is None or number >> digit & 1)
+                else group.full_width
+                for number, (name, group) in enumerate(graph.groups.items())
+            }
             narrowed = copy.deepcopy(model)
             resize(narrowed, graph, graph.full_widths, widths)
             try:
@@ -85,7 +87,10 @@ def _largest_working(names: list[str], runs: Any, working: tuple[str, ...] = ())
 
 def _without_memory(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
     try:
-        light = copy.deepcopy(model).to("meta")
+        # Putting the light tensors into deepcopy's memo keeps what is shared shared.
+        memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+        memo |= {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
+        light = copy.deepcopy(model, memo)
         light_inputs = tuple(x.to("meta") if isinstance(x, Tensor) else x for x in inputs)
         _output_shapes(light, light_inputs)
     except (RuntimeError, NotImplementedError, ValueError, TypeError):

@@ -81,6 +81,9 @@ class Tracer:
         for node in self._program.graph.nodes:
             if node.op == "placeholder":
                 values[node] = self._placeholder(node)
+            elif node.op == "get_attr":
+                # A part of the program that runs under another setting (autocast): no rule looks inside.
+                values[node] = None
             elif node.op == "call_function":
                 values[node] = self._call(node, values)
             elif node.op == "output":

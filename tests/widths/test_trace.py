@@ -85,7 +85,6 @@ def test_shared_tensors_have_one_name_and_one_scale():
 def test_what_stays_fixed_says_why():
     assert graph_of("depthwise").fixed == {
         "narrow": "4-group convolution",
-        "multiplied": "4-group convolution",
         "classifier": "the network's output",
     }
     assert graph_of("bare").fixed["single"] == "a single channel"
@@ -171,7 +170,7 @@ def test_a_weight_that_is_a_buffer_or_computed_does_not_grow(persistent):
 
     graph = trace(Blur(), torch.randn(2, 3, 5, 5))
     assert graph.full_widths == {}
-    assert graph.fixed["conv"] == "6-group convolution"
+    assert graph.fixed["conv"] == "depthwise convolution"
 
     class Standardised(nn.Module):
         def __init__(self) -> None:
@@ -187,16 +186,21 @@ def test_a_weight_that_is_a_buffer_or_computed_does_not_grow(persistent):
 def test_an_unknown_operation_is_refused_by_name_and_place():
     class Inner(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return torch.cumsum(x, 1)  # named in the message
+            return torch.cumprod(x, 1)  # named in the message
 
     network = nn.Sequential(nn.Linear(4, 8), nn.Sequential(Inner()), nn.Linear(8, 2))
     with pytest.raises(UnsupportedOperation) as caught:
         trace(network, torch.randn(2, 4))
     line = Inner.forward.__code__.co_firstlineno + 1
     message = str(caught.value)
-    assert "aten.cumsum.default" in message
+    assert "aten.cumprod.default" in message
     assert "module 1.0" in message
     assert f'{__file__}", line {line}' in message
+    # The message shows the line that makes it work.
+    assert "opaque=['cumprod']" in message
+    graph = trace(network, torch.randn(2, 4), opaque=["cumprod"])
+    assert graph.full_widths == {}
+    assert graph.fixed["0"] == "used by cumprod"
 
 
 def test_data_dependent_python_is_refused():

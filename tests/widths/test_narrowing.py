@@ -1,0 +1,73 @@
+"""Groups whose width the network's own code fixes, and what of a network can grow."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab.growth import Net2Net, VarianceTransfer, grow, make_schedule, plant
+from growlab.widths import resize, trace
+
+
+class WrittenWidth(nn.Module):
+    """Flattens by a number that is written into the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 8, 1)
+        self.classifier = nn.Linear(8 * 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(F.relu(self.conv2(F.relu(self.conv1(x)))).reshape(-1, 32))
+
+
+def test_a_width_written_into_the_forward_keeps_its_group_full():
+    network = WrittenWidth()
+    graph = trace(network, torch.randn(2, 3, 2, 2))
+    assert graph.full_widths == {"conv1": 6}
+    assert graph.fixed["conv2"] == "its width is written into the network's own code"
+    assert not graph.grows("classifier.weight")
+    resize(network, graph, graph.full_widths, {"conv1": 2})
+    assert network(torch.randn(5, 3, 2, 2)).shape == (5, 3)
+
+
+class Shuffle(nn.Module):
+    """ShuffleNet's unit: half of the channels pass, the other half is convolved, then both are interleaved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.inside, self.outside = nn.Conv2d(3, 8, 1), nn.Conv2d(4, 6, 1), nn.Conv2d(6, 4, 1)
+        self.classifier = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        passing, convolved = self.stem(x).chunk(2, dim=1)
+        x = torch.cat([passing, self.outside(F.relu(self.inside(convolved)))], dim=1)
+        batch, channels, height, width = x.shape
+        x = x.view(batch, 2, channels // 2, height, width).transpose(1, 2).flatten(1, 2)
+        return self.classifier(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("method", [VarianceTransfer(), Net2Net()], ids=lambda method: method.name)
+def test_channel_shuffle_grows_where_it_can(method):
+    network = Shuffle().double()
+    example = torch.randn(4, 3, 5, 5, dtype=torch.float64)
+    graph = trace(network, example)
+    # The halves of a chunk must stay equal, which widths of their own would not: only the inner layer grows.
+    assert graph.full_widths == {"inside": 6}
+    fresh = copy.deepcopy(network)
+    widths = make_schedule(3, 1, num_stages=3).widths(graph)
+    state = plant(network, graph, method, widths[0], seed=0)
+    for stage in widths[1:]:
+        event = grow(network, graph, method, state, stage, seed=0, probe=(example,))
+        assert event.parity_error_eval < 1e-12
+    fresh.load_state_dict(network.state_dict(), strict=True)
+
+
+def test_tied_weights_stay_tied_while_narrowing_is_tried():
+    network = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 2))
+    network[3].weight = network[1].weight
+    graph = trace(network, torch.randn(2, 4))
+    assert list(graph.full_widths.values()) == [6]
+    assert network[3].weight is network[1].weight
