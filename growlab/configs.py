@@ -122,6 +122,7 @@ class MainConfig:
     seed: int = MISSING
     ckpt_path: str | None = MISSING
     compile: bool = MISSING
+    opaque: list[str] = MISSING
     optimizer_state: OptimizerState = MISSING
     probe_size: int = MISSING
     log_rates_every_n_steps: int = MISSING

@@ -75,7 +75,7 @@ def _run(cfg: DictConfig, run_dir: Path) -> float | None:
         cfg.model, image_shape=list(data.image_shape), num_classes=data.num_classes
     )
     method: GrowthMethod = hydra.utils.instantiate(cfg.growth)
-    graph = _trace(network, data, method)
+    graph = _trace(network, data, method, list(cfg.opaque))
     plan = _plan(cfg, network, graph, method, data)
     state = plant(network, graph, method, plan.widths[0], cfg.seed)
 
@@ -129,9 +129,9 @@ def _run(cfg: DictConfig, run_dir: Path) -> float | None:
     return results["val_accuracy"] if cfg.data.get("validation") == "split" else None
 
 
-def _trace(network: nn.Module, data: ImageData, method: GrowthMethod) -> WidthGraph:
+def _trace(network: nn.Module, data: ImageData, method: GrowthMethod, opaque: list[str]) -> WidthGraph:
     try:
-        return trace(network, data.probe_batch(2))
+        return trace(network, data.probe_batch(2), opaque)
     except UnsupportedOperation:
         if isinstance(method, FixedSize) and method.width_multiple == 1.0:
             return WidthGraph({}, {}, (), (), frozenset(), 0)

@@ -39,6 +39,9 @@ RULES = {
     "configs": rule(packages="hydra omegaconf"),
     "configuration": rule("configs", packages="hydra omegaconf"),
     "explain": rule(packages="hydra omegaconf yaml"),
+    "library": rule(packages="torch torchvision timm"),
+    "widths.__main__": rule("networks widths growth analysis", packages="torch"),
+    "analysis.__main__": rule("analysis"),
     "resuming": rule("configuration", packages="hydra omegaconf"),
     "experiment": rule("networks widths growth optim data training analysis configuration"),
     "__main__": rule("configuration explain experiment resuming", packages="hydra omegaconf"),
@@ -59,8 +62,9 @@ LOGGERS = "growlab.training.loggers"
 
 
 def part_of(module: str) -> str:
-    """`growlab.widths.trace` -> `widths`."""
-    return module.split(".")[1] if "." in module else "__init__"
+    """`growlab.widths.trace` -> `widths`; a part's command line is a part of its own."""
+    names = module.split(".")
+    return ".".join(names[1:]) if names[-1] == "__main__" else names[1] if len(names) > 1 else "__init__"
 
 
 def imported(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
