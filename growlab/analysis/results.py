@@ -4,7 +4,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -63,10 +63,14 @@ class Group:
     @property
     def method(self) -> str:
         """A short name: growth method, rate adaptation and the overrides that set the group apart."""
+        return self.name_without(())
+
+    def name_without(self, shared: Collection[str]) -> str:
+        """The same name without overrides that every group it is compared with has too."""
         name = "fixed-size" if self.is_fixed_size else self.growth
         if self.lr_adapt != "none":
             name += f" + {self.lr_adapt}"
-        return ", ".join([name, *self.overrides])
+        return ", ".join([name, *(override for override in self.overrides if override not in shared)])
 
 
 @dataclass(frozen=True)

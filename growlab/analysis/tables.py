@@ -32,6 +32,7 @@ class Row:
         accuracy_std: its sample standard deviation (n - 1) over seeds; None for a single run.
         n: number of runs with a test accuracy.
         seconds: mean wall-clock seconds of a run.
+        shared_overrides: Hydra overrides that all groups of the table have; the method's name leaves them out.
         speedup: seconds of the fixed-size runs of as many epochs over those of these runs, on the same
             machine (the mean over machines, if on several); None where there is no such fixed-size run.
     """
@@ -45,11 +46,12 @@ class Row:
     n: int
     seconds: float | None
     speedup: float | None
+    shared_overrides: tuple[str, ...] = ()
 
     @property
     def method(self) -> str:
         """Short name of the method."""
-        return self.group.method
+        return self.group.name_without(self.shared_overrides)
 
 
 def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
@@ -71,6 +73,7 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
     for group in kept:
         task = (group.model, group.data)
         epochs[task] = max(epochs[task], group.epochs, *(run.reference_epochs for run in kept[group]))
+    everywhere = set.intersection(*(set(group.overrides) for group in kept)) if len(kept) > 1 else set()
     rows = []
     for group, members in kept.items():
         accuracies = _finite(run.results["test_accuracy"] for run in members)
@@ -93,6 +96,7 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
                 n=len(accuracies),
                 seconds=seconds,
                 speedup=_speedup(group, members, kept),
+                shared_overrides=tuple(sorted(everywhere)),
             )
         )
     return sorted(rows, key=_order)
@@ -256,9 +260,11 @@ def _cells(row: Row) -> list[str]:
 def _legend(rows: Sequence[Row]) -> str:
     references = sorted({(row.group.model, row.group.data, row.reference_epochs) for row in rows})
     work = "; ".join(f"{model} on {data}, {epochs} epochs" for model, data, epochs in references)
+    shared = rows[0].shared_overrides if rows else ()
     return (
         f"Cost 100 % = the fixed-size network at full width ({work}). Accuracy: test, mean ± sample standard "
         "deviation over n seeds. Speed-up: against the fixed-size run of as many epochs on the same machine."
+        + (f" All runs: {' '.join(shared)}." if shared else "")
     )
 
 

@@ -166,3 +166,13 @@ def test_a_fixed_size_run_of_equal_cost_is_a_reference_for_runs_as_short(tmp_pat
     row = rows_of(tmp_path)["ours + stagewise_norm"]
     assert row.speedup == pytest.approx(2)
     assert (row.cost_percent, row.reference_epochs) == (pytest.approx(80 * 10 / 16), 16)
+
+
+def test_overrides_that_all_rows_share_are_said_once(tmp_path):
+    for name, growth, own in (("a", "ours", []), ("b", "net2net", ["growth.noise_std=0"])):
+        write_run(tmp_path / name, growth=growth, overrides=["data.validation=none", *own])
+    rows = summarise(load_runs([tmp_path]))
+    names = {row.group.growth: row.method for row in rows}
+    assert names["ours"] == "ours + stagewise_norm"
+    assert names["net2net"].endswith(", growth.noise_std=0")
+    assert markdown(rows).count("data.validation=none") == 1
