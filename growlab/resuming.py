@@ -10,23 +10,28 @@ from growlab.errors import UserError
 
 _LAST = "ckpt_path=last"
 _RUN_DIR = "hydra.run.dir"
+_SWEEP_DIR = "hydra.sweep.dir"
 
 
-def resume_override(overrides: list[str]) -> str | None:
+def resume_override(overrides: list[str], multirun: bool = False) -> str | None:
     """The override that sends a run back into the folder of the run that it resumes.
 
     Args:
         overrides: those given on the command line.
+        multirun: whether they make a sweep, each of whose jobs goes on in its own folder below the sweep's.
 
     Returns:
         `hydra.run.dir=FOLDER` of the newest run of the experiment if `ckpt_path=last` is asked for without a
         folder; None where nothing has to be added.
 
     Raises:
-        UserError: the experiment has no run yet.
+        UserError: the experiment has no run yet, or the sweep's folder is not given.
     """
-    if _LAST not in overrides or any(override.startswith(f"{_RUN_DIR}=") for override in overrides):
+    named = _SWEEP_DIR if multirun else _RUN_DIR
+    if _LAST not in overrides or any(override.startswith(f"{named}=") for override in overrides):
         return None
+    if multirun:
+        raise UserError(f"{_LAST} with -m needs to know which sweep: add {_SWEEP_DIR}=FOLDER.")
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = compose(PRIMARY, overrides=overrides, return_hydra_config=True)
     # `hydra:` interpolations, such as the experiment's name, are resolved from here.

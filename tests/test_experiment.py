@@ -180,13 +180,12 @@ def test_the_seed_decides_initial_weights(finished: Callable[..., Path]) -> None
     """Without a rate, what is left is the initialisation, of the seed network and of what grew."""
     for growth in ("none", "pairs"):
         arguments = (*SHORT, f"growth={growth}", "optimizer.lr=0", "lr_adapt=none")
-        one, same, other = (
-            torch.load(finished(*arguments, f"seed={seed}", folder=f"{growth}{n}") / "model.pt")[
+        one, other = (
+            torch.load(finished(*arguments, f"seed={seed}", folder=f"{growth}{seed}") / "model.pt")[
                 "hidden.0.weight"
             ]
-            for n, seed in enumerate((0, 0, 1))
+            for seed in (0, 1)
         )
-        assert torch.equal(one, same)
         assert not (one == other).any()
 
 
@@ -334,7 +333,7 @@ def one_sentence(outcome: Outcome) -> str:
     [
         (("growth=netnet",), "there is no growth 'netnet'; did you mean 'net2net'?"),
         (("schedule.totl_epochs=3",), "did you mean 'total_epochs'?"),
-        (("data=cifar10", "data.root=/nowhere", "data.download=false"), "found no cifar10 in /nowhere"),
+        (("data=cifar10", "data.root=/nowhere", "data.download=false"), "found no cifar10 data in /nowhere"),
         (("schedule.total_epochs=3",), "3 epochs cannot hold 5 stages"),
         (("schedule.initial_width=0",), "initial width of 0"),
         (("trainer.accelerator=gpu",), "sees no GPU here"),

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from growlab.errors import UserError
+from growlab.resuming import resume_override
 from tests.runs import CommandLine, Left, table
 
 SIGKILL = int(signal.SIGKILL)
@@ -108,6 +110,13 @@ def test_last_is_the_newest_run_of_the_experiment(cli: CommandLine, tmp_path: Pa
     outcome = cli(*MLP, "ckpt_path=last", "experiment=resnet20_cifar10", cwd=tmp_path)
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
     assert "holds no earlier run of this experiment" in outcome.err
+
+
+def test_a_sweep_goes_on_in_the_folder_that_it_is_given() -> None:
+    command = ["seed=0,1", "ckpt_path=last"]
+    with pytest.raises(UserError, match=r"add hydra\.sweep\.dir=FOLDER"):
+        resume_override(command, multirun=True)
+    assert resume_override([*command, "hydra.sweep.dir=sweep"], multirun=True) is None
 
 
 def test_a_checkpoint_goes_on_in_another_folder_with_another_place_for_the_data(

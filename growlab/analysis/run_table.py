@@ -24,11 +24,11 @@ def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | 
     for column in ("stage", "epochs", "widths", "parameters", "MFLOPs", "batch", "samples/s", "seconds"):
         table.add_column(column, justify="right")
     for stage in results["stages"]:
-        widths = stage["widths"].values()
+        widths = sorted(set(stage["widths"].values()))
         table.add_row(
             str(stage["stage"] + 1),
             str(stage["epochs"]),
-            f"{min(widths)}-{max(widths)}" if widths else "fixed",
+            _span(widths),
             f"{stage['num_params']:,}",
             f"{stage['flops_per_sample'] / 1e6:,.2f}",
             str(stage["batch_size"]),
@@ -43,3 +43,9 @@ def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | 
         f"{results['seconds']:.0f} s" + ("" if parity is None else f"; largest parity error {parity:.1e}")
     )
     console.print(f"everything about the run: {run_dir}", soft_wrap=True)
+
+
+def _span(widths: list[int]) -> str:
+    if not widths:
+        return "fixed"
+    return str(widths[0]) if len(widths) == 1 else f"{widths[0]}-{widths[-1]}"
