@@ -201,10 +201,10 @@ class Task(LightningModule):
             raise UserError(self._not_finite(f"{first} held NaN or infinity after", self.global_step - 1))
 
     def _not_finite(self, what: str, step: int) -> str:
+        kept = "the last checkpoint is from before it" if self.current_epoch else "there is no checkpoint yet"
         return (
-            f"{what} step {step} (epoch {self.current_epoch}, stage {self.growth_state.stage}); the last "
-            "checkpoint is from before it: lower optimizer.lr, raise schedule.learning_rate.warmup_epochs or set "
-            "trainer.gradient_clip_val."
+            f"{what} step {step} (epoch {self.current_epoch}, stage {self.growth_state.stage}); {kept}: lower "
+            "optimizer.lr, raise schedule.learning_rate.warmup_epochs or set trainer.gradient_clip_val."
         )
 
     def _add(self, split: str, loss: Tensor, logits: Tensor, y: Tensor) -> None:
