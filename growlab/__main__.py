@@ -46,8 +46,8 @@ def _job(cfg: DictConfig) -> Any:
         raise
 
 
-def _read_arguments() -> list[str]:
-    """The overrides on the command line, after checking its options as Hydra will.
+def _read_arguments() -> tuple[list[str], bool]:
+    """The overrides on the command line and whether they make a sweep, after checking options as Hydra will.
 
     Raises:
         UserError: an option that does not exist or does not fit.
@@ -63,7 +63,8 @@ def _read_arguments() -> list[str]:
 
     parser = get_args_parser()
     parser.error = complain  # type: ignore[method-assign, assignment]
-    return list(parser.parse_args().overrides)
+    arguments = parser.parse_args()
+    return list(arguments.overrides), bool(arguments.multirun)
 
 
 def _fail(error: BaseException, overrides: list[str], with_traceback: bool) -> int:
@@ -103,9 +104,9 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     overrides: list[str] = []
     try:
-        overrides = _read_arguments()
+        overrides, multirun = _read_arguments()
         register_schemas()
-        folder = resume_override(overrides)
+        folder = resume_override(overrides, multirun)
         if folder is not None:
             sys.argv.append(folder)
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=PRIMARY)(_job)()

@@ -276,7 +276,9 @@ def _constructor(error: InstantiationException) -> str | None:
     if isinstance(cause, TypeError) and at_the_call and target:
         return _signature(what, target[1], str(cause))
     if isinstance(cause, ValueError):
-        return f"{what}: {_first_lines(str(cause))}"
+        said = _first_lines(str(cause))
+        # A constructor that knows the setting's full name has named it already.
+        return said if said.startswith(f"{what}.") else f"{what}: {said}"
     return None
 
 
