@@ -122,6 +122,7 @@ class MainConfig:
     seed: int = MISSING
     ckpt_path: str | None = MISSING
     compile: bool = MISSING
+    num_threads: int | None = MISSING
     opaque: list[str] = MISSING
     optimizer_state: OptimizerState = MISSING
     probe_size: int = MISSING

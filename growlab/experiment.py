@@ -40,11 +40,13 @@ from growlab.widths import UnsupportedOperation, WidthGraph, trace
 
 # What a resumed run may do differently: none of it changes what is computed.
 _FREE_ON_RESUME = (
-    *("name", "ckpt_path", "logger", "compile", "log_rates_every_n_steps"),
+    *("name", "ckpt_path", "logger", "compile", "num_threads", "log_rates_every_n_steps"),
     *("trainer.accelerator", "trainer.devices", "data.root", "data.download", "data.eval_batch_size"),
     *("data.in_memory", "data.num_workers"),
 )
 _MAX_SEED = 2**32 - 1
+# What torch starts with: a sweep's job without `num_threads` must not inherit the job's before it.
+_NUM_THREADS = torch.get_num_threads()
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -70,6 +72,7 @@ def _run(cfg: DictConfig, run_dir: Path) -> float | None:
     run_id = read_header(checkpoint)["run_id"] if checkpoint else secrets.token_hex(4)
     data: ImageData = hydra.utils.instantiate(cfg.data)
     data.setup()
+    torch.set_num_threads(cfg.num_threads or _NUM_THREADS)
     lightning.seed_everything(cfg.seed, verbose=False)
     network = hydra.utils.instantiate(
         cfg.model, image_shape=list(data.image_shape), num_classes=data.num_classes
@@ -226,6 +229,8 @@ def _check(cfg: DictConfig) -> None:
     """Refuse what would only fail later."""
     if not 0 <= cfg.seed <= _MAX_SEED:
         raise UserError(f"seed={cfg.seed} must lie between 0 and {_MAX_SEED}.")
+    if cfg.num_threads is not None and cfg.num_threads < 1:
+        raise UserError(f"num_threads={cfg.num_threads} must be at least 1, or null for all cores.")
     if cfg.probe_size < 2:
         raise UserError(
             f"probe_size={cfg.probe_size} must be at least 2: batch normalisation needs two images."
