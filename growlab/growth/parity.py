@@ -68,18 +68,25 @@ def observe(model: nn.Module, probe: Sequence[Tensor], norms: Sequence[Norm] = (
         with torch.no_grad(), _full_precision(), _seeded(devices), _WithoutDropout():
             model.train()
             try:
-                train = model(*probe)
+                train = _main_output(model(*probe))
             finally:
                 for name, buffer in model.named_buffers():
                     buffer.copy_(buffers[name])
             model.eval()
-            evaluated = model(*probe)
+            evaluated = _main_output(model(*probe))
     finally:
         for hook in hooks:
             hook.remove()
         for module, training in modes.items():
             module.training = training
     return Outputs(evaluated, train, variances)
+
+
+def _main_output(output: Any) -> Tensor:
+    """The first tensor of what a network returns: auxiliary heads of train mode come behind it."""
+    while not isinstance(output, Tensor):
+        output = next(iter(output.values() if isinstance(output, Mapping) else output))
+    return output
 
 
 def relative_error(before: Tensor, after: Tensor, factor: float = 1.0) -> float:

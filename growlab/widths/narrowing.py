@@ -100,10 +100,13 @@ def _without_memory(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Modul
 
 
 def _output_shapes(model: nn.Module, inputs: tuple[Any, ...]) -> list[torch.Size]:
-    model.eval()
-    with torch.no_grad():
-        outputs = model(*inputs)
-    return [x.shape for x in _tensors(outputs)]
+    """Shapes in eval and in train mode, which may have heads of its own that no graph has seen."""
+    shapes = []
+    for training in (False, True):
+        model.train(training)
+        with torch.no_grad():
+            shapes += [x.shape for x in _tensors(model(*inputs))]
+    return shapes
 
 
 def _tensors(outputs: Any) -> list[Tensor]:

@@ -80,7 +80,8 @@ def test_an_event_that_breaks_its_promise_is_undone(change, error):
 def test_the_refusal_says_what_happened():
     network, graph, state, probe = planted()
     with pytest.raises(
-        ParityError, match=r"growth to stage 1 with Broken changed the output by \d\.\d\de-01 in eval mode"
+        ParityError,
+        match=r"growth to stage 1 with Broken changed the output by \d\.\d\de[+-]\d\d in eval mode",
     ):
         grow(network, graph, Broken(lambda w: w * 2), state, graph.full_widths, 0, probe)
 

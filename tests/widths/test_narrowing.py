@@ -71,3 +71,28 @@ def test_tied_weights_stay_tied_while_narrowing_is_tried():
     graph = trace(network, torch.randn(2, 4))
     assert list(graph.full_widths.values()) == [6]
     assert network[3].weight is network[1].weight
+
+
+class Auxiliary(nn.Module):
+    """A second head that only train mode runs, as in GoogLeNet: no exported graph shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 8)
+        self.head, self.auxiliary = nn.Linear(8, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        hidden = F.relu(self.first(x))
+        logits = self.head(F.relu(self.second(hidden)))
+        return (logits, self.auxiliary(hidden)) if self.training else logits
+
+
+def test_what_a_head_of_train_mode_reads_keeps_its_width():
+    network = Auxiliary().double()
+    example = torch.randn(4, 4, dtype=torch.float64)
+    graph = trace(network, example)
+    assert graph.full_widths == {"second": 8}
+    assert graph.fixed["first"] == "its width is written into the network's own code"
+    state = plant(network, graph, Net2Net(), {"second": 2}, seed=0)
+    event = grow(network, graph, Net2Net(), state, {"second": 8}, seed=0, probe=(example,))
+    assert event.parity_error_eval < 1e-12 and event.parity_error_train < 1e-12
