@@ -1,6 +1,7 @@
 """`python -m growlab.widths MODEL`: what of a network can grow, what cannot and why, and how exactly.
 
 MODEL is `growlab/NAME`, `torchvision/NAME`, `timm/NAME`, or `package.module:factory` with `--input-shape C,H,W`.
+A matrix also takes `torchvision/*` and `timm/*`.
 """
 
 import argparse
@@ -191,11 +192,51 @@ def describe(report: Report) -> str:
     return "\n".join(lines)
 
 
-def matrix(names: Sequence[str], time_limit_sec: float, jobs: int) -> list[Report]:
+def expand(names: Sequence[str]) -> list[str]:
+    """Replace `torchvision/*` by its classification networks and `timm/*` by the smallest of each of its families.
+
+    Of timm only networks that take 3x224x224 images count.
+    """
+    expanded: list[str] = []
+    for name in names:
+        if name == "torchvision/*":
+            models = importlib.import_module("torchvision.models")
+            expanded += [f"torchvision/{model}" for model in models.list_models(module=models)]
+        elif name == "timm/*":
+            expanded += [f"timm/{model}" for model in _smallest_of_families()]
+        else:
+            expanded.append(name)
+    return expanded
+
+
+def _smallest_of_families() -> list[str]:
+    timm = importlib.import_module("timm")
+    chosen = []
+    for family in timm.list_modules():
+        sizes = {}
+        for model in timm.list_models(module=family):
+            settings = timm.get_pretrained_cfg(model)
+            if settings is None or tuple(settings.input_size or ()) != (3, 224, 224):
+                continue
+            with torch.device("meta"):
+                try:
+                    sizes[model] = sum(p.numel() for p in timm.create_model(model).parameters())
+                except (RuntimeError, NotImplementedError, ValueError, TypeError):
+                    continue  # it needs numbers to be built: another of its family will do
+        if sizes:
+            chosen.append(min(sizes, key=sizes.__getitem__))
+    return chosen
+
+
+def matrix(
+    names: Sequence[str], time_limit_sec: float, jobs: int, input_shape: Sequence[int] | None = None
+) -> list[Report]:
     """Examine many networks, each in a process of its own with a time limit."""
 
     def one(name: str) -> Report:
         command = [sys.executable, "-m", "growlab.widths", name, "--json"]
+        if input_shape is not None:
+            command += ["--input-shape", ",".join(map(str, input_shape))]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit_sec)
         except subprocess.TimeoutExpired:
@@ -247,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         if args.matrix is not None:
-            reports = matrix(args.models, args.time_limit, args.jobs)
+            reports = matrix(expand(args.models), args.time_limit, args.jobs, args.input_shape)
             write_text(args.matrix.with_suffix(".md"), matrix_table(reports))
             write_json(args.matrix.with_suffix(".json"), [asdict(report) for report in reports])
             print(matrix_table(reports))
