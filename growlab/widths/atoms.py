@@ -145,28 +145,14 @@ class Atoms:
         return False
 
     def _join(self, a: Run, b: Run, reason: str) -> None:
-        if a.atom is None or b.atom is None:
-            self.freeze((a, b), reason)
-        elif a.bare and a.atom != b.atom:
-            self._bind(a.atom, (b,))
-        elif b.bare and a.atom != b.atom:
-            self._bind(b.atom, (a,))
-        elif (
-            a.atom != b.atom
-            and a.outer % b.outer == 0
-            and a.inner % b.inner == 0
-            and 1 in (b.outer, a.inner // b.inner)
-        ):
-            self._bind(b.atom, (Run(a.atom, a.outer // b.outer, a.inner // b.inner),))
-        elif (
-            a.atom != b.atom
-            and b.outer % a.outer == 0
-            and b.inner % a.inner == 0
-            and 1 in (a.outer, b.inner // a.inner)
-        ):
-            self._bind(a.atom, (Run(b.atom, b.outer // a.outer, b.inner // a.inner),))
-        else:
-            self.freeze((a, b), reason)
+        if a.atom is not None and b.atom is not None and a.atom != b.atom:
+            for fine, coarse, atom in ((b, a, a.atom), (a, b, b.atom)):
+                # The coarse run's atom is so many repetitions of the fine one's, stretched so far.
+                if fine.outer % coarse.outer == 0 and fine.inner % coarse.inner == 0:
+                    repeated = Run(fine.atom, fine.outer // coarse.outer, fine.inner // coarse.inner)
+                    self._bind(atom, (repeated,))
+                    return
+        self.freeze((a, b), reason)
 
     def _bind(self, atom: int, runs: Runs) -> None:
         if len(runs) == 1 and runs[0].atom is not None:
