@@ -7,7 +7,7 @@ import math
 import statistics
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,8 @@ class Row:
         accuracy_std: its sample standard deviation (n - 1) over seeds; None for a single run.
         n: number of runs with a test accuracy.
         seconds: mean wall-clock seconds of a run.
-        shared_overrides: Hydra overrides that all groups of the table have; the method's name leaves them out.
+        shared_overrides: Hydra overrides that all groups of this network and data have; the method's name
+            leaves them out.
         speedup: seconds of the fixed-size runs of as many epochs over those of these runs, on the same
             machine (the mean over machines, if on several); None where there is no such fixed-size run.
     """
@@ -73,7 +74,6 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
     for group in kept:
         task = (group.model, group.data)
         epochs[task] = max(epochs[task], group.epochs, *(run.reference_epochs for run in kept[group]))
-    everywhere = set.intersection(*(set(group.overrides) for group in kept)) if len(kept) > 1 else set()
     rows = []
     for group, members in kept.items():
         accuracies = _finite(run.results["test_accuracy"] for run in members)
@@ -96,10 +96,18 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
                 n=len(accuracies),
                 seconds=seconds,
                 speedup=_speedup(group, members, kept),
-                shared_overrides=tuple(sorted(everywhere)),
+                shared_overrides=_shared_overrides(group, kept),
             )
         )
     return sorted(rows, key=_order)
+
+
+def _shared_overrides(group: Group, groups: Iterable[Group]) -> tuple[str, ...]:
+    """Overrides that a group has in common with all others of its network and data."""
+    rivals = [other for other in groups if (other.model, other.data) == (group.model, group.data)]
+    if len(rivals) < 2:
+        return ()
+    return tuple(sorted(set.intersection(*(set(rival.overrides) for rival in rivals))))
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -260,11 +268,12 @@ def _cells(row: Row) -> list[str]:
 def _legend(rows: Sequence[Row]) -> str:
     references = sorted({(row.group.model, row.group.data, row.reference_epochs) for row in rows})
     work = "; ".join(f"{model} on {data}, {epochs} epochs" for model, data, epochs in references)
-    shared = rows[0].shared_overrides if rows else ()
+    shared = sorted({(row.group.model, row.group.data, row.shared_overrides) for row in rows})
+    said = "; ".join(f"{model} on {data} with {' '.join(common)}" for model, data, common in shared if common)
     return (
         f"Cost 100 % = the fixed-size network at full width ({work}). Accuracy: test, mean ± sample standard "
         "deviation over n seeds. Speed-up: against the fixed-size run of as many epochs on the same machine."
-        + (f" All runs: {' '.join(shared)}." if shared else "")
+        + (f" All of {said}." if said else "")
     )
 
 
