@@ -61,6 +61,7 @@ class OursConfig:
     _target_: str = "growlab.growth.VarianceTransfer"
     rule: Rule = MISSING
     output_multiplier: bool = MISSING
+    rescale_unnormalised: bool = MISSING
     noise_std: float = MISSING
     gain: float = MISSING
 

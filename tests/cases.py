@@ -287,6 +287,7 @@ METHODS = {
     "pairs": MethodCase(lambda noise: PairGrowth(noise_std=noise)),
     "net2net": MethodCase(lambda noise: Net2Net(noise_std=noise), parts_twins=False),
     "ours": MethodCase(lambda noise: VarianceTransfer(noise_std=noise)),
+    "ours rescaled": MethodCase(lambda noise: VarianceTransfer(rescale_unnormalised=True, noise_std=noise)),
     "ours constraint": MethodCase(lambda noise: VarianceTransfer("constraint", noise_std=noise)),
     "ours literal": MethodCase(lambda noise: VarianceTransfer(output_multiplier=False, noise_std=noise)),
 }

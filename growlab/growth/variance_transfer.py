@@ -24,18 +24,25 @@ class VarianceTransfer(PairGrowth):
 
     `rule="constraint"` takes sqrt(gain / (C Var[W])) from the actual weights of input and hidden layers
     instead (Theorem A.1). A batch normalisation after a layer rescaled by c gets mean c mu, variance c^2 v and
-    weight times sqrt((c^2 v + eps) / (c^2 (v + eps))), which makes eval mode exact. Without one, the scale
-    runs on: later biases follow it and where streams meet all producers take the first one's scale. A scale
-    that would enter a function which is not positively homogeneous (tanh, GELU) is not applied.
+    weight times sqrt((c^2 v + eps) / (c^2 (v + eps))), which makes eval mode exact.
+
+    Hidden layers without a batch normalisation behind them keep their scale: nothing would undo c there, so the
+    old activations would shrink by the product of all c along the depth beside new ones of full size, and the
+    multiplier that keeps the function would blow up their gradients and those of the biases (an 8-layer MLP is
+    lost at the first event). Unit variance, which Theorem A.1 asks for, needs no c there: old rows go on summing
+    the C inputs that they summed before. `rescale_unnormalised=True` rescales them all the same: later biases
+    follow the scale, where streams meet all producers take the first one's, and a scale that would enter a
+    function which is not positively homogeneous (tanh, GELU) is not applied.
 
     **Preserves** exactly in eval mode, up to `output_factor`, which undoes what scale is left on the logits;
     in train mode up to batch normalisation's eps: about eps (1/c^2 - 1) / (2 v) with batch variance v.
     **Departs from the paper**: the output multiplier (`output_multiplier=False` is the literal rule, whose
-    logits shrink by C / C' at each event) and the fold into the norm's weight.
+    logits shrink by C / C' at each event), the fold into the norm's weight, and hidden layers without a norm.
 
     Args:
         rule: "ratio" (Table 1) or "constraint" (Theorem A.1).
         output_multiplier: undo the scale of the logits by a multiplier on the output.
+        rescale_unnormalised: rescale hidden layers without a batch normalisation behind them too.
         noise_std: see `GrowthMethod`.
         gain: see `NewWeights`.
 
@@ -47,6 +54,7 @@ class VarianceTransfer(PairGrowth):
         self,
         rule: Literal["ratio", "constraint"] = "ratio",
         output_multiplier: bool = True,
+        rescale_unnormalised: bool = False,
         noise_std: float = 0.0,
         gain: float = 2.0,
     ) -> None:
@@ -55,6 +63,7 @@ class VarianceTransfer(PairGrowth):
             raise ValueError(f"growth.rule must be ratio or constraint, not {rule!r}.")
         self.rule = rule
         self.output_multiplier = output_multiplier
+        self.rescale_unnormalised = rescale_unnormalised
         self.new_weights = NewWeights(gain, output_power=2)
 
     def grow(self, expansion: Expansion) -> Growth:
@@ -70,10 +79,13 @@ class VarianceTransfer(PairGrowth):
     def _classes(self, expansion: Expansion) -> dict[int, float]:
         """By how much the activations of each scale class change."""
         classes = dict.fromkeys(expansion.graph.unit_classes, 1.0)
+        undone = {norm.scale_in for norm in expansion.graph.norms} | {expansion.graph.output_class}
         for layer in expansion.graph.layers:
-            if layer.scale_out not in classes:
-                scale_in = classes.get(layer.scale_in, 1.0)
-                classes[layer.scale_out] = scale_in * self._wanted(expansion, layer.weight)
+            if layer.scale_out in classes:
+                continue
+            classes[layer.scale_out] = classes.get(layer.scale_in, 1.0)
+            if layer.scale_out in undone or self.rescale_unnormalised:
+                classes[layer.scale_out] *= self._wanted(expansion, layer.weight)
         return classes
 
     def _wanted(self, expansion: Expansion, weight: str) -> float:

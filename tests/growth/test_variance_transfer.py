@@ -40,7 +40,9 @@ def variance(tensor: torch.Tensor) -> float:
 def wide() -> Grown:
     """Hidden layers of 100 units grown to 160."""
     torch.manual_seed(0)
-    return Grown(MLP(80, [200, 200], 60), torch.randn(8, 80), 100, 160, VarianceTransfer())
+    return Grown(
+        MLP(80, [200, 200], 60), torch.randn(8, 80), 100, 160, VarianceTransfer(rescale_unnormalised=True)
+    )
 
 
 def test_new_weights_have_the_variance_of_table_1(wide):
@@ -163,7 +165,7 @@ def test_train_mode_stays_within_the_eps_bound(name):
 @pytest.mark.parametrize("name", ["mlp", "mlp batch norm", "convnet", "residual"])
 def test_the_literal_rule_shrinks_the_logits_by_exactly_its_factor(name):
     case, graph = NETWORKS[name], graph_of(name)
-    method = VarianceTransfer(output_multiplier=False)
+    method = VarianceTransfer(output_multiplier=False, rescale_unnormalised=True)
     network = case.make()
     state = plant(network, graph, method, dict.fromkeys(graph.groups, 2), seed=0)
     roughen(network)
@@ -183,7 +185,13 @@ def test_the_literal_rule_shrinks_the_logits_by_exactly_its_factor(name):
 def test_the_constraint_restores_unit_variance():
     """Theorem A.1: C Var[W] = 1 (times the gain) for old weights, whatever they had become."""
     torch.manual_seed(0)
-    grown = Grown(MLP(20, [16, 16, 16], 3), torch.randn(8, 20), 8, 12, VarianceTransfer("constraint"))
+    grown = Grown(
+        MLP(20, [16, 16, 16], 3),
+        torch.randn(8, 20),
+        8,
+        12,
+        VarianceTransfer("constraint", rescale_unnormalised=True),
+    )
     for name, fan_in in (("hidden.0", 20), ("hidden.2", 8), ("hidden.4", 8)):
         was, now = (
             fan_in * float(weights[f"{name}.weight"][:8, :fan_in].var(correction=0))
@@ -232,3 +240,12 @@ def test_settings_are_checked():
     with pytest.raises(ValueError, match="gain"):
         PairGrowth(gain=0)
     assert VarianceTransfer().new_weights == NewWeights(2.0, output_power=2)
+
+
+def test_hidden_layers_without_a_norm_keep_their_scale():
+    grown = Grown(MLP(20, [16, 16, 16], 3), torch.randn(8, 20), 8, 12, VarianceTransfer())
+    for name in ("hidden.0", "hidden.2", "hidden.4"):
+        old = grown.old[f"{name}.weight"]
+        torch.testing.assert_close(grown.new[f"{name}.weight"][:8, : old.shape[1]], old, rtol=0, atol=0)
+    # What is left on the logits is the output layer's factor alone, whatever the depth.
+    assert grown.event.output_factor == pytest.approx(12 / 8, rel=1e-12)
