@@ -28,28 +28,10 @@ class FixedSizeConfig:
 
 
 @dataclass
-class RandomConfig:
-    """growth=random."""
+class DrawnConfig:
+    """What every method that draws new weights has; the file in `conf/growth` names the class."""
 
-    _target_: str = "growlab.growth.RandomGrowth"
-    noise_std: float = MISSING
-    gain: float = MISSING
-
-
-@dataclass
-class PairsConfig:
-    """growth=pairs."""
-
-    _target_: str = "growlab.growth.PairGrowth"
-    noise_std: float = MISSING
-    gain: float = MISSING
-
-
-@dataclass
-class Net2NetConfig:
-    """growth=net2net."""
-
-    _target_: str = "growlab.growth.Net2Net"
+    _target_: str = MISSING
     noise_std: float = MISSING
     gain: float = MISSING
 
@@ -138,9 +120,9 @@ def register() -> None:
     store = ConfigStore.instance()
     for name, node in {
         "none": FixedSizeConfig,
-        "random": RandomConfig,
-        "pairs": PairsConfig,
-        "net2net": Net2NetConfig,
+        "random": DrawnConfig,
+        "pairs": DrawnConfig,
+        "net2net": DrawnConfig,
         "ours": OursConfig,
     }.items():
         store.store(group="hydra/schema/growth", name=name, node=node)

@@ -24,15 +24,7 @@ class _Aged(Regional):
     def set_regions(
         self, regions: Mapping[Tensor, Regions], scales: Mapping[Tensor, float] | None = None
     ) -> None:
-        """Say which elements of which parameters came when; call it again after every growth event.
-
-        Args:
-            regions: by parameter.
-            scales: a further factor on a parameter's rate (1 / C_0 on the output layer, Table 1).
-
-        Raises:
-            ValueError: regions of another shape than the parameter's, or of a complex parameter.
-        """
+        """As `Regional.set_regions`; regions that are new from here on are born at this step."""
         super().set_regions(regions, scales)
         for param, region in self._regions.items():
             starts = self.state[param].get("region_start") if param in self.state else None
