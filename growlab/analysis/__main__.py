@@ -80,10 +80,13 @@ def _figure(argv: Sequence[str]) -> None:
     parser.add_argument(
         "-o", "--output", metavar="FILE", required=True, help="where to write (.png, .svg or .pdf)"
     )
+    parser.add_argument(
+        "--parameter", metavar="NAME", action="append", help="show this one (rate_factors, norms; repeatable)"
+    )
     arguments = parser.parse_args(argv)
     draw = figures.find(arguments.name)
     style.check_output(arguments.output)
-    figures.save(draw(load_runs(arguments.folders, _warn)), arguments.output)
+    figures.save(draw(load_runs(arguments.folders, _warn), arguments.parameter), arguments.output)
     print(arguments.output)
 
 

@@ -14,8 +14,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from growlab.analysis import style
 from growlab.analysis.results import Run
-from growlab.analysis.tables import Row, summarise
-from growlab.errors import UserError
+from growlab.analysis.tables import Row, one_task, summarise
 
 
 def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> Figure:
@@ -33,11 +32,8 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
         UserError: the runs are of several networks or data sets, whose numbers do not compare.
     """
     rows = summarise(runs)
-    tasks = sorted({(row.group.model, row.group.data) for row in rows})
-    if len(tasks) > 1:
-        listed = ", ".join(f"{model} on {data}" for model, data in tasks)
-        raise UserError(f"compare draws one network and data set, not {listed}: name the folders of one.")
-    looks = _looks(rows)
+    one_task(rows, "compare")
+    looks = style.looks([row.group.is_fixed_size for row in rows])
     held_out = all(run.curve("val_accuracy") is not None for row in rows for run in row.runs)
     accuracy = "val_accuracy" if held_out else "train_accuracy"
     num_epochs = max(row.group.epochs for row in rows)
@@ -66,22 +62,6 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
     if out is not None:
         style.save(figure, out)
     return figure
-
-
-def _looks(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    looks, num_fixed, num_grown = [], 0, 0
-    for i, row in enumerate(rows):
-        marker = style.MARKERS[i % len(style.MARKERS)]
-        if row.group.is_fixed_size:
-            colour = style.FIXED_SIZE[num_fixed % len(style.FIXED_SIZE)]
-            dashes = style.DASHES[num_fixed % len(style.DASHES)]
-            num_fixed += 1
-        else:
-            colour = style.PALETTE[num_grown % len(style.PALETTE)]
-            dashes = style.DASHES[num_grown // len(style.PALETTE) % len(style.DASHES)]
-            num_grown += 1
-        looks.append({"color": colour, "linestyle": dashes, "marker": marker})
-    return looks
 
 
 def _legend_name(row: Row, rows: Sequence[Row]) -> str:

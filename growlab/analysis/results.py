@@ -34,7 +34,7 @@ _REQUIRED: dict[str, tuple[type, ...]] = {
 _NOT_A_DIFFERENCE = {
     *("seed", "ckpt_path", "data.root", "data.download", "data.num_workers", "data.in_memory"),
     *("experiment", "model", "data", "growth", "lr_adapt", "optimizer", "schedule.total_epochs"),
-    *("hydra", "trainer", "logger"),
+    *("hydra", "trainer", "logger", "log_rates_every_n_steps", "num_threads", "probe_size"),
 }
 _NOT_A_DIFFERENCE_BELOW = ("hydra.", "hydra/", "trainer.", "logger.")
 

@@ -1,7 +1,9 @@
 """How figures look: size, palette, growth events, labels that do not touch each other."""
 
 import io
+import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from growlab.analysis.results import Run
 from growlab.errors import UserError
@@ -22,6 +24,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 FIXED_SIZE = ("#000000", "#777777")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h", "<", ">")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+HATCHES = ("", "////", "....", "xxxx")
 # Born in stage 0, 1, ...: an order, so a map of growing lightness that survives grey print.
 STAGE_MAP = "viridis"
 
@@ -97,11 +100,45 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def epoch_axis(axes: Axes, num_epochs: float) -> None:
+def looks(fixed_size: Sequence[bool]) -> list[dict[str, Any]]:
+    """Colour, dashes and marker of each curve: black and grey for fixed-size ones, the palette for the others."""
+    found: list[dict[str, Any]] = []
+    num_fixed = num_grown = 0
+    for i, is_fixed in enumerate(fixed_size):
+        if is_fixed:
+            colour, dashes = FIXED_SIZE[num_fixed % len(FIXED_SIZE)], DASHES[num_fixed % len(DASHES)]
+            num_fixed += 1
+        else:
+            colour = PALETTE[num_grown % len(PALETTE)]
+            dashes = DASHES[num_grown // len(PALETTE) % len(DASHES)]
+            num_grown += 1
+        found.append({"color": colour, "linestyle": dashes, "marker": MARKERS[i % len(MARKERS)]})
+    return found
+
+
+def symbols(text: str) -> str:
+    """The paper's symbols such as p_t as mathematics, other underscores as they are."""
+    return re.sub(r"\b([pC])_([tcb0])\b", r"$\1_\2$", text)
+
+
+def epoch_axis(axes: Axes, num_epochs: float, num_ticks: int = 9) -> None:
     """Label the x axis in epochs done, whole numbers only."""
     axes.set_xlabel("epoch")
     axes.set_xlim(0, num_epochs)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=num_ticks, integer=True, min_n_ticks=1))
+
+
+def log_axis(axes: Axes) -> None:
+    """A logarithmic y axis in plain numbers, the fewer the more decades it spans."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    decades = math.log10(high / low)
+    subdivisions = (
+        (1.0, 2.0, 3.0, 4.0, 6.0, 8.0) if decades < 1 else (1.0, 2.0, 5.0) if decades < 2 else (1.0,)
+    )
+    axes.yaxis.set_major_locator(LogLocator(subs=subdivisions))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def mark_growth(axes: Axes, epochs: Sequence[float]) -> None:

@@ -102,6 +102,22 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
     return sorted(rows, key=_order)
 
 
+def one_task(rows: Sequence[Row], what: str) -> None:
+    """Refuse rows of several networks or data sets, whose numbers do not compare.
+
+    Args:
+        rows: the rows.
+        what: what is to be made of them, for the sentence.
+
+    Raises:
+        UserError: naming the networks and data sets.
+    """
+    tasks = sorted({(row.group.model, row.group.data) for row in rows})
+    if len(tasks) > 1:
+        listed = ", ".join(f"{model} on {data}" for model, data in tasks)
+        raise UserError(f"{what} draws one network and data set, not {listed}: name the folders of one.")
+
+
 def _shared_overrides(group: Group, groups: Iterable[Group]) -> tuple[str, ...]:
     """Overrides that a group has in common with all others of its network and data."""
     rivals = [other for other in groups if (other.model, other.data) == (group.model, group.data)]

@@ -46,6 +46,7 @@ def write_run(
     validation: bool = True,
     finished: bool = True,
     overrides: Sequence[str] = (),
+    schedule: dict[str, Any] | None = None,
     **results: Any,
 ) -> Path:
     """Write a run folder and return it; `results` replaces entries of results.json.
@@ -155,7 +156,7 @@ def write_run(
         "command": f"python -m growlab experiment=resnet20_cifar10 growth={growth} seed={seed}",
         "overrides": ["experiment=resnet20_cifar10", f"growth={growth}", f"seed={seed}", *overrides],
         "machine": {"name": "a test's invention", "threads": 2},
-        "schedule": {"total_epochs": num_epochs, "stage_epochs": list(stage_epochs)},
+        "schedule": {"total_epochs": num_epochs, "num_stages": len(stage_epochs), **(schedule or {})},
         **results,
     }
     _write_json(folder / "results.json", content)
@@ -187,6 +188,7 @@ def _rates(stage_of_epoch: Sequence[int], steps: Sequence[int], noise: random.Ra
                         "region": region,
                         "rate_factor": factor,
                         "weight_norm": 3.0 * factor,
+                        "grad_norm": 0.2 * factor / (1 + step / 1000),
                     }
                 )
     return rows

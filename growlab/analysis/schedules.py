@@ -1,0 +1,153 @@
+"""Cost against accuracy over schedules: which runs belong to one curve, and how far above fixed size they are."""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from growlab.analysis.tables import Row
+
+# What a curve of one schedule runs over: the budget. Everything else of a schedule makes another curve.
+_LENGTH = {"total_epochs", "initial_epochs", "initial_fraction", "epochs", "equal_flops"}
+_WORDS = {
+    "num_stages": "{} stages",
+    "initial_width": "from {} of the width",
+    "epoch_growth_rate": "p_t = {}",
+    "width_growth_rate": "p_c = {}",
+    "batch_growth_rate": "p_b = {}",
+    "widths": "widths {}",
+    "batch_sizes": "batches {}",
+    "max_batch_size": "batch at most {}",
+}
+_PREFIX = "schedule."
+
+
+@dataclass(frozen=True)
+class Point:
+    """One row of the table as a point.
+
+    Attributes:
+        row: the row.
+        cost: forward FLOPs in epochs of the fixed-size network at full width.
+        accuracy: mean test accuracy, a fraction.
+    """
+
+    row: Row
+    cost: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one method and shape of schedule, by rising cost; only their budgets differ."""
+
+    name: str
+    is_fixed_size: bool
+    points: tuple[Point, ...]
+
+
+def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
+    """Join the rows that differ by their budget only: fixed-size ones first, then the rest by name.
+
+    A name holds what distinguishes a series from the others, schedules in words.
+
+    Args:
+        rows: rows of one network and data set, from `summarise`.
+    """
+    points = [
+        Point(row, row.cost_percent * row.reference_epochs / 100, row.accuracy_mean)
+        for row in rows
+        if row.cost_percent is not None and row.accuracy_mean is not None
+    ]
+    shapes = [_shape(point.row) for point in points]
+    grown = [shape for shape, point in zip(shapes, points, strict=True) if not point.row.group.is_fixed_size]
+    varying = {key for shape in grown for key in shape if len({other.get(key) for other in grown}) > 1}
+    joined: dict[tuple[bool, str], list[Point]] = defaultdict(list)
+    for point, shape in zip(points, shapes, strict=True):
+        group = point.row.group
+        words = [
+            _WORDS.get(key, key + " {}").format(_value(shape[key]))
+            for key in sorted(varying & shape.keys(), key=lambda k: [*_WORDS, k].index(k))
+            if shape[key] != "null"
+        ]
+        own = [o for o in group.overrides if o not in point.row.shared_overrides and not _of_schedule(o)]
+        method = "fixed-size" if group.is_fixed_size else group.growth
+        method += "" if group.lr_adapt == "none" else f" + {group.lr_adapt}"
+        words = [] if group.is_fixed_size else words
+        joined[not group.is_fixed_size, ", ".join([method, *own, *words])].append(point)
+    return [
+        Series(name, not is_grown, tuple(sorted(members, key=lambda p: p.cost)))
+        for (is_grown, name), members in sorted(joined.items())
+    ]
+
+
+def best_at_cost(points: Sequence[Point]) -> list[Point]:
+    """The points that no other one beats at equal or lower cost, by rising cost."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.cost, -p.accuracy)):
+        if not best or point.accuracy > best[-1].accuracy:
+            best.append(point)
+    return best
+
+
+def fixed_size_at(cost: float, series: Sequence[Series]) -> float | None:
+    """Accuracy of fixed-size training at a cost, between the nearest measured budgets; None outside of them.
+
+    Args:
+        cost: in epochs of the fixed-size network at full width.
+        series: as from `series_over_budgets`; of several fixed-size ones the best at that cost counts.
+    """
+    values = []
+    for fixed in (one for one in series if one.is_fixed_size):
+        costs = [point.cost for point in fixed.points]
+        slack = 1e-6 * costs[-1]
+        if costs[0] - slack <= cost <= costs[-1] + slack:
+            values.append(float(np.interp(cost, costs, [point.accuracy for point in fixed.points])))
+    return max(values, default=None)
+
+
+def gains(rows: Sequence[Row]) -> list[tuple[str, Point, float | None]]:
+    """(series, point, its accuracy less that of fixed-size training of equal cost) of every grown row.
+
+    The difference is a fraction, interpolated between fixed-size budgets; None outside of those measured.
+    """
+    series = series_over_budgets(rows)
+    out = []
+    for one in series:
+        for point in () if one.is_fixed_size else one.points:
+            fixed = fixed_size_at(point.cost, series)
+            out.append((one.name, point, None if fixed is None else point.accuracy - fixed))
+    return out
+
+
+def _of_schedule(override: str) -> bool:
+    return override.lstrip("~").startswith(_PREFIX)
+
+
+def _shape(row: Row) -> dict[str, str]:
+    """The schedule's settings but its length, as words."""
+    schedule: dict[str, Any] = row.runs[0].results.get("schedule") or {}
+    shape = {
+        key: json.dumps(value) for key, value in schedule.items() if key not in _LENGTH | {"learning_rate"}
+    }
+    learning_rate = schedule.get("learning_rate") or {}
+    shape |= {k: json.dumps(v) for k, v in learning_rate.items() if not k.startswith("_")}
+    if schedule.get("epochs"):
+        # Explicit lists win over the rates.
+        shape["num_stages"] = str(len(schedule["epochs"]))
+        shape.pop("epoch_growth_rate", None)
+    if schedule.get("widths"):
+        for key in ("initial_width", "width_growth_rate"):
+            shape.pop(key, None)
+    return shape
+
+
+def _value(text: str) -> str:
+    known = {0.5: "1/2", 0.25: "1/4", 0.125: "1/8"}
+    value = json.loads(text)
+    if isinstance(value, float):
+        return known.get(value, f"{value:g}")
+    return str(value)

@@ -1,0 +1,106 @@
+"""Cost against accuracy over schedules: series, the edge of what was measured, gains over fixed size."""
+
+import numpy as np
+import pytest
+
+from growlab.analysis.figures import frontier
+from growlab.analysis.results import load_runs
+from growlab.analysis.schedules import best_at_cost, gains, series_over_budgets
+from growlab.analysis.tables import summarise
+from growlab.errors import UserError
+
+from .fake_runs import write_run
+
+FIXED = {"growth": "none", "lr_adapt": "none"}
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for epochs, accuracy in ((4, 0.70), (8, 0.78), (16, 0.86)):
+        write_run(
+            tmp_path / f"fixed{epochs}",
+            **FIXED,
+            stage_epochs=(epochs,),
+            cost_percent=100.0,
+            test_accuracy=accuracy,
+            reference_epochs=epochs,
+        )
+    for name, rate, lengths, cost, accuracy in (
+        ("exp_short", 0.2, (2, 2, 4), 75, 0.75),  # 6 epochs' worth: fixed size reaches 0.74
+        ("exp_long", 0.2, (4, 4, 8), 75, 0.83),  # 12 epochs' worth: fixed size reaches 0.82
+        ("linear", 0.0, (3, 2, 3), 50, 0.69),  # 4 epochs' worth
+    ):
+        for seed in (0, 1):
+            write_run(
+                tmp_path / f"{name}{seed}",
+                lr_adapt="none",
+                seed=seed,
+                stage_epochs=lengths,
+                cost_percent=cost,
+                test_accuracy=accuracy + (0.01 if seed else -0.01),
+                overrides=[f"schedule.epoch_growth_rate={rate}"],
+                schedule={"epoch_growth_rate": rate, "initial_fraction": 0.1, "initial_width": 0.25},
+            )
+    return load_runs(tmp_path)
+
+
+def test_rows_that_differ_by_their_budget_make_one_series(runs):
+    fixed, linear, exponential = series_over_budgets(summarise(runs))
+    assert [one.name for one in (fixed, linear, exponential)] == [
+        "fixed-size",
+        "ours, p_t = 0",
+        "ours, p_t = 0.2",
+    ]
+    assert [point.cost for point in fixed.points] == pytest.approx([4, 8, 16])
+    assert [point.cost for point in exponential.points] == pytest.approx([6, 12])
+    assert [point.accuracy for point in exponential.points] == pytest.approx([0.75, 0.83])
+    assert [point.cost for point in linear.points] == pytest.approx([4])
+
+
+def test_gains_are_against_fixed_size_of_equal_cost(runs):
+    found = {(name, round(point.cost)): gain for name, point, gain in gains(summarise(runs))}
+    assert found == {
+        ("ours, p_t = 0", 4): pytest.approx(-0.01),
+        ("ours, p_t = 0.2", 6): pytest.approx(0.01),
+        ("ours, p_t = 0.2", 12): pytest.approx(0.01),
+    }
+
+
+def test_there_is_no_gain_outside_of_the_budgets_measured(tmp_path):
+    write_run(tmp_path / "fixed", **FIXED, stage_epochs=(8,), cost_percent=100)
+    write_run(tmp_path / "grown", stage_epochs=(4, 4), cost_percent=60)
+    ((_, _, gain),) = gains(summarise(load_runs(tmp_path)))
+    assert gain is None
+
+
+def test_the_edge_holds_what_nothing_cheaper_beats(runs):
+    points = [point for one in series_over_budgets(summarise(runs)) for point in one.points]
+    edge = best_at_cost(points)
+    assert [point.cost for point in edge] == pytest.approx([4, 6, 8, 12, 16])
+    assert np.all(np.diff([point.accuracy for point in edge]) > 0)
+
+
+def test_the_figure_has_a_curve_a_series_and_says_how_many_seeds(runs):
+    figure = frontier(runs)
+    axes = figure.axes[0]
+    curves = [container.lines[0] for container in axes.containers]
+    assert [list(curve.get_xdata()) for curve in curves] == [
+        pytest.approx([4, 8, 16]),
+        pytest.approx([4]),
+        pytest.approx([6, 12]),
+    ]
+    np.testing.assert_allclose(curves[2].get_ydata().astype(float), [75, 83])
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["fixed-size (n=1)", "ours, $p_t$ = 0 (n=2)", "ours, $p_t$ = 0.2 (n=2)"]
+    (bars,) = axes.containers[2].lines[2]
+    np.testing.assert_allclose(
+        bars.get_segments()[0][:, 1], [75 - np.sqrt(2) * 1, 75 + np.sqrt(2) * 1], rtol=1e-6
+    )
+    assert axes.child_axes[0].get_xlabel() == "% of 16 epochs"
+
+
+def test_runs_of_different_data_are_refused(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", data="digits")
+    with pytest.raises(UserError, match="frontier draws one network and data set"):
+        frontier(load_runs(tmp_path))
