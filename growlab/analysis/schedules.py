@@ -23,6 +23,7 @@ _WORDS = {
     "max_batch_size": "batch at most {}",
 }
 _PREFIX = "schedule."
+_FRACTIONS = {0.5: "1/2", 0.25: "1/4", 0.125: "1/8"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
     for point, shape in zip(points, shapes, strict=True):
         group = point.row.group
         words = [
-            _WORDS.get(key, key + " {}").format(_value(shape[key]))
+            _WORDS.get(key, key + " {}").format(_value(key, shape[key]))
             for key in sorted(varying & shape.keys(), key=lambda k: [*_WORDS, k].index(k))
             if shape[key] != "null"
         ]
@@ -145,9 +146,8 @@ def _shape(row: Row) -> dict[str, str]:
     return shape
 
 
-def _value(text: str) -> str:
-    known = {0.5: "1/2", 0.25: "1/4", 0.125: "1/8"}
+def _value(key: str, text: str) -> str:
     value = json.loads(text)
-    if isinstance(value, float):
-        return known.get(value, f"{value:g}")
-    return str(value)
+    if key == "initial_width" and value in _FRACTIONS:
+        return _FRACTIONS[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
