@@ -74,5 +74,5 @@ def _twins(axis: Axis, expansion: Expansion) -> tuple[Tensor, Tensor, Tensor]:
     return first, positions[first], left_over
 
 
-def _at(positions: list[Tensor], dim: int, chosen: Tensor, tensor: Tensor) -> tuple[Tensor, ...]:
+def _at(positions: list[Tensor], dim: int, chosen: Tensor, tensor: Tensor) -> tuple[Tensor | slice, ...]:
     return grid([chosen if d == dim else p for d, p in enumerate(positions)], tensor.device)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from math import sqrt
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from growlab.growth.method import Expansion, Growth, NewWeights
@@ -108,8 +107,7 @@ def _gradient_scales(
 ) -> dict[str, Tensor]:
     """What the gradient of each rescaled parameter is multiplied by: with w' = c w and the same loss, 1 / c."""
     statistics = {name for norm in graph.norms for name in (norm.running_mean, norm.running_var)}
-    ones = {
-        name: tensor if name in statistics else torch.ones_like(tensor) for name, tensor in tensors.items()
-    }
+    # A single one stands for a tensor of ones: what is asked for is what it is multiplied by.
+    ones = {name: tensor if name in statistics else tensor.new_ones(()) for name, tensor in tensors.items()}
     factors, _ = rescale(graph, ones, classes)
     return {name: 1.0 / factor for name, factor in factors.items() if name not in statistics}

@@ -63,7 +63,7 @@ class Carry:
         for axis in axes:
             maps = {group: self._source(group, widths_before, widths_after) for group in axis.groups}
             positions.append(axis.lift(maps, widths_after, widths_before))
-        result = tensor[grid([p.clamp(min=0) for p in positions], tensor.device)]
+        result = tensor[grid([p.clamp(min=0) for p in positions], tensor.device)].clone()
         for dim, (axis, position) in enumerate(zip(axes, positions, strict=True)):
             factor = (position >= 0).double()
             if axis.role == "out" and power:

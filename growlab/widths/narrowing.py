@@ -6,16 +6,18 @@ whose narrowing breaks it are left at full width.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from growlab.widths.groups import WidthGraph
 from growlab.widths.layout import Axis, Part
-from growlab.widths.resize import resize
+from growlab.widths.resize import replace_tensors, resized, restore_tensors, tensors_of
 
 _REASON = "its width is written into the network's own code"
 
@@ -47,42 +49,130 @@ def without_what_breaks(model: nn.Module, graph: WidthGraph, inputs: tuple[Any, 
     """
     if not graph.groups:
         return graph
-    model, inputs = _without_memory(model, inputs)
-    expected = _output_shapes(model, inputs)
+    trials = _Trials(model, graph, inputs)
+    return keep_only(graph, _largest_working(list(graph.groups), trials))
 
-    def runs(names: Iterable[str]) -> bool:
+
+class _Trials:
+    """Runs a light copy of a network at narrow widths.
+
+    Args:
+        model: at full width; left as it is.
+        graph: its width graph.
+        inputs: positional inputs of the forward.
+    """
+
+    def __init__(self, model: nn.Module, graph: WidthGraph, inputs: tuple[Any, ...]) -> None:
+        self._graph = graph
+        self._model, self._inputs = _without_memory(model, inputs)
+        self._full = tensors_of(self._model, graph)
+        # Only where train mode does something else than eval mode does it have to be tried as well.
+        self._modes: tuple[bool, ...] = (False, True)
+        evaluated, trained = (self._run(training) for training in self._modes)
+        if evaluated == trained:
+            self._modes = (False,)
+        self._expected = [shapes for shapes, _ in (evaluated, trained)][: len(self._modes)]
+        self._widths = _trial_widths(graph)
+
+    def work(self, names: Iterable[str]) -> bool:
+        """Whether the network runs and puts out what it should while any of these groups are narrow."""
         names = set(names)
-        # All at once, then by each digit of their numbers, so that any two are also tried apart: a schedule may
-        # bring widths that have nothing to do with one another.
-        for digit in (None, *range(len(graph.groups).bit_length())):
-            widths = {
-                name: max(1, group.full_width // 2)
-                if name in names and (digit is None or number >> digit & 1)
-                else group.full_width
-                for number, (name, group) in enumerate(graph.groups.items())
-            }
-            narrowed = copy.deepcopy(model)
-            resize(narrowed, graph, graph.full_widths, widths)
-            try:
-                if _output_shapes(narrowed, inputs) != expected:
-                    return False
-            except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
+        full = self._graph.full_widths
+        for number, wanted in enumerate(self._widths):
+            if not self._works({name: wanted[name] if name in names else full[name] for name in full}):
+                # What has just failed is the likeliest to fail again.
+                self._widths.insert(0, self._widths.pop(number))
                 return False
         return True
 
-    return keep_only(graph, _largest_working(list(graph.groups), runs))
+    def _works(self, widths: Mapping[str, int]) -> bool:
+        full = self._graph.full_widths
+        tensors = {
+            name: self._narrowed(name, tensor, widths)
+            for name, tensor in self._full.items()
+            if self._graph.changes(name, full, widths)
+        }
+        replaced = replace_tensors(self._model, self._graph, tensors)
+        try:
+            return [self._run(training)[0] for training in self._modes] == self._expected
+        except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
+            return False
+        finally:
+            restore_tensors(self._model, self._graph, replaced)
+
+    def _narrowed(self, name: str, tensor: Tensor, widths: Mapping[str, int]) -> Tensor:
+        if tensor.is_meta:
+            return tensor.new_empty(self._graph.shape(name, widths))
+        return resized(tensor, self._graph.axes[name], self._graph.full_widths, widths)
+
+    def _run(self, training: bool) -> tuple[list[torch.Size], list[Any]]:
+        """Shapes of the outputs, and the functions that were called on the way."""
+        self._model.train(training)
+        with torch.no_grad(), _Shapes() as mode:
+            outputs = self._model(*self._inputs)
+        return [x.shape for x in _tensors(outputs)], mode.calls
 
 
-def _largest_working(names: list[str], runs: Any, working: tuple[str, ...] = ()) -> list[str]:
+def _trial_widths(graph: WidthGraph) -> list[dict[str, int]]:
+    """All groups at half their width, then widths that have nothing to do with one another.
+
+    A schedule may bring any widths, so any two groups must once differ in the part of their width that they have:
+    that part is a digit of the group's number, on a scale as fine as even widths allow.
+    """
+    sizes = {name: group.full_width for name, group in graph.groups.items()}
+    trials = [{name: max(1, size // 2) for name, size in sizes.items()}]
+    for place in range(max(2, len(sizes).bit_length())):
+        trial = {}
+        for number, (name, size) in enumerate(sizes.items()):
+            parts = next((n for n in (16, 8, 4) if size >= 2 * n), 2)
+            width = size * (number // parts**place % parts + 1) // parts
+            trial[name] = max(1, width if size < 4 else width // 2 * 2)
+        if trial not in trials:
+            trials.append(trial)
+    return trials
+
+
+def _largest_working(names: list[str], trials: _Trials, working: tuple[str, ...] = ()) -> list[str]:
     """Groups that can be narrowed together: halves are tried until what breaks is found."""
-    if runs([*working, *names]):
+    if trials.work([*working, *names]):
         return names
     if len(names) == 1:
         return []
     half = len(names) // 2
-    first = _largest_working(names[:half], runs, working)
-    second = _largest_working(names[half:], runs, (*working, *first))
+    first = _largest_working(names[:half], trials, working)
+    second = _largest_working(names[half:], trials, (*working, *first))
     return first + second
+
+
+class _Shapes(TorchFunctionMode):
+    """Notes which functions are called, and spares the dearest of them on device meta their arithmetic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.calls.append(func)
+        if func is F.batch_norm and args[0].is_meta:
+            return _normalised(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _normalised(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    for tensor in (running_mean, running_var, weight, bias):
+        if tensor is not None and len(tensor) != x.shape[1]:
+            raise ValueError(f"{len(tensor)} statistics for {x.shape[1]} channels")
+    return torch.empty_like(x)
 
 
 def _without_memory(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -92,21 +182,13 @@ def _without_memory(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Modul
         memo |= {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
         light = copy.deepcopy(model, memo)
         light_inputs = tuple(x.to("meta") if isinstance(x, Tensor) else x for x in inputs)
-        _output_shapes(light, light_inputs)
+        with torch.no_grad(), _Shapes():
+            for training in (False, True):
+                light.train(training)(*light_inputs)
     except (RuntimeError, NotImplementedError, ValueError, TypeError):
         # Tensors made in the forward, or numbers read from one, need the real device.
         return copy.deepcopy(model), inputs
     return light, light_inputs
-
-
-def _output_shapes(model: nn.Module, inputs: tuple[Any, ...]) -> list[torch.Size]:
-    """Shapes in eval and in train mode, which may have heads of its own that no graph has seen."""
-    shapes = []
-    for training in (False, True):
-        model.train(training)
-        with torch.no_grad():
-            shapes += [x.shape for x in _tensors(model(*inputs))]
-    return shapes
 
 
 def _tensors(outputs: Any) -> list[Tensor]:

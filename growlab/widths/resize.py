@@ -105,10 +105,29 @@ def resized(
     return result
 
 
-def grid(positions: Sequence[Tensor], device: torch.device | None = None) -> tuple[Tensor, ...]:
-    """Index of the sub-tensor at the given positions of each dimension, for reading and writing."""
+def grid(positions: Sequence[Tensor], device: torch.device | None = None) -> tuple[Tensor | slice, ...]:
+    """Index of the sub-tensor at the given positions of each dimension, for reading and writing.
+
+    Runs of consecutive positions are taken as slices, which is many times as fast. What is read may therefore
+    share memory with the tensor that it is read from.
+    """
+    slices = [_as_slice(p) for p in positions]
+    if sum(part is None for part in slices) <= 1:
+        # Several index tensors between slices would change the order of dimensions; one does not.
+        return tuple(
+            p.to(device) if part is None else part for p, part in zip(positions, slices, strict=True)
+        )
     last = len(positions) - 1
     return tuple(p.to(device).view(-1, *[1] * (last - dim)) for dim, p in enumerate(positions))
+
+
+def _as_slice(positions: Tensor) -> slice | None:
+    if not len(positions):
+        return slice(0, 0)
+    first, last = int(positions[0]), int(positions[-1])
+    if last - first + 1 != len(positions) or not bool((positions.diff() == 1).all()):
+        return None
+    return slice(first, last + 1)
 
 
 def tensors_of(model: nn.Module, graph: WidthGraph) -> dict[str, Tensor]:

@@ -96,3 +96,24 @@ def test_what_a_head_of_train_mode_reads_keeps_its_width():
     state = plant(network, graph, Net2Net(), {"second": 2}, seed=0)
     event = grow(network, graph, Net2Net(), state, {"second": 8}, seed=0, probe=(example,))
     assert event.parity_error_eval < 1e-12 and event.parity_error_train < 1e-12
+
+
+class Tied(nn.Module):
+    """The forward asks two layers' widths to be in the ratio that they have at full width."""
+
+    def __init__(self, num_others: int) -> None:
+        super().__init__()
+        self.others = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_others)))
+        self.first, self.second, self.head = nn.Linear(8, 4), nn.Linear(8, 8), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.others(x)
+        first, second = self.first(x), self.second(x)
+        assert second.shape[1] == 2 * first.shape[1]
+        return self.head(torch.cat([first, second], 1))
+
+
+@pytest.mark.parametrize("num_others", range(5))
+def test_any_two_groups_are_tried_apart(num_others):
+    graph = trace(Tied(num_others), torch.randn(2, 8))
+    assert set(graph.groups) == {f"others.{number}" for number in range(num_others)}

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from growlab.networks import CifarResNet, ConvNet
-from growlab.widths import replace_tensors, resize, restore_tensors, trace
+from growlab.widths import grid, replace_tensors, resize, restore_tensors, trace
 from tests.cases import NETWORKS, graph_of, outputs, widths_at
 
 
@@ -127,3 +127,26 @@ def test_new_content_is_copied():
     assert network.hidden[0].weight.count_nonzero() == 0
     with pytest.raises(KeyError):
         replace_tensors(network, graph, {"hidden.9.weight": content})
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        pytest.param(([0, 1, 2], [1, 2]), id="runs"),
+        pytest.param(([0, 3], [1, 2]), id="one apart"),
+        pytest.param(([0, 3], [2, 0]), id="both apart"),
+        pytest.param(([], [1, 2]), id="nothing"),
+        pytest.param(([1, 0], [0, 1, 2]), id="backwards"),
+    ],
+)
+def test_grid_takes_the_rows_and_columns_named(positions):
+    tensor = torch.arange(24.0).reshape(4, 3, 2)
+    chosen = [torch.tensor(p, dtype=torch.long) for p in (*positions, [0, 1])]
+    expected = [[tensor[r, c].tolist() for c in positions[1]] for r in positions[0]]
+    assert tensor[grid(chosen)].tolist() == expected
+    target = torch.zeros_like(tensor)
+    target[grid(chosen)] = tensor[grid(chosen)]
+    kept = torch.zeros(4, 3, dtype=torch.bool)
+    for row in positions[0]:
+        kept[row, positions[1]] = True
+    assert torch.equal(target, tensor * kept[..., None])
