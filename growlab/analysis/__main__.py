@@ -1,4 +1,4 @@
-"""`python -m growlab.analysis DIR...` prints a table of runs; `... figure NAME DIR... -o FILE` draws."""
+"""`python -m growlab.analysis DIR...` prints a table of runs; `figure`, `paper` and `paired` make more of them."""
 
 import argparse
 import os
@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from growlab.analysis.grid import Grid
 from growlab.analysis.results import load_runs
 from growlab.analysis.tables import summarise, write_table
 from growlab.errors import UserError
 from growlab.files import write_text
 
-_SUFFIXES = {".csv": "csv", ".json": "json"}
+_SUFFIXES = {".csv": "csv", ".json": "json", ".tex": "latex"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,8 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; returns the exit code (2: told in one sentence on stderr)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv[:1] == ["figure"]:
-            _figure(argv[1:])
+        special = {"figure": _figure, "paper": _paper, "paired": _paired}
+        if argv and argv[0] in special:
+            special[argv[0]](argv[1:])
         else:
             _table(argv)
         sys.stdout.flush()
@@ -44,25 +46,76 @@ def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def _table(argv: Sequence[str]) -> None:
-    parser = _Parser(
-        prog="python -m growlab.analysis",
-        description="Print a table over finished runs, grouped by everything but the seed.",
-        epilog="python -m growlab.analysis figure --help tells how to draw figures.",
-        allow_abbrev=False,
-    )
+def _table_parser(prog: str, description: str, json: bool = False, epilog: str | None = None) -> _Parser:
+    parser = _Parser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
     parser.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders above them")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--csv", dest="form", action="store_const", const="csv", help="CSV, plain numbers")
-    form.add_argument("--json", dest="form", action="store_const", const="json", help="JSON, plain numbers")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE (.csv, .json or Markdown)")
-    arguments = parser.parse_args(argv)
-    form_name = arguments.form or _SUFFIXES.get(Path(arguments.output or "").suffix.lower(), "markdown")
-    text = write_table(summarise(load_runs(arguments.folders, _warn), _warn), form_name)
+    names = {"csv": "CSV", "latex": "LaTeX"} | ({"json": "JSON, plain numbers"} if json else {})
+    for name, text in names.items():
+        form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=text)
+    ends = ", ".join(end for end, name in _SUFFIXES.items() if name in names)
+    parser.add_argument("-o", "--output", metavar="FILE", help=f"write to FILE ({ends} or Markdown)")
+    return parser
+
+
+def _form(arguments: argparse.Namespace) -> str:
+    return arguments.form or _SUFFIXES.get(Path(arguments.output or "").suffix.lower(), "markdown")
+
+
+def _put(text: str, arguments: argparse.Namespace) -> None:
     if arguments.output:
         write_text(arguments.output, text)
     else:
         sys.stdout.write(text)
+
+
+def _table(argv: Sequence[str]) -> None:
+    parser = _table_parser(
+        "python -m growlab.analysis",
+        "Print a table over finished runs, grouped by everything but the seed.",
+        json=True,
+        epilog="The first word may be `figure` (draw), `paper` (methods by networks, published values beside "
+        "ours) or `paired` (methods compared seed by seed); each has its own --help.",
+    )
+    arguments = parser.parse_args(argv)
+    _put(write_table(summarise(load_runs(arguments.folders, _warn), _warn), _form(arguments)), arguments)
+
+
+def _paper(argv: Sequence[str]) -> None:
+    from growlab.analysis.paper_table import paper_table
+
+    parser = _table_parser(
+        "python -m growlab.analysis paper",
+        "Print a table like the paper's: methods by networks, published values beside ours.",
+    )
+    parser.add_argument(
+        "--unmeasured", action="store_true", help="show published methods without a run here as well"
+    )
+    arguments = parser.parse_args(argv)
+    rows = summarise(load_runs(arguments.folders, _warn), _warn)
+    _put(_grid_text(paper_table(rows, arguments.unmeasured), arguments), arguments)
+
+
+def _paired(argv: Sequence[str]) -> None:
+    from growlab.analysis.paired import compare_pairs, paired_table
+
+    parser = _table_parser(
+        "python -m growlab.analysis paired",
+        "Compare methods over equal seeds: mean difference in test accuracy with its confidence interval.",
+    )
+    parser.add_argument(
+        "--against", metavar="METHOD", help="compare all others with this one, named as in the table"
+    )
+    arguments = parser.parse_args(argv)
+    rows = summarise(load_runs(arguments.folders, _warn), _warn)
+    _put(_grid_text(paired_table(compare_pairs(rows, arguments.against)), arguments), arguments)
+
+
+def _grid_text(grid: Grid, arguments: argparse.Namespace) -> str:
+    form = _form(arguments)
+    if form == "json":
+        raise UserError(f"{arguments.output}: this table is written as .md, .tex or .csv.")
+    return {"markdown": grid.markdown, "latex": grid.latex, "csv": grid.csv}[form]()
 
 
 def _figure(argv: Sequence[str]) -> None:

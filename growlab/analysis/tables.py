@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from growlab.analysis.grid import Grid
 from growlab.analysis.results import Group, Report, Run
 from growlab.errors import UserError
 
@@ -53,6 +54,14 @@ class Row:
     def method(self) -> str:
         """Short name of the method."""
         return self.group.name_without(self.shared_overrides)
+
+    @property
+    def accuracy_text(self) -> str:
+        """Accuracy in percent as tables show it: `91.62 ± 0.12 (3)`; empty without one."""
+        if self.accuracy_mean is None:
+            return ""
+        spread = "" if self.accuracy_std is None else f" ± {100 * self.accuracy_std:.2f}"
+        return f"{100 * self.accuracy_mean:.2f}{spread} ({self.n})"
 
 
 def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
@@ -126,29 +135,28 @@ def _shared_overrides(group: Group, groups: Iterable[Group]) -> tuple[str, ...]:
     return tuple(sorted(set.intersection(*(set(rival.overrides) for rival in rivals))))
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """A Markdown table, padded so that it reads well as plain text too, and what its 100 % stands for.
+def grid(rows: Sequence[Row]) -> Grid:
+    """The rows as a table, and below it what its 100 % stands for.
 
     Columns in which all rows agree (network, data, epochs, ...) are left out.
     """
     columns = _varying(rows)
-    header = [*columns, "method", "cost %", "accuracy % (n)", "seconds", "speed-up"]
-    body = [[str(getattr(row.group, column)) for column in columns] + _cells(row) for row in rows]
-    first_number = len(columns) + 1
-    widths = [max(len(line[i]) for line in [header, *body]) for i in range(len(header))]
+    return Grid(
+        header=[*columns, "method", "cost %", "accuracy % (n)", "seconds", "speed-up"],
+        rows=[[str(getattr(row.group, column)) for column in columns] + _cells(row) for row in rows],
+        num_text=len(columns) + 1,
+        caption=_legend(rows),
+    )
 
-    def line(cells: Sequence[str]) -> str:
-        padded = (
-            cell.ljust(width) if i < first_number else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "| " + " | ".join(padded) + " |"
 
-    rule = [
-        "-" * (width + 2) if i < first_number else "-" * (width + 1) + ":" for i, width in enumerate(widths)
-    ]
-    lines = [line(header), "|" + "|".join(rule) + "|", *map(line, body), "", _legend(rows)]
-    return "\n".join(lines) + "\n"
+def markdown(rows: Sequence[Row]) -> str:
+    """A Markdown table that reads well as plain text too, and what its 100 % stands for."""
+    return grid(rows).markdown()
+
+
+def latex(rows: Sequence[Row]) -> str:
+    """The same as a LaTeX table (package booktabs)."""
+    return grid(rows).latex()
 
 
 def csv_text(rows: Sequence[Row]) -> str:
@@ -170,7 +178,7 @@ def json_text(rows: Sequence[Row]) -> str:
     return json.dumps([_record(row) for row in rows], indent=2) + "\n"
 
 
-FORMATS = {"markdown": markdown, "csv": csv_text, "json": json_text}
+FORMATS = {"markdown": markdown, "latex": latex, "csv": csv_text, "json": json_text}
 
 
 def write_table(rows: Sequence[Row], form: str) -> str:
@@ -268,14 +276,10 @@ def _varying(rows: Sequence[Row]) -> list[str]:
 
 
 def _cells(row: Row) -> list[str]:
-    accuracy = ""
-    if row.accuracy_mean is not None:
-        spread = "" if row.accuracy_std is None else f" ± {100 * row.accuracy_std:.2f}"
-        accuracy = f"{100 * row.accuracy_mean:.2f}{spread} ({row.n})"
     return [
-        row.method.replace("|", "\\|"),
+        row.method,
         "" if row.cost_percent is None else f"{row.cost_percent:.1f}",
-        accuracy,
+        row.accuracy_text,
         "" if row.seconds is None else f"{row.seconds:.1f}" if row.seconds < 100 else f"{row.seconds:.0f}",
         "" if row.speedup is None else f"{row.speedup:.2f}x",
     ]

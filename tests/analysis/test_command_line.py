@@ -28,6 +28,12 @@ def test_tables_are_printed_or_written_in_the_form_asked_for(runs, tmp_path, cap
     assert (tmp_path / "new" / "table.md").read_text(encoding="utf-8") == table
     assert main([str(runs), "-o", str(tmp_path / "table.csv")]) == 0
     assert (tmp_path / "table.csv").read_text().startswith("method,experiment")
+    assert main([str(runs), "-o", str(tmp_path / "table.tex")]) == 0
+    assert (tmp_path / "table.tex").read_text().startswith(r"\begin{table}")
+    assert main(["paper", str(runs)]) == 0
+    assert "92.53 ± 0.11" in capsys.readouterr().out
+    assert main(["paired", str(runs), "--csv"]) == 0
+    assert capsys.readouterr().out.startswith("method,against,seeds")
 
 
 def test_a_torn_run_is_a_warning_and_the_rest_is_shown(runs, capsys):
@@ -56,7 +62,9 @@ def test_a_figure_is_written_and_is_the_same_each_time(runs, tmp_path, capsys, s
         (["{runs}/nowhere"], "there is no folder"),
         ([], "the following arguments are required: DIR"),
         (["{runs}", "--csv", "--json"], "not allowed with"),
-        (["{runs}", "--latex"], "unrecognized arguments: --latex"),
+        (["{runs}", "--html"], "unrecognized arguments: --html"),
+        (["paired", "{runs}", "--against", "our"], "choose one of: fixed-size, ours + stagewise_norm"),
+        (["paper", "{runs}", "-o", "x.json"], "is written as .md, .tex or .csv"),
         (["figure", "learning_curve", "{runs}", "-o", "x.png"], "did you mean learning_curves?"),
         (["figure", "width", "{runs}", "-o", "x.png"], "did you mean widths?"),
         (["figure", "zzz", "{runs}", "-o", "x.png"], "choose one of learning_curves, widths,"),

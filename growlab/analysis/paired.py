@@ -1,0 +1,120 @@
+"""Methods compared seed by seed: the mean difference and its confidence interval."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scipy.stats import t as student_t
+
+from growlab.analysis.grid import Grid
+from growlab.analysis.tables import Row
+from growlab.errors import UserError
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One method against another over the seeds that both were run with.
+
+    Attributes:
+        row: the method.
+        against: the other one.
+        differences: test accuracy of the first less that of the second, a fraction, one for each seed.
+    """
+
+    row: Row
+    against: Row
+    differences: tuple[float, ...]
+
+    @property
+    def mean(self) -> float | None:
+        """The mean difference; None without a common seed."""
+        return statistics.fmean(self.differences) if self.differences else None
+
+    def interval(self, level: float = 0.95) -> tuple[float, float] | None:
+        """Student's t interval of the mean difference, n - 1 degrees of freedom; None for fewer than two seeds."""
+        n = len(self.differences)
+        if n < 2:
+            return None
+        mean = statistics.fmean(self.differences)
+        reach = student_t.ppf((1 + level) / 2, n - 1) * statistics.stdev(self.differences) / math.sqrt(n)
+        return mean - float(reach), mean + float(reach)
+
+
+def compare_pairs(rows: Sequence[Row], against: str | None = None) -> list[Comparison]:
+    """Compare the rows of each network and data set over equal seeds: each with each, or all with one.
+
+    Args:
+        rows: from `summarise`.
+        against: the method's name, as the table prints it, that all others are compared with.
+
+    Raises:
+        UserError: no row has that name.
+    """
+    if against is not None and all(row.method != against for row in rows):
+        names = ", ".join(dict.fromkeys(row.method for row in rows))
+        raise UserError(f"there is no method {against} among the runs; choose one of: {names}.")
+    comparisons = []
+    for one, other in itertools.combinations(rows, 2):
+        if (one.group.model, one.group.data) != (other.group.model, other.group.data):
+            continue
+        # The better one comes first, so that most differences are gains; the named one comes second.
+        pair = sorted(
+            (one, other), key=lambda row: -math.inf if row.accuracy_mean is None else -row.accuracy_mean
+        )
+        if against is not None:
+            if against not in (one.method, other.method):
+                continue
+            pair = [other, one] if one.method == against else [one, other]
+        comparisons.append(Comparison(pair[0], pair[1], _differences(*pair)))
+    return comparisons
+
+
+def paired_table(comparisons: Sequence[Comparison], level: float = 0.95) -> Grid:
+    """One line a comparison: common seeds, mean difference in percentage points, confidence interval."""
+    several = len({(c.row.group.model, c.row.group.data) for c in comparisons}) > 1
+    head = ["network", "data"] if several else []
+    rows = []
+    for one in comparisons:
+        interval = one.interval(level)
+        if one.mean is None:
+            said = "no common seed"
+        elif interval is None:
+            said = "one seed: no interval"
+        else:
+            said = f"{_points(interval[0])} to {_points(interval[1])}"
+        where = [one.row.group.model, one.row.group.data] if several else []
+        names = [_name(one.row, one.against), _name(one.against, one.row)]
+        mean = "" if one.mean is None else _points(one.mean)
+        if interval is not None and (interval[0] > 0 or interval[1] < 0):
+            mean = f"**{mean}**"
+        rows.append([*where, *names, str(len(one.differences)), mean, said])
+    return Grid(
+        header=[*head, "method", "against", "seeds", "difference", f"{100 * level:g} % interval"],
+        rows=rows,
+        num_text=2 + len(head),
+        caption=(
+            "Test accuracy in percentage points, the method's less that of the other with the same seed. Interval: "
+            "Student's t over the paired differences, not corrected for the number of comparisons; bold where it "
+            "leaves out zero."
+        ),
+    )
+
+
+def _differences(one: Row, other: Row) -> tuple[float, ...]:
+    accuracies = [
+        {run.results["seed"]: run.results["test_accuracy"] for run in row.runs} for row in (one, other)
+    ]
+    common = sorted(set(accuracies[0]) & set(accuracies[1]))
+    pairs = [(accuracies[0][seed], accuracies[1][seed]) for seed in common]
+    return tuple(a - b for a, b in pairs if a is not None and b is not None and math.isfinite(a - b))
+
+
+def _name(row: Row, other: Row) -> str:
+    same = row.method == other.method
+    return f"{row.method}, {row.group.epochs} epochs" if same else row.method
+
+
+def _points(fraction: float) -> str:
+    return f"{100 * fraction:+.2f}".replace("-", "−")

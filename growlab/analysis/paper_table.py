@@ -1,0 +1,114 @@
+"""A table like the paper's: methods by networks, published values beside ours."""
+
+from collections.abc import Sequence
+
+from growlab.analysis.grid import Grid
+from growlab.analysis.published import Published, published, published_for
+from growlab.analysis.tables import Row
+
+_COLUMNS = ("cost % (published)", "accuracy %", "published", "difference")
+
+
+def paper_table(rows: Sequence[Row], unmeasured: bool = False) -> Grid:
+    """Methods down, networks across: cost and accuracy over seeds, the published ones, and ours less theirs.
+
+    The best grown method of each network is bold, in our column and among the published values shown.
+
+    Args:
+        rows: from `summarise`.
+        unmeasured: also show methods that were published for these networks and have no run here.
+    """
+    tasks = list(dict.fromkeys((row.group.model, row.group.data) for row in rows))
+    names = _names(rows)
+    cells: dict[str, dict[tuple[str, str], tuple[Row | None, Published | None]]] = {}
+    for row, name in zip(rows, names, strict=True):
+        task = (row.group.model, row.group.data)
+        cells.setdefault(name, {})[task] = (row, published_for(row.group))
+    if unmeasured:
+        shown = {found for line in cells.values() for _, found in line.values()}
+        for one in published():
+            task = (one.model, one.data)
+            if task in tasks and one not in shown:
+                cells.setdefault(f"{one.row} ({one.table})", {})[task] = (None, one)
+    best = {task: _best([line[task] for line in cells.values() if task in line]) for task in tasks}
+    body = [
+        [name, *(cell for task in tasks for cell in _cells(*line.get(task, (None, None)), best[task]))]
+        for name, line in cells.items()
+    ]
+    models = [model for model, _ in tasks]
+    return Grid(
+        header=["method", *(_COLUMNS * len(tasks))],
+        rows=body,
+        caption=_caption(rows, [found for line in cells.values() for _, found in line.values() if found]),
+        groups=[("", 1), *((f"{m} on {d}" if models.count(m) > 1 else m, len(_COLUMNS)) for m, d in tasks)],
+    )
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    """Method names; with the optimizer or the epochs where two rows of one network would share a name."""
+    names = [row.method for row in rows]
+    for add in (lambda row: row.group.optimizer, lambda row: f"{row.group.epochs} epochs"):
+        keys = [(row.group.model, row.group.data, name) for row, name in zip(rows, names, strict=True)]
+        twice = {name for model, data, name in keys if keys.count((model, data, name)) > 1}
+        names = [
+            f"{name}, {add(row)}" if name in twice else name for row, name in zip(rows, names, strict=True)
+        ]
+    return names
+
+
+def _best(line: Sequence[tuple[Row | None, Published | None]]) -> tuple[float | None, float | None]:
+    """The highest accuracy of ours and the highest published one, fixed-size networks aside."""
+    ours = [
+        row.accuracy_mean
+        for row, _ in line
+        if row is not None and row.accuracy_mean is not None and not row.group.is_fixed_size
+    ]
+    theirs = [found.value for _, found in line if found is not None and found.growth != "none"]
+    return (
+        max(ours) if len(ours) > 1 else None,
+        max(theirs) if len(theirs) > 1 else None,
+    )
+
+
+def _cells(
+    row: Row | None, found: Published | None, best: tuple[float | None, float | None]
+) -> tuple[str, str, str, str]:
+    cost = accuracy = value = difference = ""
+    if row is not None and row.cost_percent is not None:
+        cost = f"{row.cost_percent:.1f}"
+    if found is not None and found.cost_percent is not None:
+        cost = f"{cost} ({found.cost_percent:.1f})".strip()
+    if row is not None and row.accuracy_mean is not None:
+        accuracy = row.accuracy_text
+        if not row.group.is_fixed_size and row.accuracy_mean == best[0]:
+            accuracy = f"**{accuracy}**"
+    if found is not None:
+        value = f"{found.value:.2f}" + ("" if found.std is None else f" ± {found.std:.2f}")
+        if found.growth != "none" and found.value == best[1]:
+            value = f"**{value}**"
+    if row is not None and row.accuracy_mean is not None and found is not None:
+        difference = f"{100 * row.accuracy_mean - found.value:+.2f}".replace("-", "−")
+    return cost, accuracy, value, difference
+
+
+def _caption(rows: Sequence[Row], found: Sequence[Published]) -> str:
+    parts = [
+        "Accuracy: test, mean ± sample standard deviation (number of seeds). Cost: training FLOPs in percent of "
+        "the fixed-size network's. Bold: the best grown method of each network."
+    ]
+    if found:
+        tables = ", ".join(sorted({one.table for one in found}, key=lambda t: int(t.split()[1])))
+        parts.append(f"Published: Yuan et al. 2023, {tables}; the difference is ours less theirs.")
+    for model, data in dict.fromkeys((one.model, one.data) for one in found):
+        theirs = {one.epochs for one in found if (one.model, one.data) == (model, data)}
+        ours = {row.reference_epochs for row in rows if (row.group.model, row.group.data) == (model, data)}
+        if ours and ours != theirs:
+            parts.append(
+                f"{model} on {data}: ours trained for {_listed(ours)} epochs, the published for {_listed(theirs)}, "
+                "so the difference is no reproduction."
+            )
+    return " ".join(parts)
+
+
+def _listed(numbers: set[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))

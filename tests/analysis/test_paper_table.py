@@ -1,0 +1,182 @@
+"""Published values beside ours, paired comparisons, and tables as Markdown, LaTeX and CSV."""
+
+import csv
+import io
+import math
+
+import pytest
+from scipy.stats import ttest_rel
+
+from growlab.analysis import load_runs, summarise
+from growlab.analysis.grid import Grid
+from growlab.analysis.paired import compare_pairs, paired_table
+from growlab.analysis.paper_table import paper_table
+from growlab.analysis.published import published, published_for
+from growlab.errors import UserError
+
+from .fake_runs import write_run
+
+FIXED = {"growth": "none", "lr_adapt": "none"}
+
+
+def rows_of(folder):
+    return summarise(load_runs(folder))
+
+
+def test_every_published_value_is_found_once_by_the_run_it_belongs_to():
+    keys = [(p.model, p.data, p.growth, p.lr_adapt, p.optimizer, frozenset(p.overrides)) for p in published()]
+    assert len(set(keys)) == len(keys) > 70
+    assert {p.metric for p in published()} == {"accuracy", "BLEU"}
+    for one in published():
+        # A fixed-size network costs all of itself; every grown one between a half and nine tenths of it.
+        assert one.cost_percent is None or (one.cost_percent == 100) == (one.growth == "none")
+        assert one.cost_percent is None or 50 < one.cost_percent <= 100
+        assert one.std is None or 0 < one.std < 0.5
+
+
+@pytest.mark.parametrize(
+    "growth, lr_adapt, overrides, value",
+    [
+        ("ours", "stagewise_norm", [], 92.53),
+        ("ours", "stagewise_norm", ["data.batch_size=256", "schedule.total_epochs=16"], 92.53),
+        ("none", "none", [], 92.62),
+        ("none", "none", ["schedule.equal_flops=true"], None),
+        ("ours", "none", ["growth.rule=constraint"], 91.93),
+        ("ours", "none", ["growth.output_multiplier=false"], None),
+        ("random", "none", [], None),
+    ],
+)
+def test_only_the_same_method_is_compared_with_a_published_value(
+    tmp_path, growth, lr_adapt, overrides, value
+):
+    write_run(tmp_path, growth=growth, lr_adapt=lr_adapt, overrides=overrides)
+    (run,) = load_runs(tmp_path)
+    found = published_for(run.group)
+    assert (found and found.value) == value
+
+
+@pytest.fixture
+def table_2(tmp_path):
+    for model, base in (("resnet20", 0.92), ("vgg11", 0.91)):
+        for seed, shift in enumerate((-0.001, 0.0, 0.001)):
+            common = {"model": model, "seed": seed, "epochs": 160, "overrides": [f"model={model}"]}
+            folder = tmp_path / f"{model}{seed}"
+            write_run(folder / "ours", **common, cost_percent=53.0, test_accuracy=base + 0.005 + shift)
+            net2net = {"growth": "net2net", "lr_adapt": "none"}
+            write_run(folder / "n2n", **common, **net2net, cost_percent=53.0, test_accuracy=base + shift)
+            write_run(folder / "fixed", **common, **FIXED, cost_percent=100.0, test_accuracy=base + 0.006)
+    return tmp_path
+
+
+def test_methods_go_down_and_networks_across_with_the_published_values(table_2):
+    text = paper_table(rows_of(table_2)).csv()
+    lines = {line["method"]: line for line in csv.DictReader(io.StringIO(text))}
+    assert list(lines) == ["fixed-size", "ours + stagewise_norm", "net2net"]
+    ours = lines["ours + stagewise_norm"]
+    assert ours["resnet20 cost % (published)"] == "53.0 (54.9)"
+    assert ours["resnet20 accuracy %"] == "92.50 ± 0.10 (3)"
+    assert ours["resnet20 published"] == "92.53 ± 0.11" and ours["resnet20 difference"] == "−0.03"
+    assert ours["vgg11 published"] == "92.34 ± 0.15" and ours["vgg11 difference"] == "−0.84"
+    assert lines["fixed-size"]["vgg11 cost % (published)"] == "100.0 (100.0)"
+    assert "reproduction" not in paper_table(rows_of(table_2)).caption
+
+
+def test_the_best_grown_method_is_bold_and_no_fixed_size_one(table_2):
+    grid = paper_table(rows_of(table_2))
+    bold = {line[0]: [cell for cell in line if cell.startswith("**")] for line in grid.rows}
+    assert bold["fixed-size"] == bold["net2net"] == []
+    assert bold["ours + stagewise_norm"] == [
+        *("**92.50 ± 0.10 (3)**", "**92.53 ± 0.11**"),
+        *("**91.50 ± 0.10 (3)**", "**92.34 ± 0.15**"),
+    ]
+
+
+def test_published_methods_without_a_run_are_shown_when_asked_for(table_2):
+    names = [line[0] for line in paper_table(rows_of(table_2), unmeasured=True).rows]
+    assert "FireFly (Table 2)" in names and "Ours (Table 2)" not in names
+    assert not [name for name in names if "Table 3" in name]
+
+
+def test_other_lengths_of_training_are_named(tmp_path):
+    write_run(tmp_path)
+    assert "ours trained for 16 epochs, the published for 160" in paper_table(rows_of(tmp_path)).caption
+
+
+def test_a_paired_comparison_is_over_equal_seeds_with_students_interval(tmp_path):
+    ours, pairs = (0.81, 0.83, 0.84), (0.80, 0.81, 0.83)
+    for seed in range(3):
+        write_run(tmp_path / f"ours{seed}", seed=seed, lr_adapt="none", test_accuracy=ours[seed])
+        write_run(
+            tmp_path / f"pairs{seed}", seed=seed, lr_adapt="none", growth="pairs", test_accuracy=pairs[seed]
+        )
+    write_run(tmp_path / "extra", seed=7, lr_adapt="none", test_accuracy=0.99)
+    (comparison,) = compare_pairs(rows_of(tmp_path))
+    assert (comparison.row.method, comparison.against.method) == ("ours", "pairs")
+    assert comparison.differences == pytest.approx((0.01, 0.02, 0.01))
+    expected = ttest_rel(ours, pairs).confidence_interval(0.95)
+    assert comparison.interval() == pytest.approx((expected.low, expected.high))
+    (line,) = paired_table([comparison]).rows
+    assert line[:4] == ["ours", "pairs", "3", "+1.33"]
+    low, high = (100 * bound for bound in comparison.interval())
+    assert line[4] == f"{low:+.2f} to {high:+.2f}".replace("-", "−")
+    (named,) = compare_pairs(rows_of(tmp_path), against="ours")
+    assert named.mean == pytest.approx(-comparison.mean)
+
+
+def test_an_interval_that_leaves_out_zero_makes_the_difference_bold(tmp_path):
+    for seed, shift in enumerate((0.010, 0.011, 0.012)):
+        write_run(tmp_path / f"a{seed}", seed=seed, test_accuracy=0.8 + shift)
+        write_run(tmp_path / f"b{seed}", seed=seed, growth="pairs", test_accuracy=0.8)
+    (line,) = paired_table(compare_pairs(rows_of(tmp_path))).rows
+    assert line[3] == "**+1.10**"
+
+
+def test_one_seed_and_no_common_seed_are_said(tmp_path):
+    write_run(tmp_path / "a", seed=0, test_accuracy=0.82)
+    write_run(tmp_path / "b", seed=0, growth="pairs", test_accuracy=0.81)
+    write_run(tmp_path / "c", seed=1, growth="random", test_accuracy=0.80)
+    lines = {(line[0], line[1]): line[2:] for line in paired_table(compare_pairs(rows_of(tmp_path))).rows}
+    ours, pairs, random = (f"{name} + stagewise_norm" for name in ("ours", "pairs", "random"))
+    assert lines[ours, pairs] == ["1", "+1.00", "one seed: no interval"]
+    assert lines[ours, random] == ["0", "", "no common seed"]
+    with pytest.raises(UserError, match="no method net2net"):
+        compare_pairs(rows_of(tmp_path), against="net2net")
+
+
+def test_networks_are_never_compared_with_each_other(table_2):
+    for one in compare_pairs(rows_of(table_2)):
+        assert one.row.group.model == one.against.group.model
+    assert len(compare_pairs(rows_of(table_2))) == 6
+
+
+def test_a_grid_is_markdown_latex_or_csv():
+    grid = Grid(
+        header=["method", "cost %", "acc"],
+        rows=[["a_b", "1.0", "**2 ± 1**"], ["c|d", "−3", ""]],
+        caption="50 % of # & more.",
+        groups=[("", 1), ("net", 2)],
+    )
+    lines = grid.markdown().splitlines()
+    assert lines[0] == "| method | net cost % |   net acc |" and len({len(line) for line in lines[:4]}) == 1
+    assert r"c\|d" in lines[3] and lines[-1] == "50 % of # & more."
+    latex = grid.latex()
+    assert r" & \multicolumn{2}{c}{net} \\" in latex
+    assert r"a\_b & 1.0 & \textbf{2 $\pm$ 1} \\" in latex and r"c|d & $-$3 &  \\" in latex
+    assert r"\caption{50 \% of \# \& more.}" in latex
+    # Every row of the table has as many columns as its preamble.
+    body = latex.split(r"\midrule")[1].split(r"\bottomrule")[0]
+    assert all(line.count(" & ") == 2 for line in body.strip().splitlines())
+    rows = list(csv.reader(io.StringIO(grid.csv())))
+    assert rows == [["method", "net cost %", "net acc"], ["a_b", "1.0", "2 ± 1"], ["c|d", "−3", ""]]
+
+
+def test_intervals_shrink_with_seeds(tmp_path):
+    for seed in range(6):
+        write_run(tmp_path / f"a{seed}", seed=seed, test_accuracy=0.8 + 0.01 * (seed % 2))
+        write_run(tmp_path / f"b{seed}", seed=seed, growth="pairs", test_accuracy=0.8)
+    (full,) = compare_pairs(rows_of(tmp_path))
+    low, high = full.interval()
+    assert low < full.mean < high
+    assert math.isclose(high - full.mean, full.mean - low)
+    wide = full.interval(0.99)
+    assert wide[0] < low and wide[1] > high
