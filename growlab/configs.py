@@ -13,6 +13,7 @@ from omegaconf import MISSING
 
 # Members are strings: classes take them as the plain words that they are.
 Rule = StrEnum("Rule", ["ratio", "constraint"])
+NewWeights = StrEnum("NewWeights", ["fan_in", "hyperfan_in", "hyperfan_out"])
 Shape = StrEnum("Shape", ["cosine", "constant"])
 Restarts = StrEnum("Restarts", ["none", "stage"])
 BatchRule = StrEnum("BatchRule", ["none", "linear", "sqrt"])
@@ -34,6 +35,7 @@ class DrawnConfig:
     _target_: str = MISSING
     noise_std: float = MISSING
     gain: float = MISSING
+    new_weights: NewWeights = MISSING
 
 
 @dataclass
@@ -46,6 +48,7 @@ class OursConfig:
     rescale_unnormalised: bool = MISSING
     noise_std: float = MISSING
     gain: float = MISSING
+    new_weights: NewWeights = MISSING
 
 
 @dataclass

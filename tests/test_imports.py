@@ -32,6 +32,7 @@ RULES = {
     "networks": rule("widths", packages="torch"),
     "widths": rule("networks", packages="torch"),
     "growth": rule("widths", packages="torch"),
+    "hypernets": rule("widths growth", packages="torch"),
     "optim": rule("widths", packages="torch"),
     "data": rule(),
     "analysis": rule("widths"),

@@ -8,9 +8,13 @@ from functools import cached_property
 from math import sqrt
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from growlab.widths import Axis, Carry, Layer, WidthGraph, grid
+
+NEW_WEIGHTS = ("fan_in", "hyperfan_in", "hyperfan_out")
+# Size of the embedding behind hyperfan's weights (Chang et al. 2020, Appendix B.1).
+_EMBEDDING = 50
 
 
 def generator(seed: int, stage: int, name: str) -> torch.Generator:
@@ -65,8 +69,7 @@ class Expansion:
 
     def fan_in(self, layer: Layer, widths: Mapping[str, int]) -> int:
         """Number of inputs that one output of the layer sums, the receptive field included."""
-        shape = self.graph.shape(layer.weight, widths)
-        return int(torch.Size(shape[1:]).numel())
+        return self.graph.fan_in(layer, widths)
 
     @cached_property
     def layers(self) -> dict[str, Layer]:
@@ -98,23 +101,38 @@ class Expansion:
 
 @dataclass(frozen=True)
 class NewWeights:
-    """Scale of weights that are drawn at random: N(0, variance).
+    """Scale and distribution of weights that are drawn at random, with mean 0.
 
     Attributes:
         gain: hidden layers have variance gain / fan_in; 2 suits ReLU (He et al. 2015).
         output_power: output layers have variance 1 / fan_in ** output_power; 1 is usual, 2 is variance
             transfer's (Yuan et al. 2023, Table 1).
+        rule: "fan_in" draws from a normal distribution. "hyperfan_in" and "hyperfan_out" take what a hypernetwork
+            of hyperfan initialisation emits (Chang et al. 2020, Table 1): W = sum_k H_k e_k with H and e uniform;
+            the latter with variance gain / fan_out in hidden layers.
+
+    Raises:
+        ValueError: there is no such rule.
     """
 
     gain: float = 2.0
     output_power: int = 1
+    rule: str = "fan_in"
+
+    def __post_init__(self) -> None:
+        if self.rule not in NEW_WEIGHTS:
+            raise ValueError(f"growth.new_weights must be {', '.join(NEW_WEIGHTS)}, not {self.rule!r}.")
 
     def std(self, expansion: Expansion, layer: Layer) -> float:
         """Standard deviation of the layer's new weights after the event."""
         fan_in = expansion.fan_in(layer, expansion.new_widths)
         if layer.weight in expansion.output_layers:
-            return sqrt(1.0 / fan_in**self.output_power)
-        return sqrt(self.gain / fan_in)
+            variance = 1.0 / fan_in**self.output_power
+        elif self.rule == "hyperfan_out":
+            variance = self.gain / expansion.graph.fan_out(layer, expansion.new_widths)
+        else:
+            variance = self.gain / fan_in
+        return sqrt(variance * layer.variance_per_entry)
 
     def draw(self, expansion: Expansion, name: str) -> Tensor:
         """A tensor of the new shape, every entry as a new one: drawn, or a norm's or bias's default.
@@ -123,15 +141,26 @@ class NewWeights:
         """
         shape, source = expansion.new_shape(name), expansion.generator(name)
         if name in expansion.layers:
-            return _normal(shape, source) * self.std(expansion, expansion.layers[name])
+            drawn = _normal(shape, source) if self.rule == "fan_in" else _emitted(shape, source)
+            return drawn * self.std(expansion, expansion.layers[name])
         if name in expansion.norm_defaults:
             return torch.full(shape, expansion.norm_defaults[name])
         old = expansion.old.get(name)
-        if old is None or any(layer.bias == name for layer in expansion.graph.layers):
+        if old is None or any(name in (layer.bias, layer.offset) for layer in expansion.graph.layers):
             return torch.zeros(shape)
         old = old.detach().float().cpu()
         spread = float(old.std()) if old.numel() > 1 else 0.0
         return _normal(shape, source) * spread + float(old.mean())
+
+
+def _emitted(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
+    """Weights of variance 1, as a linear layer over an embedding emits them."""
+    embedding = (2 * torch.rand(_EMBEDDING, generator=source, dtype=torch.float32) - 1) * sqrt(3)
+    weights = torch.zeros(shape)
+    # One number of the embedding after the other: the emitting layer has that many times the weight's entries.
+    for number in embedding.tolist():
+        weights += (2 * torch.rand(shape, generator=source, dtype=torch.float32) - 1) * number
+    return weights * sqrt(3 / _EMBEDDING)
 
 
 def _normal(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
@@ -171,18 +200,34 @@ class GrowthMethod(ABC):
     preserves: bool = True
     output_multiplier: bool = True
 
-    def __init__(self, noise_std: float = 0.0, gain: float = 2.0) -> None:
+    def __init__(self, noise_std: float = 0.0, gain: float = 2.0, new_weights: str = "fan_in") -> None:
         if noise_std < 0:
             raise ValueError(f"growth.noise_std must not be negative, not {noise_std}.")
         if gain <= 0:
             raise ValueError(f"growth.gain must be positive, not {gain}.")
         self.noise_std = noise_std
-        self.new_weights = NewWeights(gain)
+        self.new_weights = NewWeights(gain, rule=new_weights)
 
     @property
     def name(self) -> str:
         """How growth events and tables call the method."""
         return type(self).__name__
+
+    def prepare(self, network: nn.Module, graph: WidthGraph, seed: int) -> WidthGraph:
+        """Change how the full-width network holds its weights, before it is planted; most methods do not.
+
+        Args:
+            network: changed in place.
+            graph: its width graph.
+            seed: the run's seed.
+
+        Returns:
+            The width graph to grow by.
+        """
+        return graph
+
+    def finish(self, network: nn.Module) -> None:  # noqa: B027 - most methods have nothing to undo
+        """Undo what `prepare` did, once the network is trained: it is then an ordinary one again."""
 
     @abstractmethod
     def grow(self, expansion: Expansion) -> Growth:
@@ -194,7 +239,8 @@ class GrowthMethod(ABC):
         Only tensors of layers and norms are drawn: bare parameters keep what the network gave them.
         """
         names = {*expansion.layers, *expansion.norm_defaults}
-        names |= {layer.bias for layer in expansion.graph.layers if layer.bias is not None}
+        names |= {name for layer in expansion.graph.layers for name in (layer.bias, layer.offset) if name}
+        names |= expansion.graph.emitters
         growing = [name for name in expansion.graph.axes if name in names and expansion.graph.grows(name)]
         return {name: self.new_weights.draw(expansion, name) for name in growing}
 

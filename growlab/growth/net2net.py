@@ -47,7 +47,7 @@ def _replicate(
     for dim, axis in enumerate(expansion.axes(name)):
         positions = axis.lift(sources, expansion.new_widths, expansion.old_widths)
         tensor = tensor.index_select(dim, positions.to(tensor.device))
-        if axis.role == "in":
+        if axis.role == "in" and name not in expansion.graph.emitters:
             count = axis.spread(counts, expansion.new_widths, fixed=1.0).to(tensor)
             tensor = tensor / count.view(-1, *[1] * (tensor.dim() - dim - 1))
     return tensor

@@ -42,6 +42,9 @@ class PairGrowth(GrowthMethod):
                     kept[d] if a.role == "out" else torch.arange(new.shape[d]) for d, a in enumerate(axes)
                 ]
                 first, second, alone = twins[dim]
+                if name in expansion.graph.emitters:
+                    new[_at(rows, dim, second, new)] = new[_at(rows, dim, first, new)]
+                    continue
                 new[_at(rows, dim, second, new)] = -new[_at(rows, dim, first, new)]
                 new[_at(rows, dim, alone, new)] = 0.0
         for dim, axis in enumerate(axes):

@@ -30,8 +30,9 @@ def rescale(
     for layer in graph.layers:
         scale = classes.get(layer.scale_out, 1.0)
         factor = scale / classes.get(layer.scale_in, 1.0)
-        if factor != 1.0 and layer.weight in tensors:
-            new[layer.weight] = tensors[layer.weight] * factor
+        for name in (layer.weight, layer.offset):
+            if factor != 1.0 and name is not None and name in tensors:
+                new[name] = tensors[name] * factor
         if scale != 1.0 and layer.bias is not None and layer.bias in tensors:
             new[layer.bias] = tensors[layer.bias] * scale
     for norm in graph.norms:

@@ -44,6 +44,7 @@ class VarianceTransfer(PairGrowth):
         rescale_unnormalised: rescale hidden layers without a batch normalisation behind them too.
         noise_std: see `GrowthMethod`.
         gain: see `NewWeights`.
+        new_weights: its rule.
 
     Raises:
         ValueError: the rule is not one of the two.
@@ -56,6 +57,7 @@ class VarianceTransfer(PairGrowth):
         rescale_unnormalised: bool = False,
         noise_std: float = 0.0,
         gain: float = 2.0,
+        new_weights: str = "fan_in",
     ) -> None:
         super().__init__(noise_std, gain)
         if rule not in ("ratio", "constraint"):
@@ -63,7 +65,7 @@ class VarianceTransfer(PairGrowth):
         self.rule = rule
         self.output_multiplier = output_multiplier
         self.rescale_unnormalised = rescale_unnormalised
-        self.new_weights = NewWeights(gain, output_power=2)
+        self.new_weights = NewWeights(gain, output_power=2, rule=new_weights)
 
     def grow(self, expansion: Expansion) -> Growth:
         """Compute every tensor at the new widths."""
@@ -94,7 +96,7 @@ class VarianceTransfer(PairGrowth):
         before = expansion.fan_in(layer, expansion.old_widths)
         after = expansion.fan_in(layer, expansion.new_widths)
         if weight in expansion.output_layers:
-            return before / after
+            return (before / after) ** (self.new_weights.output_power / 2)
         if self.rule == "ratio":
             return sqrt(before / after)
         variance = float(expansion.old[weight].double().var(correction=0))

@@ -1,7 +1,8 @@
 """Plain full-width networks: `nn.Module`s that know nothing of growth."""
 
+from growlab.networks.allconv import AllConv, allconv
 from growlab.networks.convnet import ConvNet, convnet4
-from growlab.networks.mlp import MLP, mlp8
+from growlab.networks.mlp import MLP, mlp5, mlp8
 from growlab.networks.mobilenet import MobileNetV1, mobilenetv1
 from growlab.networks.resnet import CifarResNet, resnet18, resnet20
 from growlab.networks.vgg import VGG, vgg11, vgg19
@@ -10,11 +11,14 @@ from growlab.networks.wide_resnet import WideResNet, wrn28_1
 __all__ = [
     "MLP",
     "VGG",
+    "AllConv",
     "CifarResNet",
     "ConvNet",
     "MobileNetV1",
     "WideResNet",
+    "allconv",
     "convnet4",
+    "mlp5",
     "mlp8",
     "mobilenetv1",
     "resnet18",

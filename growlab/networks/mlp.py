@@ -60,3 +60,9 @@ def mlp8(image_shape: Sequence[int], num_classes: int, width: int = 500, batch_n
     """The 8-hidden-layer MLP of Yuan et al. 2023, Appendix F: 500 units a layer, flattened images [C, H, W]."""
     channels, height, image_width = image_shape
     return MLP(channels * height * image_width, [width] * 8, num_classes, batch_norm=batch_norm)
+
+
+def mlp5(image_shape: Sequence[int], num_classes: int, width: int = 500, activation: str = "tanh") -> MLP:
+    """The 5-hidden-layer MLP of Chang et al. 2020, Section 5.1: 500 units a layer, flattened images [C, H, W]."""
+    channels, height, image_width = image_shape
+    return MLP(channels * height * image_width, [width] * 5, num_classes, activation=activation)

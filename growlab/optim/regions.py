@@ -103,7 +103,7 @@ def weight_regions(graph: WidthGraph, births: Mapping[str, Sequence[int]]) -> di
     """
     widths = {group: len(stages) for group, stages in births.items()}
     births_by_group = {group: torch.tensor(list(stages)) for group, stages in births.items()}
-    weights = {layer.weight for layer in graph.layers}
+    weights = {layer.weight for layer in graph.layers} | graph.emitters
     regions = {}
     for name, axes in graph.axes.items():
         if name in weights or len(axes) == 1:

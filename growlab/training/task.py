@@ -117,8 +117,9 @@ class Task(LightningModule):
         if self.rate_adaptation.output_fan_in:
             for layer in self.graph.layers:
                 if layer.scale_out == self.graph.output_class:
-                    fan_in = torch.Size(self.graph.shape(layer.weight, self._seed_widths)[1:]).numel()
-                    scales[parameters[layer.weight]] = 1.0 / fan_in
+                    scale = 1.0 / self.graph.fan_in(layer, self._seed_widths)
+                    names = (layer.weight, *layer.emitters)
+                    scales |= {parameters[name]: scale for name in names if name in parameters}
         known = {parameters[name]: region for name, region in regions.items() if name in parameters}
         optimizer.set_regions(known, scales)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from growlab.widths.layout import Axis
 
@@ -36,6 +37,12 @@ class Layer:
         depthwise: each channel is mapped by its own filter.
         scale_in: scale class of the input.
         scale_out: scale class of the output.
+        offset: name of a tensor of the weight's axes that is added to what the weight emits, or None. Like the
+            following, only for weights that are computed from others (`growlab.hypernets`).
+        emitters: names of tensors with the weight's leading axes that say what an entry emits, not how large.
+        inputs_per_entry: inputs that one entry of a row of `weight` stands for; 1/d if d of them emit one.
+        outputs_per_entry: likewise outputs, for an entry of a column.
+        variance_per_entry: variance of a drawn entry relative to that of what it emits.
     """
 
     name: str
@@ -44,6 +51,11 @@ class Layer:
     depthwise: bool
     scale_in: int
     scale_out: int
+    offset: str | None = None
+    emitters: tuple[str, ...] = ()
+    inputs_per_entry: float = 1.0
+    outputs_per_entry: float = 1.0
+    variance_per_entry: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,26 @@ class WidthGraph:
     unit_classes: frozenset[int]
     output_class: int
     fixed: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def emitters(self) -> frozenset[str]:
+        """Tensors that say what is emitted, not how large: see `Layer.emitters`."""
+        return frozenset(name for layer in self.layers for name in layer.emitters)
+
+    def fan_in(self, layer: Layer, widths: Mapping[str, int]) -> int:
+        """Number of inputs that one output of the layer sums, the receptive field included."""
+        entries = 1
+        for length in self.shape(layer.weight, widths)[1:]:
+            entries *= length
+        return round(entries * layer.inputs_per_entry)
+
+    def fan_out(self, layer: Layer, widths: Mapping[str, int]) -> int:
+        """Number of outputs that one input of the layer enters, the receptive field included."""
+        shape = self.shape(layer.weight, widths)
+        entries = 1 if layer.depthwise else shape[0]
+        for length in shape[2:]:
+            entries *= length
+        return round(entries * layer.outputs_per_entry)
 
     @property
     def full_widths(self) -> dict[str, int]:

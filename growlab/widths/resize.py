@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from growlab.widths.groups import WidthGraph
 from growlab.widths.layout import Axis
@@ -48,7 +49,7 @@ def replace_tensors(
     places = dict(_named_tensor_places(model))
     old = {name: getattr(*places[name]) for name in tensors}
     new = {name: _like(content, old[name]) for name, content in tensors.items()}
-    _place(places, graph, new)
+    _place(model, places, graph, new)
     return {name: (old[name], new[name]) for name in tensors}
 
 
@@ -63,7 +64,7 @@ def restore_tensors(
         replaced: what `replace_tensors` returned.
     """
     places = dict(_named_tensor_places(model))
-    _place(places, graph, {name: old for name, (old, _) in replaced.items()})
+    _place(model, places, graph, {name: old for name, (old, _) in replaced.items()})
 
 
 def resize(
@@ -149,7 +150,7 @@ def _like(content: Tensor, old: Tensor) -> Tensor:
     return parameter
 
 
-def _place(places: _Places, graph: WidthGraph, tensors: Mapping[str, Tensor]) -> None:
+def _place(model: nn.Module, places: _Places, graph: WidthGraph, tensors: Mapping[str, Tensor]) -> None:
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module, attribute in places.values():
         owners.setdefault(id(getattr(module, attribute)), []).append((module, attribute))
@@ -163,8 +164,17 @@ def _place(places: _Places, graph: WidthGraph, tensors: Mapping[str, Tensor]) ->
     for owned, new in chosen:
         for module, attribute in owned:
             setattr(module, attribute, new)
-    for module in {module for owned, _ in chosen for module, _ in owned}:
-        _update_bookkeeping(module, depthwise=module in depthwise)
+    # A parametrised tensor is computed from others, deeper in the module that it belongs to.
+    bearers = {
+        part: module
+        for module in model.modules()
+        if is_parametrized(module)
+        for part in module.get_submodule("parametrizations").modules()
+    }
+    depthwise = {bearers.get(module, module) for module in depthwise}
+    for module in {bearers.get(module, module) for owned, _ in chosen for module, _ in owned}:
+        with torch.no_grad():
+            _update_bookkeeping(module, depthwise=module in depthwise)
 
 
 def _named_tensor_places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:

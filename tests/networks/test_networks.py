@@ -5,7 +5,7 @@ from math import sqrt
 import pytest
 import torch
 
-from growlab.networks import MLP, CifarResNet, ConvNet, convnet4, mlp8, resnet20
+from growlab.networks import MLP, CifarResNet, ConvNet, allconv, convnet4, mlp5, mlp8, resnet20
 
 
 def num_params(network) -> int:
@@ -47,6 +47,16 @@ def test_convnet4_and_mlp8_have_the_papers_sizes():
     assert network.classifier.in_features == 512
     network = mlp8((3, 32, 32), 10)
     assert num_params(network) == 3072 * 500 + 7 * 500 * 500 + 500 * 10 + 8 * 500 + 10
+    network = mlp5((1, 28, 28), 10)
+    assert num_params(network) == 784 * 500 + 4 * 500 * 500 + 500 * 10 + 5 * 500 + 10
+
+
+def test_allconv_is_springenberg_et_als():
+    """All-CNN-C: 1.37 M parameters; 8x8 positions after two strides, 6x6 after the unpadded convolution."""
+    network = allconv((3, 32, 32), 10)
+    weights = 9 * (3 * 96 + 2 * 96 * 96 + 96 * 192 + 3 * 192 * 192) + 192 * 192 + 192 * 10
+    assert num_params(network) == weights + 3 * 96 + 5 * 192 + 10
+    assert network.features(torch.zeros(1, 3, 32, 32)).shape == (1, 10, 6, 6)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +65,10 @@ def test_convnet4_and_mlp8_have_the_papers_sizes():
         resnet20((1, 28, 28), 7),
         convnet4((1, 28, 28), 7, width=8, pools=(2, 2, 2, 1)),
         mlp8((1, 28, 28), 7, width=16, batch_norm=True),
+        mlp5((1, 28, 28), 7, width=16),
+        allconv((1, 28, 28), 7, width=4),
     ],
-    ids=["resnet20", "convnet4", "mlp8"],
+    ids=["resnet20", "convnet4", "mlp8", "mlp5", "allconv"],
 )
 def test_logits_and_gradients(network):
     logits = network(torch.randn(3, 1, 28, 28))

@@ -1,0 +1,155 @@
+"""How hypernetworks are initialised: hyperfan (Chang, Flokas, Lipson, ICLR 2020) and what was done before it.
+
+A hypernetwork's linear output layer emits W[i, j] = sum_k H[i, j, k] h(e)[k] + beta[i, j] and, where biases are emitted
+too, b[i] = sum_l G[i, l] g(e2)[l] + gamma[i]. With d_j and d_i the fan-in and fan-out of the emitted layer (receptive
+field included), d_k and d_l the sizes of h(e) and g(e2), r = 2 if a ReLU follows and else 1, and B = 2 if biases are
+emitted and else 1 (Table 1):
+
+                  Var(H)                      Var(G)
+    hyperfan_in   r / (B d_j d_k Var(e))      r / (2 d_l Var(e2))
+    hyperfan_out  r / (d_i d_k Var(e))        max(r (1 - d_j / d_i) / (d_l Var(e2)), 0)
+
+Layers before the output layer have variance (2 with a ReLU behind, else 1) / fan-in; beta and gamma are 0. In Ha's
+chunks (Appendix A.2) the output layer is shared by layers of different size: it gets 1 / d_k, and the layer before it,
+which every chunk has its own of, emits with r / (d_j d_l Var(e)) or r / (d_i d_l Var(e)), where d_l is the size of the
+embedding (the paper writes d_k for the first; the two are equal in its experiment).
+
+The baselines of Section 3: M1 `xavier_*` and `kaiming_*` treat the hypernetwork as any network, with gain 1 and 2, by
+fan-in, fan-out or their harmonic mean; M2 `small_random`; M3 `kaiming_tenth`, whose output layer is a tenth of
+`kaiming_in`'s; M4 `constant_embedding`, `kaiming_in` with embeddings that are all d_j^(-1/2).
+"""
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from growlab.errors import UserError
+
+INITIALISATIONS = (
+    *("hyperfan_in", "hyperfan_out", "xavier_in", "xavier_out", "xavier_harmonic"),
+    *("kaiming_in", "kaiming_out", "kaiming_harmonic", "small_random", "kaiming_tenth", "constant_embedding"),
+)
+DISTRIBUTIONS = ("uniform", "normal")
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What an output layer emits for, as far as its initialisation depends on it.
+
+    Attributes:
+        fan_in: inputs that one output of the emitted layer sums, receptive field included: d_j.
+        fan_out: outputs that one of its inputs enters, receptive field included: d_i.
+        gain: r: 2 if a ReLU follows the emitted layer, 1 otherwise.
+        with_bias: whether the layer's bias is emitted too.
+        embedding_variance: Var(e).
+    """
+
+    fan_in: int
+    fan_out: int
+    gain: float = 1.0
+    with_bias: bool = False
+    embedding_variance: float = 1.0
+
+
+@dataclass(frozen=True)
+class Initialisation:
+    """Variances of a hypernetwork's layers, and draws with them.
+
+    Attributes:
+        name: one of `INITIALISATIONS`.
+        distribution: "uniform", on [-sqrt(3 Var), sqrt(3 Var)], or "normal".
+        small_std: standard deviation that `small_random` draws every layer with.
+
+    Raises:
+        UserError: there is no such initialisation or distribution.
+    """
+
+    name: str = "hyperfan_in"
+    distribution: str = "uniform"
+    small_std: float = 0.01
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("initialisation", self.name, INITIALISATIONS),
+            ("distribution", self.distribution, DISTRIBUTIONS),
+        ):
+            if value not in known:
+                raise UserError(f"{what} must be one of {', '.join(known)}, not {value!r}.")
+        if not self.small_std > 0:
+            raise UserError(f"small_std must be above 0, not {self.small_std}.")
+
+    def hidden(self, features_in: int, features_out: int, relu: bool) -> float:
+        """Variance of a layer before the output layer.
+
+        Args:
+            features_in: its fan-in.
+            features_out: its fan-out.
+            relu: whether a ReLU follows it.
+        """
+        if self.name in ("hyperfan_in", "hyperfan_out", "constant_embedding"):
+            return (2.0 if relu else 1.0) / features_in
+        return self._classical(features_in, features_out)
+
+    def weight(self, emission: Emission, features: int, num_outputs: int) -> float:
+        """Variance of H.
+
+        Args:
+            emission: what the layer emits for.
+            features: size of h(e), d_k.
+            num_outputs: numbers that it emits.
+        """
+        before = emission.gain / (features * emission.embedding_variance)
+        if self.name == "hyperfan_in":
+            return before / (emission.fan_in * (2 if emission.with_bias else 1))
+        if self.name == "hyperfan_out":
+            return before / emission.fan_out
+        return self._output(features, num_outputs)
+
+    def bias(self, emission: Emission, features: int, num_outputs: int) -> float:
+        """Variance of G, the output layer that emits the bias; arguments as for `weight`."""
+        before = emission.gain / (features * emission.embedding_variance)
+        if self.name == "hyperfan_in":
+            return before / 2
+        if self.name == "hyperfan_out":
+            return before * max(1 - emission.fan_in / emission.fan_out, 0.0)
+        return self._output(features, num_outputs)
+
+    def chunk(self, emission: Emission, embedding: int, features: int) -> float:
+        """Variance of a chunk's own layer, from its embedding to what the shared output layer reads."""
+        if self.name in ("hyperfan_in", "hyperfan_out"):
+            return self.weight(emission, embedding, features)
+        return self.hidden(embedding, features, relu=False)
+
+    def shared(self, features: int, num_outputs: int) -> float:
+        """Variance of an output layer that layers of different size share."""
+        if self.name in ("hyperfan_in", "hyperfan_out"):
+            return 1.0 / features
+        return self._output(features, num_outputs)
+
+    def embedding(self, shape: tuple[int, ...], emission: Emission, source: torch.Generator) -> Tensor:
+        """Embeddings: uniform on [-sqrt(3), sqrt(3)], of variance 1, or M4's constants."""
+        if self.name == "constant_embedding":
+            return torch.full(shape, emission.fan_in**-0.5)
+        return (2 * torch.rand(shape, generator=source, dtype=torch.float32) - 1) * sqrt(3)
+
+    def draw(self, shape: tuple[int, ...], variance: float, source: torch.Generator) -> Tensor:
+        """Numbers of mean 0 and the given variance, the same whatever torch's default dtype is."""
+        if self.distribution == "normal":
+            return torch.randn(shape, generator=source, dtype=torch.float32).mul_(sqrt(variance))
+        return (
+            torch.rand(shape, generator=source, dtype=torch.float32).mul_(2).sub_(1).mul_(sqrt(3 * variance))
+        )
+
+    def _output(self, features: int, num_outputs: int) -> float:
+        if self.name == "kaiming_tenth":
+            return 0.01 * self._classical(features, num_outputs)
+        return self._classical(features, num_outputs)
+
+    def _classical(self, fan_in: int, fan_out: int) -> float:
+        if self.name == "small_random":
+            return self.small_std**2
+        gain = 1.0 if self.name.startswith("xavier") else 2.0
+        fans = {"out": fan_out, "harmonic": (fan_in + fan_out) / 2}
+        return gain / fans.get(self.name.rpartition("_")[2], fan_in)

@@ -1,0 +1,159 @@
+"""The parts of a hypernetwork: embeddings, hidden layers, output layers, and what stands in a weight's place.
+
+Shape suffixes: K size of h(e), L of an embedding; A, B rows and columns of a weight in chunks; P numbers in a chunk.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class Embedding(nn.Module):
+    """An embedding, or an array of them: fixed or trained, with noise or without.
+
+    Args:
+        values: [..., L].
+        trained: whether they are parameters.
+        noise: half the width of the uniform noise that is added at every use, in train and eval mode (Ukai et al.
+            2018: a Bayesian network's weights are a function of noise); 0 for none.
+    """
+
+    values: Tensor
+
+    def __init__(self, values: Tensor, trained: bool = False, noise: float = 0.0) -> None:
+        super().__init__()
+        if trained:
+            self.values = nn.Parameter(values)
+        else:
+            self.register_buffer("values", values)
+        self.noise = noise
+
+    def forward(self) -> Tensor:
+        """The embedding as it is now, [..., L]."""
+        if not self.noise:
+            return self.values
+        return self.values + (2 * torch.rand_like(self.values) - 1) * self.noise
+
+
+class Features(nn.Module):
+    """h(e): what the output layer reads.
+
+    Args:
+        embedding: e, [L].
+        hidden: the layers before the output layer; may be shared with other embeddings.
+    """
+
+    def __init__(self, embedding: Embedding, hidden: nn.Module) -> None:
+        super().__init__()
+        self.embedding, self.hidden = embedding, hidden
+
+    def forward(self) -> Tensor:
+        """h(e), [K]."""
+        return self.hidden(self.embedding())
+
+
+class Output(nn.Module):
+    """A linear output layer.
+
+    Args:
+        weight: H, [..., K].
+        bias: beta, [...], or None where it is kept elsewhere.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.bias = None if bias is None else nn.Parameter(bias)
+
+
+class Emitted(nn.Module):
+    """Parametrisation of one tensor: H h(e) + beta, where beta is the parametrised tensor's `original`.
+
+    Args:
+        output: H, whose leading dimensions are the tensor's; may be shared.
+        features: h(e); may be shared.
+    """
+
+    def __init__(self, output: Output, features: Features) -> None:
+        super().__init__()
+        self.output, self.features = output, features
+
+    def forward(self, original: Tensor) -> Tensor:
+        """The tensor that the main network uses."""
+        with _full_precision(original):
+            return original + self.output.weight @ self.features()
+
+    def right_inverse(self, tensor: Tensor) -> Tensor:
+        """The beta with which `tensor` is emitted."""
+        return tensor - (self.forward(torch.zeros_like(tensor)))
+
+
+class Chunks(nn.Module):
+    """Parametrisation of one weight by chunks that a shared output layer emits (Ha et al. 2016).
+
+    Chunk (a, b) is gain[a, b] * (H (G[a, b] e[a, b] + gamma[a, b]) + beta): Equation 6 of Chang et al. 2020 with a
+    gain. It holds some outputs of one input, or inputs of one output, over the whole receptive field. The gains are
+    the weight's `original`: with them a chunk can be rescaled and negated, which growth needs; 1 changes nothing.
+
+    Args:
+        output: H [P, K] and beta [P]; shared by all weights of the same receptive field.
+        embedding: e, [A, B, L].
+        weight: G, [A, B, K, L].
+        by_inputs: whether a chunk holds inputs of one output.
+        size: channels of a chunk.
+        kernel: receptive field.
+    """
+
+    def __init__(
+        self,
+        output: Output,
+        embedding: Embedding,
+        weight: Tensor,
+        by_inputs: bool,
+        size: int,
+        kernel: tuple[int, ...],
+    ) -> None:
+        super().__init__()
+        self.output, self.embedding = output, embedding
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(torch.zeros_like(weight[..., 0]))
+        self.by_inputs, self.size, self.kernel = by_inputs, size, kernel
+
+    def forward(self, gains: Tensor) -> Tensor:
+        """The weight that the main network uses, [out, in, ...]."""
+        with _full_precision(gains):
+            features_ABK = (self.weight @ self.embedding()[..., None])[..., 0] + self.bias
+            bias = self.output.bias
+            assert bias is not None
+            chunks_ABP = (features_ABK @ self.output.weight.T + bias) * gains[..., None]
+        rows, columns = gains.shape
+        chunks = chunks_ABP.view(rows, columns, self.size, *self.kernel)
+        if self.by_inputs:
+            return chunks.reshape(rows, columns * self.size, *self.kernel)
+        return chunks.transpose(1, 2).reshape(rows * self.size, columns, *self.kernel)
+
+    def right_inverse(self, tensor: Tensor) -> Tensor:
+        """Gains of 1, whatever the weight was: chunks emit a family of weights, not any weight."""
+        return tensor.new_ones(self.weight.shape[:2])
+
+
+def linear_layers(weights: list[Tensor]) -> nn.Sequential:
+    """Linear layers with these weights [out, in] and zero biases, each with a ReLU behind it."""
+    layers: list[nn.Module] = []
+    for weight in weights:
+        linear = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], dtype=weight.dtype)
+        linear.to(weight.device)
+        with torch.no_grad():
+            linear.weight.copy_(weight)
+            linear.bias.zero_()
+        layers += [linear, nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+@contextmanager
+def _full_precision(tensor: Tensor) -> Iterator[None]:
+    """Weights are emitted in the precision of the parameters, whatever the main network computes in."""
+    with torch.autocast(tensor.device.type, enabled=False):
+        yield

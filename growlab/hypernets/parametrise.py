@@ -1,0 +1,282 @@
+"""Let a hypernetwork emit the weights of any network, and turn the result into a plain network again."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from growlab.errors import UserError
+from growlab.growth.method import generator
+from growlab.hypernets.initialisations import Emission, Initialisation
+from growlab.hypernets.modules import Chunks, Embedding, Emitted, Features, Output, linear_layers
+
+SHARINGS = ("layer", "size", "network", "chunk")
+EMBEDDINGS = ("fixed", "trained")
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class Hypernet:
+    """A kind of hypernetwork.
+
+    Attributes:
+        sharing: "layer": every tensor has a hypernetwork of its own. "size": tensors of equal shape share one, with
+            an embedding each. "network": one embedding and one h for all, an output layer for each tensor.
+            "chunk": Ha et al.'s (2016), an embedding and an input layer for each chunk of a weight, an output layer
+            shared by all weights of the same receptive field.
+        initialisation: see `growlab.hypernets.initialisations`.
+        distribution: "uniform" or "normal".
+        embedding_features: size of an embedding.
+        hidden_features: widths of h's hidden layers, ReLU behind each; of "chunk" one number, the size of what the
+            shared output layer reads, or nothing for the embedding's.
+        embedding: "fixed" or "trained".
+        noise: half the width of the uniform noise on embeddings at every use.
+        biases: emit the biases too.
+        gain: r of all layers but the last: 2 if a ReLU follows them.
+        output_gain: r of the last layer.
+        chunk_channels: channels of a chunk; None for the largest number that divides the inputs or the outputs of
+            every weight of the same receptive field.
+        small_std: of the initialisation `small_random`.
+
+    Raises:
+        UserError: a value is impossible.
+    """
+
+    sharing: str = "layer"
+    initialisation: str = "hyperfan_in"
+    distribution: str = "uniform"
+    embedding_features: int = 50
+    hidden_features: Sequence[int] = ()
+    embedding: str = "fixed"
+    noise: float = 0.0
+    biases: bool = False
+    gain: float = 1.0
+    output_gain: float = 1.0
+    chunk_channels: int | None = None
+    small_std: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name, known in (("sharing", SHARINGS), ("embedding", EMBEDDINGS)):
+            if getattr(self, name) not in known:
+                raise UserError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}.")
+        numbers = [self.embedding_features, *self.hidden_features, self.chunk_channels or 1]
+        if min(numbers) < 1 or self.noise < 0 or min(self.gain, self.output_gain) <= 0:
+            raise UserError("a hypernetwork's sizes and gains must be positive and its noise not negative.")
+        if self.sharing == "network" and self.initialisation == "constant_embedding":
+            raise UserError(
+                "constant_embedding gives every layer an embedding of its own: sharing=network has one."
+            )
+        if self.sharing == "chunk" and (self.biases or len(self.hidden_features) > 1):
+            raise UserError(
+                "sharing=chunk emits no biases and has one hidden layer: give one hidden_features."
+            )
+        _ = self.variances
+
+    @property
+    def variances(self) -> Initialisation:
+        """The initialisation."""
+        return Initialisation(self.initialisation, self.distribution, self.small_std)
+
+    @property
+    def embedding_variance(self) -> float:
+        """Var(e), noise included."""
+        return 1.0 + self.noise**2 / 3
+
+    @property
+    def chunk_features(self) -> int:
+        """Size of what the output layer of chunks reads."""
+        return self.hidden_features[0] if self.hidden_features else self.embedding_features
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer whose tensors are to be emitted."""
+
+    name: str
+    module: nn.Module
+    emission: Emission
+
+    def tensors(self, hypernet: Hypernet) -> list[str]:
+        """Names of those of its tensors that are emitted."""
+        emits_bias = hypernet.biases and self.module.bias is not None
+        return ["weight", "bias"] if emits_bias else ["weight"]
+
+
+def parametrise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Module:
+    """Let a hypernetwork emit the weights of every linear layer and convolution.
+
+    The weights that the layers had are lost. Emitted tensors keep their names (`layer.weight` is computed when it is
+    read); what is trained stands in `layer.parametrizations`.
+
+    Args:
+        network: changed in place.
+        hypernet: what kind of hypernetwork.
+        seed: of its initialisation.
+
+    Returns:
+        The network.
+
+    Raises:
+        UserError: the network has no such layer, layers share a weight, or a weight does not split into the chunks.
+    """
+    layers = list(find_layers(network, hypernet))
+    if hypernet.sharing == "chunk":
+        _parametrise_by_chunks(layers, hypernet, seed)
+    else:
+        _parametrise_by_tensors(layers, hypernet, seed)
+    return network
+
+
+def materialize(network: nn.Module) -> nn.Module:
+    """Turn a network with emitted weights into a plain one with equal outputs, in place.
+
+    Noise on embeddings is left out. The network has its original classes, shapes and state_dict keys again.
+
+    Args:
+        network: changed in place.
+
+    Returns:
+        The network.
+    """
+    noises = {module: module.noise for module in network.modules() if isinstance(module, Embedding)}
+    for embedding in noises:
+        embedding.noise = 0.0
+    with torch.no_grad():
+        found = [(module, name, getattr(module, name).detach()) for module, name in emitted(network)]
+    # All are computed before the first goes: they may share layers.
+    for module, name, value in found:
+        trained = any(p.requires_grad for p in module.parametrizations[name].parameters())
+        parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+        setattr(module, name, nn.Parameter(value.clone(), requires_grad=trained))
+    for embedding, noise in noises.items():
+        embedding.noise = noise
+    return network
+
+
+def emitted(network: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Every (module, tensor name) that a hypernetwork emits."""
+    for module in network.modules():
+        if parametrize.is_parametrized(module):
+            for name, parts in module.parametrizations.items():
+                if any(isinstance(part, (Emitted, Chunks)) for part in parts):
+                    yield module, name
+
+
+def find_layers(network: nn.Module, hypernet: Hypernet) -> Iterator[Layer]:
+    """Linear layers and convolutions, in the order of their registration."""
+    found = [(name, module) for name, module in network.named_modules() if isinstance(module, _LAYERS)]
+    if not found:
+        raise UserError(f"{type(network).__name__} has no linear layer or convolution to emit weights for.")
+    users: dict[int, str] = {}
+    for index, (name, module) in enumerate(found):
+        if parametrize.is_parametrized(module):
+            raise UserError(f"{name} is parametrised already; a hypernetwork needs plain weights.")
+        other = users.setdefault(id(module.weight), name)
+        if other != name:
+            raise UserError(f"{name} and {other} share a weight, which a hypernetwork cannot emit.")
+        kernel = prod(module.weight.shape[2:])
+        yield Layer(
+            name,
+            module,
+            Emission(
+                fan_in=module.weight[0].numel(),
+                fan_out=module.weight.shape[0] * kernel // getattr(module, "groups", 1),
+                gain=hypernet.gain if index < len(found) - 1 else hypernet.output_gain,
+                with_bias=hypernet.biases and module.bias is not None,
+                embedding_variance=hypernet.embedding_variance,
+            ),
+        )
+
+
+def _parametrise_by_tensors(layers: Sequence[Layer], hypernet: Hypernet, seed: int) -> None:
+    init, size = hypernet.variances, hypernet.embedding_features
+    outputs: dict[object, Output] = {}
+    hidden: dict[object, nn.Module] = {}
+    embeddings: dict[object, Embedding] = {}
+    originals: dict[object, nn.Parameter] = {}
+    for layer in layers:
+        for tensor_name in layer.tensors(hypernet):
+            tensor = getattr(layer.module, tensor_name)
+            own = f"{layer.name}.{tensor_name}"
+            of_output = (tensor_name, tuple(tensor.shape)) if hypernet.sharing == "size" else own
+            of_hidden = "network" if hypernet.sharing == "network" else of_output
+            of_embedding = "network" if hypernet.sharing == "network" else own
+
+            def place(new: Tensor, like: Tensor = tensor) -> Tensor:
+                return new.to(like)
+
+            if of_embedding not in embeddings:
+                source = generator(seed, 0, f"embedding of {of_embedding}")
+                values = place(init.embedding((size,), layer.emission, source))
+                embeddings[of_embedding] = Embedding(values, hypernet.embedding == "trained", hypernet.noise)
+            if of_hidden not in hidden:
+                source, widths = generator(seed, 0, f"h of {of_hidden}"), [size, *hypernet.hidden_features]
+                hidden[of_hidden] = linear_layers(
+                    [
+                        place(init.draw((after, before), init.hidden(before, after, relu=True), source))
+                        for before, after in pairwise(widths)
+                    ]
+                )
+            if of_output not in outputs:
+                features = [size, *hypernet.hidden_features][-1]
+                variance = init.weight if tensor_name == "weight" else init.bias
+                outputs[of_output] = Output(
+                    place(
+                        init.draw(
+                            (*tensor.shape, features),
+                            variance(layer.emission, features, tensor.numel()),
+                            generator(seed, 0, f"H of {of_output}"),
+                        )
+                    )
+                )
+            emitted_by = Emitted(outputs[of_output], Features(embeddings[of_embedding], hidden[of_hidden]))
+            parametrize.register_parametrization(layer.module, tensor_name, emitted_by, unsafe=True)
+            parts = layer.module.parametrizations[tensor_name]
+            with torch.no_grad():
+                parts.original.zero_()
+            if hypernet.sharing == "size":
+                # The shared output layer's bias.
+                parts.original = originals.setdefault(of_output, parts.original)
+
+
+def _parametrise_by_chunks(layers: Sequence[Layer], hypernet: Hypernet, seed: int) -> None:
+    init, size, features = hypernet.variances, hypernet.embedding_features, hypernet.chunk_features
+    by_kernel: dict[tuple[int, ...], list[Layer]] = defaultdict(list)
+    for layer in layers:
+        by_kernel[tuple(layer.module.weight.shape[2:])].append(layer)
+    for kernel, alike in by_kernel.items():
+        channels = hypernet.chunk_channels or _highest_common_factor(alike)
+        numbers, example = channels * prod(kernel), alike[0].module.weight
+        variance = init.shared(features, numbers)
+        weight = init.draw((numbers, features), variance, generator(seed, 0, f"shared output {kernel}"))
+        output = Output(weight.to(example), example.new_zeros(numbers))
+        for layer in alike:
+            old = layer.module.weight
+            rows, columns = old.shape[:2]
+            if rows % channels and columns % channels:
+                raise UserError(
+                    f"{layer.name}'s {rows} outputs and {columns} inputs do not split into chunks of {channels} "
+                    "channels; choose another chunk_channels."
+                )
+            by_inputs = bool(rows % channels)
+            shape = (rows, columns // channels) if by_inputs else (rows // channels, columns)
+            source = generator(seed, 0, f"chunks of {layer.name}")
+            values = init.embedding((*shape, size), layer.emission, source).to(old)
+            embedding = Embedding(values, hypernet.embedding == "trained", hypernet.noise)
+            variance = init.chunk(layer.emission, size, features)
+            own = init.draw((*shape, features, size), variance, source).to(old)
+            chunks = Chunks(output, embedding, own, by_inputs, channels, kernel)
+            parametrize.register_parametrization(layer.module, "weight", chunks, unsafe=True)
+            layer.module.parametrizations["weight"].original.requires_grad_(False)
+
+
+def _highest_common_factor(layers: Sequence[Layer]) -> int:
+    """The largest chunk that the inputs or the outputs of every weight split into."""
+    shapes = [tuple(layer.module.weight.shape[:2]) for layer in layers]
+    candidates = range(max(max(shape) for shape in shapes), 0, -1)
+    return next(k for k in candidates if all(rows % k == 0 or columns % k == 0 for rows, columns in shapes))
