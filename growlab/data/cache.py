@@ -3,11 +3,11 @@
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ def decoded(images: EncodedImages) -> ImageArray:
     if total < _WORTH_CACHING:
         return ImageArray(_decode(images), labels_N, images.classes)
     frame = images.frame
-    key = f"{images.payloads.fingerprint()}\n{images.image_size} {frame}"
+    key = f"{images.payloads.fingerprint()}\n{images.fit} {frame}"
     path = _path(key, ".npz")
     shape = (total, frame.height, frame.width, frame.channels)
     array = _load(path, shape)
@@ -67,19 +67,6 @@ def decoded(images: EncodedImages) -> ImageArray:
                 _store(path, array)
     everything = ImageArray(torch.from_numpy(array), torch.zeros(total, dtype=torch.int64), images.classes)
     return ImageArray(everything.select(images.positions).images_NHWC, labels_N, images.classes)
-
-
-def cached_file(key: str, suffix: str, write: Callable[[BinaryIO], None]) -> Path:
-    """Return the cache's file for this key, written first if it is not there.
-
-    Raises:
-        UserError: the cache folder cannot be written.
-    """
-    path = _path(key, suffix)
-    with locked(path):
-        if not path.exists():
-            write_atomically(path, write)
-    return path
 
 
 @contextmanager

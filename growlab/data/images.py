@@ -1,8 +1,8 @@
 """The two forms of a labelled set of images: decoded in one array, or encoded and read on demand."""
 
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
+from growlab.data.crops import Fit, View
 from growlab.errors import UserError
 
 
@@ -61,17 +62,46 @@ class ImageArray:
             labels_N=self.labels_N.index_select(0, index),
         )
 
-    def read(self, positions: np.ndarray) -> Tensor:
-        """Return the images at these positions, uint8 [B, H, W, C]."""
-        return self.images_NHWC.index_select(0, torch.from_numpy(positions).to(self.images_NHWC.device))
+    def read(
+        self,
+        positions: np.ndarray,
+        views: Sequence[View] | None = None,
+        contents: Sequence[bytes] | None = None,
+    ) -> Tensor:
+        """Return the images at these positions, uint8 [B, H, W, C]; see `EncodedImages.read`."""
+        images = self.images_NHWC.index_select(0, torch.from_numpy(positions).to(self.images_NHWC.device))
+        if views is None:
+            return images
+        pictures = [PIL.Image.fromarray(image.squeeze(-1)) for image in images.cpu().numpy()]
+        seen = [np.asarray(view(picture)) for view, picture in zip(views, pictures, strict=True)]
+        return torch.from_numpy(np.stack(seen).reshape(len(seen), *astuple(self.frame))).to(images.device)
 
     def to(self, device: torch.device | str) -> "ImageArray":
         """Return the set on another device (itself if it is there already)."""
         return replace(self, images_NHWC=self.images_NHWC.to(device), labels_N=self.labels_N.to(device))
 
 
+class Blocks(Protocol):
+    """Encoded images that are read many at a time.
+
+    Attributes:
+        starts: position of each block's first image, ascending from 0.
+    """
+
+    starts: np.ndarray
+
+    def read(self, block: int) -> Sequence[bytes]:
+        """Return the files' bytes of a block."""
+
+
 class Payloads(Protocol):
-    """Encoded images, found by position."""
+    """Encoded images, found by position.
+
+    Attributes:
+        blocks: how to read them in blocks; None where each can be read alone as quickly.
+    """
+
+    blocks: Blocks | None
 
     def __len__(self) -> int: ...
 
@@ -94,8 +124,7 @@ class EncodedImages:
         labels: int64 [N], of the selected images.
         classes: a name for each class.
         positions: int64 [N], where the selected images lie in `payloads`.
-        image_size: pixels of the square to which images are brought (shorter side scaled, centre cropped);
-            None = as they are.
+        fit: how images are brought to one size.
         frame_of: images whose frame this set shares (a test set is read as its training set); None = its own.
     """
 
@@ -103,7 +132,7 @@ class EncodedImages:
     labels: np.ndarray
     classes: tuple[str, ...]
     positions: np.ndarray
-    image_size: int | None = None
+    fit: Fit
     frame_of: "EncodedImages | None" = None
 
     def __len__(self) -> int:
@@ -111,12 +140,12 @@ class EncodedImages:
 
     @cached_property
     def frame(self) -> Frame:
-        """Size of the first image (or `image_size`); three channels if any of a few images is coloured."""
+        """Size of the first image (or of `fit`); three channels if any of a few images is coloured."""
         if self.frame_of is not None:
             return self.frame_of.frame
         spread = np.unique(np.linspace(0, len(self.payloads) - 1, 16).astype(int))
         seen = [self._open(int(position)) for position in spread]
-        width, height = (self.image_size, self.image_size) if self.image_size else seen[0].size
+        width, height = (self.fit.size, self.fit.size) if self.fit.size else seen[0].size
         grey = all(image.mode in ("1", "L", "LA") for image in seen)
         return Frame(height, width, 1 if grey else 3)
 
@@ -129,21 +158,63 @@ class EncodedImages:
         all_positions = np.arange(len(self.payloads))
         return replace(self, labels=np.zeros_like(all_positions), positions=all_positions)
 
-    def read(self, positions: np.ndarray) -> Tensor:
+    @property
+    def blocks_N(self) -> np.ndarray | None:
+        """Block that each selected image lies in, where they are read in blocks."""
+        if self.payloads.blocks is None:
+            return None
+        return np.searchsorted(self.payloads.blocks.starts, self.positions, side="right") - 1
+
+    def contents(self, batches: Sequence[np.ndarray]) -> Iterator[list[bytes]]:
+        """Yield the encoded images of each batch, reading each block once, held from first to last use.
+
+        For images in blocks only.
+
+        Raises:
+            UserError: a file cannot be read.
+        """
+        blocks, blocks_N = self.payloads.blocks, self.blocks_N
+        assert blocks is not None and blocks_N is not None
+        last_use = {block: step for step, batch in enumerate(batches) for block in blocks_N[batch].tolist()}
+        held: dict[int, Sequence[bytes]] = {}
+        for step, batch in enumerate(batches):
+            blocks_B = blocks_N[batch].tolist()
+            for block in blocks_B:
+                if block not in held:
+                    held[block] = blocks.read(block)
+            rows_B = (self.positions[batch] - blocks.starts[blocks_B]).tolist()
+            yield [held[block][row] for block, row in zip(blocks_B, rows_B, strict=True)]
+            for block in set(blocks_B):
+                if last_use[block] == step:
+                    del held[block]
+
+    def read(
+        self,
+        positions: np.ndarray,
+        views: Sequence[View] | None = None,
+        contents: Sequence[bytes] | None = None,
+    ) -> Tensor:
         """Decode the images at these positions into uint8 [B, H, W, C].
+
+        Args:
+            positions: int64 [B].
+            views: what brings each image to the frame's size; None = `fit`.
+            contents: the encoded images, if they have been read already.
 
         Raises:
             UserError: a file cannot be read or is no image, or images differ in size.
         """
         frame = self.frame
         images_BHWC = np.empty((len(positions), frame.height, frame.width, frame.channels), dtype=np.uint8)
-        for image_HWC, position in zip(images_BHWC, self.positions[positions], strict=True):
-            image_HWC[:] = self._decode(int(position), frame)
+        for number, position in enumerate(self.positions[positions].tolist()):
+            view = views[number] if views is not None else self.fit
+            content = contents[number] if contents is not None else None
+            images_BHWC[number] = self._decode(position, frame, view, content)
         return torch.from_numpy(images_BHWC)
 
-    def _open(self, position: int) -> PIL.Image.Image:
+    def _open(self, position: int, content: bytes | None = None) -> PIL.Image.Image:
         try:
-            image = PIL.Image.open(io.BytesIO(self.payloads.read(position)))
+            image = PIL.Image.open(io.BytesIO(self.payloads.read(position) if content is None else content))
             image.load()
         except UserError:
             raise
@@ -155,16 +226,17 @@ class EncodedImages:
             raise UserError(f"cannot read the image {where} ({reason}); repair it or take it out.") from error
         return image
 
-    def _decode(self, position: int, frame: Frame) -> np.ndarray:
-        image = self._open(position)
+    def _decode(self, position: int, frame: Frame, view: View, content: bytes | None = None) -> np.ndarray:
+        image = self._open(position, content)
         if image.mode.startswith(("I", "F")):
             raise UserError(
                 f"the image {self.payloads.describe(position)} has more than 8 bits a channel; "
                 "convert it to 8 bits."
             )
-        image = image.convert("L" if frame.channels == 1 else "RGB")
-        if self.image_size:
-            image = _fit(image, self.image_size)
+        if image.mode == "P" and "transparency" in image.info:
+            # Straight to RGB, Pillow warns of some of them.
+            image = image.convert("RGBA")
+        image = view(image.convert("L" if frame.channels == 1 else "RGB"))
         if image.size != (frame.width, frame.height):
             raise UserError(
                 f"images differ in size: {self.payloads.describe(position)} has {image.width}x{image.height} "
@@ -172,14 +244,6 @@ class EncodedImages:
                 "data.image_size=N."
             )
         return np.asarray(image).reshape(frame.height, frame.width, frame.channels)
-
-
-def _fit(image: PIL.Image.Image, size: int) -> PIL.Image.Image:
-    scale = size / min(image.size)
-    if scale != 1:
-        image = image.resize((max(size, round(image.width * scale)), max(size, round(image.height * scale))))
-    left, top = (image.width - size) // 2, (image.height - size) // 2
-    return image.crop((left, top, left + size, top + size))
 
 
 def class_names(labels: Sequence[np.ndarray], names: Sequence[str] | None, where: str) -> tuple[str, ...]:

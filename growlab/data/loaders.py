@@ -1,17 +1,17 @@
 """What the trainer iterates over: finished batches of one epoch, on one rank."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from growlab.data.augment import Augmentation, Normalisation
-from growlab.data.images import EncodedImages, ImageArray
-from growlab.data.order import ORDER, evaluation_batches, permutation, training_batches
+from growlab.data.images import ImageArray
+from growlab.data.order import ORDER, evaluation_batches, permutation, rolling_order, training_batches
+from growlab.data.readers import Readers
 
 
 @dataclass
@@ -26,6 +26,8 @@ class EpochPlan:
         augmentation: None = evaluation: in order, every image once over all ranks.
         rank: this process.
         world_size: number of processes.
+        blocks_N: block that each image lies in, where images are read in blocks.
+        window: images that are shuffled together if they are read in blocks; see `rolling_order`.
     """
 
     num_images: int
@@ -35,6 +37,8 @@ class EpochPlan:
     augmentation: Augmentation | None = None
     rank: int = 0
     world_size: int = 1
+    blocks_N: np.ndarray | None = None
+    window: int = 1
 
     def __len__(self) -> int:
         if self.augmentation is None:
@@ -49,7 +53,10 @@ class EpochPlan:
         """Return the positions of the images of each batch."""
         if self.augmentation is None:
             return evaluation_batches(self.num_images, self.batch_size, self.rank, self.world_size)
-        order = permutation(self.num_images, ORDER, self.seed, self.epoch)
+        if self.blocks_N is None:
+            order = permutation(self.num_images, ORDER, self.seed, self.epoch)
+        else:
+            order = rolling_order(self.blocks_N, self.window, ORDER, self.seed, self.epoch)
         return training_batches(order, self.batch_size, self.rank, self.world_size)
 
     def draw(self, positions: np.ndarray) -> Tensor | None:
@@ -61,10 +68,9 @@ class EpochPlan:
 class _Loader:
     """What both loaders hold, and what Lightning looks for on a loader."""
 
-    images: EncodedImages | ImageArray
     plan: EpochPlan
     normalisation: Normalisation
-    channels_last: bool = True
+    channels_last: bool
 
     # Lightning asks every loader that has a `sampler` for this one too.
     batch_sampler: ClassVar[None] = None
@@ -110,53 +116,17 @@ class MemoryLoader(_Loader):
 class StreamLoader(_Loader):
     """The same batches for images that do not fit into memory: read and decoded by worker processes.
 
-    Yields (x float32 [B, C, H, W], y int64 [B]) on the CPU.
+    Yields (x float32 [B, C, H, W], y int64 [B]) on `device`.
     """
 
-    num_workers: int = 0
-    pin_memory: bool = False
+    readers: Readers
+    device: torch.device
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        # A plain DataLoader under a class of our own: Lightning would put its own sampler into a DataLoader.
-        loader = DataLoader(
-            _Batches(self.images, self.plan, self.normalisation, self.channels_last),
-            sampler=_Positions(self.plan.batches()),
-            batch_size=None,
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-            # Without a generator of its own, making the iterator would draw from the global one.
-            generator=torch.Generator().manual_seed(self.plan.seed),
-        )
-        yield from loader
-
-
-@dataclass
-class _Positions:
-    batches: Sequence[np.ndarray]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return iter(self.batches)
-
-
-@dataclass
-class _Batches(Dataset):
-    """A data set whose item is a whole batch, so that augmentation is vectorised in the workers too."""
-
-    images: EncodedImages | ImageArray
-    plan: EpochPlan
-    normalisation: Normalisation
-    channels_last: bool
-    labels_N: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.labels_N = torch.from_numpy(self.images.labels)
-
-    def __getitem__(self, positions: np.ndarray) -> tuple[Tensor, Tensor]:
-        images_BHWC = self.images.read(positions)
-        draw = self.plan.draw(positions)
-        if self.plan.augmentation is not None:
-            images_BHWC = self.plan.augmentation.apply(images_BHWC, draw)
-        return self.normalisation.apply(images_BHWC, self.channels_last), self.labels_N[positions]
+        batches = self.plan.batches()
+        augmented = self.plan.augmentation is not None
+        for images_BHWC, y_B in self.readers.read(batches, self.plan.epoch if augmented else None):
+            # Bytes travel, a quarter of what numbers would take, and are normalised where they arrive.
+            images_BHWC = images_BHWC.to(self.device, non_blocking=True)
+            x_BCHW = self.normalisation.apply(images_BHWC, self.channels_last)
+            yield x_BCHW, y_B.to(self.device, non_blocking=True)

@@ -1,5 +1,6 @@
 """The Lightning data module for labelled images."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from growlab.data.augment import Augmentation, Normalisation, channel_statistics
 from growlab.data.cache import decoded
+from growlab.data.crops import INTERPOLATIONS, Fit, RandomCrop
 from growlab.data.images import EncodedImages, ImageArray
 from growlab.data.loaders import EpochPlan, MemoryLoader, StreamLoader
+from growlab.data.readers import Readers
 from growlab.data.sources import Images, open_images
 from growlab.data.split import first_balanced, stratified_split
 from growlab.errors import UserError
@@ -21,6 +24,8 @@ VALIDATIONS = ("none", "split", "test")
 _IN_MEMORY_BYTES = 2 << 30
 # Images of a streamed training set from which mean and standard deviation are estimated.
 _STATISTICS_IMAGES = 4096
+# More worker processes than this hardly pay for one training process.
+_MOST_WORKERS = 16
 
 
 class ImageData(LightningDataModule):
@@ -48,10 +53,17 @@ class ImageData(LightningDataModule):
         limit_train: use only so many training images, the first ones of each class.
         limit_test: likewise of the test set.
         image_size: bring images in folders and Parquet files to this many pixels square; None = as they are.
+        resize_size: pixels of the shorter side before the centre is cropped to `image_size`; None = the same.
+        crop_scale: least and largest area, relative to the image, of the random crops that are trained on; None
+            = no random crops.
+        crop_ratio: least and largest width over height of these crops.
+        interpolation: how images and crops are scaled, one of `growlab.data.crops.INTERPOLATIONS`.
         channels_last: memory layout of the batches.
         seed: of order and augmentation.
         in_memory: hold decoded images as one tensor on the training device; None = up to 2 GiB.
-        num_workers: processes that read images if they are not held in memory.
+        num_workers: processes that read images if they are not held in memory; None = one a core, at most 16.
+        shuffle_window: images of Parquet files above 2 GiB that are shuffled together; they are read row group
+            by row group, and as many are held in memory, encoded.
 
     Raises:
         UserError: an argument cannot be used; from `setup()` also, the data cannot be found or read.
@@ -74,20 +86,27 @@ class ImageData(LightningDataModule):
         limit_train: int | None = None,
         limit_test: int | None = None,
         image_size: int | None = None,
+        resize_size: int | None = None,
+        crop_scale: Sequence[float] | None = None,
+        crop_ratio: Sequence[float] = (3 / 4, 4 / 3),
+        interpolation: str = "bicubic",
         channels_last: bool = True,
         seed: int = 0,
         in_memory: bool | None = None,
-        num_workers: int = 0,
+        num_workers: int | None = 0,
+        shuffle_window: int = 8192,
     ) -> None:
         super().__init__()
         _check("batch_size", batch_size, 1)
         _check("eval_batch_size", eval_batch_size, 1)
         _check("shift", shift, 0)
-        _check("num_workers", num_workers, 0)
+        _check("num_workers", num_workers or 0, 0)
+        _check("shuffle_window", shuffle_window, 1)
         for key, value in (
             ("limit_train", limit_train),
             ("limit_test", limit_test),
             ("image_size", image_size),
+            ("resize_size", resize_size),
         ):
             _check(key, 1 if value is None else value, 1)
         if validation not in VALIDATIONS:
@@ -102,13 +121,20 @@ class ImageData(LightningDataModule):
         self.validation, self.validation_fraction = validation, validation_fraction
         self.split_seed = split_seed
         self.limit_train, self.limit_test = limit_train, limit_test
-        self.image_size, self.channels_last, self.seed = image_size, channels_last, seed
-        self.in_memory, self.num_workers = in_memory, num_workers
+        self.fit, self.crop = _views(image_size, resize_size, crop_scale, crop_ratio, interpolation)
+        if self.crop is not None and in_memory:
+            raise UserError(
+                "random crops (data.crop_scale) are cut from the images as they lie in their files; leave out "
+                "data.in_memory=true."
+            )
+        self.channels_last, self.seed = channels_last, seed
+        self.in_memory, self.num_workers, self.shuffle_window = in_memory, num_workers, shuffle_window
         self.mean = [float(value) for value in mean] if mean is not None else None
         self.std = [float(value) for value in std] if std is not None else None
         #: Global batch size of an epoch, set by the experiment from the growth schedule; None = `batch_size`.
         self.batch_size_at_epoch: Callable[[int], int] | None = None
         self._images: dict[str, Images] = {}
+        self._readers: dict[str, Readers] = {}
 
     def prepare_data(self) -> None:
         """Fetch and decode what is not there yet; Lightning calls this in one process a machine."""
@@ -121,8 +147,9 @@ class ImageData(LightningDataModule):
             self.trainer.limit_val_batches = 0
         if self._images:
             return
-        train, test = open_images(self.name, self.root, self.download, self.image_size)
-        train = self._held(train.select(first_balanced(train.labels, self.limit_train or len(train))))
+        train, test = open_images(self.name, self.root, self.download, self.fit)
+        train = train.select(first_balanced(train.labels, self.limit_train or len(train)))
+        train = self._held(train) if self.crop is None else train
         test = self._held(test.select(first_balanced(test.labels, self.limit_test or len(test))))
         if train.frame != test.frame:
             raise UserError(
@@ -140,6 +167,10 @@ class ImageData(LightningDataModule):
         self._set_statistics(images["train"])
         self._images = images
 
+    def teardown(self, stage: str | None = None) -> None:
+        """End the processes that read images."""
+        self._readers.clear()
+
     def train_dataloader(self) -> MemoryLoader | StreamLoader:
         """Return the batches of the trainer's current epoch (0 without a trainer).
 
@@ -154,7 +185,12 @@ class ImageData(LightningDataModule):
                 f"a batch of {batch_size} images does not divide among {world_size} processes; choose a "
                 f"data.batch_size that {world_size} divides, or another number of devices."
             )
-        plan = EpochPlan(self.num_train, batch_size, self.seed, epoch, self.augmentation, rank, world_size)
+        train = self._images["train"]
+        blocks_N = train.blocks_N if isinstance(train, EncodedImages) else None
+        plan = EpochPlan(
+            *(self.num_train, batch_size, self.seed, epoch, self.augmentation, rank, world_size),
+            *(blocks_N, self.shuffle_window),
+        )
         return self._loader("train", plan)
 
     def val_dataloader(self) -> MemoryLoader | StreamLoader | list:
@@ -231,11 +267,58 @@ class ImageData(LightningDataModule):
 
     def _loader(self, part: str, plan: EpochPlan) -> MemoryLoader | StreamLoader:
         images, device = self._images[part], self._device()
-        if isinstance(images, ImageArray) and self.in_memory is not False:
+        training = plan.augmentation is not None
+        cropped = training and self.crop is not None
+        if isinstance(images, ImageArray) and self.in_memory is not False and not cropped:
             self._images[part] = images = images.to(device)
-            return MemoryLoader(images, plan, self._normalisation, self.channels_last)
-        pinned = device.type == "cuda"
-        return StreamLoader(images, plan, self._normalisation, self.channels_last, self.num_workers, pinned)
+            return MemoryLoader(plan, self._normalisation, self.channels_last, images)
+        if part not in self._readers:
+            self._readers[part] = Readers(
+                images,
+                self.seed,
+                self.augmentation if training else None,
+                self.crop if training else None,
+                self._num_workers(),
+                pinned=device.type == "cuda",
+            )
+        return StreamLoader(plan, self._normalisation, self.channels_last, self._readers[part], device)
+
+    def _num_workers(self) -> int:
+        if self.num_workers is not None:
+            return self.num_workers
+        # Of the cores that this process may use, as many as fall to each rank on this machine.
+        available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_ranks = self.trainer.num_devices if self.trainer is not None else 1
+        return min(_MOST_WORKERS, max(1, available // num_ranks))
+
+
+def _views(
+    image_size: int | None,
+    resize_size: int | None,
+    crop_scale: Sequence[float] | None,
+    crop_ratio: Sequence[float],
+    interpolation: str,
+) -> tuple[Fit, RandomCrop | None]:
+    if interpolation not in INTERPOLATIONS:
+        raise UserError(
+            f"data.interpolation={interpolation} is unknown; choose one of {', '.join(INTERPOLATIONS)}."
+        )
+    if resize_size is not None and resize_size < (image_size or resize_size + 1):
+        raise UserError(
+            f"data.resize_size={resize_size} must be at least data.image_size, which is {image_size}: it is the "
+            "shorter side from whose centre that many pixels are taken."
+        )
+    for key, values, most in (("crop_scale", crop_scale or (1, 1), 1.0), ("crop_ratio", crop_ratio, np.inf)):
+        if len(values) != 2 or not 0 < values[0] <= values[1] <= most:
+            raise UserError(
+                f"data.{key}={list(values)} must be the least and the largest value, above 0"
+                f"{' and at most 1' if most == 1 else ''}."
+            )
+    crop = None
+    if crop_scale is not None:
+        low, high = crop_scale
+        crop = RandomCrop((float(low), float(high)), (crop_ratio[0], crop_ratio[1]), interpolation)
+    return Fit(image_size, resize_size, interpolation), crop
 
 
 def _check(key: str, value: int, least: int) -> None:

@@ -8,7 +8,7 @@ a resumed run, a run on other devices or with another number of workers sees the
 import numpy as np
 
 # First part of every key, so that different uses of one seed draw unrelated numbers.
-ORDER, AUGMENT, SPLIT = 1, 2, 3
+ORDER, AUGMENT, SPLIT, CROP, BLOCKS = 1, 2, 3, 4, 5
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _WORD = (1 << 64) - 1
@@ -33,6 +33,27 @@ def draws(indices_N: np.ndarray, *key: int) -> np.ndarray:
 def permutation(length: int, *key: int) -> np.ndarray:
     """Return a permutation of `range(length)` (int64) that is a function of the key alone."""
     return np.argsort(draws(np.arange(length), *key), kind="stable")
+
+
+def rolling_order(blocks_N: np.ndarray, window: int, *key: int) -> np.ndarray:
+    """Return an order of images that can be read block by block, a function of the key alone.
+
+    What a shuffle buffer of `window` images gives, without its state: blocks come in random order, and each
+    image falls behind the start of its block by up to `window` images, so at any time the images in use lie in
+    about `window` images' worth of blocks.
+
+    Args:
+        blocks_N: block that each image lies in, counted from 0.
+        window: images over which a block is spread; all of them give a plain permutation.
+        key: integers, as for `draws`.
+    """
+    if window >= len(blocks_N):
+        return permutation(len(blocks_N), *key)
+    num_blocks = int(blocks_N.max()) + 1
+    place_of_block = np.argsort(permutation(num_blocks, BLOCKS, *key))
+    span = max(1.0, window * num_blocks / len(blocks_N))
+    uniform_N = draws(np.arange(len(blocks_N)), *key) * 2.0**-64
+    return np.argsort(place_of_block[blocks_N] + span * uniform_N, kind="stable")
 
 
 def training_batches(

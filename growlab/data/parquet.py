@@ -1,7 +1,8 @@
 """Hugging Face's Parquet layout: one column of encoded images, one of labels."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +10,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from growlab.data.cache import cached_file, files_fingerprint
+from growlab.data.cache import files_fingerprint
+from growlab.data.crops import Fit
 from growlab.data.images import EncodedImages, class_names
 from growlab.errors import UserError
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
-# Above this, encoded images are mapped from a file instead of held in memory.
-_MAPPED_BYTES = 2 << 30
+# Above this, encoded images are read row group by row group instead of held in memory.
+_HELD_BYTES = 2 << 30
+# So much of them is kept for those who read one image at a time.
+_RECENT_BYTES = 256 << 20
 
 
 def find_parquet(root: Path) -> dict[str, list[Path]]:
     """Return the Parquet files of "train" and "test", in `root` or one folder below it.
 
-    A split is known by how the file's name begins: train, test or val(idation); a validation file serves as
-    the test set where there is none. Empty if there is no training file.
+    A split is known by how the file's name begins: train, test or val(idation); validation files serve as the
+    test set where there is none, or one without labels (-1), as ImageNet's. Empty if there is no training file.
 
     Raises:
         UserError: several folders hold a training set.
@@ -37,31 +41,29 @@ def find_parquet(root: Path) -> dict[str, list[Path]]:
     return next(iter(found.values()), {})
 
 
-def open_parquet(
-    splits: dict[str, list[Path]], image_size: int | None
-) -> tuple[EncodedImages, EncodedImages]:
+def open_parquet(splits: dict[str, list[Path]], fit: Fit) -> tuple[EncodedImages, EncodedImages]:
     """Open the training and the test set; images are read when asked for.
 
     Raises:
         UserError: a file is unreadable, or has no column of images or labels.
     """
     image_column, label_column, names = _columns(splits["train"][0])
-    labels = {split: _labels(paths, label_column) for split, paths in splits.items()}
+    labels = {split: _labels(splits[split], label_column) for split in ("train", "test")}
+    if "val" in splits and (labels["test"] < 0).all():
+        splits = {**splits, "test": splits["val"]}
+        labels["test"] = _labels(splits["val"], label_column)
     classes = class_names(list(labels.values()), names, str(splits["train"][0].parent))
     sets: list[EncodedImages] = []
     for split in ("train", "test"):
         payloads = ParquetPayloads(splits[split], image_column)
         positions = np.arange(len(labels[split]))
-        sets.append(
-            EncodedImages(
-                payloads, labels[split], classes, positions, image_size, frame_of=sets[0] if sets else None
-            )
-        )
+        frame_of = sets[0] if sets else None
+        sets.append(EncodedImages(payloads, labels[split], classes, positions, fit, frame_of))
     return sets[0], sets[1]
 
 
 class ParquetPayloads:
-    """The image column of Parquet files, read at first use; large files through a mapped Arrow file.
+    """The image column of Parquet files: held in memory from its first use, or read row group by row group.
 
     Args:
         paths: the files of one split, in order.
@@ -71,57 +73,97 @@ class ParquetPayloads:
     def __init__(self, paths: Sequence[Path], column: str) -> None:
         self.paths = list(paths)
         self.column = column
-        self._length = sum(_read(path, lambda p: pq.read_metadata(p).num_rows) for path in self.paths)
-        self._images: pa.ChunkedArray | None = None
+        rows = [_read(path, _group_rows) for path in self.paths]
+        self._file_starts = np.cumsum([0, *map(sum, rows)])
+        self._num_bytes = sum(path.stat().st_size for path in self.paths)
+        streamed = self._num_bytes > _HELD_BYTES
+        self.blocks = RowGroups(self.paths, column, rows) if streamed else None
+        self._open()
 
     def __len__(self) -> int:
-        return self._length
+        return int(self._file_starts[-1])
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes open the files themselves.
-        return {**self.__dict__, "_images": None}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_images", "_recent")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
 
     def read(self, position: int) -> bytes:
         """Return the encoded image at this row."""
+        if self.blocks is not None:
+            block = int(np.searchsorted(self.blocks.starts, position, side="right")) - 1
+            return self._recent(block)[position - self.blocks.starts[block]]
         if self._images is None:
-            self._images = self._load()
-        content = self._images[position].as_py()
-        if isinstance(content, dict):
-            content = content.get("bytes")
-        if content is None:
-            raise UserError(
-                f"{self.describe(position)} holds no image bytes; write the images into the file."
-            )
-        return content
+            tables = [_read(path, lambda p: pq.read_table(p, columns=[self.column])) for path in self.paths]
+            self._images = pa.concat_tables(tables).column(self.column)
+        return _content(self._images[position], lambda: self.describe(position))
 
     def describe(self, position: int) -> str:
         """Return `in row 17 of train.parquet`, with its folder."""
-        for path in self.paths:
-            rows = pq.read_metadata(path).num_rows
-            if position < rows:
-                return f"in row {position} of {path}"
-            position -= rows
-        raise IndexError(position)
+        file = int(np.searchsorted(self._file_starts, position, side="right")) - 1
+        return f"in row {position - self._file_starts[file]} of {self.paths[file]}"
 
     def fingerprint(self) -> str:
         """Return the files' names, sizes and times of change."""
         return files_fingerprint(self.paths)
 
-    def _load(self) -> pa.ChunkedArray:
-        if sum(path.stat().st_size for path in self.paths) <= _MAPPED_BYTES:
-            tables = [_read(path, lambda p: pq.read_table(p, columns=[self.column])) for path in self.paths]
-            return pa.concat_tables(tables).column(self.column)
-        arrow_file = cached_file(f"{self.fingerprint()} {self.column}", ".arrow", self._write_arrow)
-        return pa.ipc.open_file(pa.memory_map(str(arrow_file))).read_all().column(self.column)
+    def _open(self) -> None:
+        self._images: pa.ChunkedArray | None = None
+        if self.blocks is not None:
+            block_bytes = self._num_bytes // len(self.blocks.starts)
+            self._recent = lru_cache(maxsize=max(1, _RECENT_BYTES // block_bytes))(self.blocks.read)
 
-    def _write_arrow(self, file: Any) -> None:
-        writer = None
-        for path in self.paths:
-            for batch in pq.ParquetFile(path).iter_batches(batch_size=1024, columns=[self.column]):
-                writer = writer or pa.ipc.new_file(file, batch.schema)
-                writer.write_batch(batch)
-        if writer is not None:
-            writer.close()
+
+class RowGroups:
+    """Row groups of Parquet files, each read as a whole.
+
+    Args:
+        paths: the files of one split, in order.
+        column: name of the image column.
+        rows: for each file, the number of rows in each row group.
+    """
+
+    def __init__(self, paths: Sequence[Path], column: str, rows: Sequence[Sequence[int]]) -> None:
+        self.column = column
+        #: (file, row group in it, first row of the file in it) of each block.
+        self.places = [
+            (path, group, sum(counts[:group]))
+            for path, counts in zip(paths, rows, strict=True)
+            for group in range(len(counts))
+        ]
+        self.starts = np.cumsum([0, *(count for counts in rows for count in counts)])[:-1]
+
+    def read(self, block: int) -> list[bytes]:
+        """Return the encoded images of a row group.
+
+        Raises:
+            UserError: the file cannot be read, or a row holds no bytes.
+        """
+        path, group, first_row = self.places[block]
+
+        def read_group(path: Path) -> pa.ChunkedArray:
+            with pq.ParquetFile(path) as file:
+                return file.read_row_group(group, columns=[self.column]).column(self.column)
+
+        rows = enumerate(_read(path, read_group), start=first_row)
+        return [_content(value, lambda row=row: f"in row {row} of {path}") for row, value in rows]
+
+
+def _group_rows(path: Path) -> list[int]:
+    metadata = pq.read_metadata(path)
+    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+
+def _content(value: pa.Scalar, where: Callable[[], str]) -> bytes:
+    content = value.as_py()
+    if isinstance(content, dict):
+        content = content.get("bytes")
+    if content is None:
+        raise UserError(f"{where()} holds no image bytes; write the images into the file.")
+    return content
 
 
 def _splits(folder: Path) -> dict[str, list[Path]]:
@@ -130,7 +172,7 @@ def _splits(folder: Path) -> dict[str, list[Path]]:
     splits = {split: [path for path in files if path.name.startswith(split)] for split in names}
     if not splits["test"]:
         splits["test"] = splits["val"]
-    return {split: paths for split, paths in splits.items() if paths and split != "val"}
+    return {split: paths for split, paths in splits.items() if paths}
 
 
 def _columns(path: Path) -> tuple[str, str, list[str] | None]:

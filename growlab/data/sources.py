@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from growlab.data.cache import cache_dir
+from growlab.data.crops import Fit
 from growlab.data.digits import load_digits
 from growlab.data.folders import find_folders, open_folders
 from growlab.data.images import EncodedImages, ImageArray
@@ -22,7 +23,7 @@ def default_root(name: str) -> Path:
 
 
 def open_images(
-    name: str, root: str | os.PathLike[str] | None, download: bool = True, image_size: int | None = None
+    name: str, root: str | os.PathLike[str] | None, download: bool = True, fit: Fit | None = None
 ) -> tuple[Images, Images]:
     """Return the training and the test set of `name`.
 
@@ -31,7 +32,7 @@ def open_images(
         root: folder with Parquet files, folders of images or torchvision's files; None =
             `default_root(name)`, but digits come from scikit-learn.
         download: fetch the data (of the names that torchvision knows) where the folder is empty or missing.
-        image_size: bring images in folders and Parquet files to this many pixels square.
+        fit: how images in folders and Parquet files are brought to one size; None = as they are.
 
     Raises:
         UserError: nothing usable is there, in a sentence that says what was looked for and where.
@@ -40,7 +41,7 @@ def open_images(
         return load_digits()
     folder = Path(root).expanduser() if root is not None else default_root(name)
     try:
-        return _open_folder(name, folder, download, image_size)
+        return _open_folder(name, folder, download, fit or Fit())
     except OSError as error:
         reason = error.strerror or error
         raise UserError(
@@ -48,7 +49,7 @@ def open_images(
         ) from error
 
 
-def _open_folder(name: str, folder: Path, download: bool, image_size: int | None) -> tuple[Images, Images]:
+def _open_folder(name: str, folder: Path, download: bool, fit: Fit) -> tuple[Images, Images]:
     if folder.exists() and not folder.is_dir():
         raise UserError(
             f"data.root={folder} is a file; point data.root=... at the folder that holds the data."
@@ -57,13 +58,13 @@ def _open_folder(name: str, folder: Path, download: bool, image_size: int | None
         if has_torchvision_files(name, folder):
             return load_torchvision(name, folder, download)
         if folders := find_folders(folder):
-            return open_folders(_complete(folders, folder), image_size)
+            return open_folders(_complete(folders, folder), fit)
         # pyarrow takes a third of a second to import: only where it may be needed.
         if any(folder.glob("*.parquet")) or any(folder.glob("*/*.parquet")):
             from growlab.data.parquet import find_parquet, open_parquet
 
             if splits := find_parquet(folder):
-                return open_parquet(_complete(splits, folder), image_size)
+                return open_parquet(_complete(splits, folder), fit)
         if any(folder.iterdir()):
             raise UserError(f"{folder} holds no {name} data that growlab knows: {_looked_for(name)}.")
     if name in DATASETS and download:

@@ -65,6 +65,7 @@ class Pictures:
         image_column: str = "img",
         label_column: str = "label",
         shards: int = 1,
+        row_group_size: int | None = None,
         wrap: Callable[[bytes], object] = lambda content: {"bytes": content, "path": None},
     ) -> Path:
         for split, labels in self.labels.items():
@@ -75,7 +76,7 @@ class Pictures:
                 )
                 path = root / names(split).replace("SHARD", f"{shard:05}-of-{shards:05}")
                 path.parent.mkdir(parents=True, exist_ok=True)
-                pq.write_table(table, path)
+                pq.write_table(table, path, row_group_size=row_group_size)
         return root
 
 

@@ -21,9 +21,9 @@ def decodings(monkeypatch):
     counts = {"images": 0}
     decode = EncodedImages._decode
 
-    def counted(self, position, frame):
+    def counted(self, *args):
         counts["images"] += 1
-        return decode(self, position, frame)
+        return decode(self, *args)
 
     monkeypatch.setattr(EncodedImages, "_decode", counted)
     return counts

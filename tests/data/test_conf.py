@@ -16,7 +16,7 @@ def _compose(name: str, *overrides: str):
 
 
 def test_every_data_set_has_a_file():
-    assert NAMES == ["cifar10", "cifar100", "digits", "fashion_mnist", "mnist"]
+    assert NAMES == ["cifar10", "cifar100", "digits", "fashion_mnist", "imagenet", "mnist"]
 
 
 @pytest.mark.parametrize("name", NAMES)

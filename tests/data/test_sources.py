@@ -12,6 +12,7 @@ import torch
 import torchvision.datasets
 
 from growlab.data.cache import decoded
+from growlab.data.crops import Fit
 from growlab.data.images import EncodedImages
 from growlab.data.sources import default_root, open_images
 from growlab.errors import UserError
@@ -73,15 +74,28 @@ def test_parquet_takes_the_names_of_classes_from_hugging_faces_metadata(pictures
     assert open_images("insects", root)[0].classes == ("a", "b", "c", "d", "e")
 
 
-def test_large_parquet_is_mapped_from_an_arrow_file(pictures, tmp_path, monkeypatch, own_cache):
-    monkeypatch.setattr("growlab.data.parquet._MAPPED_BYTES", 0)
-    root = pictures.as_parquet(tmp_path, "{}-SHARD.parquet".format, shards=2)
+def test_large_parquet_is_read_by_row_groups(pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr("growlab.data.parquet._HELD_BYTES", 0)
+    root = pictures.as_parquet(tmp_path, "{}-SHARD.parquet".format, shards=3, row_group_size=4)
     train, test = open_images("insects", root)
+    # 14 + 13 + 13 rows in groups of at most four.
+    rows = [4, 4, 4, 2, 4, 4, 4, 1, 4, 4, 4, 1]
+    assert train.blocks_N.tolist() == np.repeat(np.arange(12), rows).tolist()
     _assert_same([(part.read(np.arange(len(part))).numpy(), part.labels) for part in (train, test)], pictures)
-    assert len(list(own_cache.rglob("*.arrow"))) == 2
-    # A worker process gets the set pickled, without the open file.
+    # A worker process gets the set pickled, without the open files.
     copy = pickle.loads(pickle.dumps(train))
     assert torch.equal(copy.read(np.array([3, 1])), train.read(np.array([3, 1])))
+
+
+def test_an_unlabelled_test_set_gives_way_to_the_validation_set(pictures, tmp_path):
+    """As in Hugging Face's ImageNet."""
+    root = pictures.as_parquet(tmp_path)
+    (root / "test.parquet").rename(root / "validation.parquet")
+    table = pq.read_table(root / "train.parquet")
+    pq.write_table(
+        table.set_column(1, "label", pa.array([-1] * len(table), pa.int64())), root / "test.parquet"
+    )
+    _assert_same(_arrays("insects", root), pictures)
 
 
 def _write_idx(path, array):
@@ -152,13 +166,26 @@ def test_grey_images_among_coloured_ones_become_coloured(pictures, tmp_path):
     assert np.array_equal(images[0], pictures.images["train"][0])
 
 
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"])
+@pytest.mark.filterwarnings("error")
+def test_images_of_every_mode_become_coloured(pictures, tmp_path, mode):
+    root = pictures.as_folders(tmp_path)
+    picture = PIL.Image.new("RGB", (12, 10), (255, 255, 255)).convert(mode)
+    options = {"transparency": b"\0" * 9} if mode == "P" else {}
+    picture.save(
+        root / "train" / "ant" / "00001.png", "TIFF" if mode in ("CMYK", "YCbCr") else "PNG", **options
+    )
+    images = _arrays("insects", root)[0][0]
+    assert (images[1] == 255).all() and np.array_equal(images[0], pictures.images["train"][0])
+
+
 def test_image_size_scales_the_shorter_side_and_crops_the_centre(pictures, tmp_path):
     root = pictures.as_folders(tmp_path)
     # 10x12 pixels: at size 10 nothing is scaled, one column goes on either side.
-    images = _arrays("insects", root, image_size=10)[0][0]
+    images = _arrays("insects", root, fit=Fit(10))[0][0]
     assert np.array_equal(images, pictures.images["train"][:, :, 1:11])
     PIL.Image.new("RGB", (50, 90), (1, 2, 3)).save(root / "train" / "ant" / "00001.png")
-    images = _arrays("insects", root, image_size=5)[0][0]
+    images = _arrays("insects", root, fit=Fit(5))[0][0]
     assert images.shape[1:] == (5, 5, 3) and (images[1] == (1, 2, 3)).all()
 
 

@@ -1,0 +1,163 @@
+"""Processes that read, decode, crop and augment batches of images which are not held in memory."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from growlab.data.augment import Augmentation
+from growlab.data.crops import RandomCrop
+from growlab.data.images import EncodedImages, ImageArray
+from growlab.errors import UserError
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Readers:
+    """Reads batches of one set in worker processes, which are kept from epoch to epoch.
+
+    A batch is a function of (positions, seed, epoch) alone, whatever the number of workers.
+
+    Args:
+        images: the set.
+        seed: augmentation is a function of seed and epoch.
+        augmentation: shifts and mirroring, in training.
+        crop: random crops before them, in training.
+        num_workers: processes; 0 reads in this one.
+        pinned: whether batches are copied to page-locked memory, from which a GPU fetches them faster.
+    """
+
+    def __init__(
+        self,
+        images: EncodedImages | ImageArray,
+        seed: int,
+        augmentation: Augmentation | None,
+        crop: RandomCrop | None = None,
+        num_workers: int = 0,
+        pinned: bool = False,
+    ) -> None:
+        self._requests = _Requests(images)
+        self._loader = DataLoader(
+            _Batches(images, seed, augmentation, crop),
+            sampler=self._requests,
+            batch_size=None,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            pin_memory=pinned,
+            # Without a generator of its own, making the iterator would draw from the global one.
+            generator=torch.Generator().manual_seed(seed),
+        )
+        self._readings = 0
+
+    def read(self, batches: Sequence[np.ndarray], epoch: int | None) -> Iterator[Batch]:
+        """Yield (images uint8 [B, H, W, C], labels int64 [B]) of each batch, on the CPU.
+
+        A new reading ends the one before it.
+
+        Args:
+            batches: positions of the images of each batch.
+            epoch: counted from 0; None reads images as they are.
+
+        Raises:
+            UserError: an image cannot be read, or a worker process died.
+            RuntimeError: another reading began meanwhile.
+        """
+        self._readings += 1
+        reading = self._readings
+        self._requests.batches, self._requests.epoch = batches, epoch
+        iterator = iter(self._loader)
+        while True:
+            if reading != self._readings:
+                raise RuntimeError("these batches are read no further: another reading has begun")
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            except (RuntimeError, EOFError, ConnectionError) as error:
+                # "DataLoader worker (pid 7) is killed by signal", or its half of a pipe is gone.
+                if isinstance(error, RuntimeError) and "DataLoader worker (pid" not in str(error):
+                    raise
+                reason = str(error).partition("\n")[0].strip(" .") or type(error).__name__
+                raise UserError(
+                    f"a process that reads images died ({reason}); if memory ran out, lower data.num_workers."
+                ) from error
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch
+
+
+@dataclass
+class _Request:
+    """What a worker is sent: which images, in which epoch, and their bytes where they are read in blocks."""
+
+    positions: np.ndarray
+    epoch: int | None
+    contents: list[bytes] | None
+
+
+@dataclass
+class _Requests:
+    """The sampler: what it yields is sent to the workers one by one, a few ahead of the batches."""
+
+    images: EncodedImages | ImageArray
+    batches: Sequence[np.ndarray] = ()
+    epoch: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[_Request]:
+        batches, epoch = self.batches, self.epoch
+        if isinstance(self.images, ImageArray) or self.images.payloads.blocks is None:
+            yield from (_Request(positions, epoch, None) for positions in batches)
+            return
+        # Here, in one process, each block is read once an epoch, however many workers there are.
+        contents = _ahead(self.images.contents(batches))
+        for positions, part in zip(batches, contents, strict=True):
+            yield _Request(positions, epoch, part)
+
+
+def _ahead(items: Iterator[list[bytes]]) -> Iterator[list[bytes]]:
+    """Yield the same items, the next one fetched by a thread meanwhile."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        following = thread.submit(next, items, None)
+        while (item := following.result()) is not None:
+            following = thread.submit(next, items, None)
+            yield item
+
+
+@dataclass
+class _Batches(Dataset):
+    """A data set whose item is a whole batch, so that augmentation is vectorised in the workers too."""
+
+    images: EncodedImages | ImageArray
+    seed: int
+    augmentation: Augmentation | None
+    crop: RandomCrop | None
+    labels_N: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.labels_N = torch.from_numpy(self.images.labels)
+
+    def __getitem__(self, request: _Request) -> Batch | UserError:
+        try:
+            return self._read(request)
+        except UserError as error:
+            # Raised here, it would reach the user inside the traceback of a worker process.
+            return error
+
+    def _read(self, request: _Request) -> Batch:
+        positions, epoch = request.positions, request.epoch
+        views = None
+        if self.crop is not None and epoch is not None:
+            frame = self.images.frame
+            views = self.crop.views(positions, self.seed, epoch, (frame.height, frame.width))
+        images_BHWC = self.images.read(positions, views, request.contents)
+        if self.augmentation is not None and epoch is not None:
+            draw_3B = self.augmentation.draw(positions, self.seed, epoch)
+            images_BHWC = self.augmentation.apply(images_BHWC, draw_3B)
+        return images_BHWC, self.labels_N[positions]

@@ -1,0 +1,291 @@
+"""Images of many sizes that stay in their files: image folders and Parquet shards as ImageNet comes."""
+
+import io
+import os
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import PIL.Image
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torchvision.transforms import v2
+
+from growlab.data import ImageData
+from growlab.data import module as data_module
+from growlab.data.loaders import StreamLoader
+from growlab.data.order import rolling_order
+from growlab.errors import UserError
+
+OPTIONS = {
+    "batch_size": 8,
+    "eval_batch_size": 5,
+    "image_size": 16,
+    "resize_size": 20,
+    "crop_scale": [0.08, 1.0],
+    "mirror": True,
+    "interpolation": "bilinear",
+    "mean": [0.485, 0.456, 0.406],
+    "std": [0.229, 0.224, 0.225],
+    "in_memory": None,
+}
+MODES = ["RGB", "RGB", "L", "CMYK", "RGBA"]
+
+
+def _content(number: int) -> bytes:
+    """A JPEG or PNG of its own size and mode."""
+    rng = np.random.default_rng(number)
+    height, width = (int(side) for side in rng.integers(18, 60, 2))
+    picture = PIL.Image.fromarray(rng.integers(0, 256, (height // 3, width // 3, 3), dtype=np.uint8))
+    mode = MODES[number % len(MODES)]
+    buffer = io.BytesIO()
+    picture.resize((width, height)).convert(mode).save(buffer, "PNG" if mode == "RGBA" else "JPEG")
+    return buffer.getvalue()
+
+
+CONTENTS = {"train": [_content(n) for n in range(50)], "val": [_content(n) for n in range(50, 64)]}
+LABELS = {split: np.sort(np.arange(len(contents)) % 4) for split, contents in CONTENTS.items()}
+CLASSES = ["n01440764", "n01443537", "n01484850", "n01491361"]
+
+
+@pytest.fixture
+def folders(tmp_path):
+    root = tmp_path / "folders"
+    for split, contents in CONTENTS.items():
+        for number, (content, label) in enumerate(zip(contents, LABELS[split], strict=True)):
+            folder = root / split / CLASSES[label]
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{CLASSES[label]}_{number:04}.JPEG").write_bytes(content)
+    return root
+
+
+@pytest.fixture
+def shards(tmp_path, monkeypatch):
+    """The same images in shards with small row groups, treated as too large for memory."""
+    monkeypatch.setattr("growlab.data.parquet._HELD_BYTES", 0)
+    root = tmp_path / "shards" / "data"
+    root.mkdir(parents=True)
+    for split, name in (("train", "train"), ("val", "validation")):
+        parts = np.array_split(np.arange(len(CONTENTS[split])), 3)
+        for shard, part in enumerate(parts):
+            images = [{"bytes": CONTENTS[split][n], "path": f"{n}.JPEG"} for n in part]
+            table = pa.table({"image": images, "label": LABELS[split][part]})
+            pq.write_table(table, root / f"{name}-{shard:05}-of-00003.parquet", row_group_size=5)
+    return root.parent
+
+
+def _open(root, **kwargs) -> ImageData:
+    data = ImageData("imagenet", str(root), **{**OPTIONS, **kwargs})
+    data.setup()
+    return data
+
+
+def _batches(data, epoch=0, rank=0, world_size=1):
+    data.trainer = SimpleNamespace(
+        current_epoch=epoch,
+        global_rank=rank,
+        world_size=world_size,
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+    )
+    return list(data.train_dataloader())
+
+
+def _equal(ours, others) -> bool:
+    return len(ours) == len(others) and all(
+        torch.equal(x, other_x) and torch.equal(y, other_y)
+        for (x, y), (other_x, other_y) in zip(ours, others, strict=True)
+    )
+
+
+def _normalised(picture: PIL.Image.Image) -> torch.Tensor:
+    tensor = v2.functional.pil_to_tensor(picture).double() / 255
+    return v2.functional.normalize(tensor, OPTIONS["mean"], OPTIONS["std"])
+
+
+def _rgb(content: bytes) -> PIL.Image.Image:
+    return PIL.Image.open(io.BytesIO(content)).convert("RGB")
+
+
+@pytest.mark.parametrize("layout", ["folders", "shards"])
+def test_evaluation_is_torchvisions_preset(layout, request):
+    data = _open(request.getfixturevalue(layout))
+    assert (data.num_train, data.num_test, data.num_classes, data.image_shape) == (50, 14, 4, (3, 16, 16))
+    preset = v2.Compose([v2.Resize(20), v2.CenterCrop(16)])
+    expected = torch.stack([_normalised(preset(_rgb(content))) for content in CONTENTS["val"]])
+    batches = list(data.test_dataloader())
+    torch.testing.assert_close(torch.cat([x for x, _ in batches]).double(), expected, rtol=0, atol=3e-6)
+    assert torch.cat([y for _, y in batches]).tolist() == LABELS["val"].tolist()
+
+
+@pytest.mark.parametrize("layout", ["folders", "shards"])
+def test_training_crops_come_from_their_own_images(layout, request):
+    """Each against the crop of the original file by torchvision, mirrored or not."""
+    data = _open(request.getfixturevalue(layout))
+    loader = data.train_dataloader()
+    assert isinstance(loader, StreamLoader)
+    seen = []
+    for positions, (x, y) in zip(loader.plan.batches(), loader, strict=True):
+        seen += positions.tolist()
+        assert y.tolist() == LABELS["train"][positions].tolist()
+        views = data.crop.views(positions, 0, 0, (16, 16))
+        mirrored = data.augmentation.draw(positions, 0, 0)[2]
+        for image, position, view, flip in zip(x, positions, views, mirrored, strict=True):
+            expected = _normalised(view(_rgb(CONTENTS["train"][position])))
+            expected = expected.flip(-1) if flip else expected
+            torch.testing.assert_close(image.double(), expected, rtol=0, atol=3e-6)
+    assert sorted(seen) == list(range(50))
+
+
+@pytest.mark.parametrize("layout", ["folders", "shards"])
+def test_a_resumed_run_sees_the_same_batches_with_any_number_of_workers(layout, request):
+    root = request.getfixturevalue(layout)
+    whole = _open(root, num_workers=2, shuffle_window=20)
+    epochs = [_batches(whole, epoch) for epoch in range(3)]
+    (pids,) = {tuple(w.pid for w in whole._readers["train"]._loader._iterator._workers)}
+    assert len(pids) == 2  # kept over three epochs
+    before = torch.get_rng_state()
+    assert _equal(_batches(_open(root, num_workers=0, shuffle_window=20), 2), epochs[2])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not _equal(epochs[1], epochs[2])
+    ranks = [_batches(_open(root, shuffle_window=20), 1, rank, 2) for rank in range(2)]
+    for step, (x, _) in enumerate(epochs[1]):
+        assert torch.equal(torch.cat([ranks[0][step][0], ranks[1][step][0]])[: len(x)], x)
+    whole.teardown()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_abandoned_epoch_leaves_nothing_behind(folders, num_workers):
+    data = _open(folders, num_workers=num_workers)
+    expected = _batches(_open(folders), 1)
+    abandoned = iter(data.train_dataloader())
+    next(abandoned)
+    assert _equal(_batches(data, 1), expected)
+    with pytest.raises(RuntimeError, match="another reading"):
+        next(abandoned)
+    data.teardown()
+
+
+def test_each_row_group_is_read_once_an_epoch(shards, monkeypatch):
+    data = _open(shards, shuffle_window=10)
+    blocks = data._images["train"].payloads.blocks
+    reads, read = [], blocks.read
+    monkeypatch.setattr(blocks, "read", lambda block: reads.append(block) or read(block))
+    assert len(_batches(data)) == 7
+    assert sorted(reads) == list(range(len(blocks.starts)))
+    data.batch_size_at_epoch = lambda epoch: 3
+    assert len(_batches(data, 1)) == 17 and len(reads) == 2 * len(blocks.starts)
+
+
+@pytest.mark.parametrize("window", [1, 40, 400, 5000])
+def test_a_rolling_order_needs_few_blocks_at_a_time(window):
+    blocks_N = np.repeat(np.arange(100), np.random.default_rng(0).integers(1, 40, 100))
+    order = rolling_order(blocks_N, window, 1, 2)
+    assert np.array_equal(np.sort(order), np.arange(len(blocks_N)))
+    assert not np.array_equal(order, rolling_order(blocks_N, window, 1, 3))
+    blocks = blocks_N[order]
+    first = {block: step for step, block in reversed(list(enumerate(blocks.tolist())))}
+    last = {block: step for step, block in enumerate(blocks.tolist())}
+    opened = max(sum(first[b] <= step <= last[b] for b in first) for step in range(0, len(blocks), 7))
+    wanted = window * 100 / len(blocks_N)
+    assert opened <= wanted + 2
+    if 400 <= window < len(blocks_N):
+        assert opened >= 0.7 * wanted
+
+
+def test_limits_and_validation_splits_of_row_groups(shards, folders):
+    options = {"limit_train": 20, "validation": "split", "validation_fraction": 0.2, "shuffle_window": 10**6}
+    ours, theirs = _open(shards, **options), _open(folders, **options)
+    assert (ours.num_train, ours.num_val) == (16, 4)
+    assert _equal(list(ours.val_dataloader()), list(theirs.val_dataloader()))
+    # A window over everything is a plain permutation, so even the order is the same.
+    assert _equal(_batches(ours), _batches(theirs))
+    assert torch.equal(ours.probe_batch(6), theirs.probe_batch(6))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("layout", ["folders", "shards"])
+def test_a_corrupt_image_is_named_in_one_sentence(layout, num_workers, request, monkeypatch):
+    root = request.getfixturevalue(layout)
+    whole = CONTENTS["train"][20]
+    if layout == "folders":
+        (path,) = root.rglob("*_0020.JPEG")
+        path.write_bytes(whole[: len(whole) // 2])
+        words = str(path)
+    else:
+        path = root / "data" / "train-00001-of-00003.parquet"
+        table = pq.read_table(path)
+        images = table.column("image").to_pylist()
+        images[3]["bytes"] = whole[: len(whole) // 2]
+        pq.write_table(table.set_column(0, "image", pa.array(images)), path, row_group_size=5)
+        words = f"in row 3 of {path}"
+    data = _open(root, num_workers=num_workers)
+    with pytest.raises(UserError) as raised:
+        _batches(data)
+    message = str(raised.value)
+    assert words in message and "\n" not in message and message.endswith("repair it or take it out.")
+    data.teardown()
+
+
+def test_a_dead_worker_is_told_in_one_sentence(folders):
+    data = _open(folders, num_workers=1)
+    loader = iter(data.train_dataloader())
+    next(loader)
+    os.kill(data._readers["train"]._loader._iterator._workers[0].pid, signal.SIGKILL)
+    with pytest.raises(UserError, match="process that reads images died") as raised:
+        list(loader)
+    assert "\n" not in str(raised.value)
+    data.teardown()
+
+
+def test_random_crops_of_images_that_are_held(folders):
+    """Decoded sets can be cropped too: the digits have no files to go back to."""
+    data = ImageData("digits", batch_size=500, crop_scale=[0.3, 1.0], interpolation="bilinear")
+    data.setup()
+    plain = ImageData("digits", batch_size=500)
+    plain.setup()
+    (x, y), (whole, labels) = next(iter(data.train_dataloader())), next(iter(plain.train_dataloader()))
+    assert x.shape == whole.shape == (500, 1, 8, 8) and torch.equal(y, labels)
+    assert not torch.equal(x, whole)
+    assert _equal(list(data.test_dataloader()), list(plain.test_dataloader()))
+
+
+def test_workers_are_as_many_as_cores(folders, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    assert _open(folders, num_workers=None)._num_workers() == 6
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(96)), raising=False)
+    assert _open(folders, num_workers=None)._num_workers() == data_module._MOST_WORKERS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"interpolation": "cubic"}, "nearest, bilinear"),
+        ({"resize_size": 15}, "data.resize_size=15 must be at least data.image_size, which is 16"),
+        ({"crop_scale": [0.5, 0.1]}, "data.crop_scale="),
+        ({"crop_scale": [0.5, 1.5]}, "at most 1"),
+        ({"crop_ratio": [0.0, 1.0]}, "above 0"),
+        ({"crop_ratio": [1.0]}, "data.crop_ratio"),
+        ({"in_memory": True}, "leave out data.in_memory=true"),
+        ({"shuffle_window": 0}, "data.shuffle_window=0"),
+        ({"num_workers": -1}, "data.num_workers=-1"),
+    ],
+)
+def test_arguments_that_cannot_be_used(folders, arguments, words):
+    with pytest.raises(UserError, match=words):
+        _open(folders, **arguments)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_pinned_batches_equal_those_on_the_cpu(folders):
+    expected = _batches(_open(folders), 1)
+    data = _open(folders, num_workers=2)
+    _batches(data, 1)
+    data.teardown()
+    data.trainer.strategy.root_device = torch.device("cuda", 0)
+    for (x, y), (cpu_x, cpu_y) in zip(data.train_dataloader(), expected, strict=True):
+        assert x.is_cuda and y.is_cuda and x.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(x.cpu(), cpu_x, rtol=0, atol=1e-6)
+        assert torch.equal(y.cpu(), cpu_y)
+    data.teardown()
