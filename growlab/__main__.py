@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.errors import UserError
 from growlab.explain import explain
+from growlab.processes import ProcessFailed, apart, follow_the_leash, report
 from growlab.resuming import resume_override
 
 
@@ -31,10 +32,19 @@ class _JobFailed(BaseException):
 
 def _job(cfg: DictConfig) -> Any:
     # Imported here: help, completion and error sentences need not wait for torch.
-    from growlab.experiment import run
+    from growlab import processes, sweeps
 
     try:
-        return run(cfg)
+        sweeps.check_selection(cfg)
+        run_dir = Path(HydraConfig.get().runtime.output_dir)
+        number = processes.to_start(cfg.get("trainer") or {})
+        if number > 1:
+            processes.run(number, run_dir)
+        else:
+            from growlab.experiment import run
+
+            run(cfg)
+        return sweeps.objective(cfg, run_dir)
     except Exception as error:
         job = HydraConfig.get()
         if job.mode == RunMode.RUN:
@@ -72,7 +82,11 @@ def _fail(error: BaseException, overrides: list[str], with_traceback: bool) -> i
         sentence = explain(error, overrides, _conf_or_none())
     except Exception:  # explaining must never hide what it explains
         sentence = None
-    if sentence is None or with_traceback:
+    if report(1 if sentence is None else 2, sentence or "".join(traceback.format_exception(error))):
+        return 1 if sentence is None else 2
+    if isinstance(error, ProcessFailed) and not with_traceback:
+        print(error, file=sys.stderr)
+    elif sentence is None or with_traceback:
         traceback.print_exception(error)
     if sentence is None:
         return 1
@@ -109,6 +123,8 @@ def main() -> int:
         folder = resume_override(overrides, multirun)
         if folder is not None:
             sys.argv.append(folder)
+        sys.argv += apart([*overrides, folder or ""], multirun)
+        follow_the_leash()
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=PRIMARY)(_job)()
     except _JobFailed as failed:
         return _fail(failed.error, overrides, with_traceback)
@@ -119,6 +135,8 @@ def main() -> int:
     except (KeyboardInterrupt, SystemExit) as stop:
         if not _interrupted(stop):
             raise
+        if report(130, "interrupted"):
+            return 130
         print(
             "interrupted; the same command with ckpt_path=last goes on from the last checkpoint",
             file=sys.stderr,

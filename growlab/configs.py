@@ -112,6 +112,7 @@ class MainConfig:
     opaque: list[str] = MISSING
     optimizer_state: OptimizerState = MISSING
     probe_size: int = MISSING
+    check_ranks: bool = MISSING
     log_rates_every_n_steps: int = MISSING
 
 

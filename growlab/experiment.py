@@ -25,6 +25,7 @@ from growlab.data import ImageData
 from growlab.errors import UserError
 from growlab.files import write_json, write_text
 from growlab.growth import FixedSize, GrowthMethod, fold_output_factor, plant
+from growlab.processes import started_elsewhere, world_size
 from growlab.training import GrowthCallback, GrowthProgress, RunRecorder, Task
 from growlab.training.checkpoints import (
     AtomicCheckpointIO,
@@ -33,15 +34,26 @@ from growlab.training.checkpoints import (
     read_header,
     save,
 )
+from growlab.training.distributed import check_strategy, cluster_environment
 from growlab.training.loggers import finish
 from growlab.training.plan import Plan, make_plan
 from growlab.training.provenance import git_commit, machine, versions
+from growlab.training.rank_check import RankCheck
+from growlab.training.sync_batchnorm import SynchroniseBatchNorm
 from growlab.widths import UnsupportedOperation, WidthGraph, trace
 
 # What a resumed run may do differently: none of it changes what is computed.
 _FREE_ON_RESUME = (
-    *("name", "ckpt_path", "logger", "compile", "num_threads", "log_rates_every_n_steps"),
-    *("trainer.accelerator", "trainer.devices", "data.root", "data.download", "data.eval_batch_size"),
+    *("name", "ckpt_path", "logger", "compile", "num_threads", "log_rates_every_n_steps", "check_ranks"),
+    *(
+        "trainer.accelerator",
+        "trainer.devices",
+        "trainer.num_nodes",
+        "trainer.strategy",
+        "data.root",
+        "data.download",
+        "data.eval_batch_size",
+    ),
     *("data.in_memory", "data.num_workers"),
 )
 _MAX_SEED = 2**32 - 1
@@ -49,24 +61,20 @@ _MAX_SEED = 2**32 - 1
 _NUM_THREADS = torch.get_num_threads()
 
 
-def run(cfg: DictConfig) -> float | None:
+def run(cfg: DictConfig) -> None:
     """Train one network as configured and leave everything about it in the run's folder.
 
     Args:
         cfg: the composed configuration of `conf/config.yaml`.
 
-    Returns:
-        What a search may select on: the accuracy on images held out from the training set, None without
-        `data.validation=split`. Everything else is in the folder's `results.json`.
-
     Raises:
         UserError: the configuration, the data, the machine or the training itself does not allow the run.
     """
     with _plain_errors(), _quiet_libraries():
-        return _run(cfg, Path(HydraConfig.get().runtime.output_dir))
+        _run(cfg, Path(HydraConfig.get().runtime.output_dir))
 
 
-def _run(cfg: DictConfig, run_dir: Path) -> float | None:
+def _run(cfg: DictConfig, run_dir: Path) -> None:
     _check(cfg)
     checkpoint = _checkpoint_to_resume(cfg, run_dir)
     run_id = read_header(checkpoint)["run_id"] if checkpoint else secrets.token_hex(4)
@@ -104,32 +112,35 @@ def _run(cfg: DictConfig, run_dir: Path) -> float | None:
         recorder.on_growth(trainer, receipt)
         progress.on_growth(trainer, receipt)
 
-    growth = GrowthCallback(data.probe_batch(cfg.probe_size), str(cfg.optimizer_state), on_event)
+    rank_check = RankCheck(cfg.check_ranks)
+    growth = GrowthCallback(data.probe_batch(cfg.probe_size), str(cfg.optimizer_state), on_event, rank_check)
     with _loggers(cfg, run_id) as loggers:
-        callbacks = [growth, progress, recorder, SaveEveryEpoch(last_checkpoint(run_dir))]
+        callbacks = [rank_check, growth, progress, recorder, SaveEveryEpoch(last_checkpoint(run_dir))]
         trainer = _trainer(cfg, run_dir, loggers, callbacks, plan, data)
-        write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+        if trainer.is_global_zero:
+            write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
         if cfg.compile:
             # Not torch.compile(network), which would put a prefix before the names of all weights.
             network.compile()
         trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         _check_complete(recorder, plan, run_dir)
-        recorder.write(task)
+        if trainer.is_global_zero:
+            recorder.write(task)
         # Before the test, so that the accuracy is that of the very weights in model.pt.
         fold_output_factor(network, graph, task.growth_state.output_factor)
         task.growth_state.output_factor = 1.0
         trainer.test(task, datamodule=data, verbose=False)
-        results = _results(cfg, plan, task, recorder)
-        save(
-            run_dir / "model.pt",
-            {name: tensor.detach().cpu() for name, tensor in network.state_dict().items()},
-        )
-        write_json(run_dir / "results.json", results)
+        results = _results(cfg, plan, task, recorder, trainer)
         recorder.on_result(trainer, results)
-    write_run_figures(run_dir)
+        if trainer.is_global_zero:
+            save(
+                run_dir / "model.pt",
+                {name: tensor.detach().cpu() for name, tensor in network.state_dict().items()},
+            )
+            write_json(run_dir / "results.json", results)
     if trainer.is_global_zero:
+        write_run_figures(run_dir)
         print_results(results, run_dir)
-    return results["val_accuracy"] if cfg.data.get("validation") == "split" else None
 
 
 def _trace(network: nn.Module, data: ImageData, method: GrowthMethod, opaque: list[str]) -> WidthGraph:
@@ -148,7 +159,7 @@ def _plan(
     del settings["learning_rate"]
     limit, accumulate = cfg.trainer.limit_train_batches, cfg.trainer.accumulate_grad_batches
     try:
-        return make_plan(settings, network, graph, method, data, limit, accumulate)
+        return make_plan(settings, network, graph, method, data, limit, accumulate, world_size(cfg.trainer))
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -161,13 +172,16 @@ def _trainer(
     plan: Plan,
     data: ImageData,
 ) -> lightning.Trainer:
+    plugins = [AtomicCheckpointIO(), *cluster_environment(not started_elsewhere())]
+    if cfg.trainer.get("sync_batchnorm"):
+        plugins.append(SynchroniseBatchNorm())
     trainer = hydra.utils.instantiate(
         cfg.trainer,
         max_epochs=plan.schedule.total_epochs,
         limit_val_batches=1.0 if data.num_val else 0,
         logger=loggers or False,
         callbacks=callbacks,
-        plugins=[AtomicCheckpointIO()],
+        plugins=plugins,
         default_root_dir=str(run_dir),
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -177,11 +191,7 @@ def _trainer(
         use_distributed_sampler=False,
         _convert_="all",
     )
-    if trainer.world_size > 1 and plan.schedule.num_stages > 1:
-        raise UserError(
-            f"growing on {trainer.world_size} devices is not supported yet; set trainer.devices=1, or train the "
-            "fixed-size network with growth=none."
-        )
+    check_strategy(trainer)
     return trainer
 
 
@@ -235,13 +245,6 @@ def _check(cfg: DictConfig) -> None:
         raise UserError(
             f"probe_size={cfg.probe_size} must be at least 2: batch normalisation needs two images."
         )
-    job = HydraConfig.get()
-    searches = "BasicSweeper" not in str(job.sweeper.get("_target_"))
-    if job.mode == hydra.types.RunMode.MULTIRUN and searches and cfg.data.get("validation") != "split":
-        raise UserError(
-            "a sweeper that selects needs images that are neither trained on nor tested on: set "
-            "data.validation=split."
-        )
     accelerator = cfg.trainer.accelerator
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         if accelerator == "gpu" and torch.backends.mps.is_available():
@@ -261,7 +264,9 @@ def _check_complete(recorder: RunRecorder, plan: Plan, run_dir: Path) -> None:
         )
 
 
-def _results(cfg: DictConfig, plan: Plan, task: Task, recorder: RunRecorder) -> dict[str, Any]:
+def _results(
+    cfg: DictConfig, plan: Plan, task: Task, recorder: RunRecorder, trainer: lightning.Trainer
+) -> dict[str, Any]:
     choices, overrides = HydraConfig.get().runtime.choices, list(HydraConfig.get().overrides.task)
     stages = _stages(plan, task, recorder)
     errors = [event[f"parity_error_{mode}"] for event in task.events for mode in ("eval", "train")]
@@ -273,6 +278,9 @@ def _results(cfg: DictConfig, plan: Plan, task: Task, recorder: RunRecorder) -> 
         "epochs": plan.schedule.total_epochs,
         "reference_epochs": plan.reference_epochs,
         "precision": str(cfg.trainer.precision),
+        "world_size": trainer.world_size,
+        "num_nodes": trainer.num_nodes,
+        "batch_size": plan.schedule.batch_sizes[-1],
         **task.metrics("test"),
         "train_accuracy": last["train_accuracy"],
         "train_loss": last["train_loss"],
@@ -333,12 +341,17 @@ def _plain_errors() -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet_libraries() -> Iterator[None]:
     """Lightning's greetings and tips, and its own use of what torch deprecates, are not this run's news."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"lightning\.pytorch\.utilities\._pytree")
+            # About speed, where kernels of one channel are ambiguous; and about numbers that are of all ranks already.
+            warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+            warnings.filterwarnings("ignore", message=r"It is recommended to use .self\.log")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

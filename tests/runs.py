@@ -4,6 +4,7 @@ Starting Python, torch and Lightning takes longer than a small run. So one proce
 for every run: exit codes, signals, what is printed and what is left behind are those of a real process.
 """
 
+import contextlib
 import csv
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.global_hydra import GlobalHydra
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,19 +44,27 @@ class CommandLine:
             command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def __call__(self, *arguments: object, cwd: Path, fault: tuple[Any, ...] | None = None) -> Outcome:
+    def __call__(
+        self,
+        *arguments: object,
+        cwd: Path,
+        fault: tuple[Any, ...] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> Outcome:
         """Run and wait.
 
         Args:
             arguments: overrides and options.
             cwd: the folder that it is called from.
             fault: name in `FAULTS` and its arguments, put in place before the run begins.
+            environment: variables added to this process's.
         """
         with tempfile.TemporaryDirectory() as folder:
             order = {
                 "arguments": [str(a) for a in arguments],
                 "cwd": str(cwd),
                 "fault": fault,
+                "environment": environment or {},
                 "files": folder,
             }
             print(json.dumps(order), file=self._server.stdin, flush=True)
@@ -74,7 +84,7 @@ class CommandLine:
 # What a run leaves behind --------------------------------------------------------------------------------
 
 # Measured times differ from run to run; everything else must not.
-_TIMES = {"seconds", "samples_per_sec"}
+_TIMES = {"seconds", "samples_per_sec", "seconds_by_part"}
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -223,6 +233,12 @@ def _no_wandb() -> None:
     module._WANDB_AVAILABLE = RequirementCache("wandb>=9999")
 
 
+def _on_rank(rank: int, *fault: Any) -> None:
+    """Another fault, in one of several processes."""
+    os.environ[_FAULT_ON_RANK] = json.dumps([rank, *fault])
+
+
+_FAULT_ON_RANK = "FAULT_ON_RANK"
 FAULTS: dict[str, Callable[..., None]] = {
     "at_step": _at_step,
     "before_growth": _before_growth,
@@ -231,6 +247,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     "loss_is_nan": _loss_is_nan,
     "weights_are_nan": _weights_are_nan,
     "no_wandb": _no_wandb,
+    "on_rank": _on_rank,
 }
 
 
@@ -257,19 +274,65 @@ def _import_everything() -> None:
     trace(mlp8([1, 2, 2], 2, width=2), torch.zeros(2, 1, 2, 2))
 
 
+class _Forked:
+    """What `subprocess.Popen` is to `growlab.processes`, without the seconds that importing everything takes."""
+
+    def __init__(
+        self, arguments: list[str], environment: dict[str, str], leash: int, quiet: Path | None
+    ) -> None:
+        self._code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setpgid(0, 0)
+            # The end that its parent holds, which `subprocess` would close.
+            for number in map(int, os.listdir("/proc/self/fd")):
+                with contextlib.suppress(OSError):
+                    if number != leash and os.fstat(number).st_ino == os.fstat(leash).st_ino:
+                        os.close(number)
+            if quiet:
+                for number in (1, 2):
+                    os.dup2(os.open(quiet, os.O_WRONLY | os.O_CREAT), number)
+            os.environ.clear()
+            os.environ.update(environment)
+            os._exit(_main([a for a in arguments if a not in ("--config-name", "config")]))
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+
 def _run(order: dict[str, Any]) -> int:
+    from growlab import processes
+
+    os.chdir(order["cwd"])
+    os.environ.update(order["environment"])
+    processes.run_as_command = _Forked
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(
+            os.open(Path(order["files"]) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number
+        )
+    if order["fault"]:
+        FAULTS[order["fault"][0]](*order["fault"][1:])
+    return _main(order["arguments"])
+
+
+def _main(arguments: list[str]) -> int:
+    """The command line in this process, which has no other purpose."""
     import traceback
 
     from growlab.__main__ import main
 
+    rank, *fault = json.loads(os.environ.get(_FAULT_ON_RANK, "[null]"))
+    if fault and os.environ.get("RANK") == str(rank):
+        FAULTS[fault[0]](*fault[1:])
+
     try:
-        os.chdir(order["cwd"])
         sys.stdin.close()
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(Path(order["files"]) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        if order["fault"]:
-            FAULTS[order["fault"][0]](*order["fault"][1:])
-        sys.argv = ["growlab", *order["arguments"]]
+        # A process that Hydra was used in already, such as one that starts others, has an initialised Hydra.
+        GlobalHydra.instance().clear()
+        sys.argv = ["growlab", *arguments]
         code = main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)

@@ -337,7 +337,7 @@ def one_sentence(outcome: Outcome) -> str:
         (("schedule.total_epochs=3",), "3 epochs cannot hold 5 stages"),
         (("schedule.initial_width=0",), "initial width of 0"),
         (("trainer.accelerator=gpu",), "sees no GPU here"),
-        (("trainer.devices=2",), "set trainer.devices=1"),
+        (("trainer=ddp_cpu", "trainer.num_nodes=2"), "start growlab on every machine with torchrun"),
         (("seed=-1",), "seed=-1 must lie between 0 and"),
         (("probe_size=1",), "probe_size=1 must be at least 2"),
         (("log_rates_every_n_steps=0",), "must be at least 1"),

@@ -44,11 +44,24 @@ RULES = {
     "widths.__main__": rule("networks widths growth analysis", packages="torch"),
     "analysis.__main__": rule("analysis"),
     "resuming": rule("configuration", packages="hydra omegaconf"),
-    "experiment": rule("networks widths growth optim data training analysis configuration"),
-    "__main__": rule("configuration explain experiment resuming", packages="hydra omegaconf"),
+    "processes": rule(packages="hydra omegaconf torch"),
+    "sweeps": rule("analysis processes", packages="hydra omegaconf"),
+    "experiment": rule("networks widths growth optim data training analysis configuration processes"),
+    "__main__": rule(
+        "configuration explain experiment resuming processes sweeps", packages="hydra omegaconf"
+    ),
     "__init__": rule(packages=""),
 }
-CONFIGURED = {"__main__", "experiment", "configuration", "configs", "explain", "resuming"}
+CONFIGURED = {
+    "__main__",
+    "experiment",
+    "configuration",
+    "configs",
+    "explain",
+    "resuming",
+    "processes",
+    "sweeps",
+}
 # Packages that only some parts may import, however free their rule is.
 RESERVED = {
     "hydra": CONFIGURED,

@@ -1,7 +1,7 @@
 """One growth event as a plain function: widen a network in anyone's training loop."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,8 @@ from growlab.growth.method import Expansion, GrowthMethod
 from growlab.growth.parity import eps_bounds, observe, relative_error, rounding
 from growlab.growth.rescale import rescale
 from growlab.widths import Carry, WidthGraph, replace_tensors, resize, restore_tensors, tensors_of
+
+_NOT_IN_RECEIPT = ("parity_sec", "replaced", "carry")
 
 
 class ParityError(RuntimeError):
@@ -68,6 +70,7 @@ class GrowthEvent:
         noise_error_eval: relative change of the output that symmetry-breaking noise then made.
         output_factor: what this event multiplied the output's multiplier by.
         seconds: wall time of the event, checks included.
+        parity_sec: of that, the checks (not part of the receipt).
         replaced: old and new tensor by name (not part of the receipt).
         carry: how gradients follow, for optimizer state (not part of the receipt).
     """
@@ -85,12 +88,13 @@ class GrowthEvent:
     noise_error_eval: float
     output_factor: float
     seconds: float
+    parity_sec: float = field(compare=False)
     replaced: dict[str, tuple[Tensor, Tensor]] = field(repr=False, compare=False)
     carry: Carry = field(repr=False, compare=False)
 
     def receipt(self) -> dict[str, Any]:
         """Everything but the tensors, in plain containers."""
-        return {name: value for name, value in vars(self).items() if name not in ("replaced", "carry")}
+        return {name: value for name, value in vars(self).items() if name not in _NOT_IN_RECEIPT}
 
 
 def plant(
@@ -124,6 +128,7 @@ def grow(
     new_widths: Mapping[str, int],
     seed: int,
     probe: tuple[Any, ...],
+    agree: Callable[[list[float]], list[float]] = list,
 ) -> GrowthEvent:
     """Widen a network in place by one stage.
 
@@ -135,6 +140,8 @@ def grow(
         new_widths: width of each group afterwards.
         seed: the run's seed.
         probe: positional inputs that parity is checked on.
+        agree: maps numbers that this process has measured to those that all processes go by, so that all keep or
+            undo the event alike; called the same number of times in each.
 
     Returns:
         The event, whose `replaced` an optimizer needs to follow.
@@ -151,22 +158,28 @@ def grow(
     began = time.perf_counter()
     stage = state.stage + 1
     before = observe(model, probe, graph.norms)
+    parity_sec = time.perf_counter() - began
     num_params_before = sum(p.numel() for p in model.parameters())
     expansion = Expansion(graph, tensors_of(model, graph), state.widths, dict(new_widths), seed, stage)
     growth = method.grow(expansion)
     changed = {name: new for name, new in growth.tensors.items() if new is not expansion.old[name]}
     replaced = replace_tensors(model, graph, changed)
+    checking = time.perf_counter()
     try:
         after = observe(model, probe)
-        error_eval = relative_error(before.eval, after.eval, growth.output_factor)
-        error_train = relative_error(before.train, after.train, growth.output_factor)
+        error_eval, error_train = agree(
+            [
+                relative_error(before.eval, after.eval, growth.output_factor),
+                relative_error(before.train, after.train, growth.output_factor),
+            ]
+        )
         tolerance_eval = tolerance_train = None
         if method.preserves:
             bound_eval, bound_train = eps_bounds(
                 graph.norms, growth.norm_scale, before.variances, expansion.old
             )
-            tolerance_eval = rounding(model, before.eval) + bound_eval
-            tolerance_train = rounding(model, before.eval) + bound_train
+            allowed = rounding(model, before.eval)
+            tolerance_eval, tolerance_train = agree([allowed + bound_eval, allowed + bound_train])
             # Written so that NaN fails too.
             if not (error_eval <= tolerance_eval and error_train <= tolerance_train):
                 raise ParityError(
@@ -181,10 +194,11 @@ def grow(
                 for name, amount in noise.items():
                     new = replaced[name][1]
                     new.add_(amount.to(new))
-            noise_error = relative_error(after.eval, observe(model, probe).eval)
+            (noise_error,) = agree([relative_error(after.eval, observe(model, probe).eval)])
     except BaseException:
         restore_tensors(model, graph, replaced)
         raise
+    parity_sec += time.perf_counter() - checking
     widths_before = dict(state.widths)
     state.stage, state.widths = stage, dict(new_widths)
     for group, births in state.births.items():
@@ -205,6 +219,7 @@ def grow(
         noise_error_eval=noise_error,
         output_factor=growth.output_factor,
         seconds=time.perf_counter() - began,
+        parity_sec=parity_sec,
         replaced=replaced,
         carry=growth.carry,
     )

@@ -130,7 +130,11 @@ def width_fractions(num_stages: int, initial_width: Number, growth_rate: Number 
 
 
 def stage_batch_sizes(
-    num_stages: int, batch_size: int, growth_rate: Number, max_batch_size: int | None = None
+    num_stages: int,
+    batch_size: int,
+    growth_rate: Number,
+    max_batch_size: int | None = None,
+    multiple: int = 1,
 ) -> list[int]:
     """Global batch size of each stage, from the last backwards: `B_{t-1} = B_t + round(p_b B_t)` (Eq. 8).
 
@@ -139,6 +143,8 @@ def stage_batch_sizes(
         batch_size: of the last stage, B_base.
         growth_rate: p_b; 0 keeps the batch size.
         max_batch_size: upper limit, or None.
+        multiple: sizes before the last are rounded to the nearest multiple of it, under the limit: the number of
+            processes that a batch is divided among.
 
     Raises:
         ValueError: the limit is below the last stage's batch size, or the rate is negative.
@@ -153,7 +159,9 @@ def stage_batch_sizes(
     for _ in range(num_stages - 1):
         size = sizes[0] + floor(exact(growth_rate) * sizes[0] + Fraction(1, 2))
         sizes.insert(0, size if max_batch_size is None else min(size, max_batch_size))
-    return sizes
+    limit = sizes[0] + multiple if max_batch_size is None else max_batch_size // multiple * multiple
+    rounded = (multiple * floor(Fraction(size, multiple) + Fraction(1, 2)) for size in sizes[:-1])
+    return [*(max(batch_size, min(size, limit)) for size in rounded), batch_size]
 
 
 def make_schedule(
@@ -170,6 +178,7 @@ def make_schedule(
     epochs: Sequence[int] | None = None,
     widths: Sequence[Number] | None = None,
     batch_sizes: Sequence[int] | None = None,
+    num_processes: int = 1,
 ) -> Schedule:
     """Build a schedule from rates, or from explicit lists where given.
 
@@ -187,6 +196,7 @@ def make_schedule(
         epochs: epochs of each stage.
         widths: relative width of each stage; the last must be 1.
         batch_sizes: batch size of each stage.
+        num_processes: what every batch has to divide among.
 
     Raises:
         ValueError: the schedule is impossible; the message says which setting to change.
@@ -213,12 +223,18 @@ def make_schedule(
         else [exact(width) for width in widths]
     )
     sizes = (
-        stage_batch_sizes(num_stages, batch_size, batch_growth_rate, max_batch_size)
+        stage_batch_sizes(num_stages, batch_size, batch_growth_rate, max_batch_size, num_processes)
         if batch_sizes is None
         else batch_sizes
     )
     if any(epoch < 1 for epoch in epochs) or any(size < 1 for size in sizes):
         raise ValueError("every stage needs at least one epoch and a batch size of at least 1.")
+    uneven = sorted({size for size in sizes if size % num_processes})
+    if uneven:
+        raise ValueError(
+            f"a batch of {uneven[0]} images does not divide among {num_processes} processes; choose a data.batch_size "
+            f"and schedule.batch_sizes that {num_processes} divides, or another number of devices."
+        )
     if any(not 0 < fraction <= 1 for fraction in fractions) or fractions[-1] != 1:
         raise ValueError("schedule.widths must lie above 0 and at most 1, and end with 1.")
     if any(after < before for before, after in pairwise(fractions)):

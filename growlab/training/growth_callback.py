@@ -1,6 +1,7 @@
 """The callback that grows the network between epochs."""
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from growlab.errors import UserError
 from growlab.growth import ParityError, grow
 from growlab.optim import Inheritance, follow
+from growlab.training.distributed import broadcast_buffers, renew_wrapper
+from growlab.training.rank_check import RankCheck, agreed
 from growlab.training.task import Task
 
 log = logging.getLogger(__name__)
@@ -26,6 +29,7 @@ class GrowthCallback(Callback):
         probe: inputs that parity is checked on, [B, ...].
         optimizer_state: what becomes of optimizer state at an event, see `growlab.optim.follow`.
         on_event: called with the receipt after each event.
+        rank_check: compares ranks after each event.
     """
 
     def __init__(
@@ -33,10 +37,12 @@ class GrowthCallback(Callback):
         probe: Tensor,
         optimizer_state: Inheritance = "auto",
         on_event: Callable[[Trainer, dict[str, Any]], None] | None = None,
+        rank_check: RankCheck | None = None,
     ) -> None:
         self._probe = probe
         self._optimizer_state = optimizer_state
         self._on_event = on_event
+        self._rank_check = rank_check or RankCheck()
 
     def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Catch up if the run was resumed from a stage's last step."""
@@ -56,12 +62,22 @@ class GrowthCallback(Callback):
         before, stage = dict(task.growth_state.widths), task.growth_state.stage + 1
         parameter = next(task.network.parameters())
         probe = self._probe.to(parameter.device, parameter.dtype)
+        # Statistics of normalisation, which ranks may still have their own of.
+        broadcast_buffers(task.network)
         try:
             event = grow(
-                task.network, task.graph, task.method, task.growth_state, widths[stage], task.seed, (probe,)
+                task.network,
+                task.graph,
+                task.method,
+                task.growth_state,
+                widths[stage],
+                task.seed,
+                (probe,),
+                agreed,
             )
         except ParityError as error:
             raise UserError(f"{error} Lower optimizer.lr or choose another growth method.") from error
+        began = time.perf_counter()
         for optimizer in trainer.optimizers:
             try:
                 follow(
@@ -76,6 +92,12 @@ class GrowthCallback(Callback):
             except ValueError as error:
                 raise UserError(str(error)) from error
             task.relabel_regions(optimizer)
+        followed = time.perf_counter()
+        # Before the new wrapper, which would hide weights that differ by sending rank 0's to all.
+        check_sec = self._rank_check.check(trainer, task, f"after growing in epoch {trainer.current_epoch}")
+        checked = time.perf_counter()
+        renew_wrapper(trainer)
+        wrapped = time.perf_counter()
         if task.network._compiled_call_impl is not None:
             # Else the ninth width exceeds the compiler's recompile limit and it silently stops compiling.
             torch.compiler.reset()
@@ -85,6 +107,14 @@ class GrowthCallback(Callback):
             "step": trainer.global_step,
             "batch_size": task.schedule.batch_sizes[stage],
             **event.receipt(),
+            "seconds": event.seconds + wrapped - began,
+            "seconds_by_part": {
+                "grow": event.seconds - event.parity_sec,
+                "parity": event.parity_sec,
+                "optimizer": followed - began,
+                "rank_check": check_sec,
+                "wrapper": wrapped - checked,
+            },
         }
         task.events.append(receipt)
         if self._on_event is not None:

@@ -65,6 +65,7 @@ def make_plan(
     data: ImageData,
     limit_batches: float | None = None,
     accumulate: int = 1,
+    num_processes: int = 1,
 ) -> Plan:
     """Work out a run.
 
@@ -77,12 +78,13 @@ def make_plan(
         data: set up.
         limit_batches: Lightning's `limit_train_batches`: a number (int) or part (float) of an epoch's batches.
         accumulate: batches whose gradients make a step.
+        num_processes: what every batch is divided among.
 
     Raises:
         ValueError: the schedule is impossible.
         UserError: the settings do not go together.
     """
-    settings = dict(settings)
+    settings = {**settings, "num_processes": num_processes}
     equal_flops = settings.pop("equal_flops")
     sample = data.probe_batch(1).to(next(network.parameters()).dtype)
     full_flops = forward_flops(network, sample)
@@ -99,7 +101,7 @@ def make_plan(
             grown = make_schedule(batch_size=data.batch_size, **settings)
             spent = zip(grown.epochs, flops_of(grown.widths(graph)), strict=True)
             epochs = max(1, round(sum(stage * forward for stage, forward in spent) / flops[0]))
-        schedule = make_schedule(epochs, data.batch_size, num_stages=1)
+        schedule = make_schedule(epochs, data.batch_size, num_stages=1, num_processes=num_processes)
     else:
         if equal_flops:
             raise UserError("schedule.equal_flops is for the fixed-size run; set growth=none with it.")

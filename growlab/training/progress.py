@@ -82,10 +82,11 @@ class GrowthProgress(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
         """Without a terminal, print the epoch's line."""
+        # Summed over ranks, so every rank must ask, and whether there is a terminal does not matter.
+        metrics = {**pl_module.metrics("train"), **pl_module.metrics("val")}
         if not trainer.is_global_zero or self._console.is_terminal:
             return
         now = time.perf_counter()
-        metrics = {**pl_module.metrics("train"), **pl_module.metrics("val")}
         figures = "  ".join(
             f"{name.replace('accuracy', 'acc')} {value:.1%}" if "accuracy" in name else f"{name} {value:.3f}"
             for name, value in metrics.items()

@@ -13,10 +13,11 @@ from growlab.errors import UserError
 from growlab.growth import GrowthMethod, GrowthState, Schedule
 from growlab.optim import RateRule, Regional, weight_regions
 from growlab.training.checkpoints import HEADER, differences
+from growlab.training.distributed import stacked
 from growlab.training.learning_rate import LearningRate
 from growlab.widths import WidthGraph, resize
 
-# The loss is looked at this often (steps): reading it stalls a GPU.
+# The loss is looked at this often (steps): reading it stalls a GPU, and ranks have to agree.
 _CHECK_LOSS_EVERY = 50
 
 
@@ -167,7 +168,7 @@ class Task(LightningModule):
         """
         if split not in self._sums:
             return {}
-        sums = self.all_gather(self._sums[split]).reshape(-1, 3).sum(0).tolist()
+        sums = stacked(self._sums[split]).sum(0).tolist()
         return {f"{split}_loss": sums[0] / sums[2], f"{split}_accuracy": sums[1] / sums[2]}
 
     def running_metrics(self) -> dict[str, float]:
@@ -183,10 +184,12 @@ class Task(LightningModule):
         Raises:
             UserError: naming the first such step.
         """
-        if self._bad_step is not None and int(self._bad_step) >= 0:
-            raise UserError(
-                self._not_finite("the training loss became NaN or infinite at", int(self._bad_step))
-            )
+        if self._bad_step is None:
+            return
+        # Of all ranks, so that all stop alike.
+        bad = [step for step in stacked(self._bad_step).tolist() if step >= 0]
+        if bad:
+            raise UserError(self._not_finite("the training loss became NaN or infinite at", min(bad)))
 
     def check_weights(self) -> None:
         """Stop the run if the last step left a weight or statistic that is not finite, before it is saved.
@@ -197,6 +200,7 @@ class Task(LightningModule):
         tensors = {n: t for n, t in self.network.state_dict().items() if t.is_floating_point()}
         # Summed up on the device: one wait instead of one a tensor.
         finite = torch.stack([tensor.isfinite().all() for tensor in tensors.values()])
+        finite = stacked(finite).all(0)
         if not bool(finite.all()):
             first = next(n for n, fine in zip(tensors, finite.tolist(), strict=True) if not fine)
             raise UserError(self._not_finite(f"{first} held NaN or infinity after", self.global_step - 1))
@@ -222,7 +226,8 @@ class Task(LightningModule):
             self._bad_step = torch.tensor(-1, device=loss.device)
         bad = ~torch.isfinite(loss.detach()) & (self._bad_step < 0)
         self._bad_step = torch.where(bad, self.global_step, self._bad_step)
-        if loss.device.type == "cpu" or batch_index % _CHECK_LOSS_EVERY == 0:
+        alone_on_cpu = loss.device.type == "cpu" and self.trainer.world_size == 1
+        if alone_on_cpu or batch_index % _CHECK_LOSS_EVERY == 0:
             self.check_loss()
 
     # Checkpoints ---------------------------------------------------------------------------------------
@@ -234,6 +239,7 @@ class Task(LightningModule):
             "events": self.events,
             "full_widths": self.graph.full_widths,
             "epochs": list(self.schedule.epochs),
+            "batch_sizes": list(self.schedule.batch_sizes),
             "method": self.method.name,
             "settings": self.settings,
             "run_id": self.run_id,
@@ -250,11 +256,12 @@ class Task(LightningModule):
             raise UserError("the checkpoint was not written by growlab; give ckpt_path one of growlab's.")
         other = differences(saved["settings"], self.settings)
         other = other or differences(
-            {key: saved[key] for key in ("full_widths", "method", "epochs")},
+            {key: saved[key] for key in ("full_widths", "method", "epochs", "batch_sizes")},
             {
                 "full_widths": self.graph.full_widths,
                 "method": self.method.name,
                 "epochs": list(self.schedule.epochs),
+                "batch_sizes": list(self.schedule.batch_sizes),
             },
         )
         state = GrowthState.from_dict(saved["state"])

@@ -1,0 +1,119 @@
+"""All that leans on how Lightning and torch run one process per device: the environment, the strategy, the wrapper.
+
+Two things here are not documented interfaces of Lightning: the arguments that `DDPStrategy` keeps for torch's wrapper
+(`_ddp_kwargs`), and that assigning `strategy.model` and calling `strategy.configure_ddp()` makes a new wrapper.
+`tests/training/test_distributed.py` says so if a version changes either.
+"""
+
+import os
+from typing import Any
+
+import torch
+from lightning import Trainer
+from lightning.pytorch.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+)
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from growlab.errors import UserError
+
+# Options of torch's wrapper without which ranks drift apart at a growth event.
+_NEEDED = {"broadcast_buffers": "statistics of normalisation", "init_sync": "weights"}
+
+
+class OneMachine(LightningEnvironment):
+    """Processes of one machine that growlab itself has started, or a single one.
+
+    Lightning's own environment would start the other processes itself, by running the whole command line again,
+    and leaves variables behind that mislead the next job of a sweep.
+    """
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Always: `growlab.processes` does it."""
+        return True
+
+
+def cluster_environment(started_by_growlab: bool) -> list[ClusterEnvironment]:
+    """The trainer plugin that says which rank this process is; empty if Lightning finds out by itself.
+
+    Args:
+        started_by_growlab: whether this process is alone, or one of several that growlab has started.
+    """
+    if started_by_growlab:
+        return [OneMachine()]
+    if "SLURM_PROCID" in os.environ and "GROUP_RANK" not in os.environ:
+        # Lightning would save and requeue by itself at a signal.
+        return [SLURMEnvironment(auto_requeue=False)]
+    return []
+
+
+def check_strategy(trainer: Trainer) -> None:
+    """Refuse ways of spreading a run over devices that growth cannot follow.
+
+    Raises:
+        UserError: parameters are sharded, or ranks would not be kept alike.
+    """
+    strategy = trainer.strategy
+    if isinstance(strategy, SingleDeviceStrategy):
+        return
+    # Not isinstance: DeepSpeed's strategy is a DDPStrategy too.
+    if type(strategy) is not DDPStrategy:
+        raise UserError(
+            f"growlab cannot train with {type(strategy).__name__}: growing needs every parameter whole on each "
+            "device; use trainer=ddp."
+        )
+    if strategy._start_method != "popen":
+        raise UserError(
+            "growlab starts the processes of DDP itself; use trainer=ddp, not a strategy of its own."
+        )
+    for option, what in _NEEDED.items():
+        if not strategy._ddp_kwargs.get(option, True):
+            raise UserError(
+                f"trainer.strategy.{option}=false would let {what} differ between ranks; leave it out."
+            )
+
+
+def renew_wrapper(trainer: Trainer) -> None:
+    """Wrap the module anew after its parameters were replaced: torch's wrapper holds on to the old ones.
+
+    The new wrapper's constructor sends rank 0's parameters and buffers to all ranks. Nothing to do on one device.
+    """
+    strategy = trainer.strategy
+    if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
+        # The old wrapper's hooks on parameters that stay go with it, before the new one adds its own.
+        strategy.model = trainer.lightning_module
+        strategy.configure_ddp()
+
+
+def broadcast_buffers(module: nn.Module) -> None:
+    """Give all ranks rank 0's buffers, as torch's wrapper does before every forward pass in training.
+
+    Without SyncBatchNorm each rank's running statistics follow its own images until then. So what is compared,
+    validated and saved is what rank 0 trains on with.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for buffer in module.buffers():
+            torch.distributed.broadcast(buffer, 0)
+
+
+def stacked(tensor: Tensor) -> Tensor:
+    """Every rank's tensor of the same shape, [ranks, ...]."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return tensor[None]
+    everyone = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(everyone, tensor)
+    return torch.stack(everyone)
+
+
+def gather(content: Any) -> list[Any]:
+    """Plain content of every rank, in the order of ranks."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [content]
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, content)
+    return everyone
