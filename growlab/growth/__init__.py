@@ -7,9 +7,12 @@ from growlab.growth.net2net import Net2Net
 from growlab.growth.pairs import PairGrowth
 from growlab.growth.random import RandomGrowth
 from growlab.growth.schedule import Schedule, make_schedule
+from growlab.growth.sparsify import Diagonal, densify, sparsify
+from growlab.growth.spectrum import diagonalise, diagonalise_partially, spectra
 from growlab.growth.variance_transfer import VarianceTransfer
 
 __all__ = [
+    "Diagonal",
     "Expansion",
     "FixedSize",
     "Growth",
@@ -23,8 +26,13 @@ __all__ = [
     "RandomGrowth",
     "Schedule",
     "VarianceTransfer",
+    "densify",
+    "diagonalise",
+    "diagonalise_partially",
     "fold_output_factor",
     "grow",
     "make_schedule",
     "plant",
+    "sparsify",
+    "spectra",
 ]

@@ -2,6 +2,16 @@
 
 from growlab.networks.allconv import AllConv, allconv
 from growlab.networks.convnet import ConvNet, convnet4
+from growlab.networks.isotropic import Blend, ChiNorm, Isotropic
+from growlab.networks.isotropic_networks import (
+    IsotropicCNN,
+    IsotropicMLP,
+    NestedNetwork,
+    isotropic_cnn,
+    isotropic_mlp,
+    isotropic_nested,
+    nested,
+)
 from growlab.networks.mlp import MLP, mlp5, mlp8
 from growlab.networks.mobilenet import MobileNetV1, mobilenetv1
 from growlab.networks.resnet import CifarResNet, resnet18, resnet20
@@ -12,15 +22,25 @@ __all__ = [
     "MLP",
     "VGG",
     "AllConv",
+    "Blend",
+    "ChiNorm",
     "CifarResNet",
     "ConvNet",
+    "Isotropic",
+    "IsotropicCNN",
+    "IsotropicMLP",
     "MobileNetV1",
+    "NestedNetwork",
     "WideResNet",
     "allconv",
     "convnet4",
+    "isotropic_cnn",
+    "isotropic_mlp",
+    "isotropic_nested",
     "mlp5",
     "mlp8",
     "mobilenetv1",
+    "nested",
     "resnet18",
     "resnet20",
     "vgg11",

@@ -1,7 +1,8 @@
 """Width groups of a network: find them (`trace`), read them (`WidthGraph`), change them (`resize`)."""
 
+from growlab.widths.bases import applied, rotate
 from growlab.widths.carry import Carry
-from growlab.widths.groups import Group, Layer, Norm, WidthGraph
+from growlab.widths.groups import Group, Layer, Norm, Radius, WidthGraph
 from growlab.widths.layout import Axis, Part
 from growlab.widths.resize import grid, replace_tensors, resize, resized, restore_tensors, tensors_of
 from growlab.widths.trace import UnsupportedOperation, trace
@@ -13,13 +14,16 @@ __all__ = [
     "Layer",
     "Norm",
     "Part",
+    "Radius",
     "UnsupportedOperation",
     "WidthGraph",
+    "applied",
     "grid",
     "replace_tensors",
     "resize",
     "resized",
     "restore_tensors",
+    "rotate",
     "tensors_of",
     "trace",
 ]

@@ -79,6 +79,22 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Radius:
+    """A Euclidean norm over channels, as isotropic activations take it.
+
+    Attributes:
+        name: path of the module that takes it.
+        groups: the groups whose channels it runs over.
+        length: name of the parameter that holds ln o, where the module adds an intrinsic length o to the square
+            of the norm; or None.
+    """
+
+    name: str
+    groups: tuple[str, ...]
+    length: str | None = None
+
+
+@dataclass(frozen=True)
 class WidthGraph:
     """How a network's tensors depend on its widths.
 
@@ -95,6 +111,8 @@ class WidthGraph:
             functions that are not positively homogeneous).
         output_class: scale class of the network's output.
         fixed: why the channels that a layer or norm puts out do not grow: module path -> reason.
+        radii: norms over channels, where `trace` was told to follow them.
+        individuated: groups whose channels something tells apart -> what; the others may be rotated.
     """
 
     groups: Mapping[str, Group]
@@ -104,6 +122,8 @@ class WidthGraph:
     unit_classes: frozenset[int]
     output_class: int
     fixed: Mapping[str, str] = field(default_factory=dict)
+    radii: tuple[Radius, ...] = ()
+    individuated: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def emitters(self) -> frozenset[str]:
@@ -129,6 +149,12 @@ class WidthGraph:
     def full_widths(self) -> dict[str, int]:
         """Width of each group in the network as the user wrote it."""
         return {name: group.full_width for name, group in self.groups.items()}
+
+    @property
+    def isotropic(self) -> tuple[str, ...]:
+        """Groups whose channels may be rotated, and whose norm is taken somewhere: in forward order."""
+        measured = {group for radius in self.radii for group in radius.groups}
+        return tuple(name for name in self.groups if name in measured and name not in self.individuated)
 
     def grows(self, name: str) -> bool:
         """Whether a tensor changes shape with the widths."""

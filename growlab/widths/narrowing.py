@@ -31,8 +31,10 @@ def keep_only(graph: WidthGraph, names: Iterable[str], reason: str = _REASON) ->
         parts = tuple(part if part.group in names else Part(None, part.length(widths)) for part in axis.parts)
         return Axis(parts, axis.role if any(part.group for part in parts) else "fixed")
 
+    radii = [replace(r, groups=tuple(g for g in r.groups if g in names)) for r in graph.radii]
     return replace(
         graph,
+        radii=tuple(radius for radius in radii if radius.groups),
         groups={name: group for name, group in graph.groups.items() if name in names},
         axes={name: tuple(frozen(axis) for axis in axes) for name, axes in graph.axes.items()},
         fixed={**graph.fixed, **{name: reason for name in graph.groups if name not in names}},

@@ -8,17 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from growlab.widths.atoms import Atoms, Run, Runs, ScaleClasses, fixed
-from growlab.widths.groups import Group, Layer, Norm, WidthGraph
+from growlab.widths.groups import Group, Layer, Norm, Radius, WidthGraph
 from growlab.widths.layout import Axis, Part, Role
 from growlab.widths.narrowing import without_what_breaks
 from growlab.widths.rules import RULES, Value, keep_full_width, values_in
+from growlab.widths.rules.rotation import LENGTH, individuated
 
 
 class UnsupportedOperation(ValueError):
     """The network does something that growlab has no channel rule for; the message names it and its place."""
 
 
-def trace(model: nn.Module, example: Tensor | tuple[Any, ...], opaque: Sequence[str] = ()) -> WidthGraph:
+def trace(
+    model: nn.Module,
+    example: Tensor | tuple[Any, ...],
+    opaque: Sequence[str] = (),
+    follow_norms: bool = False,
+) -> WidthGraph:
     """Find the width groups of a network.
 
     Args:
@@ -26,6 +32,8 @@ def trace(model: nn.Module, example: Tensor | tuple[Any, ...], opaque: Sequence[
         example: an input [B, ...] with B >= 2, or the tuple of the forward's positional inputs.
         opaque: names of operations without a channel rule (`my_op` for `torch.ops.any.my_op`) that growth need not
             pass: channels that enter them keep their full width.
+        follow_norms: let channels change whose Euclidean norm is taken, as isotropic activations do: for growth
+            methods that know what that means (`GrowthMethod.follows_norms`).
 
     Returns:
         The groups, the axes of every parameter and buffer they run through, and the scale classes.
@@ -49,7 +57,7 @@ def trace(model: nn.Module, example: Tensor | tuple[Any, ...], opaque: Sequence[
     finally:
         for module, training in modes.items():
             module.training = training
-    graph = Tracer(program, model, frozenset(opaque)).run()
+    graph = Tracer(program, model, frozenset(opaque), follow_norms).run()
     return without_what_breaks(model, graph, inputs)
 
 
@@ -57,10 +65,15 @@ class Tracer:
     """Interprets an exported program over axes instead of numbers."""
 
     def __init__(
-        self, program: torch.export.ExportedProgram, model: nn.Module, opaque: frozenset[str] = frozenset()
+        self,
+        program: torch.export.ExportedProgram,
+        model: nn.Module,
+        opaque: frozenset[str] = frozenset(),
+        follow_norms: bool = False,
     ) -> None:
         self.atoms = Atoms()
         self.scales = ScaleClasses()
+        self.follow_norms = follow_norms
         self._program, self._opaque = program, opaque
         self._names = {
             **program.graph_signature.inputs_to_parameters,
@@ -73,6 +86,8 @@ class Tracer:
         self._roles: dict[str, list[Role | None]] = {}
         self._layers: list[Layer] = []
         self._norms: list[Norm] = []
+        self._radii: dict[str, Runs] = {}
+        self._individuated: list[tuple[Runs, str]] = []
 
     def run(self) -> WidthGraph:
         """Visit every node once, in forward order, and collect what was found."""
@@ -182,6 +197,12 @@ class Tracer:
                 return
         self._norms.append(Norm(name=name, eps=float(eps), scale_in=x.scale, **names))
 
+    def record_radius(self, node: Any, axis: Runs) -> None:
+        """Record a norm over the channels of an axis."""
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        name = stack[-1][0] if stack else ""
+        self._radii[name] = self._radii.get(name, ()) + axis
+
     def _set_role(self, value: Value, dimension: int, role: Role) -> None:
         if value.name is None:
             return
@@ -227,6 +248,10 @@ class Tracer:
                 f"no channel rule for {node.target}{self._place(node)}; add opaque=[{operation!r}] to trace(), or "
                 f"opaque=[{operation}] to the command line: the channels that enter it then keep their full width."
             )
+        if self.follow_norms:
+            where = f"{operation}{self._place(node)}"
+            shape = next(iter(self.shapes(node)), ())
+            self._individuated += [(axis, where) for axis in individuated(operation, named, shape)]
         return RULES[operation](self, node, named)
 
     def _is_fixed(self, args: Mapping[str, Any]) -> bool:
@@ -270,10 +295,32 @@ class Tracer:
             Norm(n.name, n.weight, n.bias, n.running_mean, n.running_var, n.eps, self._scale(n.scale_in))
             for n in self._norms
         ]
-        units = self.scales.units()
+        radii = [self._radius(name, axis, names) for name, axis in self._radii.items()]
+        axes |= {radius.length: () for radius in radii if radius.length is not None}
+        individuated_by: dict[str, str] = {}
+        for axis, where in self._individuated:
+            for group in self._groups_on(axis, names):
+                individuated_by.setdefault(group, where)
         return WidthGraph(
-            groups, axes, tuple(layers), tuple(norms), units, self._scale(output_class), fixed_because
+            groups,
+            axes,
+            tuple(layers),
+            tuple(norms),
+            self.scales.units(),
+            self._scale(output_class),
+            fixed_because,
+            tuple(radius for radius in radii if radius.groups),
+            individuated_by,
         )
+
+    def _radius(self, module: str, axis: Runs, names: Mapping[int, str]) -> Radius:
+        length = f"{module}.{LENGTH}" if module else LENGTH
+        known = self._parameters.get(length)
+        return Radius(module, self._groups_on(axis, names), length if known == [] else None)
+
+    def _groups_on(self, axis: Runs, names: Mapping[int, str]) -> tuple[str, ...]:
+        atoms = (run.atom for run in self.atoms.resolve(axis))
+        return tuple(dict.fromkeys(names[atom] for atom in atoms if atom is not None and atom in names))
 
     def _freeze_what_no_rule_placed(self) -> None:
         for name, runs in self._parameters.items():

@@ -1,6 +1,6 @@
 """Channel rules, one module for each kind of operation."""
 
-from growlab.widths.rules import affine, elementwise, norms, opaque, pooling, shapes
+from growlab.widths.rules import affine, elementwise, norms, opaque, pooling, rotation, shapes
 from growlab.widths.rules.registry import RULES, Value, keep_full_width, values_in
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "norms",
     "opaque",
     "pooling",
+    "rotation",
     "shapes",
     "values_in",
 ]

@@ -157,6 +157,9 @@ def expand(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Match runs of input and output dimensions with equal products; merge or split inside each."""
     x, shape = args["self"], tracer.shape(node)
+    if x.name is not None and len(x.shape) == 1 and x.shape[0] > 1 and x.shape[0] in shape:
+        # A vector turned to lie along the channels, to be added or multiplied.
+        tracer.parameter_axis(x, "out", x.axes[0])
     axes: list[Runs] = []
     old = new = 0
     while old < len(x.shape) or new < len(shape):

@@ -1,0 +1,177 @@
+"""Singular spectra of isotropic layers, and the bases in which they are diagonal (Bird, Section 2.3)."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from growlab.widths import Layer, Part, WidthGraph, rotate, tensors_of
+
+
+def decompose(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Singular value decomposition U diag(s) V^T in float64, with signs that do not depend on the library.
+
+    Of every left singular vector the entry of largest modulus (the first of equal ones) is positive.
+
+    Args:
+        matrix: [n, K], on the CPU or a GPU; computed where it lies.
+
+    Returns:
+        U [n, n], orthogonal also where n > K; s [n], descending, 0 beyond the K-th; V [K, n], whose columns beyond
+        the K-th are 0.
+    """
+    matrix = matrix.detach().double()
+    rows, columns = matrix.shape
+    # Only a matrix with more rows than columns needs completing, and then V^T is the small one.
+    left, values, right = torch.linalg.svd(matrix, full_matrices=rows > columns)
+    largest = left.abs().argmax(0, keepdim=True)
+    signs = torch.where(left.gather(0, largest) < 0, -1.0, 1.0).to(left)
+    missing = rows - len(values)
+    right = torch.nn.functional.pad(right[: len(values)].T, (0, missing))
+    return left * signs, torch.nn.functional.pad(values, (0, missing)), right * signs
+
+
+def producers(graph: WidthGraph, group: str) -> list[Layer]:
+    """The layers whose output carries the group's channels, one for each weight."""
+    found = {
+        layer.weight: layer
+        for layer in graph.layers
+        if group in graph.axes[layer.weight][0].groups and graph.axes[layer.weight][0].role == "out"
+    }
+    return list(found.values())
+
+
+def consumers(graph: WidthGraph, group: str) -> list[Layer]:
+    """The layers whose input carries the group's channels, one for each weight and bias."""
+    return [
+        layer
+        for layer in graph.layers
+        if len(graph.axes[layer.weight]) > 1
+        and group in graph.axes[layer.weight][1].groups
+        and graph.axes[layer.weight][1].role == "in"
+    ]
+
+
+def incoming(
+    graph: WidthGraph, group: str, tensors: Mapping[str, Tensor], widths: Mapping[str, int]
+) -> Tensor:
+    """Everything that flows into each channel of a group: the rows of all its producers, side by side.
+
+    Args:
+        graph: the width graph.
+        group: a group of it.
+        tensors: parameters by name, or gradients of them; producers that are not there are left out.
+        widths: width of each group.
+
+    Returns:
+        [width, K].
+    """
+    blocks = []
+    for layer in producers(graph, group):
+        if layer.weight not in tensors:
+            continue
+        axis, weight = graph.axes[layer.weight][0], tensors[layer.weight].detach()
+        pieces = weight.split([part.length(widths) for part in axis.parts], 0)
+        for part, piece in zip(axis.parts, pieces, strict=True):
+            if part.group == group:
+                shaped = piece.reshape(part.outer, widths[group], part.inner, -1)
+                blocks.append(shaped.movedim(1, 0).flatten(1))
+    return torch.cat(blocks, 1)
+
+
+def spectra(graph: WidthGraph, tensors: Mapping[str, Tensor], widths: Mapping[str, int]) -> dict[str, Tensor]:
+    """Singular values [width] of what flows into each isotropic group, descending: how much each channel matters.
+
+    Args:
+        graph: a graph traced with `follow_norms`.
+        tensors: parameters by name.
+        widths: width of each group.
+    """
+    return {
+        group: decompose(incoming(graph, group, tensors, widths))[1]
+        for group in graph.isotropic
+        if producers(graph, group)
+    }
+
+
+def diagonalise_partially(
+    model: nn.Module, graph: WidthGraph, group: str, widths: Mapping[str, int] | None = None
+) -> dict[str, Tensor]:
+    """Turn a group's basis so that its producer is W' = S V^T, with orthogonal rows by falling norm (Eq. 25).
+
+    **Preserves** the output exactly, up to rounding.
+
+    Args:
+        model: changed in place.
+        graph: its width graph, traced with `follow_norms`.
+        group: an isotropic group.
+        widths: width of each group; None for full widths.
+
+    Returns:
+        The rotation, by group; `rotate` with its transpose undoes it.
+    """
+    widths = widths or graph.full_widths
+    left, _, _ = decompose(incoming(graph, group, tensors_of(model, graph), widths))
+    rotations = {group: left.T}
+    rotate(model, graph, rotations, widths)
+    return rotations
+
+
+def diagonal_groups(graph: WidthGraph, layer: Layer) -> tuple[str, str] | None:
+    """The input's and the output's group of a layer that can be diagonalised, or None.
+
+    Both must be isotropic and differ, and the layer must map whole channels to whole channels: a linear layer or
+    a convolution of one position.
+    """
+    axes = graph.axes[layer.weight]
+    if layer.depthwise or any(axis.parts != (Part(None),) for axis in axes[2:]):
+        return None
+    parts = [axis.parts for axis in axes[:2]]
+    if any(len(p) != 1 or p[0].group not in graph.isotropic or p[0] != Part(p[0].group) for p in parts):
+        return None
+    out, into = parts[0][0].group, parts[1][0].group
+    assert out is not None and into is not None
+    return None if out == into else (into, out)
+
+
+def diagonalise(
+    model: nn.Module, graph: WidthGraph, layer: Layer, widths: Mapping[str, int] | None = None
+) -> dict[str, Tensor]:
+    """Turn the bases on both sides of a layer so that its weight is diagonal, W2' = S (Eqs. 13-18).
+
+        W2 = U S V^T;  W1' = V^T W1, b1' = V^T b1;  W2' = S, b2' = U^T b2;  W3' = W3 U
+
+    **Preserves** the output exactly, up to rounding.
+
+    Args:
+        model: changed in place.
+        graph: its width graph, traced with `follow_norms`.
+        layer: a layer between two isotropic groups.
+        widths: width of each group; None for full widths.
+
+    Returns:
+        The rotations, by group; `rotate` with their transposes undoes it.
+
+    Raises:
+        ValueError: the layer does not lie between two isotropic groups.
+    """
+    groups = diagonal_groups(graph, layer)
+    if groups is None:
+        raise ValueError(f"{layer.name} cannot be made diagonal: it does not join two isotropic groups")
+    into, out = groups
+    weight = tensors_of(model, graph)[layer.weight].flatten(1)
+    left, values, right = decompose(weight)
+    missing = weight.shape[1] - len(values)
+    # V needs as many columns as there are inputs: those that no singular value belongs to are free.
+    known = right[:, : min(weight.shape)]
+    if missing > 0:
+        known = torch.cat([known, torch.linalg.svd(known, full_matrices=True)[0][:, known.shape[1] :]], 1)
+    rotations = {into: known.T, out: left.T}
+    rotate(model, graph, rotations, widths)
+    with torch.no_grad():
+        # What rounding left beside the diagonal.
+        exact = tensors_of(model, graph)[layer.weight]
+        diagonal = torch.diag_embed(values[: min(weight.shape)]).to(exact)
+        exact.zero_()
+        exact.flatten(1)[: len(diagonal), : len(diagonal)] = diagonal
+    return rotations

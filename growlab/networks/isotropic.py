@@ -1,0 +1,154 @@
+"""Isotropic primitives: activations and a normaliser that know no basis (Bird, "On De-Individuated Neurons").
+
+A vector of channels is only ever multiplied by a number that depends on its length. Dimension 1 holds the channels:
+x is [B, n] or [B, n, H, W], where the vector at each position stands for itself.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+# Below this squared radius tanh(r) / r and its slope are summed up as a series; the terms that are left out are
+# smaller than float64's rounding.
+_SMALL = 1e-3
+# Taylor coefficients of tanh(sqrt(s)) / sqrt(s) in s.
+_TANH_SERIES = (1.0, -1 / 3, 2 / 15, -17 / 315, 62 / 2835)
+
+
+def tanh_gain(square: Tensor) -> Tensor:
+    """tanh(r) / r of the squared radius s = r^2: 1 at 0, smooth there, no NaN in its gradient."""
+    small = square < _SMALL
+    radius = torch.where(small, 1.0, square).sqrt()
+    series: Tensor | float = 0.0
+    for coefficient in reversed(_TANH_SERIES):
+        series = series * square + coefficient
+    return torch.where(small, series, torch.tanh(radius) / radius)
+
+
+def softsign_gain(square: Tensor) -> Tensor:
+    """1 / sqrt(1 + r^2): bounded like tanh, cheaper, with heavier tails."""
+    return torch.rsqrt(1 + square)
+
+
+def soft_relu_gain(square: Tensor) -> Tensor:
+    """1 - tanh(r) / r: short vectors vanish, long ones pass, like a ReLU along the radius."""
+    return 1 - tanh_gain(square)
+
+
+def leaky_gain(square: Tensor) -> Tensor:
+    """0.1 + 0.9 (1 - tanh(r) / r): short vectors are kept at a tenth, long ones pass."""
+    return 1 - 0.9 * tanh_gain(square)
+
+
+GAINS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": tanh_gain,
+    "softsign": softsign_gain,
+    "soft_relu": soft_relu_gain,
+    "leaky": leaky_gain,
+}
+
+
+class Isotropic(nn.Module):
+    """f(x; o) = g(sqrt(||x||^2 + o)) x, which commutes with every rotation of the channels (Eqs. 3, 26, 29).
+
+    Args:
+        kind: the gain g, a name in `GAINS`; "tanh" is Eq. 37.
+        length: the intrinsic length o > 0 at the beginning, trained as `log_length` = ln o. None leaves it out:
+            o = 0 for good, and a pruned channel's bias has nowhere to go.
+
+    Raises:
+        ValueError: there is no such gain, or the length is not positive.
+
+    >>> x, o = torch.tensor([[3.0, 4.0]]), 0.5
+    >>> torch.allclose(Isotropic("tanh", o)(x), math.tanh(25.5**0.5) / 25.5**0.5 * x)
+    True
+    """
+
+    def __init__(self, kind: str = "tanh", length: float | None = 0.01) -> None:
+        super().__init__()
+        if kind not in GAINS:
+            raise ValueError(f"an isotropic activation is one of {', '.join(GAINS)}, not {kind!r}")
+        if length is not None and not 0 < length < math.inf:
+            raise ValueError(f"an intrinsic length must be above 0, or None to leave it out; not {length}")
+        self.kind = kind
+        # Growth finds the intrinsic length by this name (`growlab.widths.rules.rotation`).
+        self.log_length = None if length is None else nn.Parameter(torch.tensor(math.log(length)))
+
+    def gain(self, x: Tensor) -> Tensor:
+        """The number that each vector is multiplied by: x with a single channel."""
+        square = torch.linalg.vecdot(x, x, dim=1).unsqueeze(1)
+        return GAINS[self.kind](square if self.log_length is None else square + self.log_length.exp())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply every vector of channels by its gain; shape as given."""
+        return self.gain(x) * x
+
+    def extra_repr(self) -> str:
+        """What `print` shows."""
+        return (
+            f"{self.kind!r}, length={None if self.log_length is None else float(self.log_length.exp()):.3g}"
+        )
+
+
+class Blend(nn.Module):
+    """f*(x; a) = a x + (1 - a) f(x), a from 1, where it is the identity, to learned (Section 3.2).
+
+    Args:
+        activation: f.
+        start: a at the beginning.
+    """
+
+    def __init__(self, activation: nn.Module, start: float = 1.0) -> None:
+        super().__init__()
+        self.activation = activation
+        self.blend = nn.Parameter(torch.tensor(float(start)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape as given."""
+        return self.blend * x + (1 - self.blend) * self.activation(x)
+
+
+class ChiNorm(nn.Module):
+    """Subtract the mean vector and divide by one number: `(x - mean) sqrt(n / E||x - mean||^2)`.
+
+    The paper only names a Chi-normaliser; this is our reading of it. Unlike batch normalisation it has one scale
+    for all channels, so it commutes with rotations; unlike layer normalisation it leaves vectors their different
+    lengths, without which an isotropic network would be affine (Appendix C). Eval mode takes running statistics.
+
+    n is the number of channels that the layer was made for, also after some were added or removed: a channel that
+    carries nothing then changes nothing.
+
+    Args:
+        num_features: n.
+        eps: added to E||x - mean||^2 / n.
+        momentum: weight of a batch in the running statistics.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.num_features, self.eps, self.momentum = num_features, eps, momentum
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [B, n, ...]; shape as given."""
+        shape = (-1, *[1] * (x.dim() - 2))
+        if not self.training:
+            return (x - self.running_mean.view(shape)) * torch.rsqrt(self.running_var + self.eps)
+        others = [dim for dim in range(x.dim()) if dim != 1]
+        mean = x.mean(others)
+        centred = x - mean.view(shape)
+        var = torch.linalg.vecdot(centred, centred, dim=1).mean() / self.num_features
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(var, self.momentum)
+        return centred * torch.rsqrt(var + self.eps)
+
+    def extra_repr(self) -> str:
+        """What `print` shows."""
+        return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}"

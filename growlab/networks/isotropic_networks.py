@@ -1,0 +1,287 @@
+"""Networks of isotropic primitives, and their element-wise twins for comparison."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from growlab.networks.isotropic import GAINS, ChiNorm, Isotropic
+
+# What an isotropic activation is compared with: the same network with a function of each channel.
+_ELEMENTWISE = {"elementwise_tanh": nn.Tanh, "elementwise_relu": nn.ReLU, "elementwise_leaky": nn.LeakyReLU}
+
+
+def _activation(name: str, length: float | None) -> nn.Module:
+    if name not in GAINS and name not in _ELEMENTWISE:
+        raise ValueError(f"activation must be one of {', '.join([*GAINS, *_ELEMENTWISE])}, not {name!r}")
+    return _ELEMENTWISE[name]() if name in _ELEMENTWISE else Isotropic(name, length)
+
+
+class IsotropicMLP(nn.Module):
+    """Flatten, hidden linear layers with isotropic activations, and a linear classifier.
+
+    Args:
+        in_features: number of values in one flattened sample.
+        hidden_features: width of each hidden layer.
+        num_classes: number of logits.
+        activation: "tanh", "softsign", "soft_relu", "leaky"; for a twin that is not isotropic
+            "elementwise_tanh", "elementwise_relu", "elementwise_leaky".
+        length: intrinsic length of each activation at the beginning, or None for none.
+        chi_norm: put a Chi-normaliser before each activation.
+
+    Layers are drawn as torch draws them.
+
+    Raises:
+        ValueError: there is no such activation.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: Sequence[int],
+        num_classes: int,
+        activation: str = "tanh",
+        length: float | None = 0.01,
+        chi_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        width_in = in_features
+        for width in hidden_features:
+            layers.append(nn.Linear(width_in, width))
+            if chi_norm:
+                layers.append(ChiNorm(width))
+            layers.append(_activation(activation, length))
+            width_in = width
+        self.hidden = nn.Sequential(*layers)
+        self.classifier = nn.Linear(width_in, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map samples [B, ...] to logits [B, num_classes]."""
+        return self.classifier(self.hidden(torch.flatten(x, 1)))
+
+
+class IsotropicCNN(nn.Module):
+    """Blocks of 3x3 convolution, isotropic activation over the channels and average pooling, then a classifier.
+
+    Max-pooling would tell channels apart; an average does not.
+
+    Args:
+        in_channels: of the image.
+        channels: width of each block.
+        pools: pooling factor after each block, 1 for none.
+        num_classes: number of logits.
+        activation: as for `IsotropicMLP`.
+        length: likewise.
+        chi_norm: likewise.
+
+    Raises:
+        ValueError: there is no such activation, or `channels` and `pools` differ in length.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: Sequence[int],
+        pools: Sequence[int],
+        num_classes: int,
+        activation: str = "tanh",
+        length: float | None = 0.01,
+        chi_norm: bool = True,
+    ) -> None:
+        super().__init__()
+        if len(channels) != len(pools):
+            raise ValueError(
+                f"{len(channels)} widths of blocks and {len(pools)} pooling factors do not match"
+            )
+        layers: list[nn.Module] = []
+        width_in = in_channels
+        for width, pool in zip(channels, pools, strict=True):
+            layers.append(nn.Conv2d(width_in, width, 3, padding=1))
+            if chi_norm:
+                layers.append(ChiNorm(width))
+            layers.append(_activation(activation, length))
+            if pool > 1:
+                layers.append(nn.AvgPool2d(pool))
+            width_in = width
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(width_in, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images [B, C, H, W] to logits [B, num_classes]."""
+        return self.classifier(self.features(x).mean((2, 3)))
+
+
+class NestedNetwork(nn.Module):
+    """The nested functional class network (Eq. 47), all matrix products of the input computed at once.
+
+    With z_{l,i} = W_{l,i} x + b_{l,i} for every level l and 0 <= i < l, all from one matrix,
+
+        x_l = sum_i z_{l,i} prod_{1 <= j <= i} g(||x_j||),        output x_L
+
+    so deeper levels add terms to shallower ones. Levels may differ in width.
+
+    **Departs from the paper**: the term without a gain (i = 0), the bias of Eq. 46, is affine here; and with
+    `products="last"` the product runs over i < j < l backwards from the level, prod_{l - i <= j < l}, as Eq. 45
+    has it. Eqs. 46 and 47 write it from the first level on, which holds a dense isotropic network only if its
+    biases are zero; see `nested`.
+
+    Args:
+        in_features: number of values in one flattened sample.
+        hidden_features: width of each level but the last.
+        num_classes: width of the last.
+        activation: gain of each level, a name in `growlab.networks.isotropic.GAINS`.
+        length: intrinsic length of each at the beginning, or None.
+        products: "first" as in Eq. 47, or "last".
+
+    Raises:
+        ValueError: `products` is neither.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: Sequence[int],
+        num_classes: int,
+        activation: str = "tanh",
+        length: float | None = 0.01,
+        products: Literal["first", "last"] = "first",
+    ) -> None:
+        super().__init__()
+        if products not in ("first", "last"):
+            raise ValueError(f"products must be first or last, not {products!r}")
+        widths = [*hidden_features, num_classes]
+        self.products = products
+        self.terms = [width for level, width in enumerate(widths, start=1) for _ in range(level)]
+        self.affine = nn.Linear(in_features, sum(self.terms))
+        self.activations = nn.ModuleList(Isotropic(activation, length) for _ in hidden_features)
+        # The terms of one level are summed: each is drawn smaller, so that the sum is as usual.
+        with torch.no_grad():
+            terms = (tensor.split(self.terms) for tensor in (self.affine.weight, self.affine.bias))
+            for level, *tensors in zip(self._levels(), *terms, strict=True):
+                for tensor in tensors:
+                    tensor.mul_(level**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map samples [B, ...] to logits [B, num_classes]."""
+        terms = iter(self.affine(torch.flatten(x, 1)).split(self.terms, dim=1))
+        gains: list[Tensor] = []
+        level = next(terms)
+        for activation in self.activations:
+            gains.append(activation.gain(level))
+            level, product = next(terms), None
+            for gain in gains if self.products == "first" else reversed(gains):
+                product = gain if product is None else product * gain
+                level = level + product * next(terms)
+        return level
+
+    def _levels(self) -> list[int]:
+        num_levels = len(self.activations) + 1
+        return [level for level in range(1, num_levels + 1) for _ in range(level)]
+
+
+def nested(network: IsotropicMLP) -> NestedNetwork:
+    """The nested network that computes what a dense isotropic network does (Eqs. 39-45).
+
+    Args:
+        network: without Chi-normalisers.
+
+    Raises:
+        ValueError: an activation is not isotropic, or something else stands between the layers.
+    """
+    layers = [module for module in network.hidden if isinstance(module, nn.Linear)]
+    activations = [module for module in network.hidden if isinstance(module, Isotropic)]
+    if len(layers) + len(activations) != len(network.hidden) or len(layers) != len(activations):
+        raise ValueError("only linear layers with isotropic activations have a nested form")
+    layers.append(network.classifier)
+    widths = [layer.out_features for layer in layers]
+    reference = layers[0].weight
+    made = NestedNetwork(layers[0].in_features, widths[:-1], widths[-1], products="last").to(reference)
+    made.activations = nn.ModuleList(activations)
+    with torch.no_grad():
+        made.affine.weight.zero_()
+        rows, biases = (iter(t.split(made.terms)) for t in (made.affine.weight, made.affine.bias))
+        # x_l = b_l + g_{l-1} (W_l b_{l-1} + g_{l-2} (W_l W_{l-1} b_{l-2} + ...)): one bias a term, the last
+        # term also has the weights' product.
+        for level in range(len(layers)):
+            product = torch.eye(widths[level]).to(reference)
+            for index in range(level, -1, -1):
+                next(biases).copy_(product @ layers[index].bias)
+                term = next(rows)
+                product = product @ layers[index].weight
+                if index == 0:
+                    term.copy_(product)
+    return made
+
+
+def isotropic_mlp(
+    image_shape: Sequence[int],
+    num_classes: int,
+    width: int = 32,
+    depth: int = 1,
+    activation: str = "tanh",
+    length: float | None = 0.01,
+    chi_norm: bool = False,
+) -> IsotropicMLP:
+    """The paper's MLP [pixels, width, classes] (Section 4), or with `depth` hidden layers.
+
+    Args:
+        image_shape: [C, H, W].
+        num_classes: number of logits.
+        width: of every hidden layer.
+        depth: number of hidden layers.
+        activation: as for `IsotropicMLP`.
+        length: likewise.
+        chi_norm: likewise.
+    """
+    pixels = torch.Size(image_shape).numel()
+    return IsotropicMLP(pixels, [width] * depth, num_classes, activation, length, chi_norm)
+
+
+def isotropic_cnn(
+    image_shape: Sequence[int],
+    num_classes: int,
+    width: int = 32,
+    pools: Sequence[int] = (2, 2, 2),
+    activation: str = "tanh",
+    length: float | None = 0.01,
+    chi_norm: bool = True,
+) -> IsotropicCNN:
+    """Blocks of width, 2 width, 4 width, ... channels, each pooled by its factor.
+
+    Args:
+        image_shape: [C, H, W].
+        num_classes: number of logits.
+        width: of the first block.
+        pools: pooling factor of each block.
+        activation: as for `IsotropicCNN`.
+        length: likewise.
+        chi_norm: likewise.
+    """
+    channels = [width * 2**block for block in range(len(pools))]
+    return IsotropicCNN(image_shape[0], channels, pools, num_classes, activation, length, chi_norm)
+
+
+def isotropic_nested(
+    image_shape: Sequence[int],
+    num_classes: int,
+    width: int = 32,
+    depth: int = 2,
+    activation: str = "tanh",
+    length: float | None = 0.01,
+    products: Literal["first", "last"] = "first",
+) -> NestedNetwork:
+    """The nested functional class network on flattened images, `depth` levels of equal width before the logits.
+
+    Args:
+        image_shape: [C, H, W].
+        num_classes: number of logits.
+        width: of every level but the last.
+        depth: number of those levels.
+        activation: as for `NestedNetwork`.
+        length: likewise.
+        products: likewise.
+    """
+    pixels = torch.Size(image_shape).numel()
+    return NestedNetwork(pixels, [width] * depth, num_classes, activation, length, products)

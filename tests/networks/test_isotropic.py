@@ -1,0 +1,190 @@
+"""Isotropic primitives commute with rotations, are smooth at 0, and nest."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from growlab.networks import (
+    Blend,
+    ChiNorm,
+    Isotropic,
+    IsotropicCNN,
+    IsotropicMLP,
+    NestedNetwork,
+    isotropic_cnn,
+    isotropic_mlp,
+    isotropic_nested,
+    nested,
+)
+from growlab.networks.isotropic import GAINS, tanh_gain
+
+KINDS = list(GAINS)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def rotation(seed: int, n: int) -> Tensor:
+    """An orthogonal matrix, reflections included."""
+    return torch.linalg.qr(drawn(seed, n, n))[0]
+
+
+def turned(matrix: Tensor, x: Tensor) -> Tensor:
+    return torch.einsum("ij,bj...->bi...", matrix, x)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    length=st.sampled_from([None, 1e-6, 0.3, 20.0]),
+    width=st.integers(1, 9),
+    space=st.sampled_from([(), (3,), (2, 3)]),
+    scale=st.sampled_from([1e-8, 1e-2, 1.0, 50.0]),
+    seed=st.integers(0, 100),
+)
+def test_activations_commute_with_every_rotation(kind, length, width, space, scale, seed):
+    """f(R x) = R f(x), also with an intrinsic length, for vectors and for channels of images."""
+    f, matrix = Isotropic(kind, length).double(), rotation(seed, width)
+    x = scale * drawn(seed + 1, 4, width, *space)
+    assert torch.allclose(f(turned(matrix, x)), turned(matrix, f(x)), rtol=1e-12, atol=1e-14 * scale)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("space", [(), (2, 3)])
+def test_the_chi_normaliser_commutes_with_rotations_and_keeps_lengths_apart(training, space):
+    matrix, x = rotation(0, 5), 3 * drawn(1, 6, 5, *space) + 2
+    one, other = ChiNorm(5).double(), ChiNorm(5).double()
+    one(x), other(turned(matrix, x))  # running statistics of both
+    one.train(training), other.train(training)
+    y = one(x)
+    assert torch.allclose(other(turned(matrix, x)), turned(matrix, y), atol=1e-12)
+    lengths = torch.linalg.vector_norm(y, dim=1)
+    assert lengths.std() > 0.1
+    if training:
+        assert torch.allclose(lengths.square().mean(), torch.tensor(5.0).double(), rtol=1e-4)
+        assert torch.allclose(y.mean([d for d in range(y.dim()) if d != 1]), torch.zeros(5).double())
+
+
+def test_an_element_wise_twin_does_not_commute():
+    x, matrix = drawn(0, 4, 5), rotation(1, 5)
+    assert not torch.allclose(torch.tanh(turned(matrix, x)), turned(matrix, torch.tanh(x)), atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [None, 1e-30, 1e-4, 0.5])
+def test_gradients_at_and_around_zero(kind, length):
+    """Finite differences agree at x = 0 and on both sides of where the series takes over."""
+    f = Isotropic(kind, length).double()
+    if f.log_length is not None:
+        f.log_length.requires_grad_(length > 1e-20)
+    inputs = [torch.zeros(2, 3, dtype=torch.float64), 0.03 * drawn(0, 2, 3), drawn(1, 2, 3, 2)]
+    inputs.append(torch.full((1, 1), math.sqrt(1e-3), dtype=torch.float64))
+    for x in inputs:
+        x.requires_grad_()
+        assert torch.autograd.gradcheck(f, (x,))
+        assert torch.isfinite(torch.autograd.grad(f(x).sum(), x)[0]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_series_and_the_formula_meet(dtype):
+    """Relative error against an independent evaluation; and the slope, which cancels without the series."""
+    square = torch.logspace(-12, 2, 400, dtype=torch.float64)
+    radius = square.sqrt()
+    x = square.to(dtype).requires_grad_()
+    gain = tanh_gain(x)
+    (slope,) = torch.autograd.grad(gain.sum(), x)
+    assert torch.allclose(gain.double(), torch.tanh(radius) / radius, rtol=20 * torch.finfo(dtype).eps)
+    # d/ds tanh(r)/r, by its own series where the closed form cancels.
+    closed = (radius / torch.cosh(radius).square() - torch.tanh(radius)) / (2 * radius**3)
+    exact = torch.where(square < 1e-4, -1 / 3 + 4 / 15 * square, closed)
+    assert torch.allclose(slope.double(), exact, rtol=1e-3 if dtype is torch.float32 else 1e-6)
+
+
+def test_isotropic_tanh_is_the_papers():
+    """Eq. 37, and Eq. 29 with an intrinsic length."""
+    x = drawn(0, 5, 4)
+    norm = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+    assert torch.allclose(Isotropic("tanh", None)(x), torch.tanh(norm) * x / norm)
+    longer = (norm**2 + 0.7).sqrt()
+    assert torch.allclose(Isotropic("tanh", 0.7).double()(x), torch.tanh(longer) / longer * x)
+
+
+def test_the_intrinsic_length_is_trained():
+    f = Isotropic("tanh", 0.5)
+    f(torch.ones(2, 3)).sum().backward()
+    assert f.log_length.grad is not None and f.log_length.grad != 0
+
+
+def test_a_blend_goes_from_the_identity_to_the_activation():
+    f, x = Isotropic("tanh"), torch.randn(4, 3)
+    assert torch.equal(Blend(f)(x), x)
+    assert torch.allclose(Blend(f, 0.0)(x), f(x))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["tanh", "leaky"])
+def test_a_nested_network_holds_the_dense_one(depth, kind):
+    """Eqs. 39-45: one matrix product of the input, biases and all."""
+    torch.manual_seed(0)
+    dense = IsotropicMLP(6, [5, 4, 3][:depth], 2, kind, 0.2).double()
+    x = drawn(0, 7, 6)
+    assert torch.allclose(nested(dense)(x), dense(x), atol=1e-13)
+
+
+def test_the_nested_network_is_its_formula():
+    """Eq. 47 written out for two hidden levels of different widths."""
+    torch.manual_seed(0)
+    network, x = NestedNetwork(6, [5, 4], 3).double(), drawn(0, 7, 6)
+    z = iter(network.affine(x).split([5, 4, 4, 3, 3, 3], dim=1))
+    g1 = network.activations[0].gain(next(z))
+    x2 = next(z) + g1 * next(z)
+    g2 = network.activations[1].gain(x2)
+    assert torch.allclose(network(x), next(z) + g1 * next(z) + g1 * g2 * next(z))
+
+
+def test_a_twin_differs_in_the_activation_alone():
+    names = {}
+    for activation in ("tanh", "elementwise_tanh"):
+        torch.manual_seed(0)
+        network = isotropic_mlp((3, 4, 4), 10, width=6, depth=2, activation=activation, length=None)
+        names[activation] = network.state_dict()
+    assert names["tanh"].keys() == names["elementwise_tanh"].keys()
+    assert all(torch.equal(a, b) for a, b in zip(*(d.values() for d in names.values()), strict=True))
+
+
+@pytest.mark.parametrize("make", [isotropic_mlp, isotropic_cnn, isotropic_nested])
+def test_networks_learn(make):
+    torch.manual_seed(0)
+    network = make((1, 8, 8), 4, width=4)
+    x, y = torch.randn(8, 1, 8, 8), torch.arange(8) % 4
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.05)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(network(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Isotropic("relu"), "one of tanh, softsign, soft_relu, leaky"),
+        (lambda: Isotropic(length=0.0), "above 0"),
+        (lambda: isotropic_mlp((1, 2, 2), 2, activation="tan"), "elementwise_tanh"),
+        (lambda: IsotropicCNN(3, [4, 8], [2], 10), "2 widths of blocks and 1 pooling"),
+        (lambda: NestedNetwork(4, [3], 2, products="all"), "first or last"),
+        (lambda: nested(isotropic_mlp((1, 2, 2), 2, chi_norm=True)), "have a nested form"),
+        (lambda: nested(isotropic_mlp((1, 2, 2), 2, activation="elementwise_tanh")), "nested form"),
+    ],
+)
+def test_what_cannot_be_made_is_told(make, told):
+    with pytest.raises(ValueError, match=told):
+        make()
