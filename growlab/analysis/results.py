@@ -137,7 +137,7 @@ class Run:
 
     @cached_property
     def rates(self) -> "pandas.DataFrame | None":
-        """`rates.csv`: rate factors per parameter and region over steps; None without rate adaptation.
+        """`rates.csv`: rate factor, weight and gradient norm of every region over steps; None without the file.
 
         Raises:
             UserError: the file is there but is not such a table.

@@ -4,11 +4,10 @@ Each is a drop-in `torch.optim.Optimizer`. In a training loop of one's own: `set
 says which elements came when, `follow` carries the optimizer through a growth event.
 """
 
-import torch
-
 from growlab.optim.adam import Adam, AdamW
 from growlab.optim.avagrad import AvaGrad
 from growlab.optim.lars import LARS
+from growlab.optim.muon import Muon
 from growlab.optim.rates import BaseRate, MaxOne, NormRatio, RateRule
 from growlab.optim.regional import Regional
 from growlab.optim.regions import Regions, weight_regions
@@ -24,6 +23,7 @@ __all__ = [
     "BaseRate",
     "Inheritance",
     "MaxOne",
+    "Muon",
     "NormRatio",
     "RateRule",
     "Regional",
@@ -32,8 +32,3 @@ __all__ = [
     "follow",
     "weight_regions",
 ]
-
-if hasattr(torch.optim, "Muon"):
-    from growlab.optim.muon import Muon
-
-    __all__ += ["Muon"]

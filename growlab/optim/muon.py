@@ -1,49 +1,125 @@
-"""Muon whose rate differs between the regions of a weight; only where torch has Muon (2.9 and later)."""
+"""Muon whose rate differs between the regions of a weight, for the parameters of a whole network."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz, muon
 
+# Private, and the only part of Muon that is more than a line; the tests compare with `torch.optim.Muon` bit for bit.
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+from torch.optim.adamw import adamw
+
+from growlab.optim.rates import RateRule
 from growlab.optim.regional import Regional
 
 
-class Muon(Regional, torch.optim.Muon):
-    """`torch.optim.Muon` with a rate per region.
+class Muon(Regional):
+    """`torch.optim.Muon` with a rate per region, and AdamW for vectors (Jordan 2024; Liu et al., arXiv:2502.16982).
+
+        B <- momentum * B + (1 - momentum) * G
+        W_k <- (1 - lr * factor_k * weight_decay) W_k - lr * factor_k * adjustment * NS(B, or Nesterov's)_k
 
     The momentum of a weight is orthogonalised as a whole; the regions of the update, and of the decoupled weight
-    decay, are then scaled by their factors. Takes every argument of `torch.optim.Muon`, and `rule`.
+    decay, are then scaled by their factors. A matrix without regions is updated as by `torch.optim.Muon`, bit for
+    bit.
+
+    **Departs from torch**, which takes matrices alone: a convolution's weight is orthogonalised as the matrix
+    [out_channels, everything else]; vectors and scalars take `torch.optim.AdamW` at the same `lr` and
+    `weight_decay`. With `adjust_lr_fn="match_rms_adamw"` that rate means the same for both.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate.
+        weight_decay: decoupled.
+        betas: AdamW's, for vectors.
+        adam_eps: AdamW's eps.
+        rule: see `Regional`.
+        options: as for `torch.optim.Muon`: momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn.
+
+    Raises:
+        ValueError: a number out of its range.
+        RuntimeError: at a step, complex parameters or sparse gradients.
     """
 
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adam_eps: float = 1e-8,
+        rule: RateRule | None = None,
+        **options: Any,
+    ) -> None:
+        # torch checks its own arguments, and a list (from a file) serves as well as its tuple.
+        if "ns_coefficients" in options:
+            options["ns_coefficients"] = tuple(options["ns_coefficients"])
+        matrix = [torch.zeros(1, 1, requires_grad=True)]
+        defaults = torch.optim.Muon(matrix, lr, weight_decay, **options).defaults  # type: ignore[arg-type]
+        betas = (betas[0], betas[1])
+        torch.optim.AdamW(matrix, betas=betas, eps=adam_eps)
+        super().__init__(params, {**defaults, "betas": betas, "adam_eps": adam_eps}, rule=rule)
+
     def _step_plain(self, group: dict[str, Any]) -> None:
-        lists: tuple[list[Tensor], ...] = ([], [], [])
-        has_complex = self._init_group(group, *lists)
-        names = (
-            "lr",
-            "weight_decay",
-            "momentum",
-            "nesterov",
-            "ns_coefficients",
-            "eps",
-            "ns_steps",
-            "adjust_lr_fn",
-        )
-        muon(*lists, **{name: group[name] for name in names}, has_complex=has_complex)
+        vectors = [p for p in group["params"] if p.dim() < 2]
+        for param in group["params"]:
+            if param.dim() > 1:
+                self._move(group, param, 1.0)
+        if vectors:
+            self._step_vectors(group, vectors)
 
     def _step_regional(self, group: dict[str, Any], factors_PK: Tensor) -> None:
-        params: list[Tensor] = []
-        grads: list[Tensor] = []
-        buffers: list[Tensor] = []
-        self._init_group(group, params, grads, buffers)
-        lr = float(group["lr"])
-        for param, grad, buffer, factors_K in zip(params, grads, buffers, factors_PK.unbind(0), strict=True):
-            buffer.lerp_(grad, 1 - group["momentum"])
-            update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-            update = _zeropower_via_newtonschulz(
-                update, group["ns_coefficients"], group["ns_steps"], group["eps"]
-            )
-            factors = self._regions[param].spread(factors_K, param.dim()).to(param.dtype)
+        for param, factors_K in zip(group["params"], factors_PK.unbind(0), strict=True):
+            self._move(group, param, self._regions[param].spread(factors_K, param.dim()).to(param.dtype))
+
+    def _move(self, group: dict[str, Any], param: Tensor, factors: Tensor | float) -> None:
+        grad, state = _gradient(param), self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
+        buffer = state["momentum_buffer"]
+        buffer.lerp_(grad, 1 - group["momentum"])
+        update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        matrix = update.flatten(1)
+        direction = _zeropower_via_newtonschulz(
+            matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]
+        ).reshape(param.shape)
+        lr: Any = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
+        rate = _adjust_lr(lr, group["adjust_lr_fn"], matrix.shape)
+        if isinstance(factors, Tensor):
             param.mul_(1 - lr * group["weight_decay"] * factors)
-            adjusted = _adjust_lr(lr, group["adjust_lr_fn"], param.shape)
-            param.addcmul_(update.to(param.dtype), factors, value=-adjusted)
+            param.addcmul_(direction.to(param.dtype), factors * -rate)
+        else:
+            param.mul_(1 - lr * group["weight_decay"])
+            param.add_(direction, alpha=-rate)
+
+    def _step_vectors(self, group: dict[str, Any], vectors: list[Tensor]) -> None:
+        for param in vectors:
+            if not self.state[param]:
+                self.state[param]["step"] = torch.tensor(0.0)
+                self.state[param]["exp_avg"] = torch.zeros_like(param)
+                self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
+        adamw(
+            vectors,
+            [_gradient(p) for p in vectors],
+            [self.state[p]["exp_avg"] for p in vectors],
+            [self.state[p]["exp_avg_sq"] for p in vectors],
+            [],
+            [self.state[p]["step"] for p in vectors],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["adam_eps"],
+            maximize=False,
+        )
+
+
+def _gradient(param: Tensor) -> Tensor:
+    grad = param.grad
+    assert grad is not None
+    if param.is_complex() or grad.is_sparse:
+        raise RuntimeError("Muon does not support complex parameters or sparse gradients")
+    return grad

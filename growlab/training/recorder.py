@@ -30,7 +30,8 @@ class RunRecorder(Callback):
     Args:
         run_dir: the run's folder.
         samples: training samples of each epoch.
-        log_rates_every_n_steps: how often rate factors and norms of regions are recorded.
+        log_rates_every_n_steps: how often rate factors and norms of weights and gradients are recorded, region by
+            region, whatever the optimizer; where it does not adapt rates, factors are 1.
 
     Raises:
         UserError: there is no such interval.
@@ -84,24 +85,29 @@ class RunRecorder(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Task, optimizer: Optimizer) -> None:
         """Keep the step's rate; every n steps record rate factors and norms of regions."""
         self._lr = optimizer.param_groups[0]["lr"]
-        if trainer.global_step % self.log_rates_every_n_steps or not isinstance(optimizer, Regional):
+        if trainer.global_step % self.log_rates_every_n_steps:
             return
-        names = {parameter: name for name, parameter in pl_module.network.named_parameters()}
         where = (trainer.global_step, trainer.current_epoch, pl_module.growth_state.stage)
+        adapted = isinstance(optimizer, Regional) and optimizer.rule is not None
         logged = {}
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            factors, regions = optimizer.factors(parameter), optimizer.region_norms(parameter)
-            if factors is None or regions is None:
+        parameters = dict(pl_module.network.named_parameters())
+        for name, regions in pl_module.regions.items():
+            parameter = parameters[name]
+            if parameter.dim() < 2 or not parameter.requires_grad:
                 continue
-            name, (stages, norms) = names[parameter], regions
-            grads = optimizer.region_grad_norms(parameter)
-            columns = (factors, norms, factors.new_full(factors.shape, torch.nan) if grads is None else grads)
-            for region, *cells in zip(stages.tolist(), *(column.tolist() for column in columns), strict=True):
+            norms, grad = regions.norms(parameter), parameter.grad
+            factors = optimizer.factors(parameter) if isinstance(optimizer, Regional) else None
+            columns = (
+                torch.ones_like(norms) if factors is None else factors,
+                norms,
+                torch.full_like(norms, torch.nan) if grad is None else regions.norms(grad),
+            )
+            stages = regions.stages.tolist()
+            for region, *cells in zip(stages, *(column.tolist() for column in columns), strict=True):
                 numbers = (f"{cell:.6g}" for cell in cells)
                 self._rates.append(",".join(map(str, (*where, name, region, *numbers))))
-                factor = cells[0]
-                logged[f"rate_factor/{name}/stage_{region}"] = factor
-        if logged:
+                logged[f"rate_factor/{name}/stage_{region}"] = cells[0]
+        if adapted:
             _log(trainer, logged, trainer.global_step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from growlab.errors import UserError
 from growlab.growth import GrowthMethod, GrowthState, Schedule
-from growlab.optim import RateRule, Regional, weight_regions
+from growlab.optim import RateRule, Regional, Regions, weight_regions
 from growlab.training.checkpoints import HEADER, differences
 from growlab.training.distributed import stacked
 from growlab.training.learning_rate import LearningRate
@@ -80,6 +80,7 @@ class Task(LightningModule):
         self.seed, self.settings, self.run_id = seed, dict(settings or {}), run_id
         self._make_optimizer, self._steps_in_epoch = make_optimizer, steps_in_epoch
         self._seed_widths = dict(state.widths)
+        self._regions: tuple[Any, dict[str, Regions]] | None = None
         self._sums: dict[str, Tensor] = {}
         self._bad_step: Tensor | None = None
 
@@ -103,7 +104,7 @@ class Task(LightningModule):
                     "optimizer=..., or lr_adapt=none."
                 )
             optimizer.rule = self.rate_adaptation.rule
-            self.relabel_regions(optimizer)
+        self.relabel_regions(optimizer)
         factor = self.learning_rate.factor_at_step(self.schedule, self._steps_in_epoch)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -113,7 +114,6 @@ class Task(LightningModule):
         if not isinstance(optimizer, Regional) or self.rate_adaptation.rule is None:
             return
         parameters = dict(self.network.named_parameters())
-        regions = weight_regions(self.graph, self.growth_state.births)
         scales = {}
         if self.rate_adaptation.output_fan_in:
             for layer in self.graph.layers:
@@ -121,8 +121,17 @@ class Task(LightningModule):
                     scale = 1.0 / self.graph.fan_in(layer, self._seed_widths)
                     names = (layer.weight, *layer.emitters)
                     scales |= {parameters[name]: scale for name in names if name in parameters}
-        known = {parameters[name]: region for name, region in regions.items() if name in parameters}
-        optimizer.set_regions(known, scales)
+        optimizer.set_regions({parameters[name]: region for name, region in self.regions.items()}, scales)
+
+    @property
+    def regions(self) -> dict[str, Regions]:
+        """Which elements of which parameters came with which stage, by the parameter's name."""
+        key = (self.growth_state.stage, self.device)
+        if self._regions is None or self._regions[0] != key:
+            known = weight_regions(self.graph, self.growth_state.births)
+            parameters = [name for name, _ in self.network.named_parameters() if name in known]
+            self._regions = key, {name: known[name].to(self.device) for name in parameters}
+        return self._regions[1]
 
     # Steps ---------------------------------------------------------------------------------------------
 

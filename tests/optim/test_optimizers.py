@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.optim import LARS, SGD, Adam, AdamW, AvaGrad, BaseRate, MaxOne, NormRatio, Regions
+from growlab.optim import LARS, SGD, Adam, AdamW, AvaGrad, BaseRate, MaxOne, Muon, NormRatio, Regions
 from growlab.optim.blocks import BLOCK_ELEMENTS
 
 SHAPES = {"linear": (7, 5), "conv": (6, 4, 3, 3), "bias": (7,)}
@@ -323,28 +323,6 @@ def test_lars_follows_the_direct_formula(rule):
         torch.testing.assert_close(mine[name].data, weight, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-def test_muon():
-    from growlab.optim import Muon
-
-    def matrix(make, births=None):
-        source = torch.Generator().manual_seed(0)
-        params = {"linear": nn.Parameter(torch.randn(SHAPES["linear"], generator=source))}
-        return run(make, births, params=params)[0]["linear"]
-
-    only = {"linear": regions()["linear"]}
-    reference = matrix(lambda p: torch.optim.Muon(p, 0.1))
-    assert torch.equal(matrix(lambda p: Muon(p, 0.1)), reference)
-    assert torch.equal(
-        matrix(lambda p: Muon(p, 0.1, rule=NormRatio()), {"linear": one_region()["linear"]}), reference
-    )
-    torch.testing.assert_close(matrix(lambda p: Muon(p, 0.1, rule=AllOnes()), only), reference)
-    young = only["linear"].index_OI > 0
-    start = parameters(torch.float32)["linear"]
-    frozen = matrix(lambda p: Muon(p, 0.1, rule=FirstOnly()), only)
-    assert torch.equal(frozen[young], start[young]) and (frozen[~young] != start[~young]).all()
-
-
 # Drop-in ---------------------------------------------------------------------------------------------------
 
 MAKERS = {
@@ -353,6 +331,7 @@ MAKERS = {
     "adamw": lambda p: AdamW(p, 0.1, rule=MaxOne()),
     "avagrad": lambda p: AvaGrad(p, 0.1, rule=NormRatio()),
     "lars": lambda p: LARS(p, 0.1, 0.9, rule=NormRatio()),
+    "muon": lambda p: Muon(p, 0.1, rule=NormRatio()),
 }
 
 

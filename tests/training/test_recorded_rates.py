@@ -1,0 +1,76 @@
+"""rates.csv: what is recorded of regions, with and without rates of their own."""
+
+import csv
+from pathlib import Path
+
+import lightning
+import pytest
+from torch.nn import functional as F
+
+from growlab.data import ImageData
+from growlab.growth import PairGrowth, plant
+from growlab.networks import mlp8
+from growlab.widths import trace
+from tests.runs import CommandLine
+
+IMAGES = {"limit_train": 96, "limit_test": 40, "batch_size": 32, "shift": 1, "mirror": True}
+ARGUMENTS = (
+    *(f"data.{key}={str(value).lower()}" for key, value in IMAGES.items()),
+    *("schedule.epochs=[1,1,1]", "schedule.widths=[0.5,0.75,1]", "log_rates_every_n_steps=1"),
+    *("model=mlp8", "model.width=12", "model.batch_norm=true", "growth=pairs"),
+)
+FOREIGN = (
+    *("optimizer=lars", "optimizer._target_=torch.optim.RMSprop", "~optimizer.trust_coefficient"),
+    *("optimizer.eps=1e-8", "optimizer.lr=1e-3"),
+)
+
+
+def rates(folder: Path) -> list[dict[str, str]]:
+    with (folder / "rates.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("optimizer", [(), FOREIGN, ("optimizer=muon",)], ids=["sgd", "torch", "muon"])
+def test_without_rate_adaptation_norms_are_recorded_too(
+    cli: CommandLine, tmp_path: Path, optimizer: tuple[str, ...]
+) -> None:
+    outcome = cli(*ARGUMENTS, "lr_adapt=none", *optimizer, "hydra.run.dir=run", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    rows = rates(tmp_path / "run")
+    assert {row["rate_factor"] for row in rows} == {"1"}
+    regions = {(int(row["stage"]), row["parameter"], int(row["region"])) for row in rows}
+    for stage in range(3):
+        assert {k for s, name, k in regions if (s, name) == (stage, "hidden.3.weight")} == {*range(stage + 1)}
+    assert len({row["step"] for row in rows}) == 9
+    assert not (tmp_path / "run" / "figures" / "rate_factors.png").exists()
+
+    # The first step by hand.
+    data = ImageData("digits", **IMAGES, seed=0)
+    data.setup()
+    lightning.seed_everything(0, verbose=False)
+    network = mlp8(data.image_shape, data.num_classes, width=12, batch_norm=True)
+    graph = trace(network, data.probe_batch(2))
+    plant(network, graph, PairGrowth(noise_std=0.001), dict.fromkeys(graph.groups, 6), 0)
+    loader = data.train_dataloader()
+    loader.sampler.set_epoch(0)
+    x, y = next(iter(loader))
+    F.cross_entropy(network(x), y).backward()
+    first = {row["parameter"]: row for row in rows if row["step"] == "0"}
+    weights = {name: p for name, p in network.named_parameters() if p.dim() > 1}
+    assert set(first) == set(weights)
+    for name, weight in weights.items():
+        assert float(first[name]["weight_norm"]) == pytest.approx(weight.norm().item(), rel=1e-4)
+        assert float(first[name]["grad_norm"]) == pytest.approx(weight.grad.norm().item(), rel=1e-4)
+
+
+def test_with_rate_adaptation_factors_are_the_ratios_of_the_recorded_norms(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    outcome = cli(*ARGUMENTS, "lr_adapt=stagewise_norm", "hydra.run.dir=run", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    rows = [row for row in rates(tmp_path / "run") if row["parameter"] == "hidden.3.weight"]
+    oldest = {row["step"]: float(row["weight_norm"]) for row in rows if row["region"] == "0"}
+    for row in rows:
+        ratio = float(row["weight_norm"]) / oldest[row["step"]]
+        assert float(row["rate_factor"]) == pytest.approx(ratio, rel=1e-4)
+    assert any(row["rate_factor"] != "1" for row in rows)
