@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import fields
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import get_args
 
@@ -72,6 +73,33 @@ def test_an_experiment_opens_with_what_it_is(experiment: str) -> None:
     assert lines[0] == "# @package _global_"
     comments = "\n".join(line for line in lines if line.startswith("#"))
     assert "# Command:  python -m growlab" in comments and "# Expect:" in comments
+
+
+SWEEPS = [e for e in EXPERIMENTS if "sweeper:" in (CONF / "experiment" / f"{e}.yaml").read_text()]
+
+
+@pytest.mark.parametrize("experiment", SWEEPS)
+def test_every_job_of_a_sweep_is_an_experiment_of_its_own(experiment: str) -> None:
+    """All values of a preset compose, no two jobs are the same, and their folder is the same each time."""
+    cfg = compose(PRIMARY, overrides=[f"experiment={experiment}", "name=given"], return_hydra_config=True)
+    params = {key: str(values).split(",") for key, values in cfg.hydra.sweeper.params.items()}
+    assert cfg.hydra.sweep.dir == "runs/given"
+    expected = int(prod(map(len, params.values())))
+    assert 6 <= expected <= 44
+    for key, values in params.items():
+        jobs = [composed(f"experiment={experiment}", "name=given", f"{key}={value}") for value in values]
+        distinct = {OmegaConf.to_yaml(job) for job in jobs}
+        assert len(distinct) == len(values)
+
+
+@pytest.mark.parametrize(
+    ("method", "growth", "adapts"),
+    [("net2net", "Net2Net", False), ("growing_ra", "PairGrowth", True), ("ours", "VarianceTransfer", True)],
+)
+def test_a_method_wins_over_the_experiment(method: str, growth: str, adapts: bool) -> None:
+    cfg = composed("experiment=resnet20_cifar10_lars", f"method={method}")
+    assert cfg.growth._target_ == f"growlab.growth.{growth}"
+    assert (cfg.lr_adapt.rule is not None) == adapts
 
 
 @pytest.mark.parametrize(

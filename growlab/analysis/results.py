@@ -33,9 +33,11 @@ _REQUIRED: dict[str, tuple[type, ...]] = {
 # Overrides that say who ran it, where and on what, or that the other fields of a group already tell.
 _NOT_A_DIFFERENCE = {
     *("seed", "ckpt_path", "data.root", "data.download", "data.num_workers", "data.in_memory"),
-    *("experiment", "model", "data", "growth", "lr_adapt", "optimizer", "schedule.total_epochs"),
+    *("experiment", "model", "data", "growth", "lr_adapt", "optimizer", "schedule.total_epochs", "method"),
     *("hydra", "trainer", "logger", "log_rates_every_n_steps", "num_threads", "probe_size"),
 }
+# What a choice means beyond the fields of a group.
+_MEANS = {"method=equal_flops": "schedule.equal_flops=true"}
 _NOT_A_DIFFERENCE_BELOW = ("hydra.", "hydra/", "trainer.", "logger.")
 
 Report = Callable[[str], None]
@@ -236,7 +238,7 @@ def distinguishing_overrides(overrides: Iterable[str]) -> tuple[str, ...]:
     """
     kept: dict[str, str] = {}
     for override in overrides:
-        key, equals, value = str(override).partition("=")
+        key, equals, value = _MEANS.get(str(override), str(override)).partition("=")
         deleted = key.startswith("~")
         key = key.lstrip("+~").strip()
         compiled = key.rpartition(".")[2] == "compile"
