@@ -34,9 +34,13 @@ def _job(cfg: DictConfig) -> Any:
     # Imported here: help, completion and error sentences need not wait for torch.
     from growlab import processes, sweeps
 
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
         sweeps.check_selection(cfg)
-        run_dir = Path(HydraConfig.get().runtime.output_dir)
+        if not processes.started_elsewhere() and sweeps.has_finished(cfg, run_dir):
+            print(f"finished before: {run_dir}")
+            return sweeps.objective(cfg, run_dir)
+        sweeps.forget_failure(run_dir)
         number = processes.to_start(cfg.get("trainer") or {})
         if number > 1:
             processes.run(number, run_dir)
@@ -53,6 +57,7 @@ def _job(cfg: DictConfig) -> Any:
         sentence = explain(error, list(job.overrides.task))
         reason = sentence or repr(error)
         print(f"job {job.job.num} ({job.job.override_dirname}) failed: {reason}", file=sys.stderr)
+        sweeps.record_failure(run_dir, reason, "".join(traceback.format_exception(error)))
         raise
 
 
@@ -92,6 +97,13 @@ def _fail(error: BaseException, overrides: list[str], with_traceback: bool) -> i
         return 1
     print(f"error: {sentence}", file=sys.stderr)
     return 2
+
+
+def _conclude() -> None:
+    """Print the table of a sweep in which a job has failed, if it was one."""
+    from growlab.sweeps import conclude
+
+    conclude()
 
 
 def _conf_or_none() -> Path | None:
@@ -143,6 +155,7 @@ def main() -> int:
         )
         return 130
     except Exception as error:
+        _conclude()
         return _fail(error, overrides, with_traceback)
     return 0
 

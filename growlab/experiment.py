@@ -102,7 +102,7 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
         hydra.utils.instantiate(cfg.lr_adapt),
         hydra.utils.instantiate(cfg.schedule.learning_rate),
         cfg.seed,
-        _settings(cfg),
+        deciding_settings(cfg),
         run_id,
     )
     recorder = RunRecorder(run_dir, plan.samples, cfg.log_rates_every_n_steps)
@@ -223,7 +223,7 @@ def _checkpoint_to_resume(cfg: DictConfig, run_dir: Path) -> Path | None:
     return path
 
 
-def _settings(cfg: DictConfig) -> dict[str, Any]:
+def deciding_settings(cfg: DictConfig) -> dict[str, Any]:
     """What decides the numbers that come out of a run, in plain containers."""
     settings = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
     for name in _FREE_ON_RESUME:

@@ -9,6 +9,9 @@ from typing import Any, BinaryIO
 
 from growlab.errors import UserError
 
+FAILURE = "failure.json"
+"""In the folder of a sweep's job that failed: the reason."""
+
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], None]) -> None:
     """Call `write(file)` on a temporary file beside `path`, then rename it over `path`.

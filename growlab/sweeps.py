@@ -1,16 +1,17 @@
-"""Several runs of one command: what a search may select on, and the table that a sweep ends with."""
+"""Several runs of one command: what is skipped, what a search may select on, and the table that a sweep ends with."""
 
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from growlab.errors import UserError
+from growlab.files import FAILURE, write_json
 
 
 def check_selection(cfg: DictConfig) -> None:
@@ -44,17 +45,74 @@ def _holds_out(cfg: DictConfig) -> bool:
     return (cfg.get("data") or {}).get("validation") == "split"
 
 
+def has_finished(cfg: DictConfig, run_dir: Path) -> bool:
+    """Whether a job of a sweep has left its result here before, so that it need not run again.
+
+    Raises:
+        UserError: the folder holds the result of other settings, which a new run would overwrite.
+    """
+    results, written = run_dir / "results.json", run_dir / "config.yaml"
+    if HydraConfig.get().mode != RunMode.MULTIRUN or not results.exists() or not written.exists():
+        return False
+    # Imported here: a sweep that starts anew need not wait for torch.
+    from growlab.experiment import deciding_settings
+    from growlab.training.checkpoints import differences
+
+    other = differences(deciding_settings(OmegaConf.load(written)), deciding_settings(cfg))
+    if other:
+        raise UserError(
+            f"{run_dir} holds the result of other settings, with {other[0]}: choose another hydra.sweep.dir, or remove "
+            "that folder."
+        )
+    return True
+
+
+def forget_failure(run_dir: Path) -> None:
+    """A job that begins again has not failed yet."""
+    (run_dir / FAILURE).unlink(missing_ok=True)
+
+
+def record_failure(run_dir: Path, reason: str, traceback: str) -> None:
+    """Leave the reason why a job failed in its folder, for the table and for whoever looks.
+
+    Args:
+        run_dir: the job's folder.
+        reason: a sentence.
+        traceback: all of it.
+    """
+    overrides = list(HydraConfig.get().overrides.task)
+    write_json(run_dir / FAILURE, {"reason": reason, "overrides": overrides, "traceback": traceback})
+
+
 class SweepTable(Callback):
-    """Prints one table over all runs of a sweep when the last has ended."""
+    """Prints one table over all runs of a sweep when the last has ended, and what failed."""
+
+    unfinished: ClassVar[Path | None] = None
+    """Folder of the sweep that runs in this process and has not printed its table yet."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Keep the folder: Hydra says nothing at the end of a sweep in which a job has failed."""
+        SweepTable.unfinished = Path(config.hydra.sweep.dir)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Print it; runs that failed or were stopped have no row."""
-        # Imported here: Hydra makes callbacks before it knows whether anything will run.
-        from growlab.analysis.results import load_runs
-        from growlab.analysis.tables import summarise, write_table
-        from growlab.processes import is_first
+        """Print it."""
+        conclude()
 
-        folder = Path(config.hydra.sweep.dir)
-        if is_first() and any(folder.rglob("results.json")):
-            sys.stdout.write("\n" + write_table(summarise(load_runs([str(folder)])), "markdown"))
-            print(f"everything about these runs: {folder}")
+
+def conclude() -> None:
+    """Print the table of the sweep that has ended, whether its jobs have all succeeded or not; else nothing."""
+    # Imported here: Hydra makes callbacks before it knows whether anything will run.
+    from growlab.analysis.results import load_runs
+    from growlab.analysis.tables import summarise, write_table
+    from growlab.processes import is_first
+
+    folder, SweepTable.unfinished = SweepTable.unfinished, None
+    if folder is None or not is_first():
+        return
+
+    def warn(sentence: str) -> None:
+        print(f"warning: {sentence}", file=sys.stderr)
+
+    if any(folder.rglob("results.json")):
+        sys.stdout.write("\n" + write_table(summarise(load_runs([str(folder)], warn), warn), "markdown"))
+        print(f"everything about these runs: {folder}")

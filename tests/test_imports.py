@@ -45,7 +45,7 @@ RULES = {
     "analysis.__main__": rule("analysis"),
     "resuming": rule("configuration", packages="hydra omegaconf"),
     "processes": rule(packages="hydra omegaconf torch"),
-    "sweeps": rule("analysis processes", packages="hydra omegaconf"),
+    "sweeps": rule("analysis processes experiment training", packages="hydra omegaconf"),
     "experiment": rule("networks widths growth optim data training analysis configuration processes"),
     "__main__": rule(
         "configuration explain experiment resuming processes sweeps", packages="hydra omegaconf"

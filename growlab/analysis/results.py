@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from growlab.errors import UserError
+from growlab.files import FAILURE
 
 if TYPE_CHECKING:
     import numpy
@@ -198,8 +199,8 @@ def load_runs(
 
     Args:
         paths: run folders or any folders above them.
-        report: called with one sentence for each `results.json` that is torn or not a run's; by default the
-            sentence is issued as a warning.
+        report: called with one sentence for each `results.json` that is torn or not a run's, and for each
+            job of a sweep that failed; by default the sentence is issued as a warning.
 
     Raises:
         UserError: a folder is missing, or there is no finished run in any of them.
@@ -214,6 +215,8 @@ def load_runs(
         for path, files in _walk(folder):
             if "results.json" not in files:
                 num_unfinished += "metrics.csv" in files
+                if FAILURE in files:
+                    report(f"{path} failed: {_reason(path / FAILURE)}")
                 continue
             if path.resolve() in runs:
                 continue
@@ -258,6 +261,13 @@ def _spelling(value: str) -> str:
         return f"{float(value):.12g}"
     except ValueError:
         return value
+
+
+def _reason(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["reason"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{path.name} does not say why."
 
 
 def _walk(folder: Path) -> Iterable[tuple[Path, list[str]]]:
