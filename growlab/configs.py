@@ -14,6 +14,9 @@ from omegaconf import MISSING
 # Members are strings: classes take them as the plain words that they are.
 Rule = StrEnum("Rule", ["ratio", "constraint"])
 NewWeights = StrEnum("NewWeights", ["fan_in", "hyperfan_in", "hyperfan_out"])
+Sharing = StrEnum("Sharing", ["layer", "chunk"])
+Embedding = StrEnum("Embedding", ["fixed", "trained"])
+Distribution = StrEnum("Distribution", ["uniform", "normal"])
 Shape = StrEnum("Shape", ["cosine", "constant"])
 Restarts = StrEnum("Restarts", ["none", "stage"])
 BatchRule = StrEnum("BatchRule", ["none", "linear", "sqrt"])
@@ -49,6 +52,24 @@ class OursConfig:
     noise_std: float = MISSING
     gain: float = MISSING
     new_weights: NewWeights = MISSING
+
+
+@dataclass
+class HyperfanConfig:
+    """growth=hyperfan."""
+
+    _target_: str = "growlab.hypernets.Hyperfan"
+    new_weights: NewWeights = MISSING
+    sharing: Sharing = MISSING
+    embedding_features: int = MISSING
+    hidden_features: list[int] = MISSING
+    embedding: Embedding = MISSING
+    distribution: Distribution = MISSING
+    chunk_channels: int = MISSING
+    output_multiplier: bool = MISSING
+    rescale_unnormalised: bool = MISSING
+    noise_std: float = MISSING
+    gain: float = MISSING
 
 
 @dataclass
@@ -128,6 +149,7 @@ def register() -> None:
         "pairs": DrawnConfig,
         "net2net": DrawnConfig,
         "ours": OursConfig,
+        "hyperfan": HyperfanConfig,
     }.items():
         store.store(group="hydra/schema/growth", name=name, node=node)
     store.store(group="hydra/schema", name="lr_adapt", node=RateAdaptationConfig)

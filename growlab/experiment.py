@@ -86,7 +86,7 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
         cfg.model, image_shape=list(data.image_shape), num_classes=data.num_classes
     )
     method: GrowthMethod = hydra.utils.instantiate(cfg.growth)
-    graph = _trace(network, data, method, list(cfg.opaque))
+    graph = method.prepare(network, _trace(network, data, method, list(cfg.opaque)), cfg.seed)
     plan = _plan(cfg, network, graph, method, data)
     state = plant(network, graph, method, plan.widths[0], cfg.seed)
 
@@ -129,6 +129,7 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
         # Before the test, so that the accuracy is that of the very weights in model.pt.
         fold_output_factor(network, graph, task.growth_state.output_factor)
         task.growth_state.output_factor = 1.0
+        method.finish(network)
         trainer.test(task, datamodule=data, verbose=False)
         results = _results(cfg, plan, task, recorder, trainer)
         recorder.on_result(trainer, results)

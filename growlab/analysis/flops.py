@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import cached, is_parametrized
 from torch.utils.flop_counter import FlopCounterMode
 
 from growlab.widths import WidthGraph, resize
@@ -21,8 +22,14 @@ def forward_flops(model: nn.Module, sample: Tensor) -> int:
     model.eval()
     counter = FlopCounterMode(display=False)
     try:
-        with counter, torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            model(sample)
+        # Weights that are computed from others are so once a batch, not once a sample: they are not counted.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), cached():
+            for module in model.modules():
+                if is_parametrized(module):
+                    for name in module.get_submodule("parametrizations")._modules:
+                        getattr(module, name)
+            with counter:
+                model(sample)
     finally:
         for module, training in modes.items():
             module.training = training

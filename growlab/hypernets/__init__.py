@@ -1,8 +1,10 @@
 """Hypernetworks that emit a network's weights: parametrisation, initialisation, and growth by them."""
 
+from growlab.hypernets.growth import Hyperfan
 from growlab.hypernets.initialisations import INITIALISATIONS, Emission, Initialisation
 from growlab.hypernets.modules import Chunks, Embedding, Emitted
 from growlab.hypernets.parametrise import Hypernet, emitted, materialize, parametrise
+from growlab.hypernets.width_graph import emitted_graph
 
 __all__ = [
     "INITIALISATIONS",
@@ -10,9 +12,11 @@ __all__ = [
     "Embedding",
     "Emission",
     "Emitted",
+    "Hyperfan",
     "Hypernet",
     "Initialisation",
     "emitted",
+    "emitted_graph",
     "materialize",
     "parametrise",
 ]

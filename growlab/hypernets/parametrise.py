@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +99,7 @@ class Layer:
     """A layer whose tensors are to be emitted."""
 
     name: str
-    module: nn.Module
+    module: Any  # a linear layer or convolution
     emission: Emission
 
     def tensors(self, hypernet: Hypernet) -> list[str]:
@@ -150,7 +151,7 @@ def materialize(network: nn.Module) -> nn.Module:
         found = [(module, name, getattr(module, name).detach()) for module, name in emitted(network)]
     # All are computed before the first goes: they may share layers.
     for module, name, value in found:
-        trained = any(p.requires_grad for p in module.parametrizations[name].parameters())
+        trained = any(p.requires_grad for p in module.get_submodule(f"parametrizations.{name}").parameters())
         parametrize.remove_parametrizations(module, name, leave_parametrized=False)
         setattr(module, name, nn.Parameter(value.clone(), requires_grad=trained))
     for embedding, noise in noises.items():
@@ -162,8 +163,8 @@ def emitted(network: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Every (module, tensor name) that a hypernetwork emits."""
     for module in network.modules():
         if parametrize.is_parametrized(module):
-            for name, parts in module.parametrizations.items():
-                if any(isinstance(part, (Emitted, Chunks)) for part in parts):
+            for name, parts in module.get_submodule("parametrizations").named_children():
+                if any(isinstance(part, (Emitted, Chunks)) for part in parts.children()):
                     yield module, name
 
 

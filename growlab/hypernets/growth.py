@@ -1,0 +1,137 @@
+"""Growth of a network whose weights a hypernetwork emits, by widening the hypernetwork."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from growlab.errors import UserError
+from growlab.growth import Expansion, NewWeights, VarianceTransfer
+from growlab.hypernets.initialisations import Emission, Initialisation
+from growlab.hypernets.parametrise import Hypernet, materialize, parametrise
+from growlab.hypernets.width_graph import emitted_graph
+from growlab.widths import Layer, WidthGraph
+
+_RULES = ("hyperfan_in", "hyperfan_out")
+_SHARINGS = ("layer", "chunk")
+
+
+@dataclass(frozen=True)
+class EmittedWeights(NewWeights):
+    """Draws for the tensors that emit weights.
+
+    Attributes:
+        init: the initialisation and its distribution.
+    """
+
+    init: Initialisation = field(default_factory=Initialisation)
+
+    def std(self, expansion: Expansion, layer: Layer) -> float:
+        """Standard deviation of new entries; gains of chunks are 1."""
+        return 1.0 if layer.emitters else super().std(expansion, layer)
+
+    def draw(self, expansion: Expansion, name: str) -> Tensor:
+        """A tensor of the new shape, every entry as a new one."""
+        shape, source = expansion.new_shape(name), expansion.generator(name)
+        layer = next((x for x in expansion.graph.layers if name == x.weight or name in x.emitters), None)
+        if layer is None or not expansion.graph.grows(name):
+            return super().draw(expansion, name)
+        if name == layer.weight:
+            if layer.emitters:
+                return torch.ones(shape)
+            return self.init.draw(shape, self.std(expansion, layer) ** 2, source)
+        if name.endswith(".embedding.values"):
+            return self.init.embedding(shape, Emission(1, 1), source)
+        if name.endswith(".bias"):
+            return torch.zeros(shape)
+        emitted = super().std(expansion, layer) ** 2
+        return self.init.draw(shape, emitted / shape[-1], source)
+
+
+class Hyperfan(VarianceTransfer):
+    """Train a network through a hypernetwork that emits its growing weights, and widen that one.
+
+    With `sharing="layer"` a weight is W = H h(e) + beta, H [O, I, ..., K]. At an event, fan-in C before and C' after:
+
+        old H and beta    times sqrt(C / C') where a batch normalisation or the output multiplier undoes it
+        new H             variance r / (C' K Var(e)); with the fan-out for `new_weights="hyperfan_out"`
+        new beta          0
+
+    (Chang et al. 2020, Table 1, at the new widths) and pairs in the first two dimensions of H and beta (Yuan et al.
+    2023, Eqs. 2-4): W is linear in both, so pairs of H are pairs of W. With `sharing="chunk"` a new channel comes
+    with new embeddings, one for each chunk that it adds, and the input layers that go with them; twins have equal
+    embeddings, on the consuming side with gains of opposite sign. Widths are counted in chunks there. `finish`
+    leaves the plain network.
+
+    **Preserves** exactly in eval mode, up to `output_factor`; in train mode up to batch normalisation's eps, as
+    `VarianceTransfer` does.
+    **Departs from the paper**: it does not grow. Hidden layers without a norm keep their scale, as in
+    `VarianceTransfer`; `rescale_unnormalised=True` rescales them. Biases are not emitted.
+
+    With a fixed embedding and one layer, a step of SGD moves W as a step on W itself with 1 + |e|^2 times the rate does
+    (about 1 + K): choose the rate accordingly.
+
+    Args:
+        new_weights: "hyperfan_in" or "hyperfan_out".
+        sharing: "layer" or "chunk"; see `Hypernet`.
+        embedding_features: size of an embedding.
+        hidden_features: of h.
+        embedding: "fixed" or "trained".
+        distribution: "uniform" or "normal".
+        chunk_channels: channels of a chunk; has to divide every width.
+        output_multiplier: undo the scale of the logits by a multiplier on the output.
+        rescale_unnormalised: rescale hidden layers without a batch normalisation behind them too.
+        noise_std: see `GrowthMethod`.
+        gain: r of hidden layers; the output layer's is 1.
+
+    Raises:
+        UserError: a setting is impossible.
+    """
+
+    def __init__(
+        self,
+        new_weights: str = "hyperfan_in",
+        sharing: str = "layer",
+        embedding_features: int = 8,
+        hidden_features: Sequence[int] = (),
+        embedding: str = "trained",
+        distribution: str = "uniform",
+        chunk_channels: int = 2,
+        output_multiplier: bool = True,
+        rescale_unnormalised: bool = False,
+        noise_std: float = 0.0,
+        gain: float = 2.0,
+    ) -> None:
+        super().__init__("ratio", output_multiplier, rescale_unnormalised, noise_std, gain)
+        for what, value, known in (("new_weights", new_weights, _RULES), ("sharing", sharing, _SHARINGS)):
+            if value not in known:
+                raise UserError(
+                    f"growth.{what} must be {' or '.join(known)} with growth=hyperfan, not {value!r}."
+                )
+        self.hypernet = Hypernet(
+            sharing,
+            new_weights,
+            distribution,
+            embedding_features,
+            tuple(hidden_features),
+            embedding,
+            gain=gain,
+            chunk_channels=chunk_channels,
+        )
+        self.new_weights = EmittedWeights(gain, 1, new_weights, self.hypernet.variances)
+
+    def prepare(self, network: nn.Module, graph: WidthGraph, seed: int) -> WidthGraph:
+        """Let a hypernetwork emit the weights of every linear layer and convolution."""
+        parametrise(network, self.hypernet, seed)
+        chunked = self.hypernet.sharing == "chunk"
+        prepared = emitted_graph(network, graph, self.hypernet.chunk_channels or 1 if chunked else 1)
+        for layer in prepared.layers:
+            # A chunk that is left without a twin has gain 0 and could not wake up otherwise.
+            if layer.emitters:
+                network.get_parameter(layer.weight).requires_grad_(True)
+        return prepared
+
+    def finish(self, network: nn.Module) -> None:
+        """Leave the plain network with equal outputs."""
+        materialize(network)
