@@ -115,7 +115,7 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
     rank_check = RankCheck(cfg.check_ranks)
     growth = GrowthCallback(data.probe_batch(cfg.probe_size), str(cfg.optimizer_state), on_event, rank_check)
     with _loggers(cfg, run_id) as loggers:
-        callbacks = [rank_check, growth, progress, recorder, SaveEveryEpoch(last_checkpoint(run_dir))]
+        callbacks = [growth, progress, recorder, rank_check, SaveEveryEpoch(last_checkpoint(run_dir))]
         trainer = _trainer(cfg, run_dir, loggers, callbacks, plan, data)
         if trainer.is_global_zero:
             write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
@@ -175,7 +175,8 @@ def _trainer(
 ) -> lightning.Trainer:
     plugins = [AtomicCheckpointIO(), *cluster_environment(not started_elsewhere())]
     if cfg.trainer.get("sync_batchnorm"):
-        plugins.append(SynchroniseBatchNorm())
+        on_cpu = cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available()
+        plugins.append(SynchroniseBatchNorm(on_cpu))
     trainer = hydra.utils.instantiate(
         cfg.trainer,
         max_epochs=plan.schedule.total_epochs,

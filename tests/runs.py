@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from hydra.core.global_hydra import GlobalHydra
 
+from tests.rank_faults import RANK_FAULTS
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -248,6 +250,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     "weights_are_nan": _weights_are_nan,
     "no_wandb": _no_wandb,
     "on_rank": _on_rank,
+    **RANK_FAULTS,
 }
 
 
@@ -284,6 +287,10 @@ class _Forked:
         self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, 0)
+            # As in a process that starts anew.
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             # The end that its parent holds, which `subprocess` would close.
             for number in map(int, os.listdir("/proc/self/fd")):
                 with contextlib.suppress(OSError):

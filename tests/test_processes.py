@@ -1,20 +1,218 @@
-"""Runs of two processes on the CPU: ranks agree, one process gives the same numbers, failures end all."""
+"""Runs of two processes on the CPU: ranks agree, one process gives the same numbers, a failure of one ends all."""
 
 import json
+import os
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.runs import CommandLine
+import pytest
+import torch
 
-# Two growth events, momentum, batches that shrink; 12 steps.
-SMALL = (
-    *("trainer=ddp_cpu", "data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "model.width=4"),
-    *("schedule.epochs=[1,2,1]", "schedule.widths=[0.5,0.75,1]", "data.validation=none"),
+from tests.runs import CommandLine, Left, Outcome, table
+
+IMAGES = ("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=none")
+STAGES = ("schedule.epochs=[1,2,1]", "schedule.widths=[0.5,0.75,1]")
+TWO = ("trainer=ddp_cpu", "hydra.run.dir=run")
+RESNET = (*IMAGES, *STAGES, "model.width=4")
+MLP = (*IMAGES, *STAGES, "model=mlp8", "model.width=12")
+
+
+@pytest.fixture
+def finished(cli: CommandLine, tmp_path: Path) -> Callable[..., Path]:
+    """Run the command line to its end and return the run's folder."""
+
+    def run(*arguments: str, folder: str = "run", fault: tuple | None = None) -> Path:
+        outcome = cli(*arguments, f"hydra.run.dir={folder}", cwd=tmp_path, fault=fault)
+        assert outcome.code == 0, outcome.err
+        # torch says in C++ that no parameter was unused, before growlab can ask it not to.
+        lines = [line for line in outcome.err.splitlines() if not line.startswith("[rank0]:[W")]
+        assert all(line.startswith(("stage ", "grew ")) for line in lines), outcome.err
+        return tmp_path / folder
+
+    return run
+
+
+def losses(run: Path) -> list[float]:
+    return [float(row["train_loss"]) for row in table(run / "metrics.csv")]
+
+
+def assert_ranks_kept_the_same(kept: Path, names: list[str]) -> None:
+    assert sorted(path.name for path in kept.iterdir()) == sorted(f"{n}_rank{r}.pt" for n in names for r in (0, 1))
+    for name in names:
+        one, other = (torch.load(kept / f"{name}_rank{rank}.pt", weights_only=True) for rank in (0, 1))
+        assert list(one) == list(other)
+        assert [key for key in one if not torch.equal(one[key], other[key])] == [], name
+
+
+# Numbers --------------------------------------------------------------------------------------------------
+
+
+def test_ranks_are_equal_after_each_of_eight_events_and_the_losses_those_of_one_process(
+    finished: Callable[..., Path], tmp_path: Path
+) -> None:
+    """ResNet-20 with batch normalisation over all ranks, in float64: only the order of sums differs."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    arguments = (
+        *IMAGES,
+        *("model.width=8", "trainer.precision=64-true", "schedule.batch_growth_rate=0.1"),
+        *("schedule.total_epochs=10", "schedule.num_stages=9", "schedule.initial_width=0.25"),
+        *("schedule.initial_fraction=0.1", "schedule.epoch_growth_rate=0", "optimizer.lr=0.02"),
+    )
+    sync = ("trainer=ddp_cpu", "trainer.sync_batchnorm=true")
+    two = finished(*arguments, *sync, folder="two", fault=("keep_ranks", str(kept)))
+    names = [*(f"stage{stage}" for stage in range(1, 9)), *(f"epoch{epoch}" for epoch in range(10))]
+    assert_ranks_kept_the_same(kept, names)
+    growth = json.loads((two / "growth.json").read_text())
+    assert all(event["seconds_by_part"]["rank_check"] > 0 for event in growth["events"])
+    results = json.loads((two / "results.json").read_text())
+    sizes = [stage["batch_size"] for stage in results["stages"]]
+    assert (results["world_size"], results["batch_size"], sizes[-1]) == (2, 32, 32)
+    one = finished(*arguments, f"schedule.batch_sizes={sizes}".replace(" ", ""), "trainer=cpu", folder="one")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-7)
+    weights = [torch.load(run / "model.pt", weights_only=True) for run in (one, two)]
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-5, atol=1e-7, msg=name)
+    assert losses(one)[-1] != losses(one)[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("trainer.strategy.static_graph=true", "trainer.gradient_clip_val=0.5"),
+        (
+            *("trainer.strategy.find_unused_parameters=true", "trainer.strategy.gradient_as_bucket_view=false"),
+            *("trainer.accumulate_grad_batches=2", "optimizer=adamw", "optimizer.lr=0.001", "lr_adapt=none"),
+        ),
+    ],
+    ids=["static_graph", "accumulate"],
 )
+def test_what_the_wrapper_does_makes_no_difference(finished: Callable[..., Path], options: tuple[str, ...]) -> None:
+    arguments = (*MLP, "trainer.precision=64-true", *options)
+    two = finished(*arguments, "trainer=ddp_cpu", folder="two")
+    one = finished(*(a for a in arguments if "strategy" not in a), "trainer=cpu", folder="one")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-7)
+    for name, weight in torch.load(one / "model.pt", weights_only=True).items():
+        other = torch.load(two / "model.pt", weights_only=True)[name]
+        torch.testing.assert_close(other, weight, rtol=1e-6, atol=1e-9, msg=name)
 
 
-def test_two_processes_grow(cli: CommandLine, tmp_path: Path) -> None:
-    outcome = cli(*SMALL, "hydra.run.dir=run", cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
-    print(outcome.err)
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert results["world_size"] == 2
+def test_statistics_of_each_rank_and_half_precision(finished: Callable[..., Path], tmp_path: Path) -> None:
+    """Ranks hold the same at the end of each epoch, though each normalises by its own images in between."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    arguments = (*RESNET, "trainer=ddp_cpu", "trainer.precision=bf16-mixed", "growth=net2net", "data.validation=split")
+    run = finished(*arguments, fault=("keep_ranks", str(kept)))
+    assert_ranks_kept_the_same(kept, ["stage1", "stage2", "epoch0", "epoch1", "epoch2", "epoch3"])
+    held = torch.load(kept / "epoch3_rank0.pt", weights_only=True)
+    assert any("running_mean" in name for name in held) and any("momentum" in name for name in held)
+    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert torch.equal(checkpoint["network.bn1.running_var"], held["bn1.running_var"])
+
+
+def test_killed_and_resumed_equals_uninterrupted(
+    cli: CommandLine, finished: Callable[..., Path], tmp_path: Path
+) -> None:
+    whole = finished(*RESNET, "trainer=ddp_cpu", folder="whole")
+    outcome = cli(*RESNET, *TWO, cwd=tmp_path, fault=("on_rank", 1, "before_growth", 2, int(signal.SIGKILL)))
+    assert "process 1 of 2 was ended by SIGKILL" in one_sentence(outcome)
+    resumed = finished(*RESNET, *TWO, "ckpt_path=last")
+    assert Left.by(resumed).differences(Left.by(whole)) == []
+
+
+# Failures -------------------------------------------------------------------------------------------------
+
+
+def one_sentence(outcome: Outcome) -> str:
+    """The sentence that a run ended with, behind the lines of its epochs."""
+    assert (outcome.code, outcome.out) == (2, ""), outcome.err
+    *lines, last = outcome.err.splitlines()
+    assert all(line.startswith(("stage ", "grew ")) for line in lines), outcome.err
+    assert last.startswith("error: ") and last.endswith(".")
+    return last
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (("drift", "weight", 5), "ranks hold different values at the end of epoch 1 (stage 1): classifier.weight"),
+        (("drift", "state", 8), "after growing in epoch 3 (stage 2): classifier.weight, momentum_buffer of"),
+        (("other_draws",), "after growing in epoch 1 (stage 1): conv1.weight, "),
+        (("parity_fails",), "changed the output by 1.00e+00"),
+        (("loss_is_nan", 4), "the training loss became NaN or infinite at step 4"),
+        (("weights_are_nan", 2), "held NaN or infinity after step 2 (epoch 0"),
+    ],
+    ids=lambda value: "_".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_what_goes_wrong_on_one_rank_stops_all_with_one_sentence(
+    cli: CommandLine, tmp_path: Path, fault: tuple[object, ...], told: str
+) -> None:
+    outcome = cli(*RESNET, "optimizer_state=inherit", *TWO, cwd=tmp_path, fault=("on_rank", 1, *fault))
+    assert told in one_sentence(outcome)
+    assert not (tmp_path / "run" / "results.json").exists()
+
+
+def test_statistics_that_a_rank_has_of_its_own_are_no_mismatch(finished: Callable[..., Path]) -> None:
+    finished(*RESNET, *TWO, fault=("on_rank", 1, "drift", "buffer", 3))
+
+
+def test_the_check_may_be_left_out(finished: Callable[..., Path]) -> None:
+    run = finished(*RESNET, *TWO, "check_ranks=false", fault=("on_rank", 1, "drift", "weight", 5))
+    events = json.loads((run / "growth.json").read_text())["events"]
+    assert [event["seconds_by_part"]["rank_check"] for event in events] == [0.0, 0.0]
+
+
+def test_a_full_disk_on_the_rank_that_writes(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(*RESNET, *TWO, cwd=tmp_path, fault=("on_rank", 0, "full_disk", 1, 30_000))
+    assert "File too large" in one_sentence(outcome)
+
+
+def test_our_own_mistake_on_one_rank_is_one_traceback(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(*RESNET, *TWO, cwd=tmp_path, fault=("on_rank", 1, "breaks", 4))
+    assert outcome.code == 1
+    assert outcome.err.count("Traceback") == 1 and outcome.err.splitlines()[-1] == "RuntimeError: our own mistake"
+
+
+def test_processes_end_with_the_one_that_started_them(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(*RESNET, *TWO, cwd=tmp_path, fault=("parent_dies", 2, str(tmp_path)))
+    assert outcome.code == -signal.SIGKILL
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in (0, 1)]
+    deadline = time.monotonic() + 20
+    while any(runs(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(runs(pid) for pid in pids)
+
+
+def runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # Nobody may have asked for its exit code yet.
+    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def test_ctrl_c(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(*RESNET, *TWO, cwd=tmp_path, fault=("interrupt_parent", 5))
+    assert outcome.code == 130
+    assert outcome.err.count("interrupted") == 1 and "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("+trainer.strategy.broadcast_buffers=false",), "would let statistics of normalisation differ"),
+        (("+trainer.strategy.init_sync=false",), "would let weights differ"),
+        (("trainer.strategy=fsdp",), "`fsdp` requires a GPU"),
+        (("trainer.strategy=ddp_spawn",), "growlab starts the processes of DDP itself"),
+        (("data.batch_size=33",), "a batch of 33 images does not divide among 2 processes"),
+        (("schedule.batch_sizes=[34,33,32]",), "a batch of 33 images does not divide among 2 processes"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
+)
+def test_what_cannot_work_is_one_sentence(
+    cli: CommandLine, tmp_path: Path, arguments: tuple[str, ...], told: str
+) -> None:
+    assert told in one_sentence(cli(*MLP, *TWO, *arguments, cwd=tmp_path))

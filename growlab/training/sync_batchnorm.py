@@ -12,14 +12,18 @@ from growlab.errors import UserError
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's SyncBatchNorm, and the same on the CPU, where torch has none."""
+class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """What `torch.nn.SyncBatchNorm` is on GPUs, on the CPU."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions, not {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise [N, C, ...] by the mean and variance over the images of all ranks."""
-        several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-        if input.device.type != "cpu" or not self.training or not several:
+        if not self.training or not torch.distributed.is_initialized():
             return super().forward(input)
+        self._check_input_dim(input)
         # As torch does: statistics in the precision of the weights, whatever autocast made of the input.
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         dims = [d for d in range(x.dim()) if d != 1]
@@ -64,9 +68,13 @@ class SynchroniseBatchNorm(TorchSyncBatchNorm):
 
     Lightning's own replaces modules by others and cannot say afterwards what they were. Here modules stay and
     change their class, so that the trained network is of its original classes again.
+
+    Args:
+        on_cpu: whether the network trains on the CPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_cpu: bool) -> None:
+        self._class = CPUSyncBatchNorm if on_cpu else nn.SyncBatchNorm
         self._classes: dict[nn.Module, type[nn.Module]] = {}
 
     def apply(self, model: nn.Module) -> nn.Module:
@@ -78,7 +86,7 @@ class SynchroniseBatchNorm(TorchSyncBatchNorm):
         for name, module in model.named_modules():
             if type(module) in _PLAIN:
                 self._classes[module] = type(module)
-                module.__class__ = SyncBatchNorm
+                module.__class__ = self._class
                 module.process_group = None
             elif isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(
                 module, nn.SyncBatchNorm

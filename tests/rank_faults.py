@@ -1,0 +1,118 @@
+"""What may happen to one of several processes, and what they may leave for a test to look at."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def keep_ranks(folder: str) -> None:
+    """Every rank writes all that it holds into a folder, after each growth event and at the end of each epoch."""
+    from growlab.training import GrowthCallback
+    from growlab.training.checkpoints import SaveEveryEpoch
+    from growlab.training.rank_check import held
+
+    def keep(name: str, trainer: Any, task: Any) -> None:
+        content = {name: value for name, value in held(task, trainer.optimizers) if isinstance(value, torch.Tensor)}
+        torch.save(content, Path(folder) / f"{name}_rank{trainer.global_rank}.pt")
+
+    grow, save = GrowthCallback._grow, SaveEveryEpoch.on_train_epoch_end
+
+    def grow_and_keep(self: Any, trainer: Any, task: Any) -> None:
+        grow(self, trainer, task)
+        keep(f"stage{task.growth_state.stage}", trainer, task)
+
+    def save_and_keep(self: Any, trainer: Any, task: Any) -> None:
+        save(self, trainer, task)
+        keep(f"epoch{trainer.current_epoch}", trainer, task)
+
+    GrowthCallback._grow, SaveEveryEpoch.on_train_epoch_end = grow_and_keep, save_and_keep
+
+
+def drift(what: str, step: int) -> None:
+    """After so many steps this process holds other values: of a "weight", a "buffer" or the optimizer's "state"."""
+    from growlab.training import GrowthCallback
+
+    def on_train_batch_end(self: Any, trainer: Any, task: Any, *rest: Any) -> None:
+        if trainer.global_step != step:
+            return
+        weight = task.network.classifier.weight
+        tensor = {
+            "weight": weight,
+            "buffer": task.network.bn1.running_mean,
+            "state": trainer.optimizers[0].state[weight].get("momentum_buffer"),
+        }[what]
+        with torch.no_grad():
+            tensor.view(-1)[-1].add_(1e-6)
+
+    GrowthCallback.on_train_batch_end = on_train_batch_end
+
+
+def other_draws() -> None:
+    """This process draws other weights than the others when it grows."""
+    from growlab.training import growth_callback
+
+    grow = growth_callback.grow
+
+    def grow_differently(network: Any, graph: Any, method: Any, state: Any, widths: Any, seed: int, *rest: Any) -> Any:
+        return grow(network, graph, method, state, widths, seed + 1, *rest)
+
+    growth_callback.grow = grow_differently
+
+
+def parity_fails() -> None:
+    """This process alone measures that a growth event changed the outputs."""
+    from growlab.growth import event
+
+    event.relative_error = lambda *rest: 1.0
+
+
+def breaks(step: int) -> None:
+    """A mistake in the program that only this process runs into."""
+    from growlab.training import GrowthCallback
+
+    def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
+        if trainer.global_step == step:
+            raise RuntimeError("our own mistake")
+
+    GrowthCallback.on_train_batch_end = on_train_batch_end
+
+
+def parent_dies(step: int, folder: str) -> None:
+    """The process that started this one is killed; this one would go on for a minute, and says who it is."""
+    from growlab.training import GrowthCallback
+
+    def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
+        if trainer.global_step == step:
+            (Path(folder) / f"pid{trainer.global_rank}").write_text(str(os.getpid()))
+            if trainer.global_rank == 0:
+                while not (Path(folder) / "pid1").exists():
+                    time.sleep(0.01)
+                os.kill(os.getppid(), 9)
+            time.sleep(60)
+
+    GrowthCallback.on_train_batch_end = on_train_batch_end
+
+
+def interrupt_parent(step: int) -> None:
+    """Ctrl-C, which reaches the process in the terminal's foreground: the one that started this one."""
+    from growlab.training import GrowthCallback
+
+    def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
+        if trainer.global_step == step and trainer.global_rank == 0:
+            os.kill(os.getppid(), 2)
+
+    GrowthCallback.on_train_batch_end = on_train_batch_end
+
+
+RANK_FAULTS = {
+    "interrupt_parent": interrupt_parent,
+    "keep_ranks": keep_ranks,
+    "drift": drift,
+    "other_draws": other_draws,
+    "parity_fails": parity_fails,
+    "breaks": breaks,
+    "parent_dies": parent_dies,
+}
