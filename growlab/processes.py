@@ -35,11 +35,16 @@ _LEASH = "GROWLAB_LEASH"
 _GRACE_SEC = 5.0
 _POLL_SEC = 0.05
 _FORWARDED = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGCONT")
+# Overrides for a process that is one of several: it is no sweep, and writes no second copy of what Hydra leaves.
+_ALONE = ("hydra.mode=RUN", "hydra.output_subdir=null")
 _QUIET = ("hydra.output_subdir=null", "hydra/job_logging=none")
 
 
 class ProcessFailed(RuntimeError):
     """A process of the run ended with a traceback, which this carries."""
+
+    def __repr__(self) -> str:
+        return str(self).rstrip().rpartition("\n")[2]
 
 
 class Process(Protocol):
@@ -122,7 +127,7 @@ def run(number: int, run_dir: Path) -> None:
         KeyboardInterrupt: the run was interrupted.
     """
     hydra = HydraConfig.get()
-    arguments = [*_options(), *hydra.overrides.task, f"hydra.run.dir={_quoted(run_dir)}", *_QUIET[:1]]
+    arguments = [*_options(), *hydra.overrides.task, f"hydra.run.dir={_quoted(run_dir)}", *_ALONE]
     reports = Path(tempfile.mkdtemp(prefix="growlab_"))
     leash, held = os.pipe()
     processes: list[Process] = []
@@ -144,7 +149,7 @@ def run(number: int, run_dir: Path) -> None:
                 # What torch's sockets say when a neighbour has gone is no news beside the reason.
                 environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
                 quiet = reports / f"{rank}.log" if rank else None
-                more = _QUIET[1:] if rank else ()
+                more = ["hydra/job_logging=none"] if rank else []
                 processes.append(run_as_command([*arguments, *more], environment, leash, quiet))
             codes = _wait(processes)
         _judge(codes, reports, run_dir, signal.SIGINT in received)

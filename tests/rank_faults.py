@@ -15,7 +15,9 @@ def keep_ranks(folder: str) -> None:
     from growlab.training.rank_check import held
 
     def keep(name: str, trainer: Any, task: Any) -> None:
-        content = {name: value for name, value in held(task, trainer.optimizers) if isinstance(value, torch.Tensor)}
+        content = {
+            name: value for name, value in held(task, trainer.optimizers) if isinstance(value, torch.Tensor)
+        }
         torch.save(content, Path(folder) / f"{name}_rank{trainer.global_rank}.pt")
 
     grow, save = GrowthCallback._grow, SaveEveryEpoch.on_train_epoch_end
@@ -56,7 +58,9 @@ def other_draws() -> None:
 
     grow = growth_callback.grow
 
-    def grow_differently(network: Any, graph: Any, method: Any, state: Any, widths: Any, seed: int, *rest: Any) -> Any:
+    def grow_differently(
+        network: Any, graph: Any, method: Any, state: Any, widths: Any, seed: int, *rest: Any
+    ) -> Any:
         return grow(network, graph, method, state, widths, seed + 1, *rest)
 
     growth_callback.grow = grow_differently

@@ -39,7 +39,9 @@ def losses(run: Path) -> list[float]:
 
 
 def assert_ranks_kept_the_same(kept: Path, names: list[str]) -> None:
-    assert sorted(path.name for path in kept.iterdir()) == sorted(f"{n}_rank{r}.pt" for n in names for r in (0, 1))
+    assert sorted(path.name for path in kept.iterdir()) == sorted(
+        f"{n}_rank{r}.pt" for n in names for r in (0, 1)
+    )
     for name in names:
         one, other = (torch.load(kept / f"{name}_rank{rank}.pt", weights_only=True) for rank in (0, 1))
         assert list(one) == list(other)
@@ -83,13 +85,18 @@ def test_ranks_are_equal_after_each_of_eight_events_and_the_losses_those_of_one_
     [
         ("trainer.strategy.static_graph=true", "trainer.gradient_clip_val=0.5"),
         (
-            *("trainer.strategy.find_unused_parameters=true", "trainer.strategy.gradient_as_bucket_view=false"),
+            *(
+                "trainer.strategy.find_unused_parameters=true",
+                "trainer.strategy.gradient_as_bucket_view=false",
+            ),
             *("trainer.accumulate_grad_batches=2", "optimizer=adamw", "optimizer.lr=0.001", "lr_adapt=none"),
         ),
     ],
     ids=["static_graph", "accumulate"],
 )
-def test_what_the_wrapper_does_makes_no_difference(finished: Callable[..., Path], options: tuple[str, ...]) -> None:
+def test_what_the_wrapper_does_makes_no_difference(
+    finished: Callable[..., Path], options: tuple[str, ...]
+) -> None:
     arguments = (*MLP, "trainer.precision=64-true", *options)
     two = finished(*arguments, "trainer=ddp_cpu", folder="two")
     one = finished(*(a for a in arguments if "strategy" not in a), "trainer=cpu", folder="one")
@@ -103,7 +110,13 @@ def test_statistics_of_each_rank_and_half_precision(finished: Callable[..., Path
     """Ranks hold the same at the end of each epoch, though each normalises by its own images in between."""
     kept = tmp_path / "kept"
     kept.mkdir()
-    arguments = (*RESNET, "trainer=ddp_cpu", "trainer.precision=bf16-mixed", "growth=net2net", "data.validation=split")
+    arguments = (
+        *RESNET,
+        "trainer=ddp_cpu",
+        "trainer.precision=bf16-mixed",
+        "growth=net2net",
+        "data.validation=split",
+    )
     run = finished(*arguments, fault=("keep_ranks", str(kept)))
     assert_ranks_kept_the_same(kept, ["stage1", "stage2", "epoch0", "epoch1", "epoch2", "epoch3"])
     held = torch.load(kept / "epoch3_rank0.pt", weights_only=True)
@@ -137,7 +150,10 @@ def one_sentence(outcome: Outcome) -> str:
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        (("drift", "weight", 5), "ranks hold different values at the end of epoch 1 (stage 1): classifier.weight"),
+        (
+            ("drift", "weight", 5),
+            "ranks hold different values at the end of epoch 1 (stage 1): classifier.weight",
+        ),
         (("drift", "state", 8), "after growing in epoch 3 (stage 2): classifier.weight, momentum_buffer of"),
         (("other_draws",), "after growing in epoch 1 (stage 1): conv1.weight, "),
         (("parity_fails",), "changed the output by 1.00e+00"),
@@ -172,7 +188,10 @@ def test_a_full_disk_on_the_rank_that_writes(cli: CommandLine, tmp_path: Path) -
 def test_our_own_mistake_on_one_rank_is_one_traceback(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(*RESNET, *TWO, cwd=tmp_path, fault=("on_rank", 1, "breaks", 4))
     assert outcome.code == 1
-    assert outcome.err.count("Traceback") == 1 and outcome.err.splitlines()[-1] == "RuntimeError: our own mistake"
+    assert (
+        outcome.err.count("Traceback") == 1
+        and outcome.err.splitlines()[-1] == "RuntimeError: our own mistake"
+    )
 
 
 def test_processes_end_with_the_one_that_started_them(cli: CommandLine, tmp_path: Path) -> None:
