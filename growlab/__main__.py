@@ -1,10 +1,11 @@
 """The command line: `python -m growlab` or `growlab` composes one experiment and runs it.
 
-Exit codes: 0 done; 2 input that cannot be used, told in one sentence on stderr; 130 interrupted;
-1 anything else, with its traceback.
+Exit codes: 0 done, or saved and ended because a signal asked for it; 2 input that cannot be used, told in one
+sentence on stderr; 130 interrupted by Ctrl-C; 1 anything else, with its traceback.
 """
 
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -17,9 +18,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from growlab.configuration import PRIMARY, config_dir, register_schemas
-from growlab.errors import UserError
+from growlab.errors import Stopped, UserError
 from growlab.explain import explain
-from growlab.processes import ProcessFailed, apart, follow_the_leash, report
+from growlab.processes import ProcessFailed, apart, follow_the_leash, is_first, report
 from growlab.resuming import resume_override
 
 
@@ -144,6 +145,12 @@ def main() -> int:
         # The reader of our output has gone, as in `growlab --cfg job | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Stopped as stop:
+        if report(0, stop.sentence, stop.signal):
+            return 0
+        if is_first():
+            print(f"{stop.signal.name}: {stop.sentence}", file=sys.stderr)
+        return 130 if stop.signal == signal.SIGINT else 0
     except (KeyboardInterrupt, SystemExit) as stop:
         if not _interrupted(stop):
             raise

@@ -114,6 +114,16 @@ class ScheduleConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """checkpoint: when a run saves itself."""
+
+    _target_: str = "growlab.training.SavePolicy"
+    every_n_steps: int | None = MISSING
+    every_minutes: float | None = MISSING
+    signals: list[str] = MISSING
+
+
+@dataclass
 class MainConfig:
     """The top level: the groups, and values that belong to none."""
 
@@ -125,6 +135,7 @@ class MainConfig:
     schedule: Any = MISSING
     trainer: Any = MISSING
     logger: Any = MISSING
+    checkpoint: CheckpointConfig = MISSING
     name: str = MISSING
     seed: int = MISSING
     ckpt_path: str | None = MISSING

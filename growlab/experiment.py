@@ -22,38 +22,32 @@ from torch import nn
 from growlab.analysis.figures import write_run_figures
 from growlab.analysis.run_table import print_results
 from growlab.data import ImageData
-from growlab.errors import UserError
-from growlab.files import write_json, write_text
+from growlab.errors import Stopped, UserError
+from growlab.files import remove_unfinished, write_json, write_text
 from growlab.growth import FixedSize, GrowthMethod, fold_output_factor, plant
-from growlab.processes import started_elsewhere, world_size
+from growlab.processes import is_first, started_elsewhere, world_size
 from growlab.training import GrowthCallback, GrowthProgress, RunRecorder, Task
 from growlab.training.checkpoints import (
     AtomicCheckpointIO,
-    SaveEveryEpoch,
     last_checkpoint,
     read_header,
     save,
+    usable_checkpoint,
 )
 from growlab.training.distributed import check_strategy, cluster_environment
 from growlab.training.loggers import finish
 from growlab.training.plan import Plan, make_plan
 from growlab.training.provenance import git_commit, machine, versions
 from growlab.training.rank_check import RankCheck
+from growlab.training.saving import SaveCheckpoints
 from growlab.training.sync_batchnorm import SynchroniseBatchNorm
 from growlab.widths import UnsupportedOperation, WidthGraph, trace
 
 # What a resumed run may do differently: none of it changes what is computed.
 _FREE_ON_RESUME = (
-    *("name", "ckpt_path", "logger", "compile", "num_threads", "log_rates_every_n_steps", "check_ranks"),
-    *(
-        "trainer.accelerator",
-        "trainer.devices",
-        "trainer.num_nodes",
-        "trainer.strategy",
-        "data.root",
-        "data.download",
-        "data.eval_batch_size",
-    ),
+    *("name", "ckpt_path", "checkpoint", "logger", "compile", "num_threads", "log_rates_every_n_steps"),
+    *("check_ranks", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy"),
+    *("data.root", "data.download", "data.eval_batch_size"),
     *("data.in_memory", "data.num_workers"),
 )
 _MAX_SEED = 2**32 - 1
@@ -70,12 +64,25 @@ def run(cfg: DictConfig) -> None:
     Raises:
         UserError: the configuration, the data, the machine or the training itself does not allow the run.
     """
-    with _plain_errors(), _quiet_libraries():
-        _run(cfg, Path(HydraConfig.get().runtime.output_dir))
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        with _plain_errors(), _quiet_libraries():
+            _run(cfg, run_dir)
+    except Stopped as stop:
+        raise Stopped(stop.signal, f"{stop.sentence}; resume with: {_resume_command(run_dir)}") from None
+
+
+def _resume_command(run_dir: Path) -> str:
+    replaced = ("ckpt_path=", "hydra.run.dir=")
+    overrides = [o for o in HydraConfig.get().overrides.task if not o.startswith(replaced)]
+    return shlex.join(["growlab", *overrides, "ckpt_path=last", f"hydra.run.dir={run_dir}"])
 
 
 def _run(cfg: DictConfig, run_dir: Path) -> None:
     _check(cfg)
+    if is_first():
+        for folder in (run_dir, last_checkpoint(run_dir).parent):
+            remove_unfinished(folder)
     checkpoint = _checkpoint_to_resume(cfg, run_dir)
     run_id = read_header(checkpoint)["run_id"] if checkpoint else secrets.token_hex(4)
     data: ImageData = hydra.utils.instantiate(cfg.data)
@@ -115,8 +122,10 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
     rank_check = RankCheck(cfg.check_ranks)
     growth = GrowthCallback(data.probe_batch(cfg.probe_size), str(cfg.optimizer_state), on_event, rank_check)
     with _loggers(cfg, run_id) as loggers:
-        callbacks = [growth, progress, recorder, rank_check, SaveEveryEpoch(last_checkpoint(run_dir))]
-        trainer = _trainer(cfg, run_dir, loggers, callbacks, plan, data)
+        policy, writer = hydra.utils.instantiate(cfg.checkpoint), AtomicCheckpointIO()
+        saving = SaveCheckpoints(last_checkpoint(run_dir), writer, policy, resumed=checkpoint)
+        callbacks = [growth, progress, recorder, rank_check, saving]
+        trainer = _trainer(cfg, run_dir, loggers, callbacks, [writer], plan, data)
         if trainer.is_global_zero:
             write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
         if cfg.compile:
@@ -170,10 +179,11 @@ def _trainer(
     run_dir: Path,
     loggers: list[Logger],
     callbacks: list[lightning.Callback],
+    plugins: list[Any],
     plan: Plan,
     data: ImageData,
 ) -> lightning.Trainer:
-    plugins = [AtomicCheckpointIO(), *cluster_environment(not started_elsewhere())]
+    plugins = [*plugins, *cluster_environment(not started_elsewhere())]
     if cfg.trainer.get("sync_batchnorm"):
         on_cpu = cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available()
         plugins.append(SynchroniseBatchNorm(on_cpu))
@@ -218,10 +228,11 @@ def _loggers(cfg: DictConfig, run_id: str) -> Iterator[list[Logger]]:
 def _checkpoint_to_resume(cfg: DictConfig, run_dir: Path) -> Path | None:
     if cfg.ckpt_path is None:
         return None
-    path = last_checkpoint(run_dir) if cfg.ckpt_path == "last" else Path(cfg.ckpt_path)
-    if cfg.ckpt_path == "last" and not path.exists():
-        print(f"no checkpoint in {run_dir} yet: starting from the beginning", file=sys.stderr)
-        return None
+    if cfg.ckpt_path != "last":
+        return Path(cfg.ckpt_path)
+    path, told = usable_checkpoint(run_dir)
+    if told and is_first():
+        print(told, file=sys.stderr)
     return path
 
 

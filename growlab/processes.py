@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import ListConfig
 
-from growlab.errors import UserError
+from growlab.errors import Stopped, UserError
 from growlab.files import write_json
 
 # Says that growlab has started this process, and where to leave the reason if it fails.
@@ -124,7 +124,8 @@ def run(number: int, run_dir: Path) -> None:
     Raises:
         UserError: a process met input that cannot be used, or was ended from outside.
         ProcessFailed: a process ended with a traceback.
-        KeyboardInterrupt: the run was interrupted.
+        KeyboardInterrupt: the run was interrupted before it could save itself.
+        Stopped: a signal ended the run in good order.
     """
     hydra = HydraConfig.get()
     arguments = [*_options(), *hydra.overrides.task, f"hydra.run.dir={_quoted(run_dir)}", *_ALONE]
@@ -200,16 +201,18 @@ def follow_the_leash() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def report(code: int, reason: str) -> bool:
-    """Leave the reason of a failure to the process that started this one; False if there is none.
+def report(code: int, reason: str, number: int | None = None) -> bool:
+    """Leave the reason of an end to the process that started this one; False if there is none.
 
     Args:
         code: the exit code.
-        reason: a sentence for code 2, else a traceback.
+        reason: a sentence for codes 0 and 2, else a traceback.
+        number: the signal that ended the run in good order.
     """
     if _REPORT not in os.environ:
         return False
-    write_json(os.environ[_REPORT], {"code": code, "reason": reason, "time": time.time()})
+    content = {"code": code, "reason": reason, "time": time.time(), "signal": number}
+    write_json(os.environ[_REPORT], content)
     return True
 
 
@@ -261,11 +264,16 @@ def _forwarding(processes: Sequence[Process]) -> Iterator[list[int]]:
 
 def _judge(codes: Sequence[int | None], reports: Path, run_dir: Path, interrupted: bool) -> None:
     """Raise the one reason among several: what a user can mend, else what came first."""
+    found = [json.loads(path.read_text()) for path in sorted(reports.glob("*.json"))]
+    stopped = [one for one in found if one["signal"] is not None]
     if not any(codes):
+        if stopped:
+            # Ranks that got no signal of their own say SIGTERM.
+            number = signal.SIGINT if interrupted else stopped[0]["signal"]
+            raise Stopped(number, stopped[0]["reason"])
         return
     if interrupted:
         raise KeyboardInterrupt
-    found = [json.loads(path.read_text()) for path in sorted(reports.glob("*.json"))]
     told = [one for one in found if one["code"] == 2]
     if told:
         raise UserError(told[0]["reason"])

@@ -1,10 +1,10 @@
 """Fixtures for tests in several folders."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.runs import CommandLine
+from tests.runs import CommandLine, Left
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +13,19 @@ def cli() -> Iterator[CommandLine]:
     started = CommandLine()
     yield started
     started.close()
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Left]:
+    """What a run leaves that nothing disturbs, made once for each configuration."""
+    made: dict[tuple[str, ...], Left] = {}
+
+    def run(*arguments: str) -> Left:
+        if arguments not in made:
+            folder = tmp_path_factory.mktemp("whole")
+            outcome = cli(*arguments, "hydra.run.dir=run", cwd=folder)
+            assert outcome.code == 0, outcome.err
+            made[arguments] = Left.by(folder / "run")
+        return made[arguments]
+
+    return run

@@ -13,17 +13,39 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.core.global_hydra import GlobalHydra
+from torch import nn
 
 from tests.rank_faults import RANK_FAULTS
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# 18 steps in 6 epochs and 3 stages, with everything that has a state: momentum, batch sizes that change,
+# augmentation, validation, regions, statistics.
+SMALL = (
+    *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=split"),
+    *("schedule.epochs=[2,2,2]", "schedule.widths=[0.5,0.75,1]", "log_rates_every_n_steps=2"),
+)
+MLP = (*SMALL, "model=mlp8", "model.width=12", "model.batch_norm=true")
+NUM_STEPS = 18
+
+
+def dropout_mlp(image_shape: Sequence[int], num_classes: int) -> nn.Module:
+    """A network whose steps draw random numbers."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(torch.Size(image_shape).numel(), 12),
+        nn.BatchNorm1d(12),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Linear(12, num_classes),
+    )
 
 
 @dataclass(frozen=True)
@@ -165,6 +187,20 @@ def _at_step(step: int, number: int) -> None:
     GrowthCallback.on_train_batch_end = on_train_batch_end
 
 
+def _at_validation(epoch: int, batch: int, number: int) -> None:
+    """A signal in the validation of an epoch."""
+    from growlab.training import Task
+
+    original = Task.validation_step
+
+    def validation_step(self: Any, entry: Any, batch_index: int) -> None:
+        original(self, entry, batch_index)
+        if (self.current_epoch, batch_index) == (epoch, batch):
+            _strike(number)
+
+    Task.validation_step = validation_step
+
+
 def _before_growth(stage: int, number: int) -> None:
     """A signal between the last step of a stage and the growth event that begins the given one."""
     from growlab.training import GrowthCallback
@@ -243,6 +279,7 @@ def _on_rank(rank: int, *fault: Any) -> None:
 _FAULT_ON_RANK = "FAULT_ON_RANK"
 FAULTS: dict[str, Callable[..., None]] = {
     "at_step": _at_step,
+    "at_validation": _at_validation,
     "before_growth": _before_growth,
     "at_checkpoint": _at_checkpoint,
     "full_disk": _full_disk,

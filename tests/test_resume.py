@@ -10,38 +10,15 @@ import torch
 
 from growlab.errors import UserError
 from growlab.resuming import resume_override
-from tests.runs import CommandLine, Left, table
+from tests.runs import MLP, SMALL, CommandLine, Left, table
 
 SIGKILL = int(signal.SIGKILL)
-# 18 steps in 6 epochs and 3 stages, with everything that has a state: momentum, batch sizes that change,
-# augmentation, validation, regions, statistics.
-SMALL = (
-    *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=split"),
-    *("schedule.epochs=[2,2,2]", "schedule.widths=[0.5,0.75,1]", "log_rates_every_n_steps=2"),
-)
-MLP = (*SMALL, "model=mlp8", "model.width=12", "model.batch_norm=true")
 RESNET = (*SMALL, "model.width=4", "schedule.batch_growth_rate=0.5", "optimizer.nesterov=true")
 ADAM = (*MLP, "growth=net2net", "lr_adapt=none", "optimizer=adamw", "optimizer_state=zero_new")
 ACCUMULATED = (
     *(*MLP, "growth=pairs", "trainer.accumulate_grad_batches=2", "trainer.precision=bf16-mixed"),
     *("schedule.learning_rate.restarts=stage", "schedule.learning_rate.warmup_epochs=0.5"),
 )
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Left]:
-    """What a run leaves that nothing disturbs, made once for each configuration."""
-    made: dict[tuple[str, ...], Left] = {}
-
-    def run(*arguments: str) -> Left:
-        if arguments not in made:
-            folder = tmp_path_factory.mktemp("whole")
-            outcome = cli(*arguments, "hydra.run.dir=run", cwd=folder)
-            assert outcome.code == 0, outcome.err
-            made[arguments] = Left.by(folder / "run")
-        return made[arguments]
-
-    return run
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """What the trainer iterates over: finished batches of one epoch, on one rank."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -66,11 +66,18 @@ class EpochPlan:
 
 @dataclass
 class _Loader:
-    """What both loaders hold, and what Lightning looks for on a loader."""
+    """What both loaders hold, and what Lightning looks for on a loader.
+
+    A loader is resumable: Lightning puts what `state_dict` returns into checkpoints and gives it back before
+    the first batch. Batches are functions of seed, epoch and number, so the number is all there is to keep, and
+    it is the same on any number of ranks.
+    """
 
     plan: EpochPlan
     normalisation: Normalisation
     channels_last: bool
+    _given: int = field(default=0, init=False)
+    _skip: int = field(default=0, init=False)
 
     # Lightning asks every loader that has a `sampler` for this one too.
     batch_sampler: ClassVar[None] = None
@@ -82,6 +89,25 @@ class _Loader:
 
     def __len__(self) -> int:
         return len(self.plan)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where in the epoch the loader is: the number of batches that it has given."""
+        return {"epoch": self.plan.epoch, "batches": self._given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin the next pass, and that one alone, behind the batches that were given before the checkpoint.
+
+        Raises:
+            ValueError: the state is of another epoch.
+        """
+        if state["epoch"] != self.plan.epoch:
+            raise ValueError(f"a loader of epoch {self.plan.epoch} cannot go on in epoch {state['epoch']}.")
+        self._skip = self._given = state["batches"]
+
+    def _left(self) -> list[np.ndarray]:
+        """The batches of the pass that begins."""
+        self._given, self._skip = self._skip, 0
+        return self.plan.batches()[self._given :]
 
 
 @dataclass
@@ -95,7 +121,9 @@ class MemoryLoader(_Loader):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         plan, device = self.plan, self.images.labels_N.device
-        batches = plan.batches()
+        batches = self._left()
+        if not batches:
+            return
         # One transfer an epoch instead of one a batch.
         positions = np.concatenate(batches)
         draw = plan.draw(positions)
@@ -109,6 +137,7 @@ class MemoryLoader(_Loader):
             if plan.augmentation is not None:
                 images_BHWC = plan.augmentation.apply(images_BHWC, draw[:, part])
             x_BCHW = self.normalisation.apply(images_BHWC, self.channels_last)
+            self._given += 1
             yield x_BCHW, self.images.labels_N.index_select(0, index[part])
 
 
@@ -123,10 +152,11 @@ class StreamLoader(_Loader):
     device: torch.device
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        batches = self.plan.batches()
+        batches = self._left()
         augmented = self.plan.augmentation is not None
         for images_BHWC, y_B in self.readers.read(batches, self.plan.epoch if augmented else None):
             # Bytes travel, a quarter of what numbers would take, and are normalised where they arrive.
             images_BHWC = images_BHWC.to(self.device, non_blocking=True)
             x_BCHW = self.normalisation.apply(images_BHWC, self.channels_last)
+            self._given += 1
             yield x_BCHW, y_B.to(self.device, non_blocking=True)

@@ -1,5 +1,6 @@
 """Processes that read, decode, crop and augment batches of images which are not held in memory."""
 
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ class Readers:
             pin_memory=pinned,
             # Without a generator of its own, making the iterator would draw from the global one.
             generator=torch.Generator().manual_seed(seed),
+            worker_init_fn=_finish_what_is_begun,
         )
         self._readings = 0
 
@@ -88,6 +90,12 @@ class Readers:
             if isinstance(batch, UserError):
                 raise batch
             yield batch
+
+
+def _finish_what_is_begun(worker: int) -> None:
+    # Ctrl-C and SLURM signal every process of a run; the one that trains still needs batches to end its step.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 @dataclass

@@ -4,6 +4,15 @@ from growlab.training.growth_callback import GrowthCallback
 from growlab.training.learning_rate import LearningRate
 from growlab.training.progress import GrowthProgress
 from growlab.training.recorder import RunRecorder
+from growlab.training.saving import SavePolicy
 from growlab.training.task import RateAdaptation, Task
 
-__all__ = ["GrowthCallback", "GrowthProgress", "LearningRate", "RateAdaptation", "RunRecorder", "Task"]
+__all__ = [
+    "GrowthCallback",
+    "GrowthProgress",
+    "LearningRate",
+    "RateAdaptation",
+    "RunRecorder",
+    "SavePolicy",
+    "Task",
+]

@@ -2,44 +2,62 @@
 
 import os
 import pickle
+import sys
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
-from zipfile import BadZipFile
 
 import torch
-from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from growlab.errors import UserError
+from growlab.errors import UserError, WriteError
 from growlab.files import write_atomically
 
 CHECKPOINT_FOLDER = "checkpoints"
-LAST = "last.ckpt"
+LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 # Where growlab keeps its own part of a checkpoint.
 HEADER = "growlab"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside the old one and renames it, so that a kill or a full disk leaves the old one."""
+    """Writes checkpoints whole and keeps the one before, so that neither a kill nor a full disk loses both.
+
+    A checkpoint that cannot be written is told, and training goes on: the disk may have room again when the next
+    one is due.
+
+    Attributes:
+        failure: why the newest checkpoint could not be written; None if it was.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failure: str | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write the checkpoint.
+        """Write the checkpoint; Lightning calls this on the first rank alone."""
+        path = Path(path)
+        try:
+            save(path, checkpoint, path.with_name(PREVIOUS))
+        except WriteError as error:
+            self.failure = str(error)
+            print(f"warning: no checkpoint at step {checkpoint['global_step']}: {error}", file=sys.stderr)
+        else:
+            self.failure = None
 
-        Raises:
-            UserError: the disk is full or not writable.
-        """
-        save(path, checkpoint)
 
-
-def save(path: str | os.PathLike[str], content: Any) -> None:
+def save(path: str | os.PathLike[str], content: Any, previous: Path | None = None) -> None:
     """`torch.save`, atomically.
 
+    Args:
+        path: of the file.
+        content: plain containers of tensors and numbers.
+        previous: where the old file goes; None: nowhere.
+
     Raises:
-        UserError: the disk is full or not writable; what was at `path` is left as it was.
+        WriteError: the disk is full or not writable; what was at `path` is left as it was.
     """
 
     def write(file: BinaryIO) -> None:
@@ -51,43 +69,63 @@ def save(path: str | os.PathLike[str], content: Any) -> None:
                 raise error.__context__ from error
             raise
 
-    write_atomically(path, write)
-
-
-class SaveEveryEpoch(Checkpoint):
-    """Keeps the state after the last finished epoch in one file.
-
-    Lightning runs callbacks of this kind after all others. Its own `ModelCheckpoint(save_top_k=0,
-    save_last=True)` saves nothing before training ends.
-
-    Args:
-        path: the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save, on every rank at once."""
-        trainer.save_checkpoint(self._path)
+    write_atomically(path, write, previous)
 
 
 def last_checkpoint(run_dir: Path) -> Path:
-    """Where a run keeps the checkpoint of its last finished epoch."""
+    """Where a run keeps its newest checkpoint."""
     return run_dir / CHECKPOINT_FOLDER / LAST
 
 
+def usable_checkpoint(run_dir: Path) -> tuple[Path | None, str | None]:
+    """The newest checkpoint of a run that is whole, None if the run has none; and what a person should know of it.
+
+    Nothing is changed: all ranks look at the same time.
+
+    Raises:
+        UserError: there are checkpoints, and none of them can be read.
+    """
+    last = last_checkpoint(run_dir)
+    previous = last.with_name(PREVIOUS)
+    reasons = {path: damage(path) for path in (last, previous) if path.is_file()}
+    if not reasons:
+        return None, f"no checkpoint in {run_dir} yet: starting from the beginning"
+    if reasons.get(last, "missing") is None:
+        return last, None
+    if reasons.get(previous, "missing") is not None:
+        told = "; ".join(f"{path}: {reason}" for path, reason in reasons.items())
+        raise UserError(f"no checkpoint can be read ({told}); start anew without ckpt_path.")
+    reason = reasons.get(last)
+    return previous, reason and f"{last} is damaged ({reason}): going on from the checkpoint before it"
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint's file, read to its end; None if nothing.
+
+    torch writes a checksum beside every tensor, but does not look at it when it loads.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
+        return str(error)
+    return None if broken is None else f"{broken} does not match its checksum"
+
+
 def read_header(path: Path) -> dict[str, Any]:
-    """What a checkpoint says beside its tensors, which are not read.
+    """What a checkpoint says beside its tensors, which are checked but not loaded.
 
     Raises:
         UserError: there is no such file, or it is not a checkpoint of growlab.
     """
     if not path.is_file():
         raise UserError(f"ckpt_path={path} is not a file; give a checkpoint's path or ckpt_path=last.")
+    reason = damage(path)
     try:
+        if reason is not None:
+            raise ValueError(reason)
         checkpoint = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, BadZipFile, EOFError, OSError, ValueError) as error:
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError) as error:
         raise UserError(f"ckpt_path={path} is not a checkpoint that growlab can read ({error}).") from error
     header = checkpoint.get(HEADER) if isinstance(checkpoint, dict) else None
     if header is None:

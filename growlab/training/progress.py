@@ -35,13 +35,18 @@ class GrowthProgress(Callback):
         self._shown = 0.0
         self._began = self._epoch_began = 0.0
         self._resumed_at = 0.0
+        # What of the running epoch was done before this process began.
+        self._began_at = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Open the bar."""
         if not trainer.is_global_zero:
             return
-        self._began = time.perf_counter()
-        self._resumed_at = sum(self._effort[: trainer.current_epoch])
+        self._began = self._epoch_began = time.perf_counter()
+        epoch, self._began_at = trainer.current_epoch, 0.0
+        if trainer.fit_loop.restarted_mid_epoch:
+            self._began_at = (trainer.fit_loop.batch_idx + 1) / self._batches[epoch]
+        self._resumed_at = sum(self._effort[:epoch]) + self._began_at * sum(self._effort[epoch : epoch + 1])
         if self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
@@ -57,7 +62,7 @@ class GrowthProgress(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Start the epoch's clock."""
-        self._epoch_began = time.perf_counter()
+        self._epoch_began, self._began_at = time.perf_counter(), 0.0
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Task, outputs: Any, batch: Any, batch_idx: int
@@ -70,7 +75,7 @@ class GrowthProgress(Callback):
         epoch = trainer.current_epoch
         part = (batch_idx + 1) / self._batches[epoch]
         done = sum(self._effort[:epoch]) + part * self._effort[epoch]
-        samples_per_sec = part * self._samples[epoch] / (now - self._epoch_began)
+        samples_per_sec = (part - self._began_at) * self._samples[epoch] / (now - self._epoch_began)
         figures = pl_module.running_metrics()
         self._bar.update(
             self._bar.task_ids[0],
@@ -92,7 +97,7 @@ class GrowthProgress(Callback):
             for name, value in metrics.items()
         )
         done = sum(self._effort[: trainer.current_epoch + 1])
-        rate = self._samples[trainer.current_epoch] / (now - self._epoch_began)
+        rate = (1 - self._began_at) * self._samples[trainer.current_epoch] / (now - self._epoch_began)
         line = f"{self._describe(trainer, pl_module)}  {figures}  {rate:,.0f}/s  left {_clock(self._left(done, now))}"
         print(line, file=sys.stderr, flush=True)
 

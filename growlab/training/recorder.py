@@ -1,5 +1,6 @@
 """Writes what happens in a run into its folder while it happens."""
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from lightning import Callback, Trainer
 from torch.optim import Optimizer
 
-from growlab.errors import UserError
+from growlab.errors import UserError, WriteError
 from growlab.files import write_json, write_text
 from growlab.optim import Regional
 from growlab.training.task import Task
@@ -48,7 +49,7 @@ class RunRecorder(Callback):
         self._lr = 0.0
         self._began = 0.0
         self._validation_sec = 0.0
-        self._validation_began = 0.0
+        self._validation_began: float | None = None
 
     # State ---------------------------------------------------------------------------------------------
 
@@ -58,6 +59,10 @@ class RunRecorder(Callback):
             "rows": self.rows,
             "rates": "\n".join(self._rates),
             "peak_memory_bytes": self.peak_memory_bytes,
+            "lr": self._lr,
+            # Of an epoch that has not ended.
+            "seconds": time.perf_counter() - self._began,
+            "validation_seconds": self._validation_sec + self._validating_sec(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -65,6 +70,9 @@ class RunRecorder(Callback):
         self.rows = list(state_dict["rows"])
         self._rates = state_dict["rates"].splitlines()
         self.peak_memory_bytes = dict(state_dict["peak_memory_bytes"])
+        self._lr = state_dict["lr"]
+        self._began = time.perf_counter() - state_dict["seconds"]
+        self._validation_sec = state_dict["validation_seconds"]
 
     # Hooks ---------------------------------------------------------------------------------------------
 
@@ -80,7 +88,11 @@ class RunRecorder(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: Task) -> None:
         """Start the training clock again."""
-        self._validation_sec += time.perf_counter() - self._validation_began
+        self._validation_sec += self._validating_sec()
+        self._validation_began = None
+
+    def _validating_sec(self) -> float:
+        return 0.0 if self._validation_began is None else time.perf_counter() - self._validation_began
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Task, optimizer: Optimizer) -> None:
         """Keep the step's rate; every n steps record rate factors and norms of regions."""
@@ -136,7 +148,11 @@ class RunRecorder(Callback):
         pl_module.log_dict(metrics, logger=False)
         _log(trainer, {key: value for key, value in row.items() if key != "step"}, trainer.global_step)
         if trainer.is_global_zero:
-            self.write(pl_module)
+            try:
+                self.write(pl_module)
+            except WriteError as error:
+                # All rows are kept, so the next epoch's end writes this one's too.
+                print(f"warning: {error}", file=sys.stderr)
 
     def on_growth(self, trainer: Trainer, receipt: dict[str, Any]) -> None:
         """Hand a growth event to the loggers; the file follows with the epoch's end."""

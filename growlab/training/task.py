@@ -82,6 +82,7 @@ class Task(LightningModule):
         self._seed_widths = dict(state.widths)
         self._regions: tuple[Any, dict[str, Regions]] | None = None
         self._sums: dict[str, Tensor] = {}
+        self._saved_sums: Tensor | None = None
         self._bad_step: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,10 +136,28 @@ class Task(LightningModule):
 
     # Steps ---------------------------------------------------------------------------------------------
 
+    def on_train_start(self) -> None:
+        """Go on counting where a checkpoint in the middle of an epoch stopped."""
+        saved, self._saved_sums = self._saved_sums, None
+        if saved is None:
+            return
+        if len(saved) == self.trainer.world_size:
+            self._sums["train"] = saved[self.global_rank]
+        else:
+            # The first rank goes on for all that there were.
+            self._sums["train"] = saved.sum(0) if self.global_rank == 0 else torch.zeros_like(saved[0])
+
     def on_train_epoch_start(self) -> None:
-        """Make what steps draw (dropout) a function of seed, epoch and rank, so that a resumed run agrees."""
+        """Begin to count anew."""
         self._sums = {}
-        torch.manual_seed(hash((self.seed, self.current_epoch, self.global_rank)) & (2**63 - 1))
+
+    def on_train_batch_start(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
+        """Make what a step draws (dropout) a function of seed, epoch, batch and rank, so that a resumed run agrees."""
+        seed = hash((self.seed, self.current_epoch, batch_index, self.global_rank)) & (2**63 - 1)
+        if self.device.type == "cpu":
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
         """Loss of one batch."""
@@ -228,7 +247,8 @@ class Task(LightningModule):
         )
         # Sums of a large epoch leave float32's exact integers.
         entry = entry.double() if entry.device.type != "mps" else entry
-        self._sums[split] = self._sums[split] + entry if split in self._sums else entry
+        # Sums from a checkpoint lie on the CPU.
+        self._sums[split] = self._sums[split].to(entry.device) + entry if split in self._sums else entry
 
     def _watch(self, loss: Tensor, batch_index: int) -> None:
         if self._bad_step is None:
@@ -252,6 +272,8 @@ class Task(LightningModule):
             "method": self.method.name,
             "settings": self.settings,
             "run_id": self.run_id,
+            # [ranks, 3]: collected on every rank, saved by the first.
+            "train_sums": stacked(self._sums["train"]).cpu() if "train" in self._sums else None,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -286,6 +308,7 @@ class Task(LightningModule):
                 "that it was trained with."
             )
         self.growth_state, self.events = state, list(saved["events"])
+        self._saved_sums = saved["train_sums"]
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

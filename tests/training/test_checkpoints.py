@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.errors import UserError
 from growlab.training.checkpoints import AtomicCheckpointIO, differences, save
 
 
-def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """torch's writer turns the file's own error into a RuntimeError about positions."""
     path = tmp_path / "last.ckpt"
     save(path, {"weight": torch.ones(2)})
@@ -30,8 +31,11 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pyte
 
     original = torch.save
     monkeypatch.setattr(torch, "save", lambda content, file: original(content, Full(file)))
-    with pytest.raises(UserError, match="No space left on device"):
-        AtomicCheckpointIO().save_checkpoint({"weight": torch.ones(100_000)}, path)
+    writer = AtomicCheckpointIO()
+    writer.save_checkpoint({"weight": torch.ones(100_000), "global_step": 3}, path)
+    told = capsys.readouterr().err
+    assert told.startswith("warning: no checkpoint at step 3: ") and "No space left on device" in told
+    assert writer.failure in told
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
 
