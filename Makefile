@@ -11,7 +11,7 @@ ARGS ?=
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-gpu lint format bench notebooks clean clean-all
+.PHONY: help setup run test test-slow test-gpu lint format chaos bench notebooks clean clean-all
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ lint: $(READY)  ## formatting, lint rules and types
 format: $(READY)  ## rewrite the code in the house format
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
+
+chaos: $(READY)  ## kill a small training 50 times and see that nothing is lost (ARGS="--kills 200 --seed 1")
+	OMP_NUM_THREADS=1 $(PY) -m tests.chaos $(ARGS)
 
 bench: $(READY)  ## measure what growing and rate adaptation cost
 	$(PY) -m pytest --override-ini=python_files='bench_*.py' -m "" -s tests/benchmarks $(ARGS)

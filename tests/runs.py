@@ -10,9 +10,11 @@ import json
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,12 +217,79 @@ def _before_growth(stage: int, number: int) -> None:
     GrowthCallback._grow = struck
 
 
+def _in_growth(stage: int, number: int) -> None:
+    """A signal in the middle of an event: the network has grown, the optimizer has not followed."""
+    from growlab.training import GrowthCallback, growth_callback
+
+    follow, grow, stages = growth_callback.follow, GrowthCallback._grow, []
+
+    def noted(self: Any, trainer: Any, task: Any) -> None:
+        stages.append(task.growth_state.stage + 1)
+        grow(self, trainer, task)
+
+    def struck(*arguments: Any, **named: Any) -> None:
+        if stages[-1] == stage:
+            _strike(number)
+        follow(*arguments, **named)
+
+    GrowthCallback._grow, growth_callback.follow = noted, struck
+
+
+# The moments of a file's way to the disk, see `growlab.files.write_atomically`; a checkpoint has the ones in the
+# middle twice: the file before it is renamed first.
+WRITE_MOMENTS = ("opened", "half", "unsynchronised", "unnamed", "named", "folder")
+
+
+def _at_write(count: int, moment: str, number: int) -> None:
+    """A signal at a moment of the n-th file that is written."""
+    opened, replace, fsync = tempfile.NamedTemporaryFile, os.replace, os.fsync
+    written = 0
+
+    def due(now: str) -> None:
+        if (written, now) == (count, moment):
+            _strike(number)
+
+    def open_file(*arguments: Any, **named: Any) -> Any:
+        nonlocal written
+        file = opened(*arguments, **named)
+        if str(named.get("suffix")) == ".unfinished":
+            written += 1
+            due("opened")
+            write = file.write
+
+            def half(content: Any) -> int:
+                if (written, "half") == (count, moment):
+                    write(memoryview(content)[: len(content) // 2])
+                    file.flush()
+                    _strike(number)
+                return write(content)
+
+            file.write = half
+        return file
+
+    def synchronise(descriptor: int) -> None:
+        due("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "unsynchronised")
+        fsync(descriptor)
+
+    def rename(source: Any, target: Any) -> None:
+        due("unnamed")
+        replace(source, target)
+        due("named")
+
+    tempfile.NamedTemporaryFile, os.replace, os.fsync = open_file, rename, synchronise
+
+
+def _after(seconds: float, number: int) -> None:
+    """A signal at any moment whatever, inside torch too."""
+    threading.Timer(seconds, _strike, [number]).start()
+
+
 def _at_checkpoint(count: int, moment: str, number: int) -> None:
     """A signal before or after the n-th checkpoint takes its place."""
     replace, seen = os.replace, []
 
     def struck(source: Any, target: Any) -> None:
-        seen.extend([target] * (Path(target).suffix == ".ckpt"))
+        seen.extend([target] * (Path(target).name == "last.ckpt"))
         if len(seen) == count and moment == "before":
             _strike(number)
         replace(source, target)
@@ -281,6 +350,9 @@ FAULTS: dict[str, Callable[..., None]] = {
     "at_step": _at_step,
     "at_validation": _at_validation,
     "before_growth": _before_growth,
+    "in_growth": _in_growth,
+    "at_write": _at_write,
+    "after": _after,
     "at_checkpoint": _at_checkpoint,
     "full_disk": _full_disk,
     "loss_is_nan": _loss_is_nan,

@@ -1,0 +1,104 @@
+"""`make chaos`: a small grown training is killed again and again and must end as the undisturbed one, bit for bit.
+
+Every process is killed by SIGKILL at a random step, before or inside a growth event, at a moment of a file's way to
+the disk, or at any time whatever, and the next one resumes. A run that comes to its end is compared with one that
+nothing disturbed: weights, optimizer, metrics, growth events, results. Then another begins, until there were enough
+kills.
+"""
+
+import argparse
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.runs import MLP, NUM_STEPS, WRITE_MOMENTS, CommandLine, Left
+
+SIGKILL = int(signal.SIGKILL)
+# A process that was never struck comes to its end; this many files are written in one of six epochs.
+_FILES = 8
+_SECONDS = 2.0
+
+
+def fault(draw: random.Random) -> tuple[Any, ...]:
+    """What strikes the next process."""
+    kind = draw.choice(("at_step", "before_growth", "in_growth", "at_write", "at_write", "after"))
+    if kind == "at_step":
+        return kind, draw.randint(1, NUM_STEPS), SIGKILL
+    if kind in ("before_growth", "in_growth"):
+        return kind, draw.randint(1, 2), SIGKILL
+    if kind == "at_write":
+        return kind, draw.randint(1, _FILES), draw.choice(WRITE_MOMENTS), SIGKILL
+    return kind, draw.uniform(0, _SECONDS), SIGKILL
+
+
+def chaos(cli: CommandLine, folder: Path, kills: int, seed: int) -> tuple[Counter[str], int, list[str]]:
+    """Kill until there were enough.
+
+    Args:
+        cli: the command line.
+        folder: empty; a run that came out wrong stays there.
+        kills: how many.
+        seed: decides when; `after` a time depends on the machine's speed too.
+
+    Returns:
+        Number of kills by kind and moment, number of runs, and what came out wrong.
+    """
+    command = (*MLP, "checkpoint.every_n_steps=1")
+    draw, struck, runs = random.Random(seed), Counter[str](), 0
+    outcome = cli(*command, "hydra.run.dir=undisturbed", cwd=folder)
+    assert outcome.code == 0, outcome.err
+    undisturbed = Left.by(folder / "undisturbed")
+    wrong: list[str] = []
+    while struck.total() < kills and not wrong:
+        run = f"run_{runs}"
+        runs += 1
+        resume: list[str] = []
+        while True:
+            enough = struck.total() >= kills
+            strike = None if enough else fault(draw)
+            outcome = cli(*command, f"hydra.run.dir={run}", *resume, cwd=folder, fault=strike)
+            resume = ["ckpt_path=last"]
+            if outcome.code != -SIGKILL:
+                break
+            struck[" ".join(str(part) for part in (strike[0], *strike[2:-1]))] += 1
+        if outcome.code != 0:
+            wrong.append(f"{run} ended with code {outcome.code}: {outcome.err}")
+        else:
+            wrong += [f"{run}: {name} differ" for name in Left.by(folder / run).differences(undisturbed)]
+            litter = [path.name for path in (folder / run).rglob(".*.unfinished")]
+            wrong += [f"{run} has left {name}" for name in litter]
+        if not wrong:
+            shutil.rmtree(folder / run)
+    return struck, runs, wrong
+
+
+def main() -> int:
+    """Run and print a summary; 1 if anything was lost."""
+    parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="chaos_"))
+    cli = CommandLine()
+    try:
+        struck, runs, wrong = chaos(cli, folder, arguments.kills, arguments.seed)
+    finally:
+        cli.close()
+    for kind, number in sorted(struck.items()):
+        print(f"{number:4}  {kind}")
+    print(f"{struck.total()} kills in {runs} runs of {NUM_STEPS} steps, seed {arguments.seed}")
+    for sentence in wrong:
+        print(f"LOST: {sentence}; see {folder}")
+    if not wrong:
+        print("nothing lost: every run ended bit for bit as the undisturbed one")
+        shutil.rmtree(folder)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

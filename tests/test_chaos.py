@@ -1,0 +1,12 @@
+"""The short version of `make chaos`."""
+
+from pathlib import Path
+
+from tests.chaos import chaos
+from tests.runs import CommandLine
+
+
+def test_nothing_is_lost(cli: CommandLine, tmp_path: Path) -> None:
+    struck, runs, wrong = chaos(cli, tmp_path, kills=6, seed=1)
+    assert wrong == []
+    assert struck.total() == 6 and runs >= 1
