@@ -42,6 +42,7 @@ def _job(cfg: DictConfig) -> Any:
             print(f"finished before: {run_dir}")
             return sweeps.objective(cfg, run_dir)
         sweeps.forget_failure(run_dir)
+        sweeps.name_group(cfg)
         number = processes.to_start(cfg.get("trainer") or {})
         if number > 1:
             processes.run(number, run_dir)

@@ -35,7 +35,7 @@ from growlab.training.checkpoints import (
     usable_checkpoint,
 )
 from growlab.training.distributed import check_strategy, cluster_environment
-from growlab.training.loggers import finish
+from growlab.training.loggers import WandbRecords, finish, run_name
 from growlab.training.plan import Plan, make_plan
 from growlab.training.provenance import git_commit, machine, versions
 from growlab.training.rank_check import RankCheck
@@ -117,6 +117,7 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
 
     def on_event(trainer: lightning.Trainer, receipt: dict[str, Any]) -> None:
         recorder.on_growth(trainer, receipt)
+        records.on_growth(trainer, task)
         progress.on_growth(trainer, receipt)
 
     rank_check = RankCheck(cfg.check_ranks)
@@ -124,7 +125,8 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
     with _loggers(cfg, run_id) as loggers:
         policy, writer = hydra.utils.instantiate(cfg.checkpoint), AtomicCheckpointIO()
         saving = SaveCheckpoints(last_checkpoint(run_dir), writer, policy, resumed=checkpoint)
-        callbacks = [growth, progress, recorder, rank_check, saving]
+        records = WandbRecords(loggers)
+        callbacks = [growth, progress, recorder, records, rank_check, saving]
         trainer = _trainer(cfg, run_dir, loggers, callbacks, [writer], plan, data)
         if trainer.is_global_zero:
             write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
@@ -148,8 +150,9 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
                 {name: tensor.detach().cpu() for name, tensor in network.state_dict().items()},
             )
             write_json(run_dir / "results.json", results)
+            write_run_figures(run_dir)
+        records.publish(trainer, run_dir)
     if trainer.is_global_zero:
-        write_run_figures(run_dir)
         print_results(results, run_dir)
 
 
@@ -215,8 +218,9 @@ def _loggers(cfg: DictConfig, run_id: str) -> Iterator[list[Logger]]:
     try:
         for settings in cfg.logger.values():
             # The same identity after an interruption, where a logger has one.
-            identity = {"id": run_id} if "id" in settings and settings.id is None else {}
-            loggers.append(hydra.utils.instantiate(settings, **identity))
+            known = {"id": run_id, "name": run_name(HydraConfig.get().overrides.task, cfg.name)}
+            own = {key: value for key, value in known.items() if key in settings and settings[key] is None}
+            loggers.append(hydra.utils.instantiate(settings, **own))
         for logger in loggers:
             logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
         yield loggers

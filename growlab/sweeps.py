@@ -1,6 +1,7 @@
 """Several runs of one command: what is skipped, what a search may select on, and the table that a sweep ends with."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -65,6 +66,17 @@ def has_finished(cfg: DictConfig, run_dir: Path) -> bool:
             "that folder."
         )
     return True
+
+
+def name_group(cfg: DictConfig) -> None:
+    """Group the runs of a sweep in Weights & Biases, which reads this variable; one that is set stays.
+
+    Processes that a job starts inherit it.
+    """
+    job = HydraConfig.get()
+    if job.mode == RunMode.MULTIRUN:
+        folder = Path(job.sweep.dir).name
+        os.environ.setdefault("WANDB_RUN_GROUP", folder if folder == cfg.name else f"{cfg.name} {folder}")
 
 
 def forget_failure(run_dir: Path) -> None:

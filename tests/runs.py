@@ -340,6 +340,14 @@ def _no_wandb() -> None:
     module._WANDB_AVAILABLE = RequirementCache("wandb>=9999")
 
 
+def _with_figures() -> None:
+    """No fault: the figures that other tests do without."""
+    from growlab import experiment
+    from growlab.analysis.figures import write_run_figures
+
+    experiment.write_run_figures = write_run_figures
+
+
 def _on_rank(rank: int, *fault: Any) -> None:
     """Another fault, in one of several processes."""
     os.environ[_FAULT_ON_RANK] = json.dumps([rank, *fault])
@@ -358,6 +366,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     "loss_is_nan": _loss_is_nan,
     "weights_are_nan": _weights_are_nan,
     "no_wandb": _no_wandb,
+    "with_figures": _with_figures,
     "on_rank": _on_rank,
     **RANK_FAULTS,
 }

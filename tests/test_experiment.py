@@ -2,8 +2,7 @@
 
 import json
 import signal
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate
 from math import cos, pi
 from pathlib import Path
@@ -258,65 +257,6 @@ def test_tensorboard_gets_metrics_events_rates_and_results(finished: Callable[..
     (final,) = events.Scalars("result/test_accuracy")
     assert final.value == pytest.approx(results["test_accuracy"])
     assert "width: 12" in (run / "tensorboard" / "hparams.yaml").read_text()
-
-
-def test_wandb_keeps_one_run_through_an_interruption_and_none_into_the_next(
-    cli: CommandLine, tmp_path: Path
-) -> None:
-    """Two jobs of one process are two runs; a resumed run keeps its id."""
-    pytest.importorskip("wandb")
-    sweep = ("-m", *SHORT, "logger=wandb", "seed=0,1", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=${seed}")
-    outcome = cli(*sweep, cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
-    histories = [wandb_history(tmp_path / "sweep" / seed) for seed in "01"]
-    for seed, (_, rows, config) in zip("01", histories, strict=True):
-        metrics = table(tmp_path / "sweep" / seed / "metrics.csv")
-        losses = [json.loads(row["train_loss"]) for row in rows if "train_loss" in row]
-        assert losses == pytest.approx([float(row["train_loss"]) for row in metrics])
-        assert [row["growth/stage"] for row in rows if "growth/stage" in row] == ["1"]
-        assert any(key.startswith("rate_factor/") for row in rows for key in row)
-        assert config["seed"] == seed
-    assert histories[0][0] != histories[1][0]
-    command = (*SHORT, "logger=wandb", "hydra.run.dir=run")
-    assert cli(*command, cwd=tmp_path, fault=("at_step", 4, int(signal.SIGKILL))).code < 0
-    assert cli(*command, "ckpt_path=last", cwd=tmp_path).code == 0
-    ids = {path.name.rpartition("-")[2] for path in (tmp_path / "run" / "wandb").glob("offline-run-*")}
-    assert len(ids) == 1
-
-
-def wandb_history(run: Path) -> tuple[str, list[dict[str, str]], dict[str, str]]:
-    """Id, logged rows and configuration of the one offline run in a folder, values as JSON."""
-    from wandb.proto import wandb_internal_pb2
-
-    (path,) = (run / "wandb").glob("offline-run-*/*.wandb")
-    rows: list[dict[str, str]] = []
-    config: dict[str, str] = {}
-    for content in leveldb_records(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(content)
-        if record.WhichOneof("record_type") == "history":
-            rows.append(
-                {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-            )
-        for update in (record.run.config, record.config):
-            config |= {item.key or "/".join(item.nested_key): item.value_json for item in update.update}
-    return path.stem, rows, config
-
-
-def leveldb_records(content: bytes) -> Iterator[bytes]:
-    """Records of a LevelDB log behind W&B's header of 7 bytes: fragments with a header of 7 bytes, in 32 KiB blocks."""
-    position, record = 7, b""
-    while position + 7 <= len(content):
-        left = 32768 - position % 32768
-        if left < 7:
-            position += left
-            continue
-        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
-        record += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # a whole record, or the last fragment of one
-            yield record
-            record = b""
 
 
 # Endings --------------------------------------------------------------------------------------------------
