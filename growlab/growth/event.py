@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from growlab.errors import UserError
 from growlab.growth.method import Expansion, GrowthMethod
 from growlab.growth.parity import eps_bounds, observe, relative_error, rounding
 from growlab.growth.rescale import rescale
@@ -111,13 +112,36 @@ def plant(
 
     Returns:
         The state to hand to `grow`.
+
+    Raises:
+        UserError: the method would leave a factor on the output that `fold_output_factor` could not take up.
     """
     if dict(widths) != graph.full_widths:
         resize(model, graph, graph.full_widths, widths)
         # The old tensors serve as the example of how bare parameters are spread.
         expansion = Expansion(graph, tensors_of(model, graph), widths, widths, seed, 0)
         replace_tensors(model, graph, method.initialise(expansion))
+        _check_output_scale(model, graph, method, widths, seed)
     return GrowthState(0, dict(widths), {group: [0] * widths[group] for group in graph.groups})
+
+
+def _check_output_scale(
+    model: nn.Module, graph: WidthGraph, method: GrowthMethod, widths: Mapping[str, int], seed: int
+) -> None:
+    """Rehearse all growth as one event, where a factor on the output could not be folded at the end."""
+    if not method.output_multiplier or _can_fold(graph):
+        return
+    rehearsal = method.grow(Expansion(graph, tensors_of(model, graph), widths, graph.full_widths, seed, 1))
+    if rehearsal.output_factor != 1.0:
+        raise UserError(
+            f"{method.name} rescales this network's output, whose scale no layer can take up at the end of "
+            "training: end the network with a linear layer or a convolution, or set growth.output_multiplier=false."
+        )
+
+
+def _can_fold(graph: WidthGraph) -> bool:
+    """Whether affine layers alone set the scale of the output."""
+    return graph.output_class not in graph.unit_classes
 
 
 def grow(
@@ -238,7 +262,7 @@ def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> No
     """
     if factor == 1.0:
         return
-    if graph.output_class in graph.unit_classes:
+    if not _can_fold(graph):
         raise ValueError("the output's scale cannot be folded: no affine layer alone sets it")
     tensors = tensors_of(model, graph)
     with torch.no_grad():
