@@ -124,6 +124,13 @@ class CheckpointConfig:
 
 
 @dataclass
+class AverageConfig:
+    """ema: an average of the weights."""
+
+    decay: float | None = MISSING
+
+
+@dataclass
 class MainConfig:
     """The top level: the groups, and values that belong to none."""
 
@@ -136,6 +143,7 @@ class MainConfig:
     trainer: Any = MISSING
     logger: Any = MISSING
     checkpoint: CheckpointConfig = MISSING
+    ema: AverageConfig = MISSING
     name: str = MISSING
     seed: int = MISSING
     ckpt_path: str | None = MISSING

@@ -15,6 +15,7 @@ import lightning
 import torch
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -111,6 +112,7 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
         cfg.seed,
         deciding_settings(cfg),
         run_id,
+        cfg.ema.decay,
     )
     recorder = RunRecorder(run_dir, plan.samples, cfg.log_rates_every_n_steps)
     progress = GrowthProgress(plan.batches, plan.samples, plan.flops_in_epoch)
@@ -138,22 +140,28 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
         if trainer.is_global_zero:
             recorder.write(task)
         # Before the test, so that the accuracy is that of the very weights in model.pt.
-        fold_output_factor(network, graph, task.growth_state.output_factor)
+        for weights in _weights(task).values():
+            fold_output_factor(weights, graph, task.growth_state.output_factor)
         task.growth_state.output_factor = 1.0
         method.finish(network)
         trainer.test(task, datamodule=data, verbose=False)
         results = _results(cfg, plan, task, recorder, trainer)
         recorder.on_result(trainer, results)
         if trainer.is_global_zero:
-            save(
-                run_dir / "model.pt",
-                {name: tensor.detach().cpu() for name, tensor in network.state_dict().items()},
-            )
+            for name, weights in _weights(task).items():
+                tensors = {key: tensor.detach().cpu() for key, tensor in weights.state_dict().items()}
+                save(run_dir / name, tensors)
             write_json(run_dir / "results.json", results)
             write_run_figures(run_dir)
         records.publish(trainer, run_dir)
     if trainer.is_global_zero:
         print_results(results, run_dir)
+
+
+def _weights(task: Task) -> dict[str, nn.Module]:
+    """What comes out of a run, by the name of its file."""
+    average = {} if task.average is None else {"model_ema.pt": task.average.module}
+    return {"model.pt": task.network, **average}
 
 
 def _trace(network: nn.Module, data: ImageData, method: GrowthMethod, opaque: list[str]) -> WidthGraph:
@@ -195,7 +203,7 @@ def _trainer(
         max_epochs=plan.schedule.total_epochs,
         limit_val_batches=1.0 if data.num_val else 0,
         logger=loggers or False,
-        callbacks=callbacks,
+        callbacks=[*_own_callbacks(cfg), *callbacks],
         plugins=plugins,
         default_root_dir=str(run_dir),
         enable_progress_bar=False,
@@ -208,6 +216,22 @@ def _trainer(
     )
     check_strategy(trainer)
     return trainer
+
+
+def _own_callbacks(cfg: DictConfig) -> list[lightning.Callback]:
+    """Callbacks that the user has added to the trainer's configuration.
+
+    Raises:
+        UserError: one of them averages weights without growing the average.
+    """
+    own = hydra.utils.instantiate(cfg.trainer.get("callbacks") or [], _convert_="all")
+    for callback in own:
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise UserError(
+                f"{type(callback).__name__} keeps an average of the weights that does not grow with the network; use "
+                "ema.decay=0.999 instead."
+            )
+    return list(own)
 
 
 @contextlib.contextmanager
@@ -299,6 +323,7 @@ def _results(
         "num_nodes": trainer.num_nodes,
         "batch_size": plan.schedule.batch_sizes[-1],
         **task.metrics("test"),
+        **task.metrics("test_ema"),
         "train_accuracy": last["train_accuracy"],
         "train_loss": last["train_loss"],
         "val_accuracy": last.get("val_accuracy"),

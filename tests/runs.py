@@ -158,7 +158,9 @@ class Left:
             table(folder / "metrics.csv"),
             table(rates) if rates.exists() else [],
             without_times(json.loads((folder / "growth.json").read_text())),
-            without_times({k: v for k, v in results.items() if k not in ("overrides", "command")}),
+            without_times(
+                {k: v for k, v in results.items() if k not in ("overrides", "command", "git_commit")}
+            ),
             torch.load(folder / "model.pt", weights_only=True),
             {
                 key: checkpoint[key]

@@ -153,6 +153,7 @@ def grow(
     seed: int,
     probe: tuple[Any, ...],
     agree: Callable[[list[float]], list[float]] = list,
+    leader: Mapping[str, Tensor] | None = None,
 ) -> GrowthEvent:
     """Widen a network in place by one stage.
 
@@ -166,6 +167,8 @@ def grow(
         probe: positional inputs that parity is checked on.
         agree: maps numbers that this process has measured to those that all processes go by, so that all keep or
             undo the event alike; called the same number of times in each.
+        leader: the tensors before its event (`tensors_of`) of the network that `model` is an average of. Both then
+            go through the same affine map, so the average of grown networks is the grown average.
 
     Returns:
         The event, whose `replaced` an optimizer needs to follow.
@@ -184,7 +187,9 @@ def grow(
     before = observe(model, probe, graph.norms)
     parity_sec = time.perf_counter() - began
     num_params_before = sum(p.numel() for p in model.parameters())
-    expansion = Expansion(graph, tensors_of(model, graph), state.widths, dict(new_widths), seed, stage)
+    expansion = Expansion(
+        graph, tensors_of(model, graph), state.widths, dict(new_widths), seed, stage, leader
+    )
     growth = method.grow(expansion)
     changed = {name: new for name, new in growth.tensors.items() if new is not expansion.old[name]}
     replaced = replace_tensors(model, graph, changed)

@@ -38,6 +38,7 @@ class Expansion:
         new_widths: width of each group after.
         seed: the run's seed.
         stage: the stage that begins.
+        leader: the tensors of the network that this one, its average, follows; None: it is its own.
     """
 
     graph: WidthGraph
@@ -46,6 +47,12 @@ class Expansion:
     new_widths: Mapping[str, int]
     seed: int
     stage: int
+    leader: Mapping[str, Tensor] | None = None
+
+    @property
+    def deciding(self) -> Mapping[str, Tensor]:
+        """The tensors that a method may look at to decide by how much it scales and draws; else only map `old`."""
+        return self.old if self.leader is None else self.leader
 
     def generator(self, name: str) -> torch.Generator:
         """The generator for a tensor's or a group's draws at this event."""
@@ -145,7 +152,7 @@ class NewWeights:
             return drawn * self.std(expansion, expansion.layers[name])
         if name in expansion.norm_defaults:
             return torch.full(shape, expansion.norm_defaults[name])
-        old = expansion.old.get(name)
+        old = expansion.deciding.get(name)
         if old is None or any(name in (layer.bias, layer.offset) for layer in expansion.graph.layers):
             return torch.zeros(shape)
         old = old.detach().float().cpu()

@@ -99,7 +99,7 @@ class VarianceTransfer(PairGrowth):
             return (before / after) ** (self.new_weights.output_power / 2)
         if self.rule == "ratio":
             return sqrt(before / after)
-        variance = float(expansion.old[weight].double().var(correction=0))
+        variance = float(expansion.deciding[weight].double().var(correction=0))
         # Weights that are all equal have no variance to restore.
         return sqrt(self.new_weights.gain / (before * variance)) if variance > 0 else 1.0
 

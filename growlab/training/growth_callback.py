@@ -10,11 +10,12 @@ from lightning import Callback, Trainer
 from torch import Tensor
 
 from growlab.errors import UserError
-from growlab.growth import ParityError, grow
+from growlab.growth import GrowthState, ParityError, grow
 from growlab.optim import Inheritance, follow
 from growlab.training.distributed import broadcast_buffers, renew_wrapper
 from growlab.training.rank_check import RankCheck, agreed
 from growlab.training.task import Task
+from growlab.widths import tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class GrowthCallback(Callback):
     def _grow(self, trainer: Trainer, task: Task) -> None:
         widths = task.schedule.widths(task.graph)
         before, stage = dict(task.growth_state.widths), task.growth_state.stage + 1
+        state_before = GrowthState.from_dict(task.growth_state.as_dict())
+        leader = tensors_of(task.network, task.graph)
         parameter = next(task.network.parameters())
         probe = self._probe.to(parameter.device, parameter.dtype)
         # Statistics of normalisation, which ranks may still have their own of.
@@ -93,6 +96,8 @@ class GrowthCallback(Callback):
                 raise UserError(str(error)) from error
             task.relabel_regions(optimizer)
         followed = time.perf_counter()
+        average = self._grow_average(task, state_before, leader, probe)
+        averaged = time.perf_counter()
         # Before the new wrapper, which would hide weights that differ by sending rank 0's to all.
         check_sec = self._rank_check.check(trainer, task, f"after growing in epoch {trainer.current_epoch}")
         checked = time.perf_counter()
@@ -107,11 +112,13 @@ class GrowthCallback(Callback):
             "step": trainer.global_step,
             "batch_size": task.schedule.batch_sizes[stage],
             **event.receipt(),
+            **average,
             "seconds": event.seconds + wrapped - began,
             "seconds_by_part": {
                 "grow": event.seconds - event.parity_sec,
                 "parity": event.parity_sec,
                 "optimizer": followed - began,
+                "average": averaged - followed,
                 "rank_check": check_sec,
                 "wrapper": wrapped - checked,
             },
@@ -119,3 +126,21 @@ class GrowthCallback(Callback):
         task.events.append(receipt)
         if self._on_event is not None:
             self._on_event(trainer, receipt)
+
+    def _grow_average(
+        self, task: Task, state: GrowthState, leader: dict[str, Tensor], probe: Tensor
+    ) -> dict[str, float]:
+        """Let the average of the weights go through the network's event; gives its part of the receipt."""
+        if task.average is None:
+            return {}
+        network = task.average.module
+        broadcast_buffers(network)
+        widths = task.growth_state.widths
+        try:
+            event = grow(network, task.graph, task.method, state, widths, task.seed, (probe,), agreed, leader)
+        except ParityError as error:
+            raise UserError(f"the averaged weights: {error} Set ema.decay=null.") from error
+        return {
+            "average_parity_error_eval": event.parity_error_eval,
+            "average_parity_error_train": event.parity_error_train,
+        }

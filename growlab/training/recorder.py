@@ -19,6 +19,8 @@ METRIC_COLUMNS = (
     *("epoch", "step", "stage", "batch_size", "lr", "num_params", "train_loss", "train_accuracy"),
     *("val_loss", "val_accuracy", "samples_per_sec", "seconds"),
 )
+# Behind these, of a run that keeps an average of its weights.
+AVERAGE_COLUMNS = ("val_ema_loss", "val_ema_accuracy")
 RATE_COLUMNS = ("step", "epoch", "stage", "parameter", "region", "rate_factor", "weight_norm", "grad_norm")
 
 
@@ -126,7 +128,7 @@ class RunRecorder(Callback):
         """Add the epoch's row and write the files, before the checkpoint is saved."""
         pl_module.check_loss()
         pl_module.check_weights()
-        metrics = {**pl_module.metrics("train"), **pl_module.metrics("val")}
+        metrics = {k: v for split in ("train", "val", "val_ema") for k, v in pl_module.metrics(split).items()}
         seconds = time.perf_counter() - self._began
         stage, epoch = pl_module.growth_state.stage, trainer.current_epoch
         row = {
@@ -170,8 +172,9 @@ class RunRecorder(Callback):
 
     def write(self, task: Task) -> None:
         """Write all files of the run so far."""
-        lines = [",".join(METRIC_COLUMNS)]
-        lines += [",".join(_cell(row.get(column)) for column in METRIC_COLUMNS) for row in self.rows]
+        columns = METRIC_COLUMNS if task.average is None else (*METRIC_COLUMNS, *AVERAGE_COLUMNS)
+        lines = [",".join(columns)]
+        lines += [",".join(_cell(row.get(column)) for column in columns) for row in self.rows]
         write_text(self.run_dir / "metrics.csv", "\n".join(lines) + "\n")
         if self._rates:
             write_text(self.run_dir / "rates.csv", "\n".join([",".join(RATE_COLUMNS), *self._rates]) + "\n")

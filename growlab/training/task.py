@@ -15,6 +15,7 @@ from growlab.optim import RateRule, Regional, Regions, weight_regions
 from growlab.training.checkpoints import HEADER, differences
 from growlab.training.distributed import stacked
 from growlab.training.learning_rate import LearningRate
+from growlab.training.weight_average import WeightAverage
 from growlab.widths import WidthGraph, resize
 
 # The loss is looked at this often (steps): reading it stalls a GPU, and ranks have to agree.
@@ -53,6 +54,7 @@ class Task(LightningModule):
         settings: what the run was configured with, in plain containers. They go into its checkpoints, and a
             checkpoint of other settings is not resumed.
         run_id: a name for the run that survives interruptions, for loggers.
+        ema_decay: of an average of the weights that is evaluated and saved beside them; None: no average.
     """
 
     def __init__(
@@ -69,9 +71,11 @@ class Task(LightningModule):
         seed: int = 0,
         settings: Mapping[str, Any] | None = None,
         run_id: str | None = None,
+        ema_decay: float | None = None,
     ) -> None:
         super().__init__()
         self.network = network
+        self.average = None if ema_decay is None else WeightAverage(network, ema_decay)
         self.graph, self.method, self.schedule = graph, method, schedule
         self.growth_state = state
         self.events: list[dict[str, Any]] = []
@@ -87,7 +91,9 @@ class Task(LightningModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map a batch to logits [B, num_classes]."""
-        logits = self.network(x)
+        return self._scaled(self.network(x))
+
+    def _scaled(self, logits: Tensor) -> Tensor:
         factor = self.growth_state.output_factor
         return logits if factor == 1.0 else logits * factor
 
@@ -109,6 +115,12 @@ class Task(LightningModule):
         factor = self.learning_rate.factor_at_step(self.schedule, self._steps_in_epoch)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def optimizer_step(self, *arguments: Any, **named: Any) -> None:
+        """Step, and let the average follow."""
+        super().optimizer_step(*arguments, **named)
+        if self.average is not None:
+            self.average.update_parameters(self.network)
 
     def relabel_regions(self, optimizer: torch.optim.Optimizer) -> None:
         """Tell the optimizer which elements came with which stage."""
@@ -141,6 +153,7 @@ class Task(LightningModule):
         saved, self._saved_sums = self._saved_sums, None
         if saved is None:
             return
+        saved = (saved.float() if self.device.type == "mps" else saved).to(self.device)
         if len(saved) == self.trainer.world_size:
             self._sums["train"] = saved[self.global_rank]
         else:
@@ -170,29 +183,25 @@ class Task(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Begin to count anew."""
-        self._sums.pop("val", None)
+        self._forget("val")
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
         """Loss and accuracy of one validation batch."""
-        x, y = batch
-        logits = self(x)
-        self._add("val", F.cross_entropy(logits, y), logits, y)
+        self._evaluate("val", *batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
         """Loss and accuracy of one test batch."""
-        x, y = batch
-        logits = self(x)
-        self._add("test", F.cross_entropy(logits, y), logits, y)
+        self._evaluate("test", *batch)
 
     def on_test_epoch_start(self) -> None:
         """Begin to count anew."""
-        self._sums.pop("test", None)
+        self._forget("test")
 
     def metrics(self, split: str) -> dict[str, float]:
         """Mean loss and accuracy over the samples of the epoch so far, over all ranks; empty if there are none.
 
         Args:
-            split: "train", "val" or "test".
+            split: "train", "val" or "test"; "val_ema" or "test_ema" for the averaged weights.
         """
         if split not in self._sums:
             return {}
@@ -240,6 +249,17 @@ class Task(LightningModule):
             "optimizer.lr, raise schedule.learning_rate.warmup_epochs or set trainer.gradient_clip_val."
         )
 
+    def _evaluate(self, split: str, x: Tensor, y: Tensor) -> None:
+        logits = self(x)
+        self._add(split, F.cross_entropy(logits, y), logits, y)
+        if self.average is not None:
+            logits = self._scaled(self.average.module(x))
+            self._add(f"{split}_ema", F.cross_entropy(logits, y), logits, y)
+
+    def _forget(self, split: str) -> None:
+        for name in (split, f"{split}_ema"):
+            self._sums.pop(name, None)
+
     def _add(self, split: str, loss: Tensor, logits: Tensor, y: Tensor) -> None:
         correct = (logits.detach().argmax(1) == y).sum()
         entry = torch.stack(
@@ -247,8 +267,7 @@ class Task(LightningModule):
         )
         # Sums of a large epoch leave float32's exact integers.
         entry = entry.double() if entry.device.type != "mps" else entry
-        # Sums from a checkpoint lie on the CPU.
-        self._sums[split] = self._sums[split].to(entry.device) + entry if split in self._sums else entry
+        self._sums[split] = self._sums[split] + entry if split in self._sums else entry
 
     def _watch(self, loss: Tensor, batch_index: int) -> None:
         if self._bad_step is None:
@@ -298,6 +317,8 @@ class Task(LightningModule):
         state = GrowthState.from_dict(saved["state"])
         if not other:
             resize(self.network, self.graph, self.growth_state.widths, state.widths)
+            if self.average is not None:
+                self.average.resize(self.graph, self.growth_state, state)
             other = differences(
                 _shapes(checkpoint["state_dict"]), _shapes(self.state_dict()), "the shape of "
             )

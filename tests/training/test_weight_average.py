@@ -1,0 +1,146 @@
+"""An average of the weights that grows with the network."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from growlab.errors import UserError
+from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, plant
+from growlab.networks import resnet20
+from growlab.training.weight_average import WeightAverage
+from growlab.widths import tensors_of, trace
+from tests.runs import MLP, CommandLine, Left, table
+
+METHODS = {
+    "net2net": Net2Net(noise_std=1e-3),
+    "pairs": PairGrowth(noise_std=1e-3),
+    "ours": VarianceTransfer(noise_std=1e-3),
+    "constraint": VarianceTransfer(rule="constraint"),
+}
+
+
+def network_at(seed: int, method, graph, widths) -> tuple[nn.Module, GrowthState]:
+    torch.manual_seed(seed)
+    network = resnet20((3, 8, 8), 4, width=8).double()
+    state = plant(network, graph, method, widths, seed)
+    with torch.no_grad():
+        for tensor in (*network.parameters(), *network.buffers()):
+            # Statistics too: as after some training, and different for each seed.
+            if tensor.is_floating_point():
+                tensor.add_(0.1 * torch.rand_like(tensor))
+    return network, state
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_grown_average_is_the_average_of_grown_networks(name: str) -> None:
+    """In float64; that it computes what it did is checked by `grow` itself."""
+    method = METHODS[name]
+    torch.manual_seed(0)
+    full = resnet20((3, 8, 8), 4, width=8).double()
+    probe = torch.randn(8, 3, 8, 8, dtype=torch.float64)
+    graph = trace(full, probe[:2])
+    narrow = {group: max(2, width // 2) for group, width in graph.full_widths.items()}
+    wide = {group: max(4, 3 * width // 4) for group, width in graph.full_widths.items()}
+    early, state = network_at(1, method, graph, narrow)
+    late, _ = network_at(2, method, graph, narrow)
+
+    average = WeightAverage(early, decay=0.25)
+    for network in (early, late):
+        average.update_parameters(network)
+    leader = tensors_of(late, graph)
+    for network in (early, average.module, late):
+        before = GrowthState.from_dict(state.as_dict())
+        grow(network, graph, method, before, wide, 0, (probe,), leader=leader)
+
+    norms = {n for norm in graph.norms for n in (norm.weight, norm.running_var, norm.running_mean)}
+    wanted = {
+        key: 0.25 * tensor + 0.75 * late.state_dict()[key] for key, tensor in early.state_dict().items()
+    }
+    for key, tensor in average.module.state_dict().items():
+        # Variances scale with the square of what means scale with, and weights of norms with what eps needs.
+        if tensor.is_floating_point() and key not in norms:
+            torch.testing.assert_close(tensor, wanted[key], rtol=1e-9, atol=1e-12)
+
+
+def test_scales_of_its_own_would_take_the_average_away_from_the_network() -> None:
+    """The negative case: what a network's own weights decide differs from average to network."""
+    method = METHODS["constraint"]
+    torch.manual_seed(0)
+    full = resnet20((3, 8, 8), 4, width=8).double()
+    probe = torch.randn(8, 3, 8, 8, dtype=torch.float64)
+    graph = trace(full, probe[:2])
+    narrow = {group: max(2, width // 2) for group, width in graph.full_widths.items()}
+    late, state = network_at(2, method, graph, narrow)
+    halved, _ = network_at(2, method, graph, narrow)
+    with torch.no_grad():
+        halved.conv1.weight.mul_(0.5)
+    leader = tensors_of(late, graph)
+    grown = []
+    for follows in (None, leader):
+        copy, _ = network_at(2, method, graph, narrow)
+        copy.load_state_dict(halved.state_dict())
+        own = GrowthState.from_dict(state.as_dict())
+        grow(copy, graph, method, own, graph.full_widths, 0, (probe,), leader=follows)
+        grown.append(copy.conv1.weight[: narrow_rows(late)])
+    grow(late, graph, method, state, graph.full_widths, 0, (probe,))
+    rows = late.conv1.weight[: len(grown[0])]
+    torch.testing.assert_close(grown[1], 0.5 * rows)
+    assert not torch.allclose(grown[0], 0.5 * rows)
+
+
+def narrow_rows(network: nn.Module) -> int:
+    return network.conv1.out_channels
+
+
+def test_an_average_changes_nothing_else_and_goes_on_after_a_kill(
+    cli: CommandLine, uninterrupted, tmp_path: Path
+) -> None:
+    """With a decay of nearly nothing it is the network itself, through every growth event."""
+    command = (
+        *MLP,
+        "growth.noise_std=0",
+        "ema.decay=1e-9",
+        "hydra.run.dir=run",
+        "checkpoint.every_n_steps=1",
+    )
+    assert cli(*command, cwd=tmp_path, fault=("at_step", 8, 9)).code == -9
+    outcome = cli(*command, "ckpt_path=last", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    left, plain = Left.by(tmp_path / "run"), uninterrupted(*MLP, "growth.noise_std=0")
+    assert all(torch.equal(left.weights[key], tensor) for key, tensor in plain.weights.items())
+    average = torch.load(tmp_path / "run" / "model_ema.pt", weights_only=True)
+    assert average.keys() == plain.weights.keys()
+    for key, tensor in plain.weights.items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(average[key], tensor)
+    for row in table(tmp_path / "run" / "metrics.csv"):
+        assert float(row["val_ema_loss"]) == pytest.approx(float(row["val_loss"]), rel=1e-4)
+    assert left.results["test_ema_loss"] == pytest.approx(left.results["test_loss"], rel=1e-4)
+    assert all(event["average_parity_error_eval"] < 1e-4 for event in left.growth["events"])
+
+
+def test_an_average_resumes_bit_for_bit(cli: CommandLine, uninterrupted, tmp_path: Path) -> None:
+    arguments = (*MLP, "ema.decay=0.9")
+    command = (*arguments, "hydra.run.dir=run", "checkpoint.every_n_steps=1")
+    for resume in ([], ["ckpt_path=last"]):
+        assert cli(*command, *resume, cwd=tmp_path, fault=("at_step", 8 + len(resume), 9)).code == -9
+    assert cli(*command, "ckpt_path=last", cwd=tmp_path).code == 0
+    assert Left.by(tmp_path / "run").differences(uninterrupted(*arguments)) == []
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0, -1.0, 2.0])
+def test_impossible_decays_are_refused(decay: float) -> None:
+    with pytest.raises(UserError, match=r"ema\.decay=.* must lie between 0 and 1"):
+        WeightAverage(nn.Linear(1, 1), decay)
+
+
+@pytest.mark.parametrize(
+    "callback", ["StochasticWeightAveraging, swa_lrs: 0.1", "EMAWeightAveraging"], ids=["swa", "ema"]
+)
+def test_averages_that_do_not_grow_are_refused(cli: CommandLine, tmp_path: Path, callback: str) -> None:
+    given = f"+trainer.callbacks=[{{_target_: lightning.pytorch.callbacks.{callback}}}]"
+    outcome = cli(*MLP, given, "hydra.run.dir=run", cwd=tmp_path)
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1), outcome.err
+    assert "does not grow with the network; use ema.decay=0.999 instead" in outcome.err
