@@ -43,6 +43,7 @@ RULES = {
     "library": rule(packages="torch torchvision timm"),
     "widths.__main__": rule("networks widths growth analysis", packages="torch"),
     "analysis.__main__": rule("analysis"),
+    "dashboard": rule(packages="wandb_workspaces"),
     "resuming": rule("configuration", packages="hydra omegaconf"),
     "processes": rule(packages="hydra omegaconf torch"),
     "sweeps": rule("analysis processes experiment training", packages="hydra omegaconf"),
