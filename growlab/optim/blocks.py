@@ -39,7 +39,7 @@ class Pieces:
     """
 
     def __init__(self, tensor: Tensor, regions: Regions, whole: bool = False) -> None:
-        self.key = _key(tensor)
+        self.key = layout_key(tensor)
         self.regions, self.dim = regions, tensor.dim()
         rows = regions.rows_O.tolist()
         num_columns = tensor.numel() // len(rows)
@@ -91,7 +91,7 @@ class Pieces:
 
     def matches(self, tensor: Tensor) -> bool:
         """Whether the cut still fits the tensor's shape, layout and device."""
-        return self.key == _key(tensor)
+        return self.key == layout_key(tensor)
 
     def cut(self, tensor: Tensor) -> Sequence[Tensor]:
         """Views of a tensor that lies as the parameter does, one a piece."""
@@ -100,14 +100,6 @@ class Pieces:
         if self.channels_last:
             tensor = tensor.permute(0, 2, 3, 1)
         return tensor.reshape(len(self.regions.rows_O), -1).split(self.sizes)
-
-    def aligned(self, tensor: Tensor) -> Tensor:
-        """The tensor itself if it lies as the parameter does, else a copy that does."""
-        if self.whole or tensor.stride() == self.key[1]:
-            return tensor
-        return tensor.contiguous(
-            memory_format=torch.channels_last if self.channels_last else torch.contiguous_format
-        )
 
     def rates(self, values_K: Tensor) -> Sequence[Tensor]:
         """For each piece, its region's value for every element, in a shape that broadcasts."""
@@ -150,6 +142,14 @@ class Pieces:
         return self.take_sums()
 
 
+def aligned(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor itself if it lies as another one does, else a copy that does."""
+    # Strides of dimensions of size 1 mean nothing.
+    if tensor.stride() == like.stride() or (tensor.is_contiguous() and like.is_contiguous()):
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+
+
 def add_squares(pieces: Sequence[Tensor], rows: Sequence[SumRows]) -> None:
     """Write the sums of squares over the rows of each run of each piece to where they belong."""
     # `vector_norm(dim=0)` would be one operation, and slower than these two.
@@ -173,5 +173,6 @@ def batches(elements: Sequence[int]) -> Iterator[slice]:
         yield slice(start, len(elements))
 
 
-def _key(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.device]:
+def layout_key(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.device]:
+    """What a cut of a tensor depends on."""
     return tensor.shape, tensor.stride(), tensor.device

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from growlab.optim.blocks import Pieces, add_squares, batches
+from growlab.optim import native
+from growlab.optim.blocks import Pieces, add_squares, aligned, batches, layout_key
 from growlab.optim.rates import BaseRate, RateRule
 from growlab.optim.regions import Regions
 
 Update = Callable[..., None]
+_MOST_TOGETHER = 2**18  # elements: the temporaries of torch's foreach functions then fit in cache
 
 
 class Regional(torch.optim.Optimizer):
@@ -39,12 +41,13 @@ class Regional(torch.optim.Optimizer):
         self._regions: dict[Tensor, Regions] = {}
         self._scales: dict[Tensor, float] = {}
         self._pieces: dict[Tensor, Pieces] = {}
+        self._tables: dict[Tensor, tuple[Any, native.Table | None]] = {}
         self._square_sums: dict[Tensor, tuple[int, int, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("rule", "_rule", "_spares_one", "_regions", "_scales", "_step_supports_amp_scaling")
         state = {name: self.__dict__[name] for name in own if name in self.__dict__}
-        return {**super().__getstate__(), **state, "_pieces": {}, "_square_sums": {}}
+        return {**super().__getstate__(), **state, "_pieces": {}, "_tables": {}, "_square_sums": {}}
 
     @property
     def rule(self) -> RateRule | None:
@@ -79,7 +82,7 @@ class Regional(torch.optim.Optimizer):
                 raise ValueError("complex parameters have no regional rates; leave them out of the regions")
         self._regions = {param: region.to(param.device) for param, region in regions.items()}
         self._scales = dict(scales or {})
-        self._pieces, self._square_sums = {}, {}
+        self._pieces, self._tables, self._square_sums = {}, {}, {}
 
     def factors(self, param: Tensor) -> Tensor | None:
         """Rate factor of each region of a weight now, [K]; None for vectors and where there are no regions."""
@@ -117,10 +120,11 @@ class Regional(torch.optim.Optimizer):
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
         plain: list[Tensor] = []
-        regional: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        regional: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
         for param in params:
             if self._is_regional(param):
-                regional.setdefault((param.device, param.dtype), []).append(param)
+                key = (param.device, param.dtype, self._table(param) is None)
+                regional.setdefault(key, []).append(param)
             else:
                 plain.append(param)
         if plain:
@@ -133,6 +137,18 @@ class Regional(torch.optim.Optimizer):
     def _step_plain(self, group: dict[str, Any]) -> None:
         """Update the group's parameters as torch does."""
         raise NotImplementedError
+
+    def _foreach(self, group: dict[str, Any]) -> bool | None:
+        """Whether torch should take the rest of the group's parameters together.
+
+        On a CPU the numbers are the same and vectors are many and small. Large ones would need more memory.
+        """
+        if group["foreach"] is not None or group["fused"] or group["differentiable"]:
+            return group["foreach"]
+        params = group["params"]
+        dense = all(p.device.type == "cpu" and not (p.is_complex() or p.grad.is_sparse) for p in params)
+        few = sum(p.numel() for p in params) <= _MOST_TOGETHER
+        return True if dense and few and not isinstance(group["lr"], Tensor) else None
 
     def _step_regional(self, group: dict[str, Any], factors_PK: Tensor) -> None:
         """Update the group's parameters with rate factors [P, K], padded."""
@@ -160,6 +176,39 @@ class Regional(torch.optim.Optimizer):
         if vectors:
             factors_PK = factors_PK.index_fill(0, torch.tensor(vectors, device=factors_PK.device), 1.0)
         return factors_PK
+
+    def _advance(
+        self,
+        name: str,
+        settings: dict[str, float],
+        params: Sequence[Tensor],
+        tensors: Sequence[Sequence[Tensor]],
+        values_PK: Sequence[Tensor],
+        update: Update,
+    ) -> None:
+        """One step, natively where that is possible.
+
+        Args:
+            name: of the kernel in `kernels.c` that does what `update` does.
+            settings: for the kernel.
+            params: weights with regions, alike in dtype, device and in whether a kernel takes them.
+            tensors: gradients, then state, each a list in the order of `params`.
+            values_PK: numbers that differ between regions.
+            update: see `_sweep`.
+        """
+        tables = [table for table in map(self._table, params) if table is not None]
+        dtype = params[0].dtype
+        if not tables or not all(t.dtype is dtype for entries in tensors for t in entries):
+            self._sweep(params, tensors, values_PK, update)
+            return
+        watched = not isinstance(self._rule, BaseRate)
+        values_VPK = torch.stack(list(values_PK))
+        numbers = native.Settings(**settings)
+        sums = native.step(name, numbers, params, tensors[0], tensors[1:], values_VPK, tables, watched)
+        if sums is not None:
+            for param, sums_K in zip(params, sums.to(_sums_dtype(params[0])).unbind(0), strict=True):
+                known = sums_K[: self._regions[param].num_regions]
+                self._square_sums[param] = (param._version, param.data_ptr(), known)
 
     def _sweep(
         self,
@@ -197,13 +246,24 @@ class Regional(torch.optim.Optimizer):
 
     def _gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Gradients that lie as their parameters do."""
-        return [self._cut(p).aligned(p.grad) for p in params if p.grad is not None]
+        return [aligned(p.grad, p) for p in params if p.grad is not None]
 
     def _aligned_state(self, param: Tensor, key: str) -> Tensor:
         """A state tensor that lies as its parameter does (a checkpoint's may not)."""
         state = self.state[param]
-        state[key] = self._cut(param).aligned(state[key])
+        state[key] = aligned(state[key], param)
         return state[key]
+
+    def _table(self, param: Tensor) -> native.Table | None:
+        """How a kernel takes this parameter; None where none does."""
+        if self.defaults.get("differentiable", False):
+            return None
+        key = (param.dtype, *layout_key(param))
+        known = self._tables.get(param)
+        if known is None or known[0] != key:
+            regions = self._regions[param].to(param.device)
+            known = self._tables[param] = key, native.Table.of(param, regions)
+        return known[1]
 
     def _cut(self, param: Tensor) -> Pieces:
         pieces = self._pieces.get(param)
@@ -220,14 +280,22 @@ class Regional(torch.optim.Optimizer):
         written through `.data` is not counted and shows one step later.
         """
         if isinstance(self._rule, BaseRate):
-            dtype = torch.promote_types(param.dtype, torch.float32)
-            return torch.ones(self._regions[param].num_regions, dtype=dtype, device=param.device)
+            num_regions = self._regions[param].num_regions
+            return torch.ones(num_regions, dtype=_sums_dtype(param), device=param.device)
         known = self._square_sums.get(param)
         if known is not None and known[0] == param._version and known[1] == param.data_ptr():
             return known[2]
+        table = self._table(param)
+        if table is not None:
+            sums = native.square_sums(param, table, self._regions[param].num_regions)
+            return sums.to(_sums_dtype(param))
         return self._cut(param).square_sums(param.detach())
 
     def _norms(self, param: Tensor) -> Tensor:
         with torch.no_grad():
             regions = self._regions[param]
             return regions.norms(param)
+
+
+def _sums_dtype(param: Tensor) -> torch.dtype:
+    return torch.promote_types(param.dtype, torch.float32)

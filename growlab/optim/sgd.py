@@ -34,7 +34,7 @@ class SGD(Regional, torch.optim.SGD):
             grads,
             buffers,
             has_sparse_grad=has_sparse_grad,
-            foreach=group["foreach"],
+            foreach=self._foreach(group),
             fused=group["fused"],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
@@ -80,7 +80,14 @@ class SGD(Regional, torch.optim.SGD):
             and not any(self._cut(p).whole for p in params)
         )
         update = _fused_update if fused else _update
-        self._sweep(params, tensors, [rates_PK], lambda *pieces: update(group, *pieces))
+        settings = {
+            "momentum": group["momentum"],
+            "undamped": 1 - group["dampening"],
+            "decay": group["weight_decay"],
+            "nesterov": group["nesterov"],
+            "maximize": group["maximize"],
+        }
+        self._advance("sgd", settings, params, tensors, [rates_PK], lambda *pieces: update(group, *pieces))
 
 
 def _update(group: dict[str, Any], weights: Any, grads: Any, *rest: Any) -> None:

@@ -1,0 +1,204 @@
+"""The compiled steps against the same steps in torch's operations, whatever the weights' shapes."""
+
+import copy
+import os
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from growlab.optim import SGD, Adam, AdamW, BaseRate, MaxOne, NormRatio, Regions, native
+
+pytestmark = pytest.mark.skipif(
+    not (os.environ.get("CC") or shutil.which("cc")) or os.environ.get("GROWLAB_NATIVE") == "0",
+    reason="no C compiler, or compiled steps are switched off",
+)
+
+# Shapes of one row, of one column, of runs shorter and longer than a vector of the machine, of many blocks.
+SHAPES = [(7, 5), (6, 4, 3, 3), (1, 3), (9, 1), (33, 17, 1, 1), (40, 70, 3, 3), (150, 1000)]
+SETTINGS = {
+    "sgd": (SGD, {}),
+    "sgd damped": (SGD, {"momentum": 0.9, "weight_decay": 0.1, "dampening": 0.3}),
+    "sgd nesterov": (SGD, {"momentum": 0.9, "nesterov": True, "maximize": True, "weight_decay": 0.1}),
+    "adam": (Adam, {"weight_decay": 0.1}),
+    "adam amsgrad": (Adam, {"amsgrad": True, "maximize": True}),
+    "adam quick": (Adam, {"betas": (0.3, 0.5), "eps": 1e-3}),
+    "adamw": (AdamW, {"weight_decay": 0.1}),
+    "adamw amsgrad": (AdamW, {"weight_decay": 0.1, "amsgrad": True, "maximize": True, "betas": (0.4, 0.9)}),
+}
+
+
+class Fixed:
+    """Rates that differ and do not depend on norms, whose summation rounds in its own way."""
+
+    def factors(self, norms_K):
+        return torch.linspace(0.5, 2.0, norms_K.shape[-1]).to(norms_K).expand_as(norms_K)
+
+
+def grown(length, interleaved):
+    births = torch.arange(length) * 4 // length
+    return (
+        births[torch.randperm(length, generator=torch.Generator().manual_seed(0))] if interleaved else births
+    )
+
+
+def start(dtype, channels_last=False, interleaved=False, offset=0):
+    source = torch.Generator().manual_seed(0)
+    params, regions = [], {}
+    for shape in SHAPES:
+        size = torch.Size(shape).numel()
+        # An offset makes a weight that begins in the middle of another tensor: unaligned.
+        value = torch.randn(size + offset, generator=source).to(dtype)[offset:].view(shape)
+        if channels_last and len(shape) == 4:
+            value = value.contiguous(memory_format=torch.channels_last)
+        params.append(nn.Parameter(value))
+        regions[params[-1]] = Regions(grown(shape[0], interleaved), grown(shape[1], interleaved))
+    return params, regions
+
+
+def trained(make, compiled, monkeypatch, dtype=torch.float32, steps=4, threads=1, **how):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with monkeypatch.context() as patch:
+            if not compiled:
+                patch.setattr(native, "library", lambda dtype: None)
+            params, regions = start(dtype, **how)
+            optimizer = make(params)
+            optimizer.set_regions(regions)
+            source = torch.Generator().manual_seed(1)
+            for _ in range(steps):
+                for param in params:
+                    gradient = torch.randn(param.shape, generator=source).to(dtype)
+                    param.grad = torch.empty_like(param).copy_(gradient)
+                optimizer.step()
+    finally:
+        torch.set_num_threads(before)
+    used = [optimizer._table(param) is not None for param in params]
+    assert used == [compiled] * len(params) or not compiled
+    return params, optimizer
+
+
+def assert_same(ours, theirs, **tolerance):
+    (params, optimizer), (others, other) = ours, theirs
+    for a, b in zip(params, others, strict=True):
+        pairs = [(a, b), *((optimizer.state[a][key], other.state[b][key]) for key in optimizer.state[a])]
+        for x, y in pairs:
+            if isinstance(x, torch.Tensor) and tolerance:
+                torch.testing.assert_close(x, y, **tolerance)
+            else:
+                assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_weights_and_state_are_those_of_torchs_operations(setting, dtype, channels_last, monkeypatch):
+    cls, options = SETTINGS[setting]
+
+    def make(params):
+        return cls(params, lr=0.03, rule=Fixed(), **options)
+
+    how = {"dtype": dtype, "channels_last": channels_last, "interleaved": channels_last}
+    if cls is SGD:
+        assert_same(trained(make, True, monkeypatch, **how), trained(make, False, monkeypatch, **how))
+        return
+    # torch takes square roots from a library that rounds some otherwise; the moments know none at first.
+    once = [trained(make, compiled, monkeypatch, steps=1, **how) for compiled in (True, False)]
+    moments = [[o.state[p][key] for p in ps for key in ("exp_avg", "exp_avg_sq")] for ps, o in once]
+    assert all(torch.equal(a, b) for a, b in zip(*moments, strict=True))
+    ours, theirs = (trained(make, compiled, monkeypatch, **how) for compiled in (True, False))
+    eps = torch.finfo(dtype).eps
+    assert_same(ours, theirs, rtol=100 * eps, atol=100 * eps)
+
+
+@pytest.mark.parametrize("rule", [NormRatio(), MaxOne(), BaseRate()], ids=lambda rule: type(rule).__name__)
+def test_rates_from_norms_agree_up_to_the_rounding_of_sums(rule, monkeypatch):
+    def make(params):
+        return AdamW(params, lr=0.03, rule=rule)
+
+    ours, theirs = (trained(make, compiled, monkeypatch, dtype=torch.float64) for compiled in (True, False))
+    assert_same(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_neither_threads_nor_alignment_change_a_bit(threads, monkeypatch):
+    def make(params):
+        return SGD(params, lr=0.03, momentum=0.9, rule=NormRatio())
+
+    alone = trained(make, True, monkeypatch)
+    assert_same(trained(make, True, monkeypatch, threads=threads), alone)
+    assert_same(
+        trained(make, True, monkeypatch, offset=1), trained(make, True, monkeypatch, offset=1, threads=2)
+    )
+
+
+def test_norms_left_by_a_step_are_those_of_the_weights(monkeypatch):
+    params, optimizer = trained(lambda p: SGD(p, 0.03, rule=NormRatio()), True, monkeypatch)
+    for param in params:
+        left = optimizer._square_sums[param][2]
+        anew = native.square_sums(param, optimizer._table(param), len(left))
+        assert torch.equal(left, anew.to(left.dtype)), "a resumed run would take other rates"
+        torch.testing.assert_close(left, optimizer._regions[param].sums(param.detach().square()))
+
+
+def test_autograd_notices_a_step():
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = SGD([weight], 0.1, 0.9, rule=Fixed())
+    optimizer.set_regions({weight: Regions(torch.arange(4), torch.arange(4))})
+    loss = (weight * weight).sum()
+    weight.grad = torch.ones(4, 4)
+    version = weight._version
+    optimizer.step()
+    assert weight._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_weights_that_no_kernel_takes_are_left_to_torchs_operations(monkeypatch):
+    """bfloat16, and a weight that lies neither row by row nor channels last."""
+    transposed = nn.Parameter(torch.randn(6, 8).T)
+    half = nn.Parameter(torch.randn(8, 6).bfloat16())
+    optimizer = SGD([transposed, half], 0.1, 0.9, rule=NormRatio())
+    optimizer.set_regions({p: Regions(grown(8, False), grown(6, False)) for p in (transposed, half)})
+    for param in (transposed, half):
+        before = param.detach().clone()
+        param.grad = torch.ones_like(param)
+        assert optimizer._table(param) is None
+        optimizer.step()
+        assert not torch.equal(before, param)
+
+
+def test_a_compiler_that_fails_leaves_torchs_operations(monkeypatch):
+    native.library.cache_clear()
+    monkeypatch.setenv("CC", "false")
+    try:
+        assert native.library(torch.float32) is None
+        monkeypatch.setenv("CC", "no-such-compiler --flag")
+        native.library.cache_clear()
+        assert native.library(torch.float64) is None
+    finally:
+        native.library.cache_clear()
+
+
+def test_it_can_be_switched_off(monkeypatch):
+    native.library.cache_clear()
+    monkeypatch.setenv("GROWLAB_NATIVE", "0")
+    assert native.library(torch.float32) is None
+    native.library.cache_clear()
+
+
+def test_copies_do_not_share_what_was_cut():
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = SGD([weight], 0.1, rule=Fixed())
+    optimizer.set_regions({weight: Regions(torch.arange(4), torch.arange(4))})
+    weight.grad = torch.ones(4, 4)
+    optimizer.step()
+    other = copy.deepcopy(optimizer)
+    (theirs,) = other.param_groups[0]["params"]
+    theirs.grad = torch.ones(4, 4)
+    weight.grad = torch.ones(4, 4)
+    optimizer.step()
+    other.step()
+    assert torch.equal(weight, theirs) and weight is not theirs
