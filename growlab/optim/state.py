@@ -94,9 +94,9 @@ def _power(key: str) -> int | None:
     if key in _POWERS:
         return _POWERS[key]
     # Other libraries follow these names: exp_avg_diff, exp_avg_lr_1, exp_grad_norm_sq, ...
-    if key.endswith("_sq") or "square" in key or "variance" in key:
+    if key.endswith(("_sq", "_var")) or "square" in key or "variance" in key:
         return 2
-    return 1 if "momentum" in key or key.startswith(("exp_avg", "grad")) else None
+    return 1 if "momentum" in key or key.startswith(("exp_avg", "grad")) or key.endswith("_grad") else None
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -1,0 +1,100 @@
+"""Optimizers of another library through growth: state like the parameter is carried, other state is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from growlab.growth import Net2Net, PairGrowth, grow, plant
+from growlab.optim import follow
+from growlab.widths import trace
+
+theirs = pytest.importorskip("pytorch_optimizer")
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs are not ours to mend
+
+CARRIED = ["Lion", "AdaBelief", "AdamP", "Adan", "Lamb", "Yogi", "AdEMAMix", "MARS", "SignSGD", "NovoGrad"]
+REFUSED = {"SM3": "accumulator_0", "Shampoo": "pre_cond_0", "AdaFactor": "exp_avg_sq_row", "SOAP": "GG"}
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
+
+
+GRAPH = trace(network(), torch.randn(2, 6))
+
+
+class Run:
+    def __init__(self, name, method):
+        self.network, self.method = network(), method
+        small = {group: width.full_width // 2 for group, width in GRAPH.groups.items()}
+        self.state = plant(self.network, GRAPH, method, small, seed=0)
+        self.optimizer = getattr(theirs, name)(self.network.parameters(), lr=1e-2)
+        self.source = torch.Generator().manual_seed(0)
+
+    def steps(self, number):
+        x = torch.randn(16, 6, generator=self.source)
+        y = torch.randint(3, (16,), generator=self.source)
+        losses = []
+        for _ in range(number):
+            self.optimizer.zero_grad()
+            loss = F.cross_entropy(self.network(x) * self.state.output_factor, y)
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def grow(self):
+        full = {group: width.full_width for group, width in GRAPH.groups.items()}
+        event = grow(self.network, GRAPH, self.method, self.state, full, 0, (torch.randn(4, 6),))
+        before, after = event.widths_before, event.widths_after
+        follow(self.optimizer, event.replaced, GRAPH, before, after, "inherit", event.carry)
+        return event
+
+    def state_of(self, name):
+        return self.optimizer.state[dict(self.network.named_parameters())[name]]
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_state_is_carried_new_entries_start_at_zero_and_training_goes_on(name):
+    run = Run(name, PairGrowth())
+    run.steps(4)
+    old = {key: value for key, value in run.state_of("2.weight").items() if torch.is_tensor(value)}
+    run.grow()
+    new = run.state_of("2.weight")
+    assert set(old) <= set(new)
+    shaped = [key for key, value in old.items() if value.shape == (6, 4)]
+    assert shaped
+    for key in shaped:
+        assert new[key].shape == (12, 8) and torch.equal(new[key][:6, :4], old[key]), key
+        assert not new[key][6:].any() and not new[key][:, 4:].any(), key
+    assert {key for key in old if key not in shaped and not torch.equal(new[key], old[key])} == set()
+    before = [p.detach().clone() for p in run.network.parameters()]
+    losses = run.steps(20)
+    assert all(torch.isfinite(p).all() for p in run.network.parameters()) and losses[-1] < losses[0]
+    assert all(not torch.equal(a, b) for a, b in zip(before, run.network.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "power"),
+    [("AdaBelief", "exp_avg", 1), ("AdaBelief", "exp_avg_var", 2), ("Adan", "exp_avg_diff", 1),
+     ("Adan", "previous_grad", 1), ("Yogi", "exp_avg_sq", 2), ("MARS", "last_grad", 1)],
+)  # fmt: skip
+def test_replication_carries_moments_by_what_they_are_moments_of(name, key, power):
+    """Net2Net's copies share a unit's gradient, so what is like a gradient and like its square must scale apart."""
+    run = Run(name, Net2Net())
+    run.steps(4)
+    old = run.state_of("2.weight")[key].clone()
+    event = run.grow()
+    expected = event.carry.carried(old, "2.weight", GRAPH, event.widths_before, event.widths_after, power)
+    assert torch.equal(run.state_of("2.weight")[key], expected)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_state_of_other_shapes_is_refused_by_name(name):
+    run = Run(name, PairGrowth())
+    run.steps(2)
+    params = list(run.network.parameters())
+    with pytest.raises(ValueError, match=f"{name}'s '{REFUSED[name]}' of .*optimizer_state=reset"):
+        run.grow()
+    assert all(a is b for a, b in zip(run.optimizer.param_groups[0]["params"], params, strict=True))
