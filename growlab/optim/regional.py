@@ -13,6 +13,7 @@ from growlab.optim.rates import BaseRate, RateRule
 from growlab.optim.regions import Regions
 
 Update = Callable[..., None]
+_SAME = (torch.float32, torch.float64)
 _MOST_TOGETHER = 2**18  # elements: the temporaries of torch's foreach functions then fit in cache
 
 
@@ -129,6 +130,11 @@ class Regional(torch.optim.Optimizer):
                 plain.append(param)
         if plain:
             self._step_plain({**group, "params": plain})
+        if regional and group.get("capturable"):
+            raise RuntimeError(
+                f"{type(self).__name__} cannot step regions inside a CUDA graph: their rates are computed anew from "
+                "the weights; leave capturable=False, or the parameters out of set_regions"
+            )
         for alike in regional.values():
             if any(p.grad.is_sparse for p in alike if p.grad is not None):
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients of regions")
@@ -141,12 +147,13 @@ class Regional(torch.optim.Optimizer):
     def _foreach(self, group: dict[str, Any]) -> bool | None:
         """Whether torch should take the rest of the group's parameters together.
 
-        On a CPU the numbers are the same and vectors are many and small. Large ones would need more memory.
+        On a CPU the numbers are the same in single and double precision (not in half), and vectors are many and
+        small. Large ones would need more memory.
         """
         if group["foreach"] is not None or group["fused"] or group["differentiable"]:
             return group["foreach"]
         params = group["params"]
-        dense = all(p.device.type == "cpu" and not (p.is_complex() or p.grad.is_sparse) for p in params)
+        dense = all(p.device.type == "cpu" and p.dtype in _SAME and not p.grad.is_sparse for p in params)
         few = sum(p.numel() for p in params) <= _MOST_TOGETHER
         return True if dense and few and not isinstance(group["lr"], Tensor) else None
 
