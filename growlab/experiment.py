@@ -48,10 +48,13 @@ from growlab.widths import UnsupportedOperation, WidthGraph, trace
 _FREE_ON_RESUME = (
     *("name", "ckpt_path", "checkpoint", "logger", "compile", "num_threads", "log_rates_every_n_steps"),
     *("check_ranks", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy"),
+    # The task compares what of it matters.
+    "trainer.sync_batchnorm",
     *("data.root", "data.download", "data.eval_batch_size"),
     *("data.in_memory", "data.num_workers"),
 )
 _MAX_SEED = 2**32 - 1
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 # What torch starts with: a sweep's job without `num_threads` must not inherit the job's before it.
 _NUM_THREADS = torch.get_num_threads()
 
@@ -114,6 +117,8 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
         run_id,
         cfg.ema.decay,
     )
+    if any(isinstance(module, _BATCH_NORMS) for module in network.modules()):
+        task.statistics_ranks = 1 if cfg.trainer.get("sync_batchnorm") else world_size(cfg.trainer)
     recorder = RunRecorder(run_dir, plan.samples, cfg.log_rates_every_n_steps)
     progress = GrowthProgress(plan.batches, plan.samples, plan.flops_in_epoch)
 

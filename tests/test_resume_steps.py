@@ -155,3 +155,40 @@ def test_impossible_policies_are_refused(cli: CommandLine, tmp_path: Path, overr
     outcome = cli(*MLP, "hydra.run.dir=run", override, cwd=tmp_path)
     assert (outcome.code, outcome.err.count("\n")) == (2, 1), outcome.err
     assert told in outcome.err
+
+
+TWO_RANKS = (*MLP, "trainer=ddp_cpu")
+
+
+def test_two_ranks_stop_together_and_go_on(
+    cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path
+) -> None:
+    """A signal that reaches one rank, then one rank killed: in the middle of epochs both times."""
+    command = (*TWO_RANKS, "hydra.run.dir=run", "checkpoint.every_n_steps=1")
+    outcome = cli(*command, cwd=tmp_path, fault=("on_rank", 1, "at_step", 4, SIGTERM))
+    assert outcome.code == 0, outcome.err
+    told = [line for line in outcome.err.splitlines() if "resume with" in line]
+    assert len(told) == 1 and told[0].startswith("SIGTERM: saved after step 4; resume with: growlab ")
+    command = (*command, "ckpt_path=last")
+    outcome = cli(*command, cwd=tmp_path, fault=("on_rank", 1, "at_step", 8, SIGKILL))
+    assert outcome.code == 2 and "process 1 of 2 was ended by SIGKILL" in outcome.err, outcome.err
+    outcome = cli(*command, cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert Left.by(tmp_path / "run").differences(uninterrupted(*TWO_RANKS)) == []
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(
+    cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path
+) -> None:
+    """Batches are global ones, so only float sums differ, if batch normalisation sees whole batches."""
+    command = ("hydra.run.dir=run", "checkpoint.every_n_steps=1")
+    assert cli(*MLP, *command, cwd=tmp_path, fault=("at_step", 5, SIGKILL)).code == -SIGKILL
+    command = (*command, "ckpt_path=last")
+    outcome = cli(*TWO_RANKS, *command, cwd=tmp_path)
+    assert outcome.code == 2 and "statistics over 1/2 of each batch, not 1/1" in outcome.err, outcome.err
+    outcome = cli(*TWO_RANKS, "trainer.sync_batchnorm=true", *command, cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    left, whole = Left.by(tmp_path / "run"), uninterrupted(*MLP)
+    for row, wanted in zip(left.metrics, whole.metrics, strict=True):
+        assert float(row["train_loss"]) == pytest.approx(float(wanted["train_loss"]), rel=1e-3)
+        assert row["step"] == wanted["step"]

@@ -82,6 +82,8 @@ class Task(LightningModule):
         self.rate_adaptation = rate_adaptation or RateAdaptation()
         self.learning_rate = learning_rate or LearningRate()
         self.seed, self.settings, self.run_id = seed, dict(settings or {}), run_id
+        #: Into how many parts, by rank, a batch is divided for the statistics of batch normalisation.
+        self.statistics_ranks = 1
         self._make_optimizer, self._steps_in_epoch = make_optimizer, steps_in_epoch
         self._seed_widths = dict(state.widths)
         self._regions: tuple[Any, dict[str, Regions]] | None = None
@@ -291,6 +293,7 @@ class Task(LightningModule):
             "method": self.method.name,
             "settings": self.settings,
             "run_id": self.run_id,
+            "statistics_ranks": self.statistics_ranks,
             # [ranks, 3]: collected on every rank, saved by the first.
             "train_sums": stacked(self._sums["train"]).cpu() if "train" in self._sums else None,
         }
@@ -327,6 +330,12 @@ class Task(LightningModule):
             raise UserError(
                 f"the checkpoint is of another run, with {'; '.join(other[:3])}{more}: resume with the settings "
                 "that it was trained with."
+            )
+        if saved["statistics_ranks"] != self.statistics_ranks:
+            raise UserError(
+                f"batch normalisation would take its statistics over 1/{self.statistics_ranks} of each batch, not "
+                f"1/{saved['statistics_ranks']} as the checkpoint's run did: go on with as many devices as before, or "
+                "between one device and several with trainer.sync_batchnorm=true."
             )
         self.growth_state, self.events = state, list(saved["events"])
         self._saved_sums = saved["train_sums"]
