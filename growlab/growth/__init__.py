@@ -2,8 +2,10 @@
 
 from growlab.growth.event import GrowthEvent, GrowthState, ParityError, fold_output_factor, grow, plant
 from growlab.growth.fixed import FixedSize
-from growlab.growth.method import Expansion, Growth, GrowthMethod, NewWeights
+from growlab.growth.isotropic import Isotropic
+from growlab.growth.method import Expansion, Growth, GrowthMethod, NewWeights, WidthDecision
 from growlab.growth.net2net import Net2Net
+from growlab.growth.neurons import Choices, change_width
 from growlab.growth.pairs import PairGrowth
 from growlab.growth.random import RandomGrowth
 from growlab.growth.schedule import Schedule, make_schedule
@@ -12,6 +14,7 @@ from growlab.growth.spectrum import diagonalise, diagonalise_partially, spectra
 from growlab.growth.variance_transfer import VarianceTransfer
 
 __all__ = [
+    "Choices",
     "Diagonal",
     "Expansion",
     "FixedSize",
@@ -19,6 +22,7 @@ __all__ = [
     "GrowthEvent",
     "GrowthMethod",
     "GrowthState",
+    "Isotropic",
     "Net2Net",
     "NewWeights",
     "PairGrowth",
@@ -26,6 +30,8 @@ __all__ = [
     "RandomGrowth",
     "Schedule",
     "VarianceTransfer",
+    "WidthDecision",
+    "change_width",
     "densify",
     "diagonalise",
     "diagonalise_partially",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from growlab.errors import UserError
 from growlab.growth.method import Expansion, GrowthMethod
+from growlab.growth.observation import watch
 from growlab.growth.parity import eps_bounds, observe, relative_error, rounding
 from growlab.growth.rescale import rescale
 from growlab.widths import Carry, WidthGraph, replace_tensors, resize, restore_tensors, tensors_of
@@ -30,12 +31,14 @@ class GrowthState:
         widths: width of each group.
         births: for each group, the stage that each channel came with.
         output_factor: what the network's output has to be multiplied by.
+        asked: the last boundary at which a method that decides widths was asked; -1 for none.
     """
 
     stage: int
     widths: dict[str, int]
     births: dict[str, list[int]]
     output_factor: float = 1.0
+    asked: int = -1
 
     def as_dict(self) -> dict[str, Any]:
         """Plain containers, for a checkpoint."""
@@ -44,6 +47,7 @@ class GrowthState:
             "widths": dict(self.widths),
             "births": {group: list(births) for group, births in self.births.items()},
             "output_factor": self.output_factor,
+            "asked": self.asked,
         }
 
     @classmethod
@@ -54,6 +58,7 @@ class GrowthState:
             dict(content["widths"]),
             {group: list(births) for group, births in content["births"].items()},
             float(content["output_factor"]),
+            int(content["asked"]),
         )
 
 
@@ -70,6 +75,7 @@ class GrowthEvent:
         parity_tolerance_eval, parity_tolerance_train: what the method allows; None if it promises nothing.
         noise_error_eval: relative change of the output that symmetry-breaking noise then made.
         output_factor: what this event multiplied the output's multiplier by.
+        report: what else the method has to say.
         seconds: wall time of the event, checks included.
         parity_sec: of that, the checks (not part of the receipt).
         replaced: old and new tensor by name (not part of the receipt).
@@ -88,6 +94,7 @@ class GrowthEvent:
     parity_tolerance_train: float | None
     noise_error_eval: float
     output_factor: float
+    report: dict[str, Any]
     seconds: float
     parity_sec: float = field(compare=False)
     replaced: dict[str, tuple[Tensor, Tensor]] = field(repr=False, compare=False)
@@ -154,8 +161,9 @@ def grow(
     probe: tuple[Any, ...],
     agree: Callable[[list[float]], list[float]] = list,
     leader: Mapping[str, Tensor] | None = None,
+    gradients: Mapping[str, Tensor] | None = None,
 ) -> GrowthEvent:
-    """Widen a network in place by one stage.
+    """Widen a network in place by one stage, or narrow it where the method can.
 
     Args:
         model: the network at `state.widths`.
@@ -169,26 +177,37 @@ def grow(
             undo the event alike; called the same number of times in each.
         leader: the tensors before its event (`tensors_of`) of the network that `model` is an average of. Both then
             go through the same affine map, so the average of grown networks is the grown average.
+        gradients: running means of gradients by parameter name, for methods that want them.
 
     Returns:
         The event, whose `replaced` an optimizer needs to follow.
 
     Raises:
         ParityError: the outputs changed by more than the method allows.
-        ValueError: a group would shrink.
+        ValueError: a group would shrink, and the method cannot.
 
     Whatever is raised, network and state are then as before: the same parameters, the same buffers.
     """
     for group, width in state.widths.items():
-        if new_widths[group] < width:
-            raise ValueError(f"{group} would shrink from {width} to {new_widths[group]}; growth only widens")
+        if new_widths[group] < width and not method.shrinks:
+            raise ValueError(
+                f"{group} would shrink from {width} to {new_widths[group]}; {method.name} only widens"
+            )
     began = time.perf_counter()
     stage = state.stage + 1
     before = observe(model, probe, graph.norms)
     parity_sec = time.perf_counter() - began
     num_params_before = sum(p.numel() for p in model.parameters())
     expansion = Expansion(
-        graph, tensors_of(model, graph), state.widths, dict(new_widths), seed, stage, leader
+        graph,
+        tensors_of(model, graph),
+        dict(state.widths),
+        dict(new_widths),
+        seed,
+        stage,
+        leader,
+        gradients or {},
+        watch(model, graph, probe) if method.observes else {},
     )
     growth = method.grow(expansion)
     changed = {name: new for name, new in growth.tensors.items() if new is not expansion.old[name]}
@@ -203,11 +222,11 @@ def grow(
             ]
         )
         tolerance_eval = tolerance_train = None
-        if method.preserves:
+        if method.preserves and growth.allowed_error is not None:
             bound_eval, bound_train = eps_bounds(
                 graph.norms, growth.norm_scale, before.variances, expansion.old
             )
-            allowed = rounding(model, before.eval)
+            allowed = rounding(model, before.eval) + growth.allowed_error
             tolerance_eval, tolerance_train = agree([allowed + bound_eval, allowed + bound_train])
             # Written so that NaN fails too.
             if not (error_eval <= tolerance_eval and error_train <= tolerance_train):
@@ -231,6 +250,10 @@ def grow(
     widths_before = dict(state.widths)
     state.stage, state.widths = stage, dict(new_widths)
     for group, births in state.births.items():
+        del births[new_widths[group] :]
+        if group in growth.carry.bases:
+            # Every channel is now made up of old ones: none is younger than another.
+            births[:] = [min(births)] * len(births)
         births.extend([stage] * (new_widths[group] - len(births)))
     if method.output_multiplier:
         state.output_factor *= growth.output_factor
@@ -247,6 +270,7 @@ def grow(
         parity_tolerance_train=tolerance_train,
         noise_error_eval=noise_error,
         output_factor=growth.output_factor,
+        report=dict(growth.report),
         seconds=time.perf_counter() - began,
         parity_sec=parity_sec,
         replaced=replaced,

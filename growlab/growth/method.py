@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,8 @@ class Expansion:
         seed: the run's seed.
         stage: the stage that begins.
         leader: the tensors of the network that this one, its average, follows; None: it is its own.
+        gradients: running means of gradients by parameter name, where the method asked for them.
+        observed: what isotropic activations do on the probe batch, where the method asked for it.
     """
 
     graph: WidthGraph
@@ -48,6 +51,8 @@ class Expansion:
     seed: int
     stage: int
     leader: Mapping[str, Tensor] | None = None
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    observed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def deciding(self) -> Mapping[str, Tensor]:
@@ -184,12 +189,17 @@ class Growth:
         output_factor: the network's outputs must be multiplied by this to be what they were.
         norm_scale: for each batch normalisation whose input was rescaled, by how much.
         carry: how gradients after the event follow from those before, for optimizer state.
+        allowed_error: relative output error beyond rounding that the event may make; None: any. Only a method
+            that `preserves` is held to it.
+        report: more of the event for its receipt, in plain containers.
     """
 
     tensors: dict[str, Tensor]
     output_factor: float = 1.0
     norm_scale: Mapping[str, float] = field(default_factory=dict)
     carry: Carry = field(default_factory=Carry)
+    allowed_error: float | None = 0.0
+    report: Mapping[str, Any] = field(default_factory=dict)
 
 
 class GrowthMethod(ABC):
@@ -202,10 +212,18 @@ class GrowthMethod(ABC):
         noise_std: deviation of the noise that breaks symmetries among new entries, relative to the
             initialisation's own.
         output_multiplier: whether the run multiplies the output by `output_factor`.
+        shrinks: events may narrow groups too.
+        follows_norms: knows what to do with channels whose norm is taken; see `trace`.
+        observes: wants to know what isotropic activations do on the probe batch.
+        wants_gradients: wants the optimizer's running means of gradients.
     """
 
     preserves: bool = True
     output_multiplier: bool = True
+    shrinks: bool = False
+    follows_norms: bool = False
+    observes: bool = False
+    wants_gradients: bool = False
 
     def __init__(self, noise_std: float = 0.0, gain: float = 2.0, new_weights: str = "fan_in") -> None:
         if noise_std < 0:
@@ -264,3 +282,37 @@ class GrowthMethod(ABC):
             noise[grid(expansion.kept(name))] = 0.0
             noises[name] = noise
         return noises
+
+
+class WidthDecision(ABC):
+    """What a growth method also is that decides widths by itself while a network trains, instead of a schedule.
+
+    A run then asks it at its boundaries. What it says must be a function of its arguments alone: ranks agree on
+    rank 0's answer, and a resumed run asks again.
+    """
+
+    @abstractmethod
+    def boundary(self, epoch: int, step: int) -> int | None:
+        """Number of the boundary that lies before this batch, ascending over a run; None if there is none.
+
+        Args:
+            epoch: the current epoch.
+            step: optimizer steps done.
+        """
+
+    @abstractmethod
+    def decide(
+        self,
+        graph: WidthGraph,
+        tensors: Mapping[str, Tensor],
+        widths: Mapping[str, int],
+        gradients: Mapping[str, Tensor],
+    ) -> dict[str, int]:
+        """Width of each group from here on.
+
+        Args:
+            graph: the network's width graph.
+            tensors: its parameters and buffers by name.
+            widths: width of each group now.
+            gradients: running means of gradients by name, where the method wants them.
+        """

@@ -48,7 +48,6 @@ def observe(model: nn.Module, probe: Sequence[Tensor], norms: Sequence[Norm] = (
         probe: its positional inputs.
         norms: batch normalisations whose input variance is wanted.
     """
-    modes = {module: module.training for module in model.modules()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     variances: dict[str, Tensor] = {}
 
@@ -63,9 +62,8 @@ def observe(model: nn.Module, probe: Sequence[Tensor], norms: Sequence[Norm] = (
     hooks = [
         known[norm.name].register_forward_pre_hook(record(norm.name)) for norm in norms if norm.name in known
     ]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
-        with torch.no_grad(), _full_precision(), _seeded(devices), _WithoutDropout():
+        with quietly(model):
             model.train()
             try:
                 train = _main_output(model(*probe))
@@ -77,9 +75,20 @@ def observe(model: nn.Module, probe: Sequence[Tensor], norms: Sequence[Norm] = (
     finally:
         for hook in hooks:
             hook.remove()
+    return Outputs(evaluated, train, variances)
+
+
+@contextlib.contextmanager
+def quietly(model: nn.Module) -> Iterator[None]:
+    """Run a network for its numbers alone: without gradients and dropout, in full precision; modes are put back."""
+    modes = {module: module.training for module in model.modules()}
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    try:
+        with torch.no_grad(), _full_precision(), _seeded(devices), _WithoutDropout():
+            yield
+    finally:
         for module, training in modes.items():
             module.training = training
-    return Outputs(evaluated, train, variances)
 
 
 def _main_output(output: Any) -> Tensor:

@@ -11,7 +11,11 @@ from growlab.widths.resize import tensors_of
 
 
 def applied(
-    tensor: Tensor, axes: tuple[Axis, ...], maps: Mapping[str, Tensor], widths: Mapping[str, int]
+    tensor: Tensor,
+    axes: tuple[Axis, ...],
+    maps: Mapping[str, Tensor],
+    widths: Mapping[str, int],
+    consuming: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Apply a linear map to the channels on every axis of a tensor, in float64.
 
@@ -23,13 +27,15 @@ def applied(
         axes: its axes.
         maps: for each group that changes, [new width, width]; it may also drop channels.
         widths: width of each group now.
+        consuming: other maps for axes that consume the channels; None for the same.
 
     Returns:
         The tensor at the new widths in its own dtype; the very same one if no axis carries such a group.
     """
     result = tensor
     for dim, axis in enumerate(axes):
-        if not any(group in maps for group in axis.groups):
+        chosen = consuming if consuming is not None and axis.role == "in" else maps
+        if not any(group in chosen for group in axis.groups):
             continue
         pieces = []
         for part, piece in zip(
@@ -37,8 +43,8 @@ def applied(
             result.double().split([part.length(widths) for part in axis.parts], dim),
             strict=True,
         ):
-            if part.group is not None and part.group in maps:
-                matrix = maps[part.group].to(piece)
+            if part.group is not None and part.group in chosen:
+                matrix = chosen[part.group].to(piece)
                 piece = piece.movedim(dim, -1)
                 shape = (*piece.shape[:-1], part.outer, matrix.shape[1], part.inner)
                 piece = (matrix @ piece.reshape(shape)).flatten(-3).movedim(-1, dim)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from growlab.widths.bases import applied
 from growlab.widths.groups import WidthGraph
 from growlab.widths.resize import grid
 
@@ -28,11 +29,18 @@ class Carry:
             int64 [new width]; a group that is left out keeps its first channels, new ones have no source.
         rows: for each group, the factor on entries that produce a channel, [new width]; left out: 1.
         scales: by name of a tensor, a factor on its old gradient: a number, or a tensor that broadcasts with it.
+        bases: for each group whose basis was turned, the old channels that make up each new one, [new width, old
+            width] with orthonormal rows or rows of zeros; such a group needs no source. Gradients turn with it.
+            Second moments are no function of the old ones alone: they are what they were if the gradients of
+            different channels were uncorrelated, the squares of the matrix applied to them. New channels, which
+            have no gradient yet, take the mean of the old ones' instead of 0, which would make their first steps
+            too long.
     """
 
     sources: Mapping[str, Tensor] = field(default_factory=dict)
     rows: Mapping[str, Tensor] = field(default_factory=dict)
     scales: Mapping[str, float | Tensor] = field(default_factory=dict)
+    bases: Mapping[str, Tensor] = field(default_factory=dict)
 
     def carried(
         self,
@@ -59,6 +67,10 @@ class Carry:
             scale = scale.to(old) if isinstance(scale, Tensor) else scale
             tensor = tensor * scale**power
         axes = graph.axes[name]
+        if self.bases:
+            maps = {group: _moment_map(basis, power) for group, basis in self.bases.items()}
+            tensor = applied(tensor, axes, maps, widths_before)
+            widths_before = {**widths_before, **{group: len(basis) for group, basis in self.bases.items()}}
         positions = []
         for axis in axes:
             maps = {group: self._source(group, widths_before, widths_after) for group in axis.groups}
@@ -79,3 +91,13 @@ class Carry:
             return self.sources[group]
         channels = torch.arange(after[group])
         return torch.where(channels < before[group], channels, -1)
+
+
+def _moment_map(basis: Tensor, power: int) -> Tensor:
+    """What a change of basis does to first moments (1), second moments (2) and other state (0)."""
+    if power == 1:
+        return basis
+    squares = basis.square()
+    empty = squares.sum(1) == 0
+    squares[empty] = 1.0 / basis.shape[1] if power == 2 else 0.0
+    return squares

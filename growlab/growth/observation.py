@@ -1,0 +1,64 @@
+"""What isotropic activations do on a batch: what growth and pruning correct biases by."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from growlab.growth.parity import quietly
+from growlab.widths import WidthGraph
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an isotropic activation did on a batch.
+
+    Attributes:
+        gain: E[g], by which it multiplied vectors on average.
+        mean: E[x] of its input, [n].
+        square: E[x x^T], [n, n].
+    """
+
+    gain: float
+    mean: Tensor
+    square: Tensor
+
+
+def watch(model: nn.Module, graph: WidthGraph, probe: Sequence[Tensor]) -> Mapping[str, Observation]:
+    """Run a batch in eval mode and observe every activation that takes the norm of a single group.
+
+    Args:
+        model: left as it is.
+        graph: its width graph, traced with `follow_norms`.
+        probe: its positional inputs.
+
+    Returns:
+        By module path; in float64, where the activations lie. Modules that do not map their first input to
+        something of its shape are left out: they are more than an activation.
+    """
+    found: dict[str, Observation] = {}
+
+    def record(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            x = inputs[0]
+            if not isinstance(output, Tensor) or output.shape != x.shape:
+                return
+            x_BN, f_BN = (tensor.double().movedim(1, -1).flatten(0, -2) for tensor in (x, output))
+            squares_B = x_BN.square().sum(1)
+            gains_B = (f_BN * x_BN).sum(1)[squares_B > 0] / squares_B[squares_B > 0]
+            gain = float(gains_B.mean()) if len(gains_B) else 1.0
+            found[name] = Observation(gain, x_BN.mean(0), x_BN.T @ x_BN / len(x_BN))
+
+        return hook
+
+    known = dict(model.named_modules())
+    names = [radius.name for radius in graph.radii if len(radius.groups) == 1]
+    hooks = [known[name].register_forward_hook(record(name)) for name in names if name in known]
+    try:
+        with quietly(model):
+            model.eval()
+            model(*probe)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found

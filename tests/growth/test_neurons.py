@@ -1,0 +1,408 @@
+"""Neurons of isotropic layers come without changing anything and go as gently as their singular value is small."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from growlab.growth import Choices, GrowthState, Isotropic, ParityError, change_width, grow
+from growlab.growth.neurons import IMPORTANCES
+from growlab.growth.observation import watch
+from growlab.growth.spectrum import decompose, incoming, producers
+from growlab.networks import IsotropicCNN, IsotropicMLP
+from growlab.widths import WidthGraph, replace_tensors, tensors_of, trace
+from tests.cases import outputs, roughen
+from tests.growth.test_sparsify import OneByOne
+
+
+class Flattened(nn.Module):
+    """Convolutions, flattened: each channel is read at several positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = IsotropicCNN(2, [4, 5], [1, 2], 3, chi_norm=False).features
+        self.classifier = nn.Linear(5 * 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(torch.flatten(self.features(x), 1))
+
+
+NETWORKS = {
+    "mlp": (lambda: IsotropicMLP(6, [5, 8, 4], 3), (6,)),
+    "mlp chi": (lambda: IsotropicMLP(6, [9, 5], 3, "leaky", chi_norm=True), (6,)),
+    "cnn chi": (lambda: IsotropicCNN(2, [4, 6], [2, 1], 3), (2, 4, 4)),
+    "flattened": (Flattened, (2, 4, 4)),
+    "residual": (OneByOne, (2, 4, 4)),
+}
+
+
+@cache
+def traced(name: str) -> tuple[nn.Module, WidthGraph, Tensor]:
+    build, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    network = build().double()
+    roughen(network)
+    x = torch.randn(16, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return network, trace(network, x[:2], follow_norms=True), x
+
+
+def made(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, WidthGraph, Tensor]:
+    network, graph, x = traced(name)
+    return copy.deepcopy(network).to(dtype), graph, x.to(dtype)
+
+
+def changed(network: nn.Module, graph: WidthGraph, group: str, width: int, x: Tensor, **options) -> nn.Module:
+    """A copy with a group of another width."""
+    copied = copy.deepcopy(network)
+    observed = watch(network, graph, (x,))
+    change = change_width(
+        graph, tensors_of(copied, graph), graph.full_widths, group, width, observed=observed, **options
+    )
+    replace_tensors(copied, graph, change.tensors)
+    return copied
+
+
+def silence(network: nn.Module, graph: WidthGraph, group: str, size: float, direction: int = 0) -> None:
+    """Give a direction of a group's channels, mixed over all of them, the singular value `size`."""
+    (layer,) = producers(graph, group)
+    weight = dict(network.named_parameters())[layer.weight]
+    left, values, right = decompose(incoming(graph, group, tensors_of(network, graph), graph.full_widths))
+    values[len(values) - 1 if direction == 0 else direction] = size
+    with torch.no_grad():
+        weight.copy_((left @ torch.diag(values) @ right.T).view_as(weight))
+
+
+SINGLE = [("mlp", "hidden.0"), ("mlp", "hidden.2"), ("mlp", "hidden.4"), ("mlp chi", "hidden.0")]
+SINGLE += [("mlp chi", "hidden.3"), ("cnn chi", "features.0"), ("flattened", "features.0")]
+SINGLE += [("flattened", "features.2"), ("residual", "branch")]
+LAYERS = [*SINGLE, ("residual", "cnn.3")]
+
+
+@pytest.mark.parametrize("columns", ["orthogonal", "zero", "copy", "random"])
+@pytest.mark.parametrize(("name", "group"), LAYERS)
+def test_new_neurons_change_nothing(name: str, group: str, columns: str) -> None:
+    network, graph, x = made(name)
+    width = graph.full_widths[group]
+    grown = changed(network, graph, group, width + 3, x, choices=Choices(columns=columns))
+    for training in (False, True):
+        expected = outputs(network, x, training)
+        assert torch.allclose(outputs(grown, x, training), expected, rtol=1e-10, atol=1e-10)
+    weight = grown.get_submodule(producers(graph, group)[0].name).weight
+    assert weight.shape[0] == width + 3 and weight[width:].count_nonzero() == 0
+
+
+def test_new_columns_are_as_chosen() -> None:
+    network, graph, x = made("mlp")
+    old = network.hidden[2].weight.norm()
+    for columns in ("orthogonal", "random", "copy"):
+        weight = changed(network, graph, "hidden.0", 7, x, choices=Choices(columns=columns)).hidden[2].weight
+        gram = weight.T @ weight
+        if columns == "orthogonal":
+            assert gram[5:, :5].abs().max() < 1e-12 and gram[5, 6].abs() < 1e-12
+        if columns == "copy":
+            assert torch.equal(weight[:, 5:], weight[:, :2])
+        else:
+            assert torch.allclose(gram.diagonal()[5:].sqrt(), old / 5**0.5)
+    # Three logits leave no room for a fifth orthogonal column: it is a random one.
+    weight = changed(network, graph, "hidden.4", 6, x).classifier.weight
+    assert torch.isfinite(weight).all() and (weight.norm(dim=0) > 0).all()
+
+
+@pytest.mark.parametrize("bias", [0.6, -0.9])
+@pytest.mark.parametrize(("name", "group"), [("mlp", "hidden.2"), ("flattened", "features.2")])
+def test_a_new_bias_is_taken_from_the_intrinsic_length(name: str, group: str, bias: float) -> None:
+    """Exactly with zero columns; with others up to E[g], which the next bias is corrected by."""
+    network, graph, x = made(name)
+    width, expected = graph.full_widths[group], outputs(network, x, False)
+    exact = changed(network, graph, group, width + 2, x, choices=Choices("zero", bias))
+    assert torch.allclose(outputs(exact, x, False), expected, rtol=1e-10, atol=1e-10)
+    layer = exact.get_submodule(group)
+    (radius,) = (r for r in graph.radii if r.groups == (group,))
+    lengths = [dict(net.named_parameters())[radius.length].exp() for net in (network, exact)]
+    assert torch.allclose(lengths[0], lengths[1] + layer.bias[width:].square().sum())
+    assert torch.allclose(layer.bias[width].abs(), abs(bias) * lengths[0].sqrt())
+    near = outputs(changed(network, graph, group, width + 2, x, choices=Choices("random", bias)), x, False)
+    uncorrected = changed(network, graph, group, width + 2, x, choices=Choices("random", bias))
+    consumer = next(one for one in graph.layers if graph.axes[one.weight][1].groups == (group,))
+    with torch.no_grad():
+        tensors_of(uncorrected, graph)[consumer.bias].copy_(tensors_of(network, graph)[consumer.bias])
+    far = outputs(uncorrected, x, False)
+    assert 0 < (near - expected).norm() < 0.5 * (far - expected).norm()
+
+
+@pytest.mark.parametrize("correction", ["bias", "batch"])
+@pytest.mark.parametrize(("name", "group"), SINGLE)
+def test_removing_a_neuron_that_carries_nothing_changes_nothing(name, group, correction) -> None:
+    network, graph, x = made(name)
+    silence(network, graph, group, 0.0)
+    width = graph.full_widths[group]
+    if name.endswith("chi"):
+        # The mean that is subtracted takes the bias with it.
+        expected = outputs(network, x, True)
+        pruned = changed(network, graph, group, width - 1, x, choices=Choices(correction="bias"))
+        assert torch.allclose(outputs(pruned, x, True), expected, rtol=1e-9, atol=1e-9)
+        return
+    # Without a bias along the removed direction everything is exact.
+    layer = network.get_submodule(group)
+    left, _, _ = decompose(layer.weight.flatten(1))
+    with torch.no_grad():
+        layer.bias.sub_(left[:, -1] * (left[:, -1] @ layer.bias))
+    expected = outputs(network, x, False)
+    pruned = changed(network, graph, group, width - 1, x, choices=Choices(correction=correction))
+    assert torch.allclose(outputs(pruned, x, False), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("name", "group"), [("mlp", "hidden.0"), ("flattened", "features.2")])
+def test_the_intrinsic_length_takes_up_a_removed_bias(name: str, group: str) -> None:
+    """With outgoing weights of zero only the norm is left to be wrong, and it is right."""
+    network, graph, x = made(name)
+    silence(network, graph, group, 0.0)
+    (radius,) = (r for r in graph.radii if r.groups == (group,))
+    activation = network.get_submodule(radius.name)
+    left, _, _ = decompose(network.get_submodule(group).weight.flatten(1))
+    consumer = next(one for one in graph.layers if graph.axes[one.weight][1].groups == (group,))
+    weight, into = tensors_of(network, graph)[consumer.weight], left[:, -1]
+    with torch.no_grad():
+        by_channel = weight.view(len(weight), len(into), -1)
+        by_channel.sub_(torch.einsum("ocp,c,d->odp", by_channel.clone(), into, into))
+        network.get_submodule(group).bias.add_(2.0 * into)
+    expected, before = outputs(network, x, False), float(activation.log_length.detach().exp())
+    pruned = changed(network, graph, group, graph.full_widths[group] - 1, x)
+    assert torch.allclose(outputs(pruned, x, False), expected, rtol=1e-10, atol=1e-10)
+    b = float(into @ network.get_submodule(group).bias.detach())
+    assert float(pruned.get_submodule(radius.name).log_length.detach().exp()) == pytest.approx(before + b * b)
+    lost = changed(network, graph, group, graph.full_widths[group] - 1, x, choices=Choices(correction="none"))
+    assert (outputs(lost, x, False) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [one for one in SINGLE if one not in (("mlp", "hidden.2"), ("mlp chi", "hidden.0"))][:-1],
+)
+def test_the_error_is_proportional_to_a_small_singular_value(name: str, group: str) -> None:
+    errors = []
+    sizes = [1e-2, 1e-3, 1e-4]
+    for size in sizes:
+        network, graph, x = made(name)
+        silence(network, graph, group, size)
+        layer = network.get_submodule(group)
+        left, _, _ = decompose(layer.weight.flatten(1))
+        with torch.no_grad():
+            layer.bias.sub_(left[:, -1] * (left[:, -1] @ layer.bias))
+            if f"{group}.running_mean" not in network.state_dict():
+                for key, buffer in network.named_buffers():
+                    if key.endswith("running_mean"):
+                        buffer.zero_()
+        expected = outputs(network, x, False)
+        pruned = changed(network, graph, group, graph.full_widths[group] - 1, x)
+        errors.append(float((outputs(pruned, x, False) - expected).abs().max()))
+    slopes = [error / size for error, size in zip(errors, sizes, strict=True)]
+    assert errors[0] > 0 and max(slopes) < 1.25 * min(slopes), slopes
+
+
+def test_corrections_and_stand_ins_help() -> None:
+    """Removing a neuron that carries something: each step brings the output nearer, on other data too."""
+    network, graph, _ = made("mlp")
+    fresh = torch.randn(256, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.5
+    seen = torch.randn(256, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64) + 0.5
+    silence(network, graph, "hidden.2", 0.3)
+    with torch.no_grad():
+        network.hidden[2].bias.add_(1.0)
+    expected = outputs(network, fresh, False)
+    errors = {}
+    for name, choices in {
+        "none": Choices(correction="none"),
+        "bias": Choices(),
+        "batch": Choices(correction="batch"),
+        "least squares": Choices(correction="batch", least_squares=True),
+    }.items():
+        pruned = changed(network, graph, "hidden.2", 7, seen, choices=choices)
+        errors[name] = float((outputs(pruned, fresh, False) - expected).square().mean())
+    assert errors["least squares"] <= errors["batch"] < errors["none"], errors
+    assert errors["bias"] < errors["none"], errors
+
+
+def test_equation_30_is_the_deletion_of_a_column() -> None:
+    """Y = W S S'^T (S' S'^T)^-1 for the smallest singular value, as the paper remarks."""
+    network, graph, x = made("mlp")
+    left, values, _ = decompose(network.hidden[0].weight)
+    following = network.hidden[2].weight @ left
+    whole, kept = torch.diag(values), torch.diag(values)[:4]
+    updated = following @ whole @ kept.T @ torch.linalg.inv(kept @ kept.T)
+    pruned = changed(network, graph, "hidden.0", 4, x)
+    assert torch.allclose(pruned.hidden[2].weight, updated)
+
+
+def test_gradient_importance_is_the_derivative_by_the_singular_value() -> None:
+    """Against autograd through U diag(s) V^T."""
+    source = torch.Generator().manual_seed(0)
+    weight = torch.randn(4, 6, generator=source, dtype=torch.float64)
+    left, values, right = decompose(weight)
+    target = torch.randn(4, 6, generator=source, dtype=torch.float64)
+    s = values.clone().requires_grad_()
+    (derivative,) = torch.autograd.grad((torch.tanh(left @ torch.diag(s) @ right.T) * target).sum(), s)
+    w = weight.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad((torch.tanh(w) * target).sum(), w)
+    scores = IMPORTANCES["gradient"](left, values, right, gradient)
+    assert torch.allclose(scores, (values * derivative).abs())
+    assert torch.equal(IMPORTANCES["singular_value"](left, values, right, None), values)
+
+
+def test_the_neuron_with_the_lowest_score_goes() -> None:
+    network, graph, x = made("mlp")
+    left, values, right = decompose(network.hidden[0].weight)
+    # A gradient that only the second direction, and a little of the others, does not matter to.
+    slopes = torch.tensor([1.0, 1e-6, 2.0, 3.0, 4.0], dtype=torch.float64)
+    gradient = left @ torch.diag(slopes) @ right.T
+    pruned = changed(
+        *(network, graph, "hidden.0", 4, x),
+        importance=IMPORTANCES["gradient"],
+        gradients={"hidden.0.weight": gradient},
+    )
+    assert torch.allclose(pruned.hidden[0].weight.norm(dim=1), values[[0, 2, 3, 4]])
+
+
+# As a growth method --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_events_leave_receipts(name: str, dtype: torch.dtype) -> None:
+    """Growth in every layer at once is exact; removal is declared, measured and, beyond a limit, undone."""
+    network, graph, x = made(name, dtype)
+    state = GrowthState(0, graph.full_widths, {group: [0] * w for group, w in graph.full_widths.items()})
+    wider = {group: width + 2 for group, width in graph.full_widths.items()}
+    event = grow(network, graph, Isotropic(), state, wider, 0, (x,))
+    limit = 1e-10 if dtype is torch.float64 else 1e-5
+    assert event.parity_error_eval < limit and event.parity_error_train < limit
+    assert event.parity_tolerance_eval is not None
+    assert all(births[-2:] == [1, 1] and births[0] == 0 for births in state.births.values())
+    assert all(len(entry["singular_values"]) == wider[g] - 2 for g, entry in event.report.items())
+    narrower = {group: width - 4 for group, width in wider.items()}
+    before = copy.deepcopy(network.state_dict())
+    with pytest.raises(ParityError, match="was left as it was"):
+        grow(network, graph, Isotropic(max_pruning_error=1e-9), state, narrower, 0, (x,))
+    assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
+    event = grow(network, graph, Isotropic(), state, narrower, 0, (x,))
+    assert event.parity_tolerance_eval is None and event.parity_error_eval > 0
+    for group, entry in event.report.items():
+        kept = torch.tensor(entry["singular_values"][: narrower[group]])
+        gone = torch.tensor(entry["removed"])
+        part = gone.norm() / torch.cat([kept, gone]).norm()
+        assert len(gone) == 4 and entry["removed_part"] == pytest.approx(float(part), rel=1e-5)
+    assert state.widths == narrower and {g: len(b) for g, b in state.births.items()} == narrower
+    receipt = event.receipt()
+    assert receipt["widths_before"] == wider and receipt["report"] == event.report
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gradients_turn_with_the_basis(name: str) -> None:
+    """The gradient of the grown network is the carried gradient of the one before; so are first moments."""
+    network, graph, x = made(name)
+    method = Isotropic(columns="zero")
+
+    def gradients() -> dict[str, Tensor]:
+        network.zero_grad()
+        network(x).square().sum().backward()
+        return {key: p.grad.clone() for key, p in network.named_parameters()}
+
+    network.eval()
+    before, widths = gradients(), graph.full_widths
+    wider = {group: width + 2 for group, width in widths.items()}
+    state = GrowthState(0, widths, {group: [0] * w for group, w in widths.items()})
+    event = grow(network, graph, method, state, wider, 0, (x,))
+    after = gradients()
+    assert event.carry.bases.keys() == widths.keys()
+    for key, gradient in before.items():
+        if key not in graph.axes:
+            assert torch.allclose(after[key], gradient, atol=1e-9), key
+            continue
+        carried = event.carry.carried(gradient, key, graph, widths, wider)
+        old = torch.where(carried != 0, after[key], carried)
+        assert torch.allclose(old, carried, atol=1e-9), key
+        squares = event.carry.carried(gradient.square(), key, graph, widths, wider, 2)
+        assert squares.shape == carried.shape and (squares >= 0).all() and squares.sum() > 0
+
+
+def test_second_moments_are_what_uncorrelated_gradients_would_have() -> None:
+    """Var(U^T g) = U^2 Var(g); a new channel starts at the mean, so that its first steps are of usual size."""
+    network, graph, x = made("mlp")
+    state = GrowthState(0, graph.full_widths, {g: [0] * w for g, w in graph.full_widths.items()})
+    before = dict(graph.full_widths)
+    wider = {**before, "hidden.0": 6}
+    event = grow(network, graph, Isotropic(), state, wider, 0, (x,))
+    v = torch.rand(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    moved = event.carry.carried(v, "hidden.0.weight", graph, before, wider, 2)
+    basis = event.carry.bases["hidden.0"][:5]
+    assert torch.allclose(moved[:5], basis.square() @ v) and torch.allclose(moved[5], v.mean(0))
+
+
+@pytest.mark.parametrize("start", [2, 9])
+def test_scaffold_mode_keeps_as_many_below_the_threshold(start: int) -> None:
+    network, graph, x = made("mlp")
+    method = Isotropic(scaffold=2, threshold=0.5, relative=False)
+    state = GrowthState(0, graph.full_widths, {g: [0] * w for g, w in graph.full_widths.items()})
+    for _ in range(2):
+        widths = method.decide(graph, tensors_of(network, graph), state.widths, {})
+        grow(network, graph, method, state, widths, 0, (x,))
+    for group in graph.isotropic:
+        values = decompose(incoming(graph, group, tensors_of(network, graph), state.widths))[1]
+        assert int((values < 0.5).sum()) == 2
+    assert method.decide(graph, tensors_of(network, graph), state.widths, {}) == state.widths
+
+
+def test_scheduled_mode_moves_one_neuron_at_a_time() -> None:
+    _, graph, _ = made("mlp")
+    method = Isotropic("scheduled", target_width=6, neurons_per_event=1)
+    widths = graph.full_widths
+    seen = []
+    for _ in range(4):
+        widths = method.decide(graph, {}, widths, {})
+        seen.append(tuple(widths.values()))
+    assert seen == [(6, 7, 5), (6, 6, 6), (6, 6, 6), (6, 6, 6)]
+
+
+def test_boundaries() -> None:
+    by_epoch = Isotropic(every_n_epochs=3, first=2, last=9)
+    assert [by_epoch.boundary(epoch, 0) for epoch in range(12)] == [
+        *(None, None, 2, 2, 2, 5, 5, 5, 8, 8, None, None)
+    ]
+    by_step = Isotropic(every_n_steps=4)
+    assert [by_step.boundary(0, step) for step in (0, 3, 4, 7, 8)] == [None, None, 4, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"mode": "demand"}, "scaffold or scheduled"),
+        ({"mode": "scheduled"}, "growth.target_width goes with growth.mode=scheduled"),
+        ({"target_width": 4}, "growth.target_width goes with growth.mode=scheduled"),
+        ({"every_n_epochs": 0}, "growth.every_n_epochs must be at least 1"),
+        ({"threshold": -1}, "must not be negative"),
+        ({"importance": "magnitude"}, "singular_value or gradient"),
+        ({"columns": "ones"}, "growth.columns must be one of orthogonal"),
+        ({"correction": "all"}, "growth.correction must be one of bias"),
+        ({"bias": 1.0}, "growth.bias must lie between"),
+        ({"max_width": 3, "min_width": 4}, "growth.max_width=3 is below"),
+    ],
+)
+def test_what_cannot_be_used_is_told(options: dict, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Isotropic(**options)
+
+
+def test_a_network_without_isotropic_layers_is_told() -> None:
+    network = IsotropicMLP(6, [5], 3, "elementwise_tanh").double()
+    graph = trace(network, torch.randn(2, 6, dtype=torch.float64), follow_norms=True)
+    with pytest.raises(
+        ValueError, match=r"needs a layer whose channels .* \(classifier: .*; hidden\.0: tanh"
+    ):
+        Isotropic().decide(graph, tensors_of(network, graph), graph.full_widths, {})
+    network, graph, x = made("mlp")
+    with pytest.raises(ValueError, match="needs an optimizer that keeps a running mean"):
+        Isotropic(importance="gradient").decide(graph, tensors_of(network, graph), graph.full_widths, {})
+    chi, graph, x = made("mlp chi")
+    with pytest.raises(ValueError, match="needs an intrinsic length and a bias that reaches it"):
+        changed(chi, graph, "hidden.0", 10, x, choices=Choices("zero", 0.5))
