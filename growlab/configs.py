@@ -17,6 +17,10 @@ NewWeights = StrEnum("NewWeights", ["fan_in", "hyperfan_in", "hyperfan_out"])
 Sharing = StrEnum("Sharing", ["layer", "chunk"])
 Embedding = StrEnum("Embedding", ["fixed", "trained"])
 Distribution = StrEnum("Distribution", ["uniform", "normal"])
+GrowthMode = StrEnum("GrowthMode", ["scaffold", "scheduled"])
+Importance = StrEnum("Importance", ["singular_value", "gradient"])
+Columns = StrEnum("Columns", ["orthogonal", "zero", "copy", "random"])
+Correction = StrEnum("Correction", ["bias", "batch", "none"])
 Shape = StrEnum("Shape", ["cosine", "constant"])
 Restarts = StrEnum("Restarts", ["none", "stage"])
 BatchRule = StrEnum("BatchRule", ["none", "linear", "sqrt"])
@@ -156,6 +160,32 @@ class MainConfig:
     log_rates_every_n_steps: int = MISSING
 
 
+@dataclass
+class IsotropicConfig:
+    """growth=isotropic."""
+
+    _target_: str = "growlab.growth.Isotropic"
+    mode: GrowthMode = MISSING
+    every_n_epochs: int = MISSING
+    every_n_steps: int | None = MISSING
+    first: int | None = MISSING
+    last: int | None = MISSING
+    scaffold: int = MISSING
+    threshold: float = MISSING
+    relative: bool = MISSING
+    target_width: int | None = MISSING
+    neurons_per_event: int | None = MISSING
+    min_width: int = MISSING
+    max_width: int | None = MISSING
+    importance: Importance = MISSING
+    columns: Columns = MISSING
+    bias: float = MISSING
+    correction: Correction = MISSING
+    least_squares: bool = MISSING
+    rotate: bool = MISSING
+    max_pruning_error: float | None = MISSING
+
+
 def register() -> None:
     """Put the schemas into Hydra's store, under the names that the files of `conf/` use.
 
@@ -169,6 +199,7 @@ def register() -> None:
         "net2net": DrawnConfig,
         "ours": OursConfig,
         "hyperfan": HyperfanConfig,
+        "isotropic": IsotropicConfig,
     }.items():
         store.store(group="hydra/schema/growth", name=name, node=node)
     store.store(group="hydra/schema", name="lr_adapt", node=RateAdaptationConfig)

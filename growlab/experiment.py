@@ -25,7 +25,7 @@ from growlab.analysis.run_table import print_results
 from growlab.data import ImageData
 from growlab.errors import Stopped, UserError
 from growlab.files import remove_unfinished, write_json, write_text
-from growlab.growth import FixedSize, GrowthMethod, fold_output_factor, plant
+from growlab.growth import FixedSize, GrowthMethod, WidthDecision, fold_output_factor, plant
 from growlab.processes import is_first, started_elsewhere, world_size
 from growlab.training import GrowthCallback, GrowthProgress, RunRecorder, Task
 from growlab.training.checkpoints import (
@@ -37,7 +37,7 @@ from growlab.training.checkpoints import (
 )
 from growlab.training.distributed import check_strategy, cluster_environment
 from growlab.training.loggers import WandbRecords, finish, run_name
-from growlab.training.plan import Plan, make_plan
+from growlab.training.plan import Plan, carried_out, make_plan
 from growlab.training.provenance import git_commit, machine, versions
 from growlab.training.rank_check import RankCheck
 from growlab.training.saving import SaveCheckpoints
@@ -142,6 +142,10 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
             network.compile()
         trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         _check_complete(recorder, plan, run_dir)
+        if isinstance(method, WidthDecision):
+            sample = data.probe_batch(1).to(task.device)
+            stages = [row["stage"] for row in recorder.rows]
+            plan = carried_out(plan, stages, task.stage_widths, network, graph, sample)
         if trainer.is_global_zero:
             recorder.write(task)
         # Before the test, so that the accuracy is that of the very weights in model.pt.
@@ -171,7 +175,7 @@ def _weights(task: Task) -> dict[str, nn.Module]:
 
 def _trace(network: nn.Module, data: ImageData, method: GrowthMethod, opaque: list[str]) -> WidthGraph:
     try:
-        return trace(network, data.probe_batch(2), opaque)
+        return trace(network, data.probe_batch(2), opaque, method.follows_norms)
     except UnsupportedOperation:
         if isinstance(method, FixedSize) and method.width_multiple == 1.0:
             return WidthGraph({}, {}, (), (), frozenset(), 0)
@@ -352,7 +356,8 @@ def _stages(plan: Plan, task: Task, recorder: RunRecorder) -> list[dict[str, Any
     event_sec = {event["stage"]: event["seconds"] for event in task.events}
     stages = []
     for stage in range(schedule.num_stages):
-        rows = [row for row in recorder.rows if row["stage"] == stage]
+        number = stage if plan.stage_numbers is None else plan.stage_numbers[stage]
+        rows = [row for row in recorder.rows if row["stage"] == number]
         samples = sum(plan.samples[row["epoch"]] for row in rows)
         training_sec = sum(plan.samples[row["epoch"]] / row["samples_per_sec"] for row in rows)
         stages.append(
@@ -363,9 +368,9 @@ def _stages(plan: Plan, task: Task, recorder: RunRecorder) -> list[dict[str, Any
                 "widths": plan.widths[stage],
                 "num_params": rows[-1]["num_params"],
                 "flops_per_sample": plan.flops[stage],
-                "seconds": sum(row["seconds"] for row in rows) + event_sec.get(stage, 0.0),
+                "seconds": sum(row["seconds"] for row in rows) + event_sec.get(number, 0.0),
                 "samples_per_sec": samples / training_sec,
-                "peak_memory_bytes": recorder.peak_memory_bytes.get(stage),
+                "peak_memory_bytes": recorder.peak_memory_bytes.get(number),
             }
         )
     return stages

@@ -211,10 +211,10 @@ def _before_growth(stage: int, number: int) -> None:
 
     grow = GrowthCallback._grow
 
-    def struck(self: Any, trainer: Any, task: Any) -> None:
+    def struck(self: Any, trainer: Any, task: Any, *rest: Any) -> None:
         if task.growth_state.stage + 1 == stage:
             _strike(number)
-        grow(self, trainer, task)
+        grow(self, trainer, task, *rest)
 
     GrowthCallback._grow = struck
 

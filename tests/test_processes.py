@@ -235,3 +235,16 @@ def test_what_cannot_work_is_one_sentence(
     cli: CommandLine, tmp_path: Path, arguments: tuple[str, ...], told: str
 ) -> None:
     assert told in one_sentence(cli(*MLP, *TWO, *arguments, cwd=tmp_path))
+
+
+def test_two_processes_add_and_remove_neurons_alike(finished: Callable[..., Path], tmp_path: Path) -> None:
+    """Inside epochs, scored by gradients; ranks are compared after every event."""
+    run = finished(
+        *(*IMAGES, *TWO, "schedule.total_epochs=3", "model=isotropic_cnn", "model.width=4"),
+        *("model.pools=[2,2]", "growth=isotropic", "growth.mode=scheduled", "growth.target_width=6"),
+        *("growth.every_n_steps=2", "growth.importance=gradient", "growth.neurons_per_event=1"),
+        *("lr_adapt=none", "optimizer=adam", "optimizer.lr=0.02"),
+    )
+    events = json.loads((run / "growth.json").read_text())["events"]
+    assert [list(event["widths_after"].values()) for event in events] == [[5, 7], [6, 6]]
+    assert all(event["seconds_by_part"]["rank_check"] > 0 for event in events)

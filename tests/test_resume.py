@@ -19,6 +19,17 @@ ACCUMULATED = (
     *(*MLP, "growth=pairs", "trainer.accumulate_grad_batches=2", "trainer.precision=bf16-mixed"),
     *("schedule.learning_rate.restarts=stage", "schedule.learning_rate.warmup_epochs=0.5"),
 )
+# A method that decides widths by itself, by epochs and within them; both grow and shrink.
+_ISOTROPIC = (
+    *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=split"),
+    *("schedule.total_epochs=6", "log_rates_every_n_steps=2", "model=isotropic_mlp", "model.width=9"),
+    *("model.depth=2", "growth=isotropic", "lr_adapt=none", "optimizer=adamw", "optimizer.lr=0.02"),
+)
+ISOTROPIC = (*_ISOTROPIC, "growth.threshold=0.55", "growth.scaffold=2", "growth.neurons_per_event=2")
+BY_STEPS = (
+    *(*_ISOTROPIC, "model.chi_norm=true", "growth.every_n_steps=2", "growth.importance=gradient"),
+    *("growth.threshold=0.1", "growth.scaffold=2", "growth.correction=batch", "growth.least_squares=true"),
+)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +48,8 @@ ACCUMULATED = (
         (MLP, [("before_growth", 1, SIGKILL), ("before_growth", 1, SIGKILL), ("at_step", 14, SIGKILL)]),
         (ADAM, [("before_growth", 1, SIGKILL), ("at_step", 11, SIGKILL)]),
         (ACCUMULATED, [("before_growth", 1, SIGKILL), ("at_step", 7, SIGKILL)]),
+        (ISOTROPIC, [("before_growth", 2, SIGKILL), ("at_step", 11, SIGKILL)]),
+        (BY_STEPS, [("at_step", 7, SIGKILL), ("before_growth", 4, SIGKILL)]),
     ],
     ids=lambda value: (
         "-".join("_".join(map(str, fault)) for fault in value) if isinstance(value, list) else ""
@@ -59,7 +72,7 @@ def test_killed_and_resumed_equals_uninterrupted(
     assert left.differences(whole) == []
     # The comparison sees something: rows of every epoch, and weights that have moved since the first stage.
     assert [row["epoch"] for row in left.metrics] == ["0", "1", "2", "3", "4", "5"]
-    assert len(left.growth["events"]) == 2
+    assert len(left.growth["events"]) >= 2
     assert "Traceback" not in outcome.err and "Warning" not in outcome.err
 
 

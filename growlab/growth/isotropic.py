@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from growlab.errors import UserError
 from growlab.growth.method import Expansion, Growth, GrowthMethod, WidthDecision
-from growlab.growth.neurons import IMPORTANCES, Choices, Columns, Correction, change_width
+from growlab.growth.neurons import IMPORTANCES, Change, Choices, Columns, Correction, change_width
 from growlab.growth.spectrum import decompose, incoming, producers
 from growlab.widths import Carry, WidthGraph
 
@@ -112,6 +113,18 @@ class Isotropic(GrowthMethod, WidthDecision):
         self.wants_gradients = importance == "gradient"
         self.choices = Choices(columns, bias, correction, least_squares)
 
+    def prepare(self, network: nn.Module, graph: WidthGraph, seed: int) -> WidthGraph:
+        """Refuse a network without isotropic layers; nothing else.
+
+        Raises:
+            UserError: the network has none.
+        """
+        try:
+            adaptable(graph)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        return graph
+
     def boundary(self, epoch: int, step: int) -> int | None:
         """The epoch or step, where the layers are to be looked at before it."""
         now = step if self.by_step else epoch
@@ -151,7 +164,8 @@ class Isotropic(GrowthMethod, WidthDecision):
     def grow(self, expansion: Expansion) -> Growth:
         """Bring every layer to its new width, one after the other in forward order."""
         tensors, widths = dict(expansion.old), dict(expansion.old_widths)
-        gradients, observed = dict(expansion.gradients), expansion.observed
+        leading = None if expansion.leader is None else dict(expansion.leader)
+        gradients = dict(expansion.gradients)
         report: dict[str, dict[str, float | list[float]]] = {}
         bases: dict[str, Tensor] = {}
         removes = False
@@ -161,19 +175,30 @@ class Isotropic(GrowthMethod, WidthDecision):
             report[group] = {"singular_values": before.tolist()}
             if wanted == widths[group]:
                 continue
-            change = change_width(
-                expansion.graph,
-                tensors,
-                widths,
-                group,
-                wanted,
-                self.choices,
-                IMPORTANCES[self.importance],
-                gradients or None,
-                observed,
-                expansion.generator,
-                self.rotate,
-            )
+
+            def changed(
+                source: Mapping[str, Tensor], leader: Change | None, group: str = group, wanted: int = wanted
+            ) -> Change:
+                return change_width(
+                    expansion.graph,
+                    source,
+                    widths,
+                    group,
+                    wanted,
+                    self.choices,
+                    IMPORTANCES[self.importance],
+                    gradients or None,
+                    expansion.observed,
+                    expansion.generator,
+                    self.rotate,
+                    leader,
+                )
+
+            first = None
+            if leading is not None:
+                first = changed(leading, None)
+                leading |= first.tensors
+            change = changed(tensors, first)
             tensors |= change.tensors
             widths[group] = wanted
             bases[group] = change.basis

@@ -62,12 +62,16 @@ class Change:
     Attributes:
         tensors: every tensor that changed, by name.
         basis: [new width, old width]: the old channels that make up each new one; a row of zeros for a new neuron.
+        rotation: [old width, old width]: the basis that the layer was turned to.
+        kept: the channels in that basis that are left, [at most old width].
         removed: singular values of the neurons that were removed, ascending.
         removed_part: Frobenius norm of the removed part of the incoming weights relative to the whole.
     """
 
     tensors: dict[str, Tensor]
     basis: Tensor
+    rotation: Tensor
+    kept: Tensor
     removed: list[float] = field(default_factory=list)
     removed_part: float = 0.0
 
@@ -110,6 +114,7 @@ def change_width(
     observed: Mapping[str, Observation] | None = None,
     generator: Callable[[str], torch.Generator] | None = None,
     rotate: bool = True,
+    leader: Change | None = None,
 ) -> Change:
     """Diagonalise the layer that produces a group partially, then add or remove neurons (Sec. 3.3.1).
 
@@ -134,6 +139,8 @@ def change_width(
         observed: for each isotropic activation by module path, what it did on a batch; without, E[g] counts as 1.
         generator: makes a generator for draws from a name; None for a fixed one.
         rotate: turn the basis on growth too; on removal it always is.
+        leader: the change of the network that this one is an average of: it decides on the basis, on who goes and on
+            the columns of new neurons, so that the average goes the same way.
 
     Raises:
         ValueError: there is no such layer, or a choice does not fit it.
@@ -149,33 +156,38 @@ def change_width(
     involved += [r.length for r in graph.radii if group in r.groups and r.length is not None]
     work = {name: tensors[name].detach().double() for name in dict.fromkeys(involved)}
     layer = _Layer(graph, dict(widths), group, work, choices, observed)
-    matrix = incoming(graph, group, work, widths)
-    left, values, right = decompose(matrix)
-    if new_width < width:
+    left, values, right = decompose(incoming(graph, group, work, widths))
+    rotation = left.T if rotate or new_width < width else torch.eye(width).to(left)
+    kept = torch.arange(width, device=left.device)
+    part, gone = 0.0, []
+    if leader is not None:
+        rotation, kept = leader.rotation, leader.kept
+    elif new_width < width:
         gradient = None
         if gradients is not None and all(one.weight in gradients for one in producers(graph, group)):
             gradient = incoming(graph, group, gradients, widths)
         scores = importance(left, values, right, gradient)
-        order = torch.argsort(scores, descending=True, stable=True)
-        kept, removed = order[:new_width].sort()[0], order[new_width:].sort()[0]
-        layer.turn(left.T)
+        kept = torch.argsort(scores, descending=True, stable=True)[:new_width].sort()[0]
+    layer.turn(rotation)
+    basis = rotation[kept]
+    if new_width < width:
+        others = torch.ones(width, dtype=torch.bool, device=kept.device)
+        others[kept] = False
+        removed = others.nonzero().flatten()
+        norms = torch.linalg.vector_norm(incoming(graph, group, layer.tensors, widths), dim=1)
+        whole = float(torch.linalg.vector_norm(norms))
+        part = float(torch.linalg.vector_norm(norms[removed])) / whole if whole > 0 else 0.0
+        gone = sorted(norms[removed].tolist())
         layer.remove(kept, removed)
-        whole = float(torch.linalg.vector_norm(values))
-        part = float(torch.linalg.vector_norm(values[removed])) / whole if whole > 0 else 0.0
-        basis, gone = left.T[kept], sorted(values[removed].tolist())
     else:
-        basis, part, gone = torch.eye(width).to(left), 0.0, []
-        if rotate:
-            layer.turn(left.T)
-            basis = left.T
-        layer.add(new_width - width, generator or _fixed)
+        layer.add(new_width - width, generator or _fixed, leader)
         basis = torch.nn.functional.pad(basis, (0, 0, 0, new_width - width))
     changed = {
         name: tensor.to(tensors[name])
         for name, tensor in layer.tensors.items()
         if tensor.shape != tensors[name].shape or not torch.equal(tensor, tensors[name].double())
     }
-    return Change(changed, basis, gone, part)
+    return Change(changed, basis, rotation, kept, gone, part)
 
 
 def _fixed(name: str) -> torch.Generator:
@@ -218,7 +230,9 @@ class _Layer:
         select = identity[kept]
         self._apply(select, select + stand_in.T @ identity[removed])
 
-    def add(self, count: int, generator: Callable[[str], torch.Generator]) -> None:
+    def add(
+        self, count: int, generator: Callable[[str], torch.Generator], leader: Change | None = None
+    ) -> None:
         """Append channels that carry nothing but their bias."""
         before, old = dict(self.widths), self.widths[self.group]
         self.widths[self.group] = old + count
@@ -226,7 +240,10 @@ class _Layer:
             if name in self.tensors and any(self.group in axis.groups for axis in axes):
                 self.tensors[name] = resized(self.tensors[name], axes, before, self.widths)
         for layer in consumers(self.graph, self.group):
-            self._new_columns(layer.weight, old, generator(f"columns of {layer.weight}"))
+            if leader is None:
+                self._new_columns(layer.weight, old, generator(f"columns of {layer.weight}"))
+            else:
+                self._same_columns(layer.weight, old, leader.tensors[layer.weight])
         biases = self._new_biases(count)
         if biases is None:
             return
@@ -341,6 +358,12 @@ class _Layer:
                 columns = torch.cat([columns, column[None]])
             shape = (len(weight), len(place), *weight.shape[2:])
             weight.index_copy_(1, place, column.view(shape))
+
+    def _same_columns(self, name: str, old: int, theirs: Tensor) -> None:
+        axis = self.graph.axes[name][1]
+        for channel in range(old, self.widths[self.group]):
+            place = self._positions(axis, channel)
+            self.tensors[name].index_copy_(1, place, theirs.to(self.tensors[name]).index_select(1, place))
 
     def _positions(self, axis: Axis, channel: int) -> Tensor:
         """Where a channel of the group lies along an axis."""

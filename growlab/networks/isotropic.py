@@ -87,9 +87,7 @@ class Isotropic(nn.Module):
 
     def extra_repr(self) -> str:
         """What `print` shows."""
-        return (
-            f"{self.kind!r}, length={None if self.log_length is None else float(self.log_length.detach().exp()):.3g}"
-        )
+        return f"{self.kind!r}, length={None if self.log_length is None else float(self.log_length.detach().exp()):.3g}"
 
 
 class Blend(nn.Module):

@@ -12,7 +12,7 @@ from growlab.optim.rates import BaseRate, MaxOne, NormRatio, RateRule
 from growlab.optim.regional import Regional
 from growlab.optim.regions import Regions, weight_regions
 from growlab.optim.sgd import SGD
-from growlab.optim.state import Inheritance, default_inheritance, follow
+from growlab.optim.state import Inheritance, default_inheritance, follow, running_gradients
 
 __all__ = [
     "LARS",
@@ -30,5 +30,6 @@ __all__ = [
     "Regions",
     "default_inheritance",
     "follow",
+    "running_gradients",
     "weight_regions",
 ]

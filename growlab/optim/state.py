@@ -89,6 +89,17 @@ def follow(
     optimizer.state.update(states)
 
 
+def running_gradients(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
+    """The optimizer's running mean of the gradient of each parameter; parameters without one are left out."""
+    found: dict[Tensor, Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and _power(key) == 1:
+                    found.setdefault(parameter, value)
+    return found
+
+
 def _power(key: str) -> int | None:
     """How state of this name scales with the gradient; None if unknown."""
     if key in _POWERS:

@@ -10,9 +10,9 @@ from lightning import Callback, Trainer
 from torch import Tensor
 
 from growlab.errors import UserError
-from growlab.growth import GrowthState, ParityError, grow
-from growlab.optim import Inheritance, follow
-from growlab.training.distributed import broadcast_buffers, renew_wrapper
+from growlab.growth import GrowthState, ParityError, WidthDecision, grow
+from growlab.optim import Inheritance, follow, running_gradients
+from growlab.training.distributed import broadcast_buffers, gather, renew_wrapper
 from growlab.training.rank_check import RankCheck, agreed
 from growlab.training.task import Task
 from growlab.widths import tensors_of
@@ -24,7 +24,8 @@ class GrowthCallback(Callback):
     """Brings the network to the stage of the current epoch before the epoch's first batch.
 
     It asks "is the network at the stage of this epoch?" whenever training or an epoch starts, so that a run
-    resumed from just before an event grows as the uninterrupted run does.
+    resumed from just before an event grows as the uninterrupted run does. A method that decides widths by itself is
+    asked before the first batch behind each of its boundaries, which may lie inside an epoch.
 
     Args:
         probe: inputs that parity is checked on, [B, ...].
@@ -53,16 +54,39 @@ class GrowthCallback(Callback):
         """Grow if the epoch that begins belongs to the next stage."""
         self._bring_to_stage(trainer, pl_module)
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Task, batch: Any, batch_idx: int) -> None:
+        """Ask a method that decides widths by itself, if a boundary lies before this batch."""
+        if isinstance(pl_module.method, WidthDecision):
+            self._ask(trainer, pl_module, pl_module.method)
+
     def _bring_to_stage(self, trainer: Trainer, task: Task) -> None:
+        if isinstance(task.method, WidthDecision):
+            return
         wanted = task.schedule.stage_at(trainer.current_epoch)
         while task.growth_state.stage < wanted:
-            self._grow(trainer, task)
+            self._grow(trainer, task, task.schedule.widths(task.graph)[task.growth_state.stage + 1])
 
-    def _grow(self, trainer: Trainer, task: Task) -> None:
-        widths = task.schedule.widths(task.graph)
+    def _ask(self, trainer: Trainer, task: Task, method: WidthDecision) -> None:
+        state = task.growth_state
+        boundary = method.boundary(trainer.current_epoch, trainer.global_step)
+        if boundary is None or boundary <= state.asked:
+            return
+        state.asked = boundary
+        tensors = tensors_of(task.network, task.graph)
+        try:
+            widths = method.decide(task.graph, tensors, state.widths, _gradients(trainer, task))
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        # Ranks compute alike; should one not, it follows rank 0, and the rank check tells.
+        widths = gather(widths)[0]
+        if widths != state.widths:
+            self._grow(trainer, task, widths)
+
+    def _grow(self, trainer: Trainer, task: Task, widths: dict[str, int]) -> None:
         before, stage = dict(task.growth_state.widths), task.growth_state.stage + 1
         state_before = GrowthState.from_dict(task.growth_state.as_dict())
         leader = tensors_of(task.network, task.graph)
+        gradients = _gradients(trainer, task)
         parameter = next(task.network.parameters())
         probe = self._probe.to(parameter.device, parameter.dtype)
         # Statistics of normalisation, which ranks may still have their own of.
@@ -73,10 +97,11 @@ class GrowthCallback(Callback):
                 task.graph,
                 task.method,
                 task.growth_state,
-                widths[stage],
+                widths,
                 task.seed,
                 (probe,),
                 agreed,
+                gradients=gradients,
             )
         except ParityError as error:
             raise UserError(f"{error} Lower optimizer.lr or choose another growth method.") from error
@@ -88,7 +113,7 @@ class GrowthCallback(Callback):
                     event.replaced,
                     task.graph,
                     before,
-                    widths[stage],
+                    widths,
                     self._optimizer_state,
                     event.carry,
                 )
@@ -96,7 +121,7 @@ class GrowthCallback(Callback):
                 raise UserError(str(error)) from error
             task.relabel_regions(optimizer)
         followed = time.perf_counter()
-        average = self._grow_average(task, state_before, leader, probe)
+        average = self._grow_average(task, state_before, leader, gradients, probe)
         averaged = time.perf_counter()
         # Before the new wrapper, which would hide weights that differ by sending rank 0's to all.
         check_sec = self._rank_check.check(trainer, task, f"after growing in epoch {trainer.current_epoch}")
@@ -110,7 +135,7 @@ class GrowthCallback(Callback):
             "stage": stage,
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
-            "batch_size": task.schedule.batch_sizes[stage],
+            "batch_size": task.schedule.batch_size_at(trainer.current_epoch),
             **event.receipt(),
             **average,
             "seconds": event.seconds + wrapped - began,
@@ -128,7 +153,12 @@ class GrowthCallback(Callback):
             self._on_event(trainer, receipt)
 
     def _grow_average(
-        self, task: Task, state: GrowthState, leader: dict[str, Tensor], probe: Tensor
+        self,
+        task: Task,
+        state: GrowthState,
+        leader: dict[str, Tensor],
+        gradients: dict[str, Tensor],
+        probe: Tensor,
     ) -> dict[str, float]:
         """Let the average of the weights go through the network's event; gives its part of the receipt."""
         if task.average is None:
@@ -137,10 +167,18 @@ class GrowthCallback(Callback):
         broadcast_buffers(network)
         widths = task.growth_state.widths
         try:
-            event = grow(network, task.graph, task.method, state, widths, task.seed, (probe,), agreed, leader)
+            event = grow(network, task.graph, task.method, state, widths, task.seed, (probe,), agreed, leader, gradients)
         except ParityError as error:
             raise UserError(f"the averaged weights: {error} Set ema.decay=null.") from error
         return {
             "average_parity_error_eval": event.parity_error_eval,
             "average_parity_error_train": event.parity_error_train,
         }
+
+def _gradients(trainer: Trainer, task: Task) -> dict[str, Tensor]:
+    """Running means of gradients by parameter name, if the method wants them."""
+    if not task.method.wants_gradients:
+        return {}
+    names = {parameter: name for name, parameter in task.network.named_parameters()}
+    found = {p: mean for optimizer in trainer.optimizers for p, mean in running_gradients(optimizer).items()}
+    return {names[parameter]: mean for parameter, mean in found.items() if parameter in names}

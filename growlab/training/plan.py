@@ -1,15 +1,16 @@
 """What a run will do, worked out before it trains: stages, widths, cost, batches and steps."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from growlab.analysis.flops import forward_flops, stage_flops, train_cost_percent
 from growlab.data import ImageData
 from growlab.errors import UserError
-from growlab.growth import FixedSize, GrowthMethod, Schedule, make_schedule
+from growlab.growth import FixedSize, GrowthMethod, Schedule, WidthDecision, make_schedule
 from growlab.widths import WidthGraph
 
 # A forward and a backward pass cost about three forward passes.
@@ -29,6 +30,7 @@ class Plan:
         batches: batches of each epoch.
         steps: optimizer steps of each epoch.
         samples: training samples of each epoch.
+        stage_numbers: what growth events call each stage; None for 0, 1, 2, ...
     """
 
     schedule: Schedule
@@ -39,6 +41,7 @@ class Plan:
     batches: list[int]
     steps: list[int]
     samples: list[int]
+    stage_numbers: list[int] | None = None
 
     @property
     def train_cost_percent(self) -> float:
@@ -102,6 +105,11 @@ def make_plan(
             spent = zip(grown.epochs, flops_of(grown.widths(graph)), strict=True)
             epochs = max(1, round(sum(stage * forward for stage, forward in spent) / flops[0]))
         schedule = make_schedule(epochs, data.batch_size, num_stages=1, num_processes=num_processes)
+    elif isinstance(method, WidthDecision):
+        _refuse_widths(settings, equal_flops)
+        reference_epochs, widths = settings["total_epochs"], [graph.full_widths]
+        schedule = make_schedule(reference_epochs, data.batch_size, num_stages=1, num_processes=num_processes)
+        flops = flops_of(widths)
     else:
         if equal_flops:
             raise UserError("schedule.equal_flops is for the fixed-size run; set growth=none with it.")
@@ -122,6 +130,46 @@ def make_plan(
             min(data.num_train, number * size) for number, size in zip(batches, batch_sizes, strict=True)
         ],
     )
+
+
+def carried_out(
+    plan: Plan,
+    stage_of_epoch: Sequence[int],
+    stage_widths: Sequence[dict[str, int]],
+    network: nn.Module,
+    graph: WidthGraph,
+    sample: Tensor,
+) -> Plan:
+    """The plan of a run whose widths the method has decided, as it turned out.
+
+    Its stages are those that an epoch ended in. An epoch in which widths changed counts with its last ones.
+
+    Args:
+        plan: what was known before.
+        stage_of_epoch: the stage that each epoch ended in.
+        stage_widths: width of each group at every stage; the last one's are the network's.
+        network: as it is now; left so.
+        graph: its width graph.
+        sample: one input [1, ...].
+    """
+    numbers = sorted(set(stage_of_epoch))
+    widths = [stage_widths[number] for number in numbers]
+    epochs = tuple(stage_of_epoch.count(number) for number in numbers)
+    sizes = tuple(plan.schedule.batch_sizes[:1] * len(numbers))
+    fractions = (Fraction(1),) * len(numbers)
+    flops = stage_flops(network, graph, stage_widths[-1], widths, sample)
+    schedule = Schedule(epochs, fractions, sizes)
+    return replace(plan, schedule=schedule, widths=widths, flops=flops, stage_numbers=numbers)
+
+
+def _refuse_widths(settings: Mapping[str, Any], equal_flops: bool) -> None:
+    given = [name for name in ("epochs", "widths", "batch_sizes") if settings[name] is not None]
+    if given or equal_flops:
+        name = given[0] if given else "equal_flops"
+        raise UserError(
+            f"schedule.{name} is for runs whose widths the schedule says; this growth method decides them itself: "
+            "set schedule.total_epochs alone."
+        )
 
 
 def optimizer_steps(batches: Sequence[int], accumulate: int) -> list[int]:

@@ -135,7 +135,7 @@ class RunRecorder(Callback):
             "epoch": epoch,
             "step": trainer.global_step,
             "stage": stage,
-            "batch_size": pl_module.schedule.batch_sizes[stage],
+            "batch_size": pl_module.schedule.batch_size_at(epoch),
             "lr": self._lr,
             "num_params": sum(p.numel() for p in pl_module.network.parameters()),
             **metrics,
@@ -178,7 +178,7 @@ class RunRecorder(Callback):
         write_text(self.run_dir / "metrics.csv", "\n".join(lines) + "\n")
         if self._rates:
             write_text(self.run_dir / "rates.csv", "\n".join([",".join(RATE_COLUMNS), *self._rates]) + "\n")
-        widths = task.schedule.widths(task.graph)
+        widths = task.stage_widths
         groups = {
             name: {"full_width": group.full_width, "widths": [stage[name] for stage in widths]}
             for name, group in task.graph.groups.items()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.errors import UserError
-from growlab.growth import GrowthMethod, GrowthState, Schedule
+from growlab.growth import GrowthMethod, GrowthState, Schedule, WidthDecision
 from growlab.optim import RateRule, Regional, Regions, weight_regions
 from growlab.training.checkpoints import HEADER, differences
 from growlab.training.distributed import stacked
@@ -90,6 +90,13 @@ class Task(LightningModule):
         self._sums: dict[str, Tensor] = {}
         self._saved_sums: Tensor | None = None
         self._bad_step: Tensor | None = None
+
+    @property
+    def stage_widths(self) -> list[dict[str, int]]:
+        """Width of each group at every stage: of the whole schedule, or as a method has decided so far."""
+        if isinstance(self.method, WidthDecision):
+            return [self._seed_widths, *(event["widths_after"] for event in self.events)]
+        return self.schedule.widths(self.graph)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map a batch to logits [B, num_classes]."""
