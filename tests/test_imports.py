@@ -31,7 +31,7 @@ RULES = {
     "files": rule(packages=""),
     "networks": rule("widths", packages="torch"),
     "widths": rule("networks", packages="torch"),
-    "growth": rule("widths", packages="torch"),
+    "growth": rule("widths networks", packages="torch"),
     "hypernets": rule("widths growth", packages="torch"),
     "optim": rule("widths", packages="torch"),
     "data": rule(),

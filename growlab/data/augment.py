@@ -3,6 +3,7 @@
 Shape suffixes: B images, H rows, W columns, C channels.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,15 +63,16 @@ class Normalisation:
     """(image / 255 - mean) / std for each channel, from uint8 [B, H, W, C] to float32 [B, C, H, W].
 
     Args:
-        mean: one number a channel, on the scale 0..1.
-        std: one number a channel, on the scale 0..1; 0 (a constant channel) counts as 1.
+        mean: one number a channel, or one a pixel and channel [H, W, C], on the scale 0..1.
+        std: likewise; 0 (a constant channel or pixel) counts as 1.
     """
 
-    def __init__(self, mean: list[float], std: list[float]) -> None:
-        scale = np.array([1 / (255 * (s or 1.0)) for s in std])
+    def __init__(self, mean: Sequence[float] | np.ndarray, std: Sequence[float] | np.ndarray) -> None:
+        deviation = np.array(std)
+        scale = 1 / (255 * np.where(deviation == 0, 1.0, deviation))
         offset = -255 * np.array(mean) * scale
-        self._scale_C = torch.tensor(scale, dtype=torch.float32)
-        self._offset_C = torch.tensor(offset, dtype=torch.float32)
+        self._scale = torch.tensor(scale, dtype=torch.float32)
+        self._offset = torch.tensor(offset, dtype=torch.float32)
         self._rows: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def apply(self, images_BHWC: Tensor, channels_last: bool = True) -> Tensor:
@@ -79,10 +81,9 @@ class Normalisation:
         key = (W, images_BHWC.device)
         if key not in self._rows:
             # Repeated along a row to make the inner loop long: ten times as fast as three numbers.
-            self._rows[key] = (
-                self._scale_C.repeat(W).to(images_BHWC.device),
-                self._offset_C.repeat(W).to(images_BHWC.device),
-            )
+            both = (self._scale, self._offset)
+            rows = [t.repeat(W) if t.dim() == 1 else t.reshape(len(t), W * C) for t in both]
+            self._rows[key] = (rows[0].to(images_BHWC.device), rows[1].to(images_BHWC.device))
         scale, offset = self._rows[key]
         x_BHWC = images_BHWC.reshape(B, H, W * C).float().mul_(scale).add_(offset).view(B, H, W, C)
         x_BCHW = x_BHWC.permute(0, 3, 1, 2)
@@ -102,3 +103,16 @@ def channel_statistics(images_NHWC: Tensor) -> tuple[list[float], list[float]]:
     mean_C = total_C / (N * H * W)
     std_C = (squares_C / (N * H * W) - mean_C**2).clamp(min=0).sqrt()
     return (mean_C / 255).tolist(), (std_C / 255).tolist()
+
+
+def feature_statistics(images_NHWC: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and population standard deviation of each pixel and channel, float64 [H, W, C] on the scale 0..1."""
+    shape = images_NHWC.shape[1:]
+    total, squares = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    for images in images_NHWC.split(1024):
+        x = images.double()
+        total += x.sum(0).cpu()
+        squares += x.square_().sum(0).cpu()
+    mean = total / len(images_NHWC)
+    std = (squares / len(images_NHWC) - mean**2).clamp(min=0).sqrt()
+    return (mean / 255).numpy(), (std / 255).numpy()

@@ -1,7 +1,7 @@
 """The Lightning data module for labelled images."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 
 import numpy as np
@@ -9,8 +9,9 @@ import torch
 from lightning import LightningDataModule
 from torch import Tensor
 
-from growlab.data.augment import Augmentation, Normalisation, channel_statistics
+from growlab.data.augment import Augmentation, Normalisation, channel_statistics, feature_statistics
 from growlab.data.cache import decoded
+from growlab.data.class_schedule import ClassSchedule, positions_of
 from growlab.data.crops import INTERPOLATIONS, Fit, RandomCrop
 from growlab.data.images import EncodedImages, ImageArray
 from growlab.data.loaders import EpochPlan, MemoryLoader, StreamLoader
@@ -47,6 +48,11 @@ class ImageData(LightningDataModule):
         mirror: whether training images are mirrored left to right with chance 1/2.
         mean: of each channel on the scale 0..1; None = computed from the training images.
         std: likewise.
+        standardise: "channel", or "feature": every pixel of every channel by its own mean and deviation over the
+            training images, in the place of `mean` and `std`.
+        class_schedule: classes by epoch, for tasks that change while a network trains: `{0: [0, 1], 10: [0, 1, 2]}`
+            trains and validates on two classes at first and on three from epoch 10 on, with as many images an
+            epoch (those of fewer classes are repeated); the test takes the last ones. None = all classes.
         validation: "none"; "split": part of the training set; "test": the test set, watched, not selected on.
         validation_fraction: the part that "split" takes.
         split_seed: decides which images "split" takes, whatever the seed of the run.
@@ -80,6 +86,8 @@ class ImageData(LightningDataModule):
         mirror: bool = False,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        standardise: str = "channel",
+        class_schedule: Mapping[int, Sequence[int]] | None = None,
         validation: str = "none",
         validation_fraction: float = 0.1,
         split_seed: int = 0,
@@ -135,6 +143,10 @@ class ImageData(LightningDataModule):
         self.batch_size_at_epoch: Callable[[int], int] | None = None
         self._images: dict[str, Images] = {}
         self._readers: dict[str, Readers] = {}
+        if standardise not in ("channel", "feature"):
+            raise UserError(f"data.standardise must be channel or feature, not {standardise}.")
+        self.standardise, self._classes = standardise, ClassSchedule(class_schedule)
+        self._of_task: dict[str, tuple[tuple[int, ...], Images]] = {}
 
     def prepare_data(self) -> None:
         """Fetch and decode what is not there yet; Lightning calls this in one process a machine."""
@@ -164,6 +176,7 @@ class ImageData(LightningDataModule):
         self.num_classes = len(train.classes)
         self.num_train, self.num_test = len(images["train"]), len(test)
         self.num_val = {"none": 0, "split": len(images.get("val", ())), "test": len(test)}[self.validation]
+        self._classes.check(self.num_classes)
         self._set_statistics(images["train"])
         self._images = images
 
@@ -185,7 +198,7 @@ class ImageData(LightningDataModule):
                 f"a batch of {batch_size} images does not divide among {world_size} processes; choose a "
                 f"data.batch_size that {world_size} divides, or another number of devices."
             )
-        train = self._images["train"]
+        train = self._current("train")
         blocks_N = train.blocks_N if isinstance(train, EncodedImages) else None
         plan = EpochPlan(
             *(self.num_train, batch_size, self.seed, epoch, self.augmentation, rank, world_size),
@@ -250,7 +263,26 @@ class ImageData(LightningDataModule):
                 raise UserError(
                     f"data.{key} has {len(values)} numbers, but the images have {channels} channels."
                 )
+        if self.standardise == "feature":
+            if not isinstance(train, ImageArray):
+                raise UserError(
+                    "data.standardise=feature works with images in memory; set data.in_memory=true."
+                )
+            self._normalisation = Normalisation(*feature_statistics(train.images_NHWC))
+            return
         self._normalisation = Normalisation(self.mean, self.std)
+
+    def _current(self, part: str) -> Images:
+        """The images of a part of the data, or those of the current epoch's classes."""
+        classes = self._classes.at(self.trainer.current_epoch if self.trainer is not None else 0)
+        if classes is None:
+            return self._images[part]
+        if part not in self._of_task or self._of_task[part][0] != classes:
+            images = self._images[part]
+            length = len(images) if part == "train" else None
+            chosen = images.select(positions_of(images.labels, classes, length))
+            self._of_task[part] = (classes, chosen)
+        return self._of_task[part][1]
 
     def _place(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
@@ -260,18 +292,24 @@ class ImageData(LightningDataModule):
 
     def _evaluation(self, part: str) -> MemoryLoader | StreamLoader:
         rank, world_size = self._place()
-        length = len(self._images[part])
+        length = len(self._current(part))
         return self._loader(
             part, EpochPlan(length, self.eval_batch_size, self.seed, 0, None, rank, world_size)
         )
 
     def _loader(self, part: str, plan: EpochPlan) -> MemoryLoader | StreamLoader:
-        images, device = self._images[part], self._device()
+        images, device = self._current(part), self._device()
         training = plan.augmentation is not None
         cropped = training and self.crop is not None
         if isinstance(images, ImageArray) and self.in_memory is not False and not cropped:
-            self._images[part] = images = images.to(device)
+            images = images.to(device)
+            if self._classes.tasks:
+                self._of_task[part] = (self._of_task[part][0], images)
+            else:
+                self._images[part] = images
             return MemoryLoader(plan, self._normalisation, self.channels_last, images)
+        if self._classes.tasks:
+            raise UserError("data.class_schedule works with images in memory; set data.in_memory=true.")
         if part not in self._readers:
             self._readers[part] = Readers(
                 images,

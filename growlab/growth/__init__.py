@@ -1,5 +1,6 @@
 """Growth methods, schedules and the surgery itself."""
 
+from growlab.growth.depth import deepen
 from growlab.growth.event import GrowthEvent, GrowthState, ParityError, fold_output_factor, grow, plant
 from growlab.growth.fixed import FixedSize
 from growlab.growth.isotropic import Isotropic
@@ -32,6 +33,7 @@ __all__ = [
     "VarianceTransfer",
     "WidthDecision",
     "change_width",
+    "deepen",
     "densify",
     "diagonalise",
     "diagonalise_partially",
