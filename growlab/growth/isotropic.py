@@ -175,30 +175,11 @@ class Isotropic(GrowthMethod, WidthDecision):
             report[group] = {"singular_values": before.tolist()}
             if wanted == widths[group]:
                 continue
-
-            def changed(
-                source: Mapping[str, Tensor], leader: Change | None, group: str = group, wanted: int = wanted
-            ) -> Change:
-                return change_width(
-                    expansion.graph,
-                    source,
-                    widths,
-                    group,
-                    wanted,
-                    self.choices,
-                    IMPORTANCES[self.importance],
-                    gradients or None,
-                    expansion.observed,
-                    expansion.generator,
-                    self.rotate,
-                    leader,
-                )
-
             first = None
             if leading is not None:
-                first = changed(leading, None)
+                first = self._change(expansion, group, leading, widths, gradients, None)
                 leading |= first.tensors
-            change = changed(tensors, first)
+            change = self._change(expansion, group, tensors, widths, gradients, first)
             tensors |= change.tensors
             widths[group] = wanted
             bases[group] = change.basis
@@ -217,6 +198,30 @@ class Isotropic(GrowthMethod, WidthDecision):
             carry=Carry(bases=bases),
             allowed_error=self.max_pruning_error if removes else 0.0 if exact else None,
             report=report,
+        )
+
+    def _change(
+        self,
+        expansion: Expansion,
+        group: str,
+        tensors: Mapping[str, Tensor],
+        widths: Mapping[str, int],
+        gradients: Mapping[str, Tensor],
+        leader: Change | None,
+    ) -> Change:
+        return change_width(
+            expansion.graph,
+            tensors,
+            widths,
+            group,
+            expansion.new_widths[group],
+            self.choices,
+            IMPORTANCES[self.importance],
+            gradients or None,
+            expansion.observed,
+            expansion.generator,
+            self.rotate,
+            leader,
         )
 
     def _scores(

@@ -167,13 +167,25 @@ class GrowthCallback(Callback):
         broadcast_buffers(network)
         widths = task.growth_state.widths
         try:
-            event = grow(network, task.graph, task.method, state, widths, task.seed, (probe,), agreed, leader, gradients)
+            event = grow(
+                network,
+                task.graph,
+                task.method,
+                state,
+                widths,
+                task.seed,
+                (probe,),
+                agreed,
+                leader,
+                gradients,
+            )
         except ParityError as error:
             raise UserError(f"the averaged weights: {error} Set ema.decay=null.") from error
         return {
             "average_parity_error_eval": event.parity_error_eval,
             "average_parity_error_train": event.parity_error_train,
         }
+
 
 def _gradients(trainer: Trainer, task: Task) -> dict[str, Tensor]:
     """Running means of gradients by parameter name, if the method wants them."""
