@@ -164,6 +164,36 @@ class Gated(nn.Module):
         return self.classifier(x * torch.sigmoid(self.excite(F.relu(self.squeeze(x)))))
 
 
+class Decoder(nn.Module):
+    """A transposed convolution, a slope per channel and a pixel shuffle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Conv2d(2, 6, 3, stride=2)
+        self.decode, self.slopes = nn.ConvTranspose2d(6, 5, 2, stride=2), nn.PReLU(5)
+        self.shuffled, self.out = nn.Conv2d(5, 12, 1), nn.Conv2d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.slopes(self.decode(F.leaky_relu(self.encode(x))))
+        return self.out(F.pixel_shuffle(self.shuffled(x), 2)).mean((2, 3))
+
+
+class Heads(nn.Module):
+    """Attention whose number of heads grows, with a bias per head picked from a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.attn_dim = 4, 12
+        self.qkv, self.out, self.classifier = nn.Linear(5, 36), nn.Linear(12, 7), nn.Linear(7, 3)
+        self.table = nn.Parameter(torch.randn(11, 4))
+        self.register_buffer("positions", torch.arange(36).reshape(6, 6) % 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).reshape(len(x), 6, 3, self.num_heads, 3).permute(2, 0, 3, 1, 4)
+        x = F.scaled_dot_product_attention(q, k, v, self.table[self.positions].permute(2, 0, 1))
+        return self.classifier(F.relu(self.out(x.transpose(1, 2).reshape(len(x), 6, self.attn_dim)).mean(1)))
+
+
 class TransformerLayer(nn.Module):
     """Attention and an MLP around a stream under layer normalisation; the MLP's hidden layer can grow."""
 
@@ -249,6 +279,8 @@ NETWORKS = {
     "grouped": NetworkCase(Grouped, (2, 5, 5), {"expand": 3, "grouped": 4, "reduce": 5}),
     "gated": NetworkCase(Gated, (5,), {"both": 6, "squeeze": 4}),
     "transformer": NetworkCase(TransformerLayer, (6, 5), {"mlp.0": 9}),
+    "decoder": NetworkCase(Decoder, (2, 5, 5), {"encode": 6, "decode": 5, "shuffled": 3}),
+    "heads": NetworkCase(Heads, (6, 5), {"qkv": 4, "out": 7}),
     "wrn no norm": NetworkCase(
         lambda: WideResNet(1, 1, 2, 3, batch_norm=False),
         (2, 8, 8),

@@ -21,6 +21,10 @@ def forward_flops(model: nn.Module, sample: Tensor) -> int:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     counter = FlopCounterMode(display=False)
+    # The counter's hooks trip over a parameter that is itself an input of a module (a class token).
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
     try:
         # Weights that are computed from others are so once a batch, not once a sample: they are not counted.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), cached():
@@ -31,6 +35,8 @@ def forward_flops(model: nn.Module, sample: Tensor) -> int:
             with counter:
                 model(sample)
     finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
         for module, training in modes.items():
             module.training = training
     return int(counter.get_total_flops())

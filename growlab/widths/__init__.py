@@ -2,8 +2,9 @@
 
 from growlab.widths.bases import applied, rotate
 from growlab.widths.carry import Carry
-from growlab.widths.groups import Group, Layer, Norm, Radius, WidthGraph
+from growlab.widths.groups import Group, Layer, Norm, Radius, WidthGraph, Written
 from growlab.widths.layout import Axis, Part
+from growlab.widths.narrowing import light_copy
 from growlab.widths.resize import grid, replace_tensors, resize, resized, restore_tensors, tensors_of
 from growlab.widths.trace import UnsupportedOperation, trace
 
@@ -17,8 +18,10 @@ __all__ = [
     "Radius",
     "UnsupportedOperation",
     "WidthGraph",
+    "Written",
     "applied",
     "grid",
+    "light_copy",
     "replace_tensors",
     "resize",
     "resized",

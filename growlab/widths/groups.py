@@ -1,6 +1,6 @@
 """What tracing finds: width groups, the tensors they run through, and how activation scales depend on weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -43,6 +43,7 @@ class Layer:
         inputs_per_entry: inputs that one entry of a row of `weight` stands for; 1/d if d of them emit one.
         outputs_per_entry: likewise outputs, for an entry of a column.
         variance_per_entry: variance of a drawn entry relative to that of what it emits.
+        transposed: the weight is [in, out, ...] instead: a transposed convolution.
     """
 
     name: str
@@ -56,6 +57,22 @@ class Layer:
     inputs_per_entry: float = 1.0
     outputs_per_entry: float = 1.0
     variance_per_entry: float = 1.0
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Written:
+    """An integer, or an entry of a tuple of them, that a module's forward takes a size from.
+
+    Attributes:
+        module: module path.
+        attribute: name of the attribute.
+        index: of the entry, or None where the attribute is the integer itself.
+    """
+
+    module: str
+    attribute: str
+    index: int | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +130,7 @@ class WidthGraph:
         fixed: why the channels that a layer or norm puts out do not grow: module path -> reason.
         radii: norms over channels, where `trace` was told to follow them.
         individuated: groups whose channels something tells apart -> what; the others may be rotated.
+        written: sizes that modules keep in attributes of their own (`num_heads`), by what they count.
     """
 
     groups: Mapping[str, Group]
@@ -124,6 +142,7 @@ class WidthGraph:
     fixed: Mapping[str, str] = field(default_factory=dict)
     radii: tuple[Radius, ...] = ()
     individuated: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[Written, Axis] = field(default_factory=dict)
 
     @cached_property
     def emitters(self) -> frozenset[str]:
@@ -132,15 +151,16 @@ class WidthGraph:
 
     def fan_in(self, layer: Layer, widths: Mapping[str, int]) -> int:
         """Number of inputs that one output of the layer sums, the receptive field included."""
-        entries = 1
-        for length in self.shape(layer.weight, widths)[1:]:
+        shape = self.shape(layer.weight, widths)
+        entries = shape[0] if layer.transposed else shape[1]
+        for length in shape[2:]:
             entries *= length
         return round(entries * layer.inputs_per_entry)
 
     def fan_out(self, layer: Layer, widths: Mapping[str, int]) -> int:
         """Number of outputs that one input of the layer enters, the receptive field included."""
         shape = self.shape(layer.weight, widths)
-        entries = 1 if layer.depthwise else shape[0]
+        entries = 1 if layer.depthwise else shape[1] if layer.transposed else shape[0]
         for length in shape[2:]:
             entries *= length
         return round(entries * layer.outputs_per_entry)
@@ -167,3 +187,26 @@ class WidthGraph:
     def shape(self, name: str, widths: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of a parameter or buffer at the given widths."""
         return tuple(axis.length(widths) for axis in self.axes[name])
+
+    def widths_of(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+        """Width of each group, read off the shapes of tensors.
+
+        Args:
+            shapes: of every tensor in `axes`, by name.
+        """
+        widths: dict[str, int] = {}
+        axes = [(axis, shapes[name][dim]) for name in self.axes for dim, axis in enumerate(self.axes[name])]
+        while axes:
+            unsolved = []
+            for axis, length in axes:
+                unknown = [group for group in axis.groups if group not in widths]
+                if len(unknown) == 1:
+                    # The length is linear in the one width that is missing.
+                    none, one = (axis.length({**widths, unknown[0]: width}) for width in (0, 1))
+                    widths[unknown[0]] = (length - none) // (one - none)
+                elif unknown:
+                    unsolved.append((axis, length))
+            if len(unsolved) == len(axes):
+                break
+            axes = unsolved
+        return widths

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from growlab.widths.groups import WidthGraph
+from growlab.widths.groups import WidthGraph, Written
 from growlab.widths.layout import Axis, Part
 from growlab.widths.resize import replace_tensors, resized, restore_tensors, tensors_of
 
@@ -37,6 +37,7 @@ def keep_only(graph: WidthGraph, names: Iterable[str], reason: str = _REASON) ->
         radii=tuple(radius for radius in radii if radius.groups),
         groups={name: group for name, group in graph.groups.items() if name in names},
         axes={name: tuple(frozen(axis) for axis in axes) for name, axes in graph.axes.items()},
+        written={place: frozen(axis) for place, axis in graph.written.items() if set(axis.groups) & names},
         fixed={**graph.fixed, **{name: reason for name in graph.groups if name not in names}},
     )
 
@@ -52,7 +53,43 @@ def without_what_breaks(model: nn.Module, graph: WidthGraph, inputs: tuple[Any, 
     if not graph.groups:
         return graph
     trials = _Trials(model, graph, inputs)
-    return keep_only(graph, _largest_working(list(graph.groups), trials))
+    if trials.work(graph.groups):
+        return replace(graph, written={})
+    # An attribute can follow widths that the shapes of tensors tell.
+    told = graph.widths_of({name: graph.shape(name, graph.full_widths) for name in graph.axes})
+    graph = replace(
+        graph, written={p: axis for p, axis in graph.written.items() if set(axis.groups) <= set(told)}
+    )
+    if not graph.written:
+        return keep_only(graph, _largest_working(list(graph.groups), trials))
+    # Sizes that modules keep in attributes may be what breaks: first the groups that have to do with none.
+    written = {group for axis in graph.written.values() for group in axis.groups}
+    kept = _largest_working([name for name in graph.groups if name not in written], trials)
+    attributes: dict[Written, Axis] = {}
+    for places in _by_class(model, graph):
+        groups = list(dict.fromkeys(g for place in places for g in graph.written[place].groups))
+        groups = [group for group in groups if group not in kept]
+        names = list(dict.fromkeys((place.attribute, place.index) for place in places))
+        for chosen in ([], names, *([name] for name in names)):
+            more = {p: graph.written[p] for p in places if (p.attribute, p.index) in chosen}
+            if trials.work([*kept, *groups], {**attributes, **more}):
+                attributes |= more
+                kept += groups
+                break
+        else:
+            trials.attributes = attributes
+            kept += _largest_working(groups, trials, tuple(kept))
+        trials.attributes = attributes
+    return keep_only(replace(graph, written=attributes), kept)
+
+
+def _by_class(model: nn.Module, graph: WidthGraph) -> list[list[Written]]:
+    """Attributes of modules of one class: they are read by the same code."""
+    modules = dict(model.named_modules())
+    classes: dict[type[nn.Module], list[Written]] = {}
+    for place in graph.written:
+        classes.setdefault(type(modules[place.module]), []).append(place)
+    return list(classes.values())
 
 
 class _Trials:
@@ -66,7 +103,8 @@ class _Trials:
 
     def __init__(self, model: nn.Module, graph: WidthGraph, inputs: tuple[Any, ...]) -> None:
         self._graph = graph
-        self._model, self._inputs = _without_memory(model, inputs)
+        self.attributes: Mapping[Written, Axis] = {}
+        self._model, self._inputs = light_copy(model, inputs)
         self._full = tensors_of(self._model, graph)
         # Only where train mode does something else than eval mode does it have to be tried as well.
         self._modes: tuple[bool, ...] = (False, True)
@@ -76,31 +114,38 @@ class _Trials:
         self._expected = [shapes for shapes, _ in (evaluated, trained)][: len(self._modes)]
         self._widths = _trial_widths(graph)
 
-    def work(self, names: Iterable[str]) -> bool:
-        """Whether the network runs and puts out what it should while any of these groups are narrow."""
+    def work(self, names: Iterable[str], attributes: Mapping[Written, Axis] | None = None) -> bool:
+        """Whether the network runs and puts out what it should while any of these groups are narrow.
+
+        Args:
+            names: groups.
+            attributes: sizes kept by modules that follow the widths; by default those that are known to.
+        """
         names = set(names)
+        graph = replace(self._graph, written=self.attributes if attributes is None else attributes)
         full = self._graph.full_widths
         for number, wanted in enumerate(self._widths):
-            if not self._works({name: wanted[name] if name in names else full[name] for name in full}):
+            widths = {name: wanted[name] if name in names else full[name] for name in full}
+            if not self._works(graph, widths):
                 # What has just failed is the likeliest to fail again.
                 self._widths.insert(0, self._widths.pop(number))
                 return False
         return True
 
-    def _works(self, widths: Mapping[str, int]) -> bool:
-        full = self._graph.full_widths
+    def _works(self, graph: WidthGraph, widths: Mapping[str, int]) -> bool:
+        full = graph.full_widths
         tensors = {
             name: self._narrowed(name, tensor, widths)
             for name, tensor in self._full.items()
             if self._graph.changes(name, full, widths)
         }
-        replaced = replace_tensors(self._model, self._graph, tensors)
+        replaced = replace_tensors(self._model, graph, tensors)
         try:
             return [self._run(training)[0] for training in self._modes] == self._expected
         except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
             return False
         finally:
-            restore_tensors(self._model, self._graph, replaced)
+            restore_tensors(self._model, graph, replaced)
 
     def _narrowed(self, name: str, tensor: Tensor, widths: Mapping[str, int]) -> Tensor:
         if tensor.is_meta:
@@ -177,7 +222,8 @@ def _normalised(
     return torch.empty_like(x)
 
 
-def _without_memory(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
+def light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
+    """A copy of a network and its inputs on device meta, or with memory where it cannot run without."""
     try:
         # Putting the light tensors into deepcopy's memo keeps what is shared shared.
         memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}

@@ -23,7 +23,9 @@ _BOOKKEEPING: tuple[tuple[type[nn.Module], str, str, int], ...] = (
     (nn.Conv2d, "out_channels", "weight", 0),
     (nn.Conv3d, "out_channels", "weight", 0),
     (nn.PReLU, "num_parameters", "weight", 0),
+    (nn.Embedding, "embedding_dim", "weight", 1),
 )
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def replace_tensors(
@@ -175,6 +177,21 @@ def _place(model: nn.Module, places: _Places, graph: WidthGraph, tensors: Mappin
     for module in {bearers.get(module, module) for owned, _ in chosen for module, _ in owned}:
         with torch.no_grad():
             _update_bookkeeping(module, depthwise=module in depthwise)
+    if graph.written:
+        shapes = {name: tuple(getattr(*places[name]).shape) for name in graph.axes}
+        _update_written(dict(model.named_modules()), graph, graph.widths_of(shapes))
+
+
+def _update_written(modules: Mapping[str, nn.Module], graph: WidthGraph, widths: Mapping[str, int]) -> None:
+    for place, axis in graph.written.items():
+        module, size = modules[place.module], axis.length(widths)
+        if place.index is None:
+            setattr(module, place.attribute, size)
+        else:
+            known = getattr(module, place.attribute)
+            setattr(
+                module, place.attribute, type(known)((*known[: place.index], size, *known[place.index + 1 :]))
+            )
 
 
 def _named_tensor_places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
@@ -193,6 +210,11 @@ def _update_bookkeeping(module: nn.Module, depthwise: bool) -> None:
         if depthwise:
             module.groups = module.out_channels
         module.in_channels = module.weight.shape[1] * module.groups
+    if isinstance(module, _TRANSPOSED):
+        module.in_channels = module.weight.shape[0]
+        if depthwise:
+            module.groups = module.in_channels
+        module.out_channels = module.weight.shape[1] * module.groups
     if isinstance(module, nn.modules.batchnorm._NormBase):
         known = module.running_mean if module.weight is None else module.weight
         if known is not None:

@@ -1,12 +1,14 @@
 """`python -m growlab.widths`: reports and refusals."""
 
 import json
+import re
 
 import pytest
 import torch
 from torch import nn
 
-from growlab.widths.__main__ import Report, main, matrix_table
+from growlab.survey import METHODS, Report, matrix_table
+from growlab.widths.__main__ import describe, main
 
 
 def test_report_of_a_network(capsys):
@@ -16,15 +18,25 @@ def test_report_of_a_network(capsys):
     assert report.seed_params == 17326
     assert report.growing_share > 0.99
     assert report.groups["layers.1.0.conv2"] == 16
-    assert set(report.parity) == {"ours", "pairs", "net2net"}
-    assert all(errors["eval"] <= 1e-10 for errors in report.parity.values())
+    assert set(report.parity) == set(METHODS)
+    assert report.grows
+    exact = [errors for method, errors in report.parity.items() if METHODS[method].preserves]
+    assert all(errors["eval"] <= 1e-10 and errors["loaded"] <= 1e-10 for errors in exact)
+    assert report.parity["random"]["eval"] > 1e-3
 
 
 def test_text_names_what_grows_and_what_stays(capsys):
     assert main(["tests.widths.test_command_line:small", "--input-shape", "4"]) == 0
     text = capsys.readouterr().out
-    assert "grows   0: 8" in text
-    assert "stays   2: the network's output" in text
+    assert re.search(r"grows .*\n    0: 8\n", text)
+    assert re.search(r"stays .*\n    2: the network's output\n", text)
+    for method in METHODS:
+        assert re.search(rf"{method}: \S+ in eval mode, \S+ in train mode", text)
+
+
+def test_layers_that_are_alike_share_a_line():
+    report = Report("a", groups={f"layers.{i}.conv": 8 for i in range(9)} | {"stem": 8}, full_params=1)
+    assert "layers.*.conv (9 times): 8\n    stem: 8" in describe(report)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +47,7 @@ def test_text_names_what_grows_and_what_stays(capsys):
         (["torchvision/resnet180"], "torchvision has no network 'resnet180'"),
         (["tests.widths.test_command_line:small"], "add --input-shape"),
         (["tests.widths.test_command_line:nothing"], "cannot make"),
+        (["growlab/resnet20", "--methods", "theirs"], "no growth method theirs"),
     ],
 )
 def test_bad_names_are_one_sentence(arguments, sentence, capsys):
@@ -46,8 +59,43 @@ def test_bad_names_are_one_sentence(arguments, sentence, capsys):
 
 
 def test_matrix_table_names_refusals():
-    table = matrix_table([Report("a", error="no channel rule for x|y")])
-    assert "| a | | | | | | | no channel rule for x/y |" in table
+    refused, grown = Report("a", error="no channel rule for x|y"), Report("a/b", growing_share=0.8)
+    grown.parity = {"ours": {"eval": 1e-15, "train": 1e-5, "loaded": 0.0}}
+    wrong = Report("a/c", growing_share=0.8, parity={"ours": {"eval": 1e-3, "train": 1e-5, "loaded": 0.0}})
+    table = matrix_table([refused, grown, wrong])
+    assert re.search(r"\| a \| no \|.* no channel rule for x/y \|", table)
+    assert "| a | 3 | 1 (33.3%) |" in table
+    assert "| a/b | yes |" in table and "| a/c | no |" in table
+
+
+def test_a_matrix_goes_on_where_it_ended(tmp_path, capsys):
+    """Each network in its own process: one that takes too long is a row, and so is one that cannot be made."""
+    here = "tests.widths.test_command_line"
+    names = [f"{here}:with_inputs", f"{here}:endless", f"{here}:nothing"]
+    arguments = ["--matrix", str(tmp_path / "m"), "--methods", "net2net", "--time-limit"]
+    assert main([names[0], *arguments, "60"]) == 0
+    first = json.loads((tmp_path / "m.json").read_text())["networks"]
+    first[0]["trace_sec"] = 123.0
+    (tmp_path / "m.json").write_text(json.dumps({"networks": first}))
+    assert main([*names, *arguments, "1"]) == 0
+    rows = json.loads((tmp_path / "m.json").read_text())["networks"]
+    assert [row["model"] for row in rows] == names
+    assert rows[0]["trace_sec"] == 123.0
+    assert rows[1]["error"] == "took longer than 1 s of CPU time"
+    assert "cannot make" in rows[2]["error"]
+    assert "| yes |" in (tmp_path / "m.md").read_text()
+
+
+def test_what_is_no_matrix_is_left_alone(tmp_path, capsys):
+    (tmp_path / "m.json").write_text("[]")
+    assert main(["growlab/resnet20", "--matrix", str(tmp_path / "m")]) == 2
+    assert "holds no matrix" in capsys.readouterr().err
+    assert (tmp_path / "m.json").read_text() == "[]"
+
+
+def endless() -> nn.Module:
+    while True:
+        torch.ones(10).sum()
 
 
 def small() -> nn.Module:

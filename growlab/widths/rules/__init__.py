@@ -1,12 +1,13 @@
 """Channel rules, one module for each kind of operation."""
 
-from growlab.widths.rules import affine, elementwise, norms, opaque, pooling, rotation, shapes
+from growlab.widths.rules import affine, attention, elementwise, norms, opaque, pooling, rotation, shapes
 from growlab.widths.rules.registry import RULES, Value, keep_full_width, values_in
 
 __all__ = [
     "RULES",
     "Value",
     "affine",
+    "attention",
     "elementwise",
     "keep_full_width",
     "norms",

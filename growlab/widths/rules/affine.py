@@ -6,7 +6,7 @@ from growlab.widths.atoms import Run, fixed
 from growlab.widths.rules.registry import Arguments, Value, freeze_windows, rule
 
 if TYPE_CHECKING:
-    from growlab.widths.trace import Tracer
+    from growlab.widths.tracer import Tracer
 
 
 @rule("conv1d", "conv2d", "conv3d")
@@ -44,3 +44,41 @@ def linear(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     tracer.atoms.unify(columns, x.axes[-1], "input of a linear layer")
     shape = tracer.shape(node)
     return tracer.affine(weight, bias, False, x, shape, (*x.axes[:-1], rows), channel_axis=len(shape) - 1)
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def transposed_convolution(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Weight [I, O / groups, ...]; groups pass if every channel is its own, else they keep their width."""
+    x, weight, bias, groups = args["input"], args["weight"], args.get("bias"), args.get("groups", 1)
+    kernel = [fixed(size) for size in weight.shape[2:]]
+    channels = len(x.shape) - len(kernel) - 1
+    depthwise = groups > 1 and groups == x.shape[channels] and weight.shape[1] == 1
+    freeze_windows(tracer, x, len(kernel))
+    if depthwise:
+        rows, _ = tracer.weight_axes(weight, "out", "fixed", kernel)
+        tracer.atoms.unify(rows, x.axes[channels], "depthwise convolution")
+    else:
+        columns, rows = tracer.weight_axes(weight, "in", "out", kernel)
+        tracer.atoms.unify(columns, x.axes[channels], "input of a transposed convolution")
+        if groups > 1:
+            tracer.atoms.freeze(columns, f"{groups}-group transposed convolution")
+            tracer.atoms.freeze(rows, f"{groups}-group transposed convolution")
+            rows = fixed(weight.shape[1] * groups)
+    shape = tracer.shape(node)
+    axes = (*x.axes[:channels], rows, *map(fixed, shape[channels + 1 :]))
+    return tracer.affine(
+        weight, bias, depthwise, x, shape, axes, channel_axis=channels, transposed=not depthwise
+    )
+
+
+@rule("embedding")
+def embedding(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Weight [V, C]: a row of channels for each index; the number of indices stays."""
+    weight, indices = args["weight"], args["indices"]
+    tracer.atoms.freeze(weight.axes[0], "one row for each index")
+    if weight.name is not None:
+        tracer.parameter_axis(weight, "out", weight.axes[1], dimension=1)
+    for axis in indices.axes:
+        tracer.atoms.freeze(axis, "indices of an embedding")
+    shape = tracer.shape(node)
+    return Value(shape, (*map(fixed, shape[:-1]), weight.axes[1]), tracer.scales.new(unit=True))

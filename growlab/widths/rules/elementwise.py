@@ -8,7 +8,7 @@ from growlab.widths.layout import Role
 from growlab.widths.rules.registry import Arguments, Value, first_tensor, rule
 
 if TYPE_CHECKING:
-    from growlab.widths.trace import Tracer
+    from growlab.widths.tracer import Tracer
 
 
 @rule(
@@ -115,6 +115,30 @@ def product(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     for operand in operands:
         tracer.scales.pin(operand.scale)
     return Value(result.shape, result.axes, tracer.scales.new(unit=True))
+
+
+@rule(
+    "where", "masked_fill", "masked_fill_", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and"
+)
+def chosen(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Channels that are compared, or chosen by a mask, are the same channels; their scales must stay."""
+    operands = [value for value in args.values() if isinstance(value, Value)]
+    for operand in operands:
+        tracer.scales.pin(operand.scale)
+    result = _broadcast(tracer, node, operands)
+    return Value(result.shape, result.axes, tracer.scales.new(unit=True))
+
+
+@rule("glu")
+def gated(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """One half of the channels gates the other: both are the same channels."""
+    x, dim = args["self"], args.get("dim", -1) % len(args["self"].shape)
+    shape = tracer.shape(node)
+    values, gates = tracer.atoms.cut(x.axes[dim], [shape[dim], shape[dim]])
+    tracer.atoms.unify(values, gates, "halves of a gate laid out otherwise")
+    tracer.scales.pin(x.scale)
+    axes = (*x.axes[:dim], tracer.atoms.resolve(values), *x.axes[dim + 1 :])
+    return Value(shape, axes, tracer.scales.new(unit=True))
 
 
 def _broadcast(tracer: "Tracer", node: Any, operands: Sequence[Value]) -> Value:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from growlab.widths.rules.registry import Arguments, Value, rule
 
 if TYPE_CHECKING:
-    from growlab.widths.trace import Tracer
+    from growlab.widths.tracer import Tracer
 
 
 @rule("batch_norm")
@@ -56,6 +56,7 @@ def group_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     x = args["input"]
     if args["num_groups"] != x.shape[1]:
         tracer.atoms.freeze(x.axes[1], "group_norm takes its statistics over these channels")
+    tracer.note_size(node, x.shape[1], x.axes[1])
     for role in ("weight", "bias"):
         if args.get(role) is not None:
             tracer.parameter_axis(args[role], "out", x.axes[1])

@@ -8,63 +8,32 @@ from growlab.widths.rules.registry import RULES, keep_full_width
 
 OPAQUE = (
     *(
-        "softmax",
-        "log_softmax",
-        "matmul",
-        "bmm",
         "mm",
         "addmm",
         "baddbmm",
         "einsum",
-        "scaled_dot_product_attention",
     ),
     *(
-        "index",
         "index_put",
         "index_put_",
         "index_select",
         "gather",
         "scatter",
-        "embedding",
-        "masked_fill",
-        "where",
     ),
     *(
-        "linalg_vector_norm",
-        "norm",
-        "std",
-        "var",
         "std_mean",
         "var_mean",
         "argmax",
         "argmin",
-        "cumsum",
         "topk",
     ),
-    *(
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "unfold",
-    ),
+    *("unfold",),
     *(
         "im2col",
         "col2im",
-        "repeat",
         "repeat_interleave",
-        "stack",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "logical_not",
     ),
     *(
-        "glu",
         "cross",
         "outer",
         "tril",
@@ -73,13 +42,9 @@ OPAQUE = (
         "grid_sampler",
         "bernoulli",
         "native_group_norm",
-        "std",
     ),
     *(
         "movedim",
-        "numpy_T",
-        "t",
-        "masked_fill_",
         "copy",
         "copy_",
         "fill",
@@ -91,5 +56,8 @@ OPAQUE = (
     ),
 )
 
-for name in OPAQUE:
+# One operation that runs a whole module.
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
+
+for name in (*OPAQUE, *RECURRENT):
     RULES.setdefault(name, keep_full_width)

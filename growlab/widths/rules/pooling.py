@@ -7,7 +7,7 @@ from growlab.widths.rules.elementwise import total
 from growlab.widths.rules.registry import Arguments, Value, first_tensor, freeze_windows, rule
 
 if TYPE_CHECKING:
-    from growlab.widths.trace import Tracer
+    from growlab.widths.tracer import Tracer
 
 
 @rule(
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
         "upsample_linear1d",
         "upsample_bilinear2d",
         "upsample_bicubic2d",
+        "upsample_nearest3d",
+        "upsample_trilinear3d",
+        "_upsample_bilinear2d_aa",
+        "_upsample_bicubic2d_aa",
+        "_upsample_nearest_exact1d",
+        "_upsample_nearest_exact2d",
+        "_upsample_nearest_exact3d",
     ),
 )
 def pool(tracer: "Tracer", node: Any, args: Arguments) -> Value:
@@ -54,6 +61,14 @@ def reduce(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         else:
             axes.append(axis)
     return Value(tracer.shape(node), tuple(axes), x.scale)
+
+
+@rule("var", "std", "norm", "logsumexp")
+def reduce_beyond_scale(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Dimensions reduced over keep their width, and the input its scale."""
+    tracer.scales.pin(args["self"].scale)
+    reduced = reduce(tracer, node, args)
+    return Value(reduced.shape, reduced.axes, tracer.scales.new(unit=True))
 
 
 @rule("max", "min")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from growlab.widths.atoms import Runs, fixed
 
 if TYPE_CHECKING:
-    from growlab.widths.trace import Tracer
+    from growlab.widths.tracer import Tracer
 
 Arguments = dict[str, Any]
 

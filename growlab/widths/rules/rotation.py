@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Runs, fixed
+from growlab.widths.rules.pooling import reduce_beyond_scale
 from growlab.widths.rules.registry import Arguments, Value, keep_full_width, rule, values_in
 
 if TYPE_CHECKING:
-    from growlab.widths.trace import Tracer
+    from growlab.widths.tracer import Tracer
 
 # Name of the parameter, in the module that takes the norm, that holds the logarithm of the intrinsic length.
 LENGTH = "log_length"
@@ -50,7 +51,7 @@ def norm_over_channels(tracer: "Tracer", node: Any, args: Arguments) -> Any:
     dims = [dims] if isinstance(dims, int) else dims
     euclidean = args["y"] is x if "y" in args else float(args.get("ord", 2)) == 2
     if not tracer.follow_norms or not euclidean or not isinstance(x, Value) or not dims or len(dims) > 1:
-        return keep_full_width(tracer, node, args)
+        return (keep_full_width if "y" in args else reduce_beyond_scale)(tracer, node, args)
     dim = dims[0] % len(x.shape)
     tracer.scales.pin(x.scale)
     tracer.record_radius(node, x.axes[dim])

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Run, Runs, fixed
 from growlab.widths.layout import Role
-from growlab.widths.rules.registry import Arguments, Value, rule
+from growlab.widths.rules.registry import Arguments, Value, freeze_windows, keep_full_width, rule
 
 if TYPE_CHECKING:
-    from growlab.widths.trace import Tracer
+    from growlab.widths.tracer import Tracer
 
 
 @rule("constant_pad_nd", "pad")
@@ -74,6 +74,8 @@ def split(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
     shapes = tracer.shapes(node)
     pieces = tracer.atoms.cut(x.axes[dim], [shape[dim] for shape in shapes])
+    for shape, piece in zip(shapes, pieces, strict=True):
+        tracer.note_size(node, shape[dim], piece)
     return [
         Value(shape, (*x.axes[:dim], piece, *x.axes[dim + 1 :]), x.scale)
         for shape, piece in zip(shapes, pieces, strict=True)
@@ -157,9 +159,11 @@ def expand(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Match runs of input and output dimensions with equal products; merge or split inside each."""
     x, shape = args["self"], tracer.shape(node)
-    if x.name is not None and len(x.shape) == 1 and x.shape[0] > 1 and x.shape[0] in shape:
-        # A vector turned to lie along the channels, to be added or multiplied.
-        tracer.parameter_axis(x, "out", x.axes[0])
+    wide = [dim for dim, size in enumerate(x.shape) if size > 1]
+    if x.name is not None and len(wide) == 1 and sorted(shape)[:-1] == [1] * (len(shape) - 1):
+        # A value per channel, laid along the dimension that it is broadcast over.
+        for dim, axis in enumerate(x.axes):
+            tracer.parameter_axis(x, "out" if dim == wide[0] else "fixed", axis, dimension=dim)
     axes: list[Runs] = []
     old = new = 0
     while old < len(x.shape) or new < len(shape):
@@ -171,12 +175,14 @@ def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
                 new_end += 1
             else:
                 old_end += 1
-        axes += _span(tracer, x, range(old, old_end), shape[new:new_end])
+        axes += _span(tracer, node, x, range(old, old_end), shape[new:new_end])
         old, new = old_end, new_end
+    for size, axis in zip(shape, axes, strict=True):
+        tracer.note_size(node, size, axis)
     return Value(shape, tuple(axes), x.scale)
 
 
-def _span(tracer: "Tracer", x: Value, span: range, sizes: Sequence[int]) -> list[Runs]:
+def _span(tracer: "Tracer", node: Any, x: Value, span: range, sizes: Sequence[int]) -> list[Runs]:
     atoms = tracer.atoms
     moving = [index for index in span if any(run.atom is not None for run in atoms.resolve(x.axes[index]))]
     wide = [size for size in sizes if size != 1]
@@ -192,24 +198,27 @@ def _span(tracer: "Tracer", x: Value, span: range, sizes: Sequence[int]) -> list
     outer = math.prod(x.shape[index] for index in span if index < moving[0])
     inner = math.prod(x.shape[index] for index in span if index > moving[0])
     merged = atoms.nest(x.axes[moving[0]], outer, inner)
-    axes = iter([merged] if len(wide) == 1 else _unmerge(tracer, merged, wide))
+    axes = iter([merged] if len(wide) == 1 else _unmerge(tracer, node, merged, wide))
     return [fixed(1) if size == 1 else next(axes) for size in sizes]
 
 
-def _unmerge(tracer: "Tracer", merged: Runs, sizes: Sequence[int]) -> list[Runs]:
+def _unmerge(tracer: "Tracer", node: Any, merged: Runs, sizes: Sequence[int]) -> list[Runs]:
     """Split one axis into several dimensions, of which one grows."""
     atoms = tracer.atoms
     runs = atoms.resolve(merged)
     if len(runs) == 1:
         run = runs[0]
-        # The growing dimension: behind it lie exactly the run's inner repetitions.
-        for index in range(len(sizes) - 1, -1, -1):
-            before, behind = math.prod(sizes[:index]), math.prod(sizes[index + 1 :])
-            if behind == run.inner and before % run.outer == 0:
-                (within,) = atoms.new(sizes[index])
-                atoms.unify(runs, (Run(within.atom, before, behind),), "split into several dimensions")
-                grown = atoms.resolve((within,))
-                return [grown if i == index else fixed(size) for i, size in enumerate(sizes)]
+        # The growing dimension: behind it lie the run's inner repetitions. Where attention turns out to sum over
+        # it, the next one to the left (the heads) grows instead, and what lies behind belongs to each head.
+        last = next(i for i in reversed(range(len(sizes))) if math.prod(sizes[i:]) > run.inner)
+        index = last - tracer.to_the_left(node)
+        before, behind = math.prod(sizes[: max(0, index)]), math.prod(sizes[index + 1 :])
+        if index >= 0 and behind % run.inner == 0 and before % run.outer == 0:
+            (within,) = atoms.new(sizes[index])
+            atoms.unify(runs, (Run(within.atom, before, behind),), "split into several dimensions")
+            tracer.note_choice(node, (within,), index)
+            grown = atoms.resolve((within,))
+            return [grown if i == index else fixed(size) for i, size in enumerate(sizes)]
     elif len(sizes) == 2:
         pieces = atoms.cut(runs, [sizes[1]] * sizes[0])
         for piece in pieces[1:]:
@@ -217,6 +226,84 @@ def _unmerge(tracer: "Tracer", merged: Runs, sizes: Sequence[int]) -> list[Runs]
         return [fixed(sizes[0]), pieces[0]]
     atoms.freeze(runs, "reshaped into several dimensions")
     return [fixed(size) for size in sizes]
+
+
+@rule("pixel_shuffle")
+def pixel_shuffle(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """R x r channels beside one another become one channel of r x r times as many pixels."""
+    x, shape, factor = args["self"], tracer.shape(node), args["upscale_factor"]
+    freeze_windows(tracer, x, 2)
+    (within,) = tracer.atoms.new(shape[-3])
+    tracer.atoms.unify(x.axes[-3], (Run(within.atom, 1, factor * factor),), "pixel shuffle")
+    axes = (*x.axes[:-3], tracer.atoms.resolve((within,)), *map(fixed, shape[-2:]))
+    return Value(shape, axes, x.scale)
+
+
+@rule("pixel_unshuffle")
+def pixel_unshuffle(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Each channel becomes r x r channels beside one another."""
+    x, shape, factor = args["self"], tracer.shape(node), args["downscale_factor"]
+    freeze_windows(tracer, x, 2)
+    axes = (*x.axes[:-3], tracer.atoms.nest(x.axes[-3], 1, factor * factor), *map(fixed, shape[-2:]))
+    return Value(shape, axes, x.scale)
+
+
+@rule("stack")
+def stack(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """The same channels several times, told apart by a dimension of their own."""
+    values, shape = args["tensors"], tracer.shape(node)
+    dim = args.get("dim", 0) % len(shape)
+    scale = values[0].scale
+    for other in values[1:]:
+        scale = tracer.scales.union(scale, other.scale)
+        for left, right in zip(values[0].axes, other.axes, strict=True):
+            tracer.atoms.unify(left, right, "stacked")
+    axes = values[0].axes
+    return Value(shape, (*axes[:dim], fixed(shape[dim]), *axes[dim:]), scale)
+
+
+@rule("repeat", "tile")
+def repeat(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Whole dimensions behind one another; a parameter's keep their width."""
+    x, shape = args["self"], tracer.shape(node)
+    new = len(shape) - len(x.shape)
+    axes = [fixed(size) for size in shape]
+    for index, (size, axis) in enumerate(zip(x.shape, x.axes, strict=True)):
+        if x.name is not None:
+            tracer.atoms.freeze(axis, "repeated")
+        elif size > 1:
+            axes[new + index] = tracer.atoms.nest(axis, shape[new + index] // size, 1)
+    return Value(shape, tuple(axes), x.scale)
+
+
+@rule("index")
+def index(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Dimensions that are picked from keep their width (a table of position biases); the others (heads) pass."""
+    x, indices = args["self"], args["indices"]
+    picked = [dim for dim, positions in enumerate(indices) if positions is not None]
+    if not picked or picked[-1] - picked[0] + 1 != len(picked):
+        return keep_full_width(tracer, node, args)
+    for dim in picked:
+        tracer.atoms.freeze(x.axes[dim], "picked by index")
+        for axis in indices[dim].axes:
+            tracer.atoms.freeze(axis, "positions to pick")
+    shape = tracer.shape(node)
+    before, behind = x.axes[: picked[0]], x.axes[picked[-1] + 1 :]
+    middle = shape[len(before) : len(shape) - len(behind)]
+    if x.name is not None:
+        for dim, axis in enumerate(x.axes):
+            role: Role = "fixed" if dim in picked or x.shape[dim] == 1 else "out"
+            if role == "fixed":
+                tracer.atoms.freeze(axis, "picked by index")
+            tracer.parameter_axis(x, role, axis, dimension=dim)
+    return Value(shape, (*before, *map(fixed, middle), *behind), x.scale)
+
+
+@rule("t", "numpy_T")
+def turned(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Dimensions backwards."""
+    x = args["self"]
+    return Value(tracer.shape(node), x.axes[::-1], x.scale)
 
 
 @rule("getitem")

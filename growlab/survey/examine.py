@@ -1,0 +1,222 @@
+"""Trace one network, grow it on random data, and measure how exactly."""
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.analysis.flops import forward_flops
+from growlab.growth import (
+    GrowthMethod,
+    Net2Net,
+    PairGrowth,
+    ParityError,
+    RandomGrowth,
+    VarianceTransfer,
+    grow,
+    make_schedule,
+    plant,
+)
+from growlab.growth.parity import observe, relative_error
+from growlab.survey.sources import load
+from growlab.widths import UnsupportedOperation, WidthGraph, light_copy, resize, trace
+
+METHODS: Mapping[str, type[GrowthMethod]] = {
+    "ours": VarianceTransfer,
+    "pairs": PairGrowth,
+    "net2net": Net2Net,
+    "random": RandomGrowth,
+}
+# Sides that parity is tried at before the network's own image size: the statement is about weights, and float64
+# convolutions over whole images would take most of the time.
+_SMALL_SIDES = (96, 128)
+# Share of the parameters that has to lie in growing tensors for a network to count as growing.
+ENOUGH = 0.5
+EXACT = 1e-10
+_QUIET = 0.3
+
+
+@dataclass
+class Report:
+    """What is known of one network.
+
+    Attributes:
+        model: as it was named.
+        error: why it was refused or what went wrong; None if it grows to full width.
+        groups: name -> full width.
+        fixed: module path -> reason why its channels keep their width.
+        growing_share: parameters in tensors that grow, over all parameters.
+        seed_params, full_params: number of parameters.
+        seed_flops, full_flops: forward FLOPs per sample.
+        trace_sec: CPU seconds of tracing.
+        event_sec: CPU seconds of the longest growth event, its checks in float64 included.
+        probe: shapes of the inputs that parity was measured on.
+        parity: method -> largest relative output error over the stages, in eval and train mode, and of the
+            network as the library builds it once the grown state_dict is loaded into it ("loaded").
+    """
+
+    model: str
+    error: str | None = None
+    groups: dict[str, int] = field(default_factory=dict)
+    fixed: dict[str, str] = field(default_factory=dict)
+    growing_share: float = 0.0
+    seed_params: int = 0
+    full_params: int = 0
+    seed_flops: int = 0
+    full_flops: int = 0
+    trace_sec: float = 0.0
+    event_sec: float = 0.0
+    probe: list[list[int]] = field(default_factory=list)
+    parity: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def grows(self) -> bool:
+        """Most of the network grows, exactly, into what the library builds."""
+        exact = all(
+            errors["loaded"] <= EXACT and (errors["eval"] <= EXACT or not METHODS[method].preserves)
+            for method, errors in self.parity.items()
+        )
+        return self.error is None and self.growing_share >= ENOUGH and bool(self.parity) and exact
+
+
+def examine(
+    name: str,
+    input_shape: Sequence[int] | None = None,
+    stages: int = 3,
+    opaque: Sequence[str] = (),
+    methods: Sequence[str] = tuple(METHODS),
+) -> Report:
+    """Trace a network, grow it with every method on random data, and measure parity in float64.
+
+    Args:
+        name: see `load`.
+        input_shape: of one sample, [C, H, W].
+        stages: from a quarter of the width to all of it.
+        opaque: operations that growth need not pass.
+        methods: names in `METHODS`.
+    """
+    torch.manual_seed(0)
+    network, inputs = load(name, input_shape)
+    began = time.process_time()
+    try:
+        graph = trace(network, inputs, opaque=opaque)
+    except UnsupportedOperation as error:
+        return Report(name, error=str(error))
+    report = Report(name, trace_sec=time.process_time() - began)
+    report.groups = graph.full_widths
+    report.fixed = dict(graph.fixed)
+    tensors = dict(network.named_parameters())
+    report.full_params = sum(p.numel() for p in tensors.values())
+    growing = sum(p.numel() for n, p in tensors.items() if graph.grows(n))
+    report.growing_share = growing / max(1, report.full_params)
+    widths = make_schedule(stages, 1, num_stages=stages, width_growth_rate=None).widths(graph)
+    _count(report, network, graph, widths[0], inputs)
+    if not graph.groups:
+        return report
+    double = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
+    probe = _probe(network, graph, widths[0], double)
+    report.probe = [list(x.shape) for x in probe if isinstance(x, Tensor)]
+    network = network.double()
+    for method in methods:
+        try:
+            report.parity[method] = _parity(report, network, graph, METHODS[method](), widths, probe)
+        except (ParityError, RuntimeError, ValueError) as error:
+            first_line = (str(error).strip().splitlines() or ["no message"])[0]
+            report.error = f"{method}: {type(error).__name__}: {first_line}"
+            break
+    return report
+
+
+def _count(
+    report: Report,
+    network: nn.Module,
+    graph: WidthGraph,
+    seed_widths: Mapping[str, int],
+    inputs: tuple[Any, ...],
+) -> None:
+    light, sample = light_copy(network, tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs))
+    report.full_flops = forward_flops(light, *sample)
+    resize(light, graph, graph.full_widths, seed_widths)
+    report.seed_params = sum(p.numel() for p in light.parameters())
+    report.seed_flops = forward_flops(light, *sample)
+
+
+def _probe(
+    network: nn.Module, graph: WidthGraph, seed_widths: Mapping[str, int], inputs: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The inputs, or smaller images if the network takes them at its full and at its seed's widths."""
+    if not graph.norms:
+        # Samples meet in batch statistics only: one will do.
+        inputs = tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs)
+    image = inputs[0]
+    if len(inputs) > 1 or image.dim() != 4:
+        return inputs
+    light, _ = light_copy(network.double(), (image,))
+    narrow = copy.deepcopy(light)
+    resize(narrow, graph, graph.full_widths, seed_widths)
+    for side in _SMALL_SIDES:
+        small = image[..., :side, :side]
+        if small.shape[-1] < image.shape[-1] and all(_runs(module, small) for module in (light, narrow)):
+            return (small,)
+    return inputs
+
+
+def _runs(network: nn.Module, image: Tensor) -> bool:
+    try:
+        device = next(network.parameters()).device
+        with torch.no_grad():
+            for training in (True, False):
+                network.train(training)(image.to(device))
+    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
+        return False
+    return True
+
+
+def _parity(
+    report: Report,
+    network: nn.Module,
+    graph: WidthGraph,
+    method: GrowthMethod,
+    widths: list[dict[str, int]],
+    probe: tuple[Any, ...],
+) -> dict[str, float]:
+    grown = copy.deepcopy(network)
+    state = plant(grown, graph, method, widths[0], seed=0)
+    _roughen(grown)
+    worst = {"eval": 0.0, "train": 0.0}
+    for stage in widths[1:]:
+        began = time.process_time()
+        event = grow(grown, graph, method, state, stage, seed=0, probe=probe)
+        report.event_sec = max(report.event_sec, time.process_time() - began)
+        worst["eval"] = max(worst["eval"], event.parity_error_eval)
+        worst["train"] = max(worst["train"], event.parity_error_train)
+    expected = observe(grown, probe).eval
+    network.load_state_dict(grown.state_dict(), strict=True)
+    return {**worst, "loaded": relative_error(expected, observe(network, probe).eval)}
+
+
+def _roughen(network: nn.Module) -> None:
+    """Stand in for training: what starts at 0 or 1 (biases, norms, layer scales, statistics) moves off it.
+
+    Weights that start so small that their layer would not be heard beside the others are drawn at full size.
+    """
+    source = torch.Generator().manual_seed(1)
+
+    def noise(tensor: Tensor) -> Tensor:
+        return torch.randn(tensor.shape, generator=source, dtype=torch.float64).to(tensor)
+
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if max(parameter.shape, default=1) == parameter.numel():
+                parameter += 0.1 * noise(parameter)
+            elif float(parameter.std()) < _QUIET * (usual := parameter[0].numel() ** -0.5):
+                parameter.copy_(usual * noise(parameter))
+        for name, buffer in network.named_buffers():
+            if name.endswith("running_var"):
+                buffer *= (0.3 * noise(buffer)).exp()
+            elif name.endswith("running_mean"):
+                buffer += 0.1 * noise(buffer)

@@ -1,0 +1,63 @@
+"""Rules for products of activations and attention: heads pass, what a head sums over keeps its width."""
+
+from typing import TYPE_CHECKING, Any
+
+from growlab.widths.atoms import Runs, fixed
+from growlab.widths.rules.registry import Arguments, Value, rule
+
+if TYPE_CHECKING:
+    from growlab.widths.tracer import Tracer
+
+_REASON = "attention multiplies and sums over them"
+
+
+@rule("matmul", "bmm")
+def matmul(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Leading dimensions (heads) are worked on one by one: they pass. The last two of each operand keep their width.
+
+    A parameter that is multiplied like this keeps its width too.
+    """
+    first, second = args["self"], args["other"] if "other" in args else args["mat2"]
+    return _product(tracer, node, [first, second], len(tracer.shape(node)))
+
+
+@rule("scaled_dot_product_attention")
+def scaled_dot_product_attention(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Every head attends by itself; a mask or bias per head belongs to it."""
+    values = [args["query"], args["key"], args["value"]]
+    if args.get("attn_mask") is not None:
+        values.append(args["attn_mask"])
+    return _product(tracer, node, values, len(tracer.shape(node)))
+
+
+def _product(tracer: "Tracer", node: Any, values: list[Value], rank: int) -> Value:
+    shape = tracer.shape(node)
+    tracer.note_attention(node)
+    axes: list[Runs] = [fixed(1)] * (rank - 2)
+    for value in values:
+        tracer.scales.pin(value.scale)
+        for axis in value.axes[-2:] if value.name is None else value.axes:
+            tracer.atoms.freeze(axis, _REASON)
+        leading = value.axes[:-2]
+        for index, axis in enumerate(leading, start=rank - 2 - len(leading)):
+            known = tracer.atoms.length(axes[index])
+            if known == 1:
+                axes[index] = axis
+            elif tracer.atoms.length(axis) == known:
+                tracer.atoms.unify(axes[index], axis, "heads laid out otherwise")
+            elif tracer.atoms.length(axis) == 1:
+                tracer.atoms.freeze(axis, "a single value for all heads")
+            else:
+                # Several query heads share a key head.
+                tracer.atoms.freeze(axis, "heads shared by others")
+                tracer.atoms.freeze(axes[index], "heads shared by others")
+    return Value(shape, (*axes, *map(fixed, shape[rank - 2 :])), tracer.scales.new(unit=True))
+
+
+@rule("softmax", "log_softmax", "_softmax", "cumsum")
+def over_one_dimension(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Over one dimension, which keeps its width; the others pass."""
+    x = args["self"]
+    tracer.atoms.freeze(x.axes[args["dim"]], f"{tracer.operation(node)} runs over these channels")
+    tracer.scales.pin(x.scale)
+    return Value(x.shape, x.axes, tracer.scales.new(unit=True))

@@ -1,0 +1,379 @@
+"""Walk over an exported program with axes in the place of numbers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.widths.atoms import Atoms, Run, Runs, ScaleClasses, fixed
+from growlab.widths.groups import Group, Layer, Norm, Radius, WidthGraph
+from growlab.widths.layout import Axis, Part, Role
+from growlab.widths.places import module_of, place_of, written_sizes
+from growlab.widths.rules import RULES, Value, keep_full_width, values_in
+from growlab.widths.rules.rotation import LENGTH, individuated
+
+# What torch.export wraps around a part of the program that runs under a setting; the part's inputs come last.
+_SETTINGS = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
+
+
+class UnsupportedOperation(ValueError):
+    """The network does something that growlab has no channel rule for; the message names it and its place."""
+
+
+class Tracer:
+    """Interprets an exported program over axes instead of numbers."""
+
+    def __init__(
+        self,
+        program: torch.export.ExportedProgram,
+        model: nn.Module,
+        opaque: frozenset[str] = frozenset(),
+        moved: Mapping[str, int] | None = None,
+        follow_norms: bool = False,
+    ) -> None:
+        self.atoms = Atoms()
+        self.scales = ScaleClasses()
+        self.follow_norms = follow_norms
+        self._program, self._opaque, self._moved = program, opaque, moved or {}
+        self._names = {
+            **program.graph_signature.inputs_to_parameters,
+            **program.graph_signature.inputs_to_buffers,
+        }
+        self._model = model
+        self._canonical = _canonical_names(model)
+        self._buffers = {name for name, _ in model.named_buffers()}
+        self._known: dict[str, Value] = {}
+        self._parameters: dict[str, list[Runs]] = {}
+        self._roles: dict[str, list[Role | None]] = {}
+        self._layers: list[Layer] = []
+        self._norms: list[Norm] = []
+        self._radii: dict[str, Runs] = {}
+        self._individuated: list[tuple[Runs, str]] = []
+        self._sizes: list[tuple[str, int, Runs]] = []
+        self._choices: dict[str, tuple[str, Runs, int]] = {}
+        self._attending: set[str] = set()
+
+    def run(self) -> WidthGraph:
+        """Visit every node once, in forward order, and collect what was found."""
+        output_class = self.scales.new()
+        for value in values_in(self._visit(self._program.graph_module, [])):
+            output_class = self.scales.union(output_class, value.scale)
+            for axis in value.axes:
+                self.atoms.freeze(axis, "the network's output")
+        return self._collect(output_class)
+
+    def _visit(self, part: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        """The outputs of the program, or of a part of it that is called with these inputs."""
+        values: dict[Any, Any] = {}
+        given = iter(inputs)
+        for node in part.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given) if inputs else self._placeholder(node)
+            elif node.op == "get_attr":
+                values[node] = getattr(part, node.target)
+            elif node.op == "call_function":
+                values[node] = self._call(node, values)
+            elif node.op == "output":
+                return torch.fx.node.map_arg(node.args, lambda n: values[n])[0]
+        return None
+
+    # What rules use ------------------------------------------------------------------------------------
+
+    def shape(self, node: Any) -> tuple[int, ...]:
+        """Full-width shape of the (first) tensor that the node computes."""
+        return self.shapes(node)[0]
+
+    def shapes(self, node: Any) -> list[tuple[int, ...]]:
+        """Full-width shapes of all tensors that the node computes."""
+        value = node.meta.get("val")
+        values = value if isinstance(value, (tuple, list)) else [value]
+        return [tuple(int(size) for size in v.shape) for v in values if isinstance(v, Tensor)]
+
+    def has_several_outputs(self, node: Any) -> bool:
+        """Whether the node computes a list of tensors."""
+        return isinstance(node.meta.get("val"), (tuple, list))
+
+    def operation(self, node: Any) -> str:
+        """Name of the node's operation without namespace and overload."""
+        schema = getattr(node.target, "_schema", None)
+        return node.target.__name__ if schema is None else schema.name.rpartition("::")[2]
+
+    def note_size(self, node: Any, size: int, axis: Runs) -> None:
+        """The forward asks for this many positions: its module may keep the number."""
+        self._sizes.append((module_of(node), size, axis))
+
+    def note_attention(self, node: Any) -> None:
+        """The module attends: dimensions that it makes are heads and what a head sums over."""
+        self._attending.add(module_of(node))
+
+    def note_choice(self, node: Any, axis: Runs, remaining: int) -> None:
+        """Of several dimensions that a reshape makes this one may grow; so many are left of it."""
+        self._choices[node.name] = (module_of(node), axis, remaining)
+
+    def to_the_left(self, node: Any) -> int:
+        """How many dimensions left of the last one the growing one is to be sought."""
+        return self._moved.get(node.name, 0)
+
+    def summed_over(self) -> list[str]:
+        """Reshapes whose growing dimension turned out to be fixed, in modules that attend."""
+        return [
+            node
+            for node, (module, axis, remaining) in self._choices.items()
+            if remaining and module in self._attending and not self._grows(axis)
+        ]
+
+    def _grows(self, axis: Runs) -> bool:
+        return any(run.atom is not None for run in self.atoms.resolve(axis))
+
+    def weight_axes(
+        self, weight: Value, row_role: Role, column_role: Role, kernel: Sequence[Runs]
+    ) -> tuple[Runs, Runs]:
+        """The first two axes of an affine map's weight; the rest is the kernel."""
+        if weight.name is None or weight.name in self._buffers:
+            what = "computed in the forward" if weight.name is None else "a buffer"
+            for axis in weight.axes:
+                self.atoms.freeze(axis, f"a weight that is {what}")
+        if weight.name is None:
+            return weight.axes[0], weight.axes[1]
+        self._set_role(weight, 0, row_role)
+        self._set_role(weight, 1, column_role)
+        for index, axis in enumerate(kernel, start=2):
+            self._set_role(weight, index, "fixed")
+            self.atoms.unify(weight.axes[index], axis, "kernel")
+        if column_role == "fixed":
+            self.atoms.freeze(weight.axes[1], "kernel")
+        return weight.axes[0], weight.axes[1]
+
+    def parameter_axis(self, value: Value, role: Role, axis: Runs, dimension: int = 0) -> Runs:
+        """Let one dimension of a parameter or buffer carry the channels of an axis."""
+        self.atoms.unify(value.axes[dimension], axis, "a parameter laid out otherwise than the activations")
+        self._set_role(value, dimension, role)
+        return value.axes[dimension]
+
+    def affine(
+        self,
+        weight: Value,
+        bias: Value | None,
+        depthwise: bool,
+        x: Value,
+        shape: tuple[int, ...],
+        axes: tuple[Runs, ...],
+        channel_axis: int,
+        transposed: bool = False,
+    ) -> Value:
+        """Record an affine map and return its output."""
+        if bias is not None:
+            self.parameter_axis(bias, "out", axes[channel_axis])
+        if weight.name is None or (bias is not None and bias.name is None):
+            self.scales.pin(x.scale)
+            return Value(shape, axes, self.scales.new(unit=True))
+        name, _, _ = weight.name.rpartition(".")
+        scale = self.scales.new()
+        bias_name = None if bias is None else bias.name
+        # A tensor that is used twice can be rescaled in one way only: both uses have the same scales.
+        for other in self._layers:
+            if other.weight == weight.name:
+                self.scales.union(other.scale_in, x.scale)
+            if other.weight == weight.name or (bias_name is not None and other.bias == bias_name):
+                self.scales.union(other.scale_out, scale)
+        if not any((other.weight, other.bias) == (weight.name, bias_name) for other in self._layers):
+            self._layers.append(
+                Layer(name, weight.name, bias_name, depthwise, x.scale, scale, transposed=transposed)
+            )
+        return Value(shape, axes, scale)
+
+    def record_norm(self, node: Any, names: Mapping[str, str | None], eps: float, x: Value) -> None:
+        """Record a normalisation by batch statistics."""
+        known = next((name for name in names.values() if name is not None), None)
+        name = node.name if known is None else known.rpartition(".")[0]
+        used = {tensor for tensor in names.values() if tensor is not None}
+        for other in self._norms:
+            theirs = {other.weight, other.bias, other.running_mean, other.running_var}
+            if used & theirs:
+                self.scales.union(other.scale_in, x.scale)
+            if used and used == theirs - {None}:
+                return
+        self._norms.append(Norm(name=name, eps=float(eps), scale_in=x.scale, **names))
+
+    def record_radius(self, node: Any, axis: Runs) -> None:
+        """Record a norm over the channels of an axis."""
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        name = stack[-1][0] if stack else ""
+        self._radii[name] = self._radii.get(name, ()) + axis
+
+    def _set_role(self, value: Value, dimension: int, role: Role) -> None:
+        if value.name is None:
+            return
+        roles = self._roles[value.name]
+        if roles[dimension] not in (None, role):
+            self.atoms.freeze(value.axes[dimension], f"{value.name} both produces and consumes the channels")
+        roles[dimension] = role
+
+    # Visiting ------------------------------------------------------------------------------------------
+
+    def _placeholder(self, node: Any) -> Any:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return value
+        shape = tuple(int(size) for size in value.shape)
+        name = self._names.get(node.name)
+        name = self._canonical.get(name, name) if name is not None else None
+        if name in self._known:
+            return self._known[name]
+        scale = self.scales.new(unit=True)
+        if name is None:
+            return Value(shape, tuple(fixed(size) for size in shape), scale)
+        # A single channel may be broadcast against many: it stays single.
+        axes = [self.atoms.new(size) if size > 1 else fixed(size) for size in shape]
+        self._parameters[name] = axes
+        self._roles[name] = [None] * len(axes)
+        self._known[name] = Value(shape, tuple(axes), scale, name)
+        return self._known[name]
+
+    def _call(self, node: Any, values: Mapping[Any, Any]) -> Any:
+        operation = self.operation(node)
+        args = torch.fx.node.map_arg(node.args, lambda n: values[n])
+        kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: values[n])
+        if operation in _SETTINGS:
+            part = next(i for i, arg in enumerate(args) if isinstance(arg, torch.fx.GraphModule))
+            return self._visit(args[part], args[part + 1 :])
+        schema = getattr(node.target, "_schema", None)
+        names = ["a", "b"] if schema is None else [argument.name for argument in schema.arguments]
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        if operation in self._opaque:
+            return keep_full_width(self, node, named)
+        if operation not in RULES:
+            if self._is_fixed(named):
+                return keep_full_width(self, node, named)
+            raise UnsupportedOperation(
+                f"no channel rule for {node.target}{place_of(node)}; let the channels that enter it keep their full "
+                f"width: python -m growlab ... opaque=[{operation}], python -m growlab.widths ... --keep-full "
+                f"{operation}, or trace(..., opaque=[{operation!r}])."
+            )
+        if self.follow_norms:
+            where = f"{operation}{place_of(node)}"
+            shape = next(iter(self.shapes(node)), ())
+            self._individuated += [(axis, where) for axis in individuated(operation, named, shape)]
+        return RULES[operation](self, node, named)
+
+    def _is_fixed(self, args: Mapping[str, Any]) -> bool:
+        runs = [run for value in values_in(args) for axis in value.axes for run in self.atoms.resolve(axis)]
+        return all(run.atom is None for run in runs)
+
+    # Collecting ----------------------------------------------------------------------------------------
+
+    def _collect(self, output_class: int) -> WidthGraph:
+        self._freeze_what_no_rule_placed()
+        names = self._group_names()
+        groups = {
+            name: Group(name, self.atoms.sizes[atom], self.atoms.below[atom]) for atom, name in names.items()
+        }
+        axes, fixed_because = {}, {}
+        scaled = {name for x in self._layers for name in (x.weight, x.bias)}
+        scaled |= {name for x in self._norms for name in (x.weight, x.bias, x.running_mean, x.running_var)}
+        for name, runs in self._parameters.items():
+            resolved = [self.atoms.resolve(axis) for axis in runs]
+            grows = any(run.atom is not None for axis in resolved for run in axis)
+            if grows or name in scaled:
+                axes[name] = tuple(
+                    Axis(tuple(_part(run, names) for run in axis), self._role(name, index, axis))
+                    for index, axis in enumerate(resolved)
+                )
+            rows_grow = any(run.atom is not None for axis in resolved[:1] for run in axis)
+            if not rows_grow and name.endswith("weight") and self._roles[name][:1] == ["out"]:
+                fixed_because[name.rpartition(".")[0]] = self.atoms.why_fixed(runs[0]) or "a single channel"
+        layers = [
+            replace(x, scale_in=self._scale(x.scale_in), scale_out=self._scale(x.scale_out))
+            for x in self._layers
+        ]
+        norms = [replace(norm, scale_in=self._scale(norm.scale_in)) for norm in self._norms]
+        radii = [self._radius(name, axis, names) for name, axis in self._radii.items()]
+        axes |= {radius.length: () for radius in radii if radius.length is not None}
+        individuated_by: dict[str, str] = {}
+        for axis, where in self._individuated:
+            for group in self._groups_on(axis, names):
+                individuated_by.setdefault(group, where)
+        sizes = [(module, size, self.atoms.resolve(axis)) for module, size, axis in self._sizes]
+        parts = [
+            (module, size, tuple(_part(run, names) for run in axis))
+            for module, size, axis in sizes
+            # Channels that no parameter produces have no name.
+            if self._grows(axis) and all(run.atom is None or run.atom in names for run in axis)
+        ]
+        written = written_sizes(self._model, parts)
+        return WidthGraph(
+            groups,
+            axes,
+            tuple(layers),
+            tuple(norms),
+            self.scales.units(),
+            self._scale(output_class),
+            fixed_because,
+            tuple(radius for radius in radii if radius.groups),
+            individuated_by,
+            written=written,
+        )
+
+    def _radius(self, module: str, axis: Runs, names: Mapping[int, str]) -> Radius:
+        length = f"{module}.{LENGTH}" if module else LENGTH
+        known = self._parameters.get(length)
+        return Radius(module, self._groups_on(axis, names), length if known == [] else None)
+
+    def _groups_on(self, axis: Runs, names: Mapping[int, str]) -> tuple[str, ...]:
+        atoms = (run.atom for run in self.atoms.resolve(axis))
+        return tuple(dict.fromkeys(names[atom] for atom in atoms if atom is not None and atom in names))
+
+    def _freeze_what_no_rule_placed(self) -> None:
+        for name, runs in self._parameters.items():
+            for axis, role in zip(runs, self._roles[name], strict=True):
+                if role is None:
+                    self.atoms.freeze(axis, f"{name} is used in a way that growlab has no rule for")
+        produced = {
+            run.atom
+            for name, runs in self._parameters.items()
+            for axis, role in zip(runs, self._roles[name], strict=True)
+            if role == "out"
+            for run in self.atoms.resolve(axis)
+        }
+        for name, runs in self._parameters.items():
+            for axis in runs:
+                for run in self.atoms.resolve(axis):
+                    if run.atom is not None and run.atom not in produced:
+                        self.atoms.freeze((run,), f"{name} consumes channels that no layer produces")
+
+    def _group_names(self) -> dict[int, str]:
+        names: dict[int, str] = {}
+        # Layers as they run, then what else produces channels.
+        order = dict.fromkeys([layer.weight for layer in self._layers] + list(self._parameters))
+        for name in order:
+            for axis, role in zip(self._parameters[name], self._roles[name], strict=True):
+                if role != "out":
+                    continue
+                for run in self.atoms.resolve(axis):
+                    if run.atom is not None and run.atom not in names:
+                        base = name.rpartition(".")[0] or name
+                        taken = sum(other == base or other.startswith(f"{base}#") for other in names.values())
+                        names[run.atom] = base if not taken else f"{base}#{taken + 1}"
+        return names
+
+    def _role(self, name: str, index: int, axis: Runs) -> Role:
+        grows = any(run.atom is not None for run in axis)
+        return (self._roles[name][index] or "fixed") if grows else "fixed"
+
+    def _scale(self, scale: int) -> int:
+        return self.scales.find(scale)
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    """The first name of every parameter and buffer, by any of its names."""
+    first: dict[int, str] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def _part(run: Run, names: Mapping[int, str]) -> Part:
+    return (
+        Part(None, run.outer * run.inner) if run.atom is None else Part(names[run.atom], run.outer, run.inner)
+    )

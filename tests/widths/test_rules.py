@@ -1,0 +1,289 @@
+"""A channel rule a row: what grows around an operation, and that it grows exactly, to a network as it was built."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab.growth import Net2Net, VarianceTransfer, grow, make_schedule, plant
+from growlab.widths import Written, trace
+from tests.cases import outputs, roughen
+
+IMAGE, TOKENS, ROW = (3, 6, 6), (5, 8), (8,)
+
+
+class Around(nn.Module):
+    """Some layers by name and a function that uses them."""
+
+    def __init__(
+        self, function: Callable[..., Tensor], **layers: nn.Module | nn.Parameter | int | tuple
+    ) -> None:
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+@dataclass(frozen=True)
+class RuleCase:
+    """A small network around one operation.
+
+    Attributes:
+        build: makes it at full width.
+        input_shape: of one sample.
+        groups: full width of the groups that must be found.
+        written: attributes of modules that must follow the widths.
+    """
+
+    build: Callable[[], nn.Module]
+    input_shape: tuple[int, ...]
+    groups: Mapping[str, int]
+    written: frozenset[Written] = field(default_factory=frozenset)
+
+
+def conv(inside: int, outside: int) -> nn.Conv2d:
+    return nn.Conv2d(inside, outside, 1)
+
+
+def on_images(function: Callable[[Tensor], Tensor], width: int = 8, after: int | None = None) -> nn.Module:
+    """Two convolutions around a function; `after`: channels that it leaves."""
+    return Around(
+        lambda net, x: net.head(function(net.inside(x)).mean((2, 3))),
+        inside=conv(3, width),
+        head=nn.Linear(after or width, 4),
+    )
+
+
+def around_layer(layer: nn.Module, width: int = 8, after: int | None = None) -> nn.Module:
+    """Two layers around a third on images."""
+    return Around(
+        lambda net, x: net.head(net.layer(net.inside(x)).square().mean((2, 3))),
+        inside=conv(3, width),
+        layer=layer,
+        head=nn.Linear(after or width, 4),
+    )
+
+
+def fused_attention(net: nn.Module, x: Tensor) -> Tensor:
+    batch, tokens, _ = x.shape
+    qkv = net.qkv(x).reshape(batch, tokens, 3, net.num_heads, -1).permute(2, 0, 3, 1, 4)
+    bias = net.table[net.positions].permute(2, 0, 1)
+    x = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], attn_mask=bias)
+    return net.head(x.transpose(1, 2).reshape(batch, tokens, net.attn_dim).mean(1))
+
+
+def separate_attention(net: nn.Module, x: Tensor) -> Tensor:
+    heads = [layer(x).unflatten(2, (-1, 3)).transpose(1, 2) for layer in (net.q, net.k, net.v)]
+    weights = (heads[0] @ heads[1].transpose(-2, -1) * net.temperature).softmax(-1)
+    return net.head((weights @ heads[2]).transpose(1, 2).flatten(2).mean(1))
+
+
+def recurrent(net: nn.Module, x: Tensor) -> Tensor:
+    x, _ = net.lstm(F.relu(net.inside(x)))
+    return net.head(F.relu(net.hidden(x)).mean(1))
+
+
+def split_by_attribute(net: nn.Module, x: Tensor) -> Tensor:
+    values, gates = torch.split(net.inside(x), net.sizes, dim=1)
+    return net.head(torch.cat([F.silu(gates), net.norm(values)], 1))
+
+
+def under_autocast(net: nn.Module, x: Tensor) -> Tensor:
+    x = F.relu(net.inside(x))
+    with torch.autocast(x.device.type, enabled=False):
+        x = torch.tanh(net.middle(x))
+    return net.head(x)
+
+
+def embedded(net: nn.Module, x: Tensor) -> Tensor:
+    return net.head(F.relu(net.embed((x > 0).long())).mean(1))
+
+
+HEADS = frozenset({Written("", "num_heads"), Written("", "attn_dim")})
+CASES = {
+    "transposed convolution": RuleCase(
+        lambda: around_layer(nn.ConvTranspose2d(8, 6, 3, stride=2), after=6), IMAGE, {"inside": 8, "layer": 6}
+    ),
+    "depthwise transposed convolution": RuleCase(
+        lambda: around_layer(nn.ConvTranspose2d(8, 8, 3, stride=2, groups=8)), IMAGE, {"inside": 8}
+    ),
+    "grouped transposed convolution": RuleCase(
+        lambda: around_layer(nn.ConvTranspose2d(8, 8, 3, groups=2)), IMAGE, {}
+    ),
+    "transposed convolution in 1d": RuleCase(
+        lambda: Around(
+            lambda net, x: net.head(net.layer(net.inside(x)).mean(2)),
+            inside=nn.Conv1d(5, 8, 1),
+            layer=nn.ConvTranspose1d(8, 6, 2),
+            head=nn.Linear(6, 4),
+        ),
+        TOKENS,
+        {"inside": 8, "layer": 6},
+    ),
+    "pixel shuffle": RuleCase(
+        lambda: on_images(lambda x: F.pixel_shuffle(x, 2), 24, after=6), IMAGE, {"inside": 6}
+    ),
+    "pixel unshuffle": RuleCase(
+        lambda: on_images(lambda x: F.pixel_unshuffle(x, 2), after=32), IMAGE, {"inside": 8}
+    ),
+    "nearest interpolation": RuleCase(
+        lambda: on_images(lambda x: F.interpolate(x, scale_factor=2)), IMAGE, {"inside": 8}
+    ),
+    "bilinear interpolation": RuleCase(
+        lambda: on_images(lambda x: F.interpolate(x, (9, 7), mode="bilinear", antialias=True)),
+        IMAGE,
+        {"inside": 8},
+    ),
+    "instance norm": RuleCase(lambda: around_layer(nn.InstanceNorm2d(8, affine=True)), IMAGE, {"inside": 8}),
+    "a group a channel": RuleCase(
+        lambda: around_layer(nn.GroupNorm(8, 8)),
+        IMAGE,
+        {"inside": 8},
+        frozenset({Written("layer", "num_groups"), Written("layer", "num_channels")}),
+    ),
+    "group norm": RuleCase(lambda: around_layer(nn.GroupNorm(2, 8)), IMAGE, {}),
+    "a slope per channel": RuleCase(lambda: around_layer(nn.PReLU(8)), IMAGE, {"inside": 8}),
+    "rms norm": RuleCase(
+        lambda: nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 6), nn.RMSNorm(6), nn.Linear(6, 4)),
+        ROW,
+        {"0": 6},
+    ),
+    "a layer scale that is reshaped": RuleCase(
+        lambda: Around(
+            lambda net, x: net.head((net.inside(x) * net.gamma.view(1, -1, 1, 1)).mean((2, 3))),
+            inside=conv(3, 8),
+            gamma=nn.Parameter(torch.randn(8)),
+            head=nn.Linear(8, 4),
+        ),
+        IMAGE,
+        {"inside": 8},
+    ),
+    "glu": RuleCase(lambda: on_images(lambda x: F.glu(x, 1), 12, after=6), IMAGE, {"inside": 6}),
+    "where": RuleCase(
+        lambda: on_images(lambda x: torch.where(x > 0, x, 0.1 * x).masked_fill(x < -1, 0)),
+        IMAGE,
+        {"inside": 8},
+    ),
+    "stack": RuleCase(lambda: on_images(lambda x: torch.stack([x, -x], 1).amax(1)), IMAGE, {"inside": 8}),
+    "repeat": RuleCase(lambda: on_images(lambda x: x.repeat(1, 2, 1, 1), after=16), IMAGE, {"inside": 8}),
+    "norm over pixels": RuleCase(
+        lambda: on_images(lambda x: x / (1 + x.norm(dim=(2, 3), keepdim=True))), IMAGE, {"inside": 8}
+    ),
+    "softmax over pixels": RuleCase(
+        lambda: on_images(lambda x: x * x.flatten(2).softmax(2).unflatten(2, (6, 6))), IMAGE, {"inside": 8}
+    ),
+    "embedding": RuleCase(
+        lambda: Around(embedded, embed=nn.Embedding(2, 6), head=nn.Linear(6, 4)), ROW, {"embed": 6}
+    ),
+    "fused attention": RuleCase(
+        lambda: Around(
+            fused_attention,
+            qkv=nn.Linear(8, 3 * 4 * 5),
+            table=nn.Parameter(torch.randn(9, 4)),
+            positions=nn.Buffer(torch.arange(25).reshape(5, 5) % 9),
+            num_heads=4,
+            attn_dim=20,
+            head=nn.Linear(20, 4),
+        ),
+        TOKENS,
+        {"qkv": 4},
+        HEADS,
+    ),
+    "separate attention": RuleCase(
+        lambda: Around(
+            separate_attention,
+            q=nn.Linear(8, 12),
+            k=nn.Linear(8, 12),
+            v=nn.Linear(8, 12),
+            temperature=nn.Parameter(torch.rand(4, 1, 1)),
+            head=nn.Linear(12, 4),
+        ),
+        TOKENS,
+        {"q": 4},
+    ),
+    "multi-head attention of torch": RuleCase(
+        lambda: Around(
+            lambda net, x: net.head(net.hidden(net.attend(x, x, x)[0]).mean(1)),
+            attend=nn.MultiheadAttention(8, 2, batch_first=True),
+            hidden=nn.Linear(8, 6),
+            head=nn.Linear(6, 4),
+        ),
+        TOKENS,
+        {"attend.out_proj": 8, "hidden": 6},
+    ),
+    "lstm": RuleCase(
+        lambda: Around(
+            recurrent,
+            inside=nn.Linear(8, 6),
+            lstm=nn.LSTM(6, 5, batch_first=True),
+            hidden=nn.Linear(5, 8),
+            head=nn.Linear(8, 4),
+        ),
+        TOKENS,
+        {"hidden": 8},
+    ),
+    "split by an attribute": RuleCase(
+        lambda: Around(
+            split_by_attribute,
+            inside=nn.Linear(8, 10),
+            norm=nn.BatchNorm1d(4),
+            sizes=(4, 6),
+            head=nn.Linear(10, 4),
+        ),
+        ROW,
+        {"inside": 4, "inside#2": 6},
+        frozenset({Written("", "sizes", 0), Written("", "sizes", 1)}),
+    ),
+    # No tensor tells one part's width from the other's.
+    "split by an attribute that cannot follow": RuleCase(
+        lambda: Around(
+            split_by_attribute,
+            inside=nn.Linear(8, 10),
+            norm=nn.Identity(),
+            sizes=(4, 6),
+            head=nn.Linear(10, 4),
+        ),
+        ROW,
+        {},
+    ),
+    "under autocast": RuleCase(
+        lambda: Around(under_autocast, inside=nn.Linear(8, 6), middle=nn.Linear(6, 7), head=nn.Linear(7, 4)),
+        ROW,
+        {"inside": 6, "middle": 7},
+    ),
+}
+
+
+@pytest.mark.parametrize("method", [VarianceTransfer(), Net2Net()], ids=lambda method: method.name)
+@pytest.mark.parametrize("name", CASES)
+def test_a_network_grows_exactly_around(name, method):
+    case = CASES[name]
+    torch.manual_seed(0)
+    network = case.build().double()
+    example = torch.randn(4, *case.input_shape, dtype=torch.float64)
+    graph = trace(network, example)
+    assert graph.full_widths == case.groups
+    assert set(graph.written) == case.written
+    fresh = copy.deepcopy(network)
+    widths = make_schedule(3, 1, num_stages=3).widths(graph)
+    state = plant(network, graph, method, widths[0], seed=0)
+    roughen(network)
+    for stage in widths[1:]:
+        before = outputs(network, example, False)
+        event = grow(network, graph, method, state, stage, seed=0, probe=(example,))
+        assert event.parity_error_eval < 1e-12
+        torch.testing.assert_close(outputs(network, example, False) * event.output_factor, before)
+    assert not case.groups or before.abs().max() > 1e-3
+    fresh.load_state_dict(network.state_dict(), strict=True)
+    assert repr(fresh) == repr(network)
+    for place in case.written:
+        kept = [getattr(net.get_submodule(place.module), place.attribute) for net in (network, fresh)]
+        assert kept[0] == kept[1]
+    assert torch.equal(outputs(fresh, example, False), outputs(network, example, False))
