@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class Settings(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Table:
     """How one weight is cut into blocks of rows of one kind.
 
@@ -117,6 +117,14 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
             return None
 
 
+@lru_cache(maxsize=32)
+def _joined(tables: tuple[Table, ...]) -> Tensor:
+    """The blocks of several weights, each with its weight's place in the list."""
+    blocks = torch.cat([table.blocks for table in tables])
+    blocks[:, 0] = torch.cat([torch.full((len(table.blocks),), i) for i, table in enumerate(tables)])
+    return blocks
+
+
 def step(
     name: str,
     settings: Settings,
@@ -151,9 +159,7 @@ def step(
         shape = (table.columns, num_regions, table.runs.shape[1])
         rows.append((param.data_ptr(), *pointers, grad.data_ptr(), values, table.runs.data_ptr(), *shape))
     weights = torch.tensor(rows, dtype=torch.int64)
-    counts = torch.tensor([len(table.blocks) for table in tables])
-    blocks = torch.cat([table.blocks for table in tables])
-    blocks[:, 0] = torch.repeat_interleave(torch.arange(num_params), counts)
+    blocks = _joined(tuple(tables))
     sums = torch.zeros(len(blocks), num_regions, dtype=torch.float64) if summed else None
     failed = getattr(kernels, name)(
         *(ctypes.c_void_p(t.data_ptr()) for t in (weights, blocks)),
