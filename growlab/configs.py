@@ -24,6 +24,7 @@ Correction = StrEnum("Correction", ["bias", "batch", "none"])
 Shape = StrEnum("Shape", ["cosine", "constant"])
 Restarts = StrEnum("Restarts", ["none", "stage"])
 BatchRule = StrEnum("BatchRule", ["none", "linear", "sqrt"])
+BatchSizeOf = StrEnum("BatchSizeOf", ["last", "first"])
 OptimizerState = StrEnum("OptimizerState", ["auto", "inherit", "reset", "zero_new"])
 
 
@@ -110,6 +111,8 @@ class ScheduleConfig:
     width_growth_rate: float | None = MISSING
     batch_growth_rate: float = MISSING
     max_batch_size: int | None = MISSING
+    max_batch_size_per_device: int | None = MISSING
+    batch_size_of: BatchSizeOf = MISSING
     epochs: list[int] | None = MISSING
     widths: list[float] | None = MISSING
     batch_sizes: list[int] | None = MISSING

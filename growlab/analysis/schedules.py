@@ -21,6 +21,8 @@ _WORDS = {
     "widths": "widths {}",
     "batch_sizes": "batches {}",
     "max_batch_size": "batch at most {}",
+    "max_batch_size_per_device": "batch at most {} a device",
+    "batch_size_of": "batch size of the {} stage",
 }
 _PREFIX = "schedule."
 _FRACTIONS = {0.5: "1/2", 0.25: "1/4", 0.125: "1/8"}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from math import floor
+from typing import Literal
 
 from growlab.widths import WidthGraph
 
@@ -135,33 +136,45 @@ def stage_batch_sizes(
     growth_rate: Number,
     max_batch_size: int | None = None,
     multiple: int = 1,
+    given: Literal["last", "first"] = "last",
 ) -> list[int]:
-    """Global batch size of each stage, from the last backwards: `B_{t-1} = B_t + round(p_b B_t)` (Eq. 8).
+    """Global batch size of each stage: `B_{t-1} = B_t + round(p_b B_t)` (Eq. 8).
 
     Args:
         num_stages: N.
-        batch_size: of the last stage, B_base.
+        batch_size: of the last stage, B_base, from which the others follow backwards; or of the first one, from
+            which they follow forwards by the inverse, `B_t = round(B_{t-1} / (1 + p_b))`.
         growth_rate: p_b; 0 keeps the batch size.
         max_batch_size: upper limit, or None.
-        multiple: sizes before the last are rounded to the nearest multiple of it, under the limit: the number of
-            processes that a batch is divided among.
+        multiple: sizes other than the given one are rounded to the nearest multiple of it, under the limit: the
+            number of processes that a batch is divided among.
+        given: which stage `batch_size` is of.
 
     Raises:
-        ValueError: the limit is below the last stage's batch size, or the rate is negative.
+        ValueError: the limit is below the given batch size, or the rate is negative.
     """
     if max_batch_size is not None and max_batch_size < batch_size:
         raise ValueError(
-            f"schedule.max_batch_size={max_batch_size} is below the last stage's batch size {batch_size}."
+            f"schedule.max_batch_size={max_batch_size} is below the {given} stage's batch size {batch_size}."
         )
-    if growth_rate < 0:
+    rate = exact(growth_rate)
+    if rate < 0:
         raise ValueError(f"schedule.batch_growth_rate must not be negative, not {growth_rate}.")
     sizes = [batch_size]
+    if given == "first":
+        for _ in range(num_stages - 1):
+            sizes.append(floor(sizes[-1] / (1 + rate) + Fraction(1, 2)))
+        return [batch_size, *(max(multiple, _nearest(size, multiple)) for size in sizes[1:])]
     for _ in range(num_stages - 1):
-        size = sizes[0] + floor(exact(growth_rate) * sizes[0] + Fraction(1, 2))
+        size = sizes[0] + floor(rate * sizes[0] + Fraction(1, 2))
         sizes.insert(0, size if max_batch_size is None else min(size, max_batch_size))
     limit = sizes[0] + multiple if max_batch_size is None else max_batch_size // multiple * multiple
-    rounded = (multiple * floor(Fraction(size, multiple) + Fraction(1, 2)) for size in sizes[:-1])
+    rounded = (_nearest(size, multiple) for size in sizes[:-1])
     return [*(max(batch_size, min(size, limit)) for size in rounded), batch_size]
+
+
+def _nearest(size: int, multiple: int) -> int:
+    return multiple * floor(Fraction(size, multiple) + Fraction(1, 2))
 
 
 def make_schedule(
@@ -175,6 +188,8 @@ def make_schedule(
     width_growth_rate: Number | None = 0.2,
     batch_growth_rate: Number = 0.0,
     max_batch_size: int | None = None,
+    max_batch_size_per_device: int | None = None,
+    batch_size_of: Literal["last", "first"] = "last",
     epochs: Sequence[int] | None = None,
     widths: Sequence[Number] | None = None,
     batch_sizes: Sequence[int] | None = None,
@@ -184,7 +199,7 @@ def make_schedule(
 
     Args:
         total_epochs: epochs of the whole run; ignored where `epochs` is given.
-        batch_size: of the last stage.
+        batch_size: of the last stage, or of the first.
         num_stages: N; where lists are given, their length counts.
         initial_epochs: T_0; None takes `initial_fraction` of all epochs.
         initial_fraction: T_0 / T_total where `initial_epochs` is None.
@@ -193,6 +208,8 @@ def make_schedule(
         width_growth_rate: p_c, or None for equal steps to full width.
         batch_growth_rate: p_b.
         max_batch_size: upper limit of the batch size.
+        max_batch_size_per_device: upper limit of each process's part of it.
+        batch_size_of: the stage that `batch_size` is of, "last" or "first".
         epochs: epochs of each stage.
         widths: relative width of each stage; the last must be 1.
         batch_sizes: batch size of each stage.
@@ -222,11 +239,20 @@ def make_schedule(
         if widths is None
         else [exact(width) for width in widths]
     )
-    sizes = (
-        stage_batch_sizes(num_stages, batch_size, batch_growth_rate, max_batch_size, num_processes)
-        if batch_sizes is None
-        else batch_sizes
-    )
+    limits = [max_batch_size, max_batch_size_per_device and max_batch_size_per_device * num_processes]
+    limit = min((size for size in limits if size is not None), default=None)
+    if batch_sizes is None:
+        if max_batch_size_per_device is not None and batch_size > max_batch_size_per_device * num_processes:
+            raise ValueError(
+                f"schedule.max_batch_size_per_device={max_batch_size_per_device} leaves no room for the "
+                f"{batch_size_of} stage's batch of {batch_size} on {num_processes} devices; take more of them, or "
+                "trainer.accumulate_grad_batches with a smaller data.batch_size."
+            )
+        sizes = stage_batch_sizes(
+            num_stages, batch_size, batch_growth_rate, limit, num_processes, batch_size_of
+        )
+    else:
+        sizes = list(batch_sizes)
     if any(epoch < 1 for epoch in epochs) or any(size < 1 for size in sizes):
         raise ValueError("every stage needs at least one epoch and a batch size of at least 1.")
     uneven = sorted({size for size in sizes if size % num_processes})

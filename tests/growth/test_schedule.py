@@ -112,6 +112,23 @@ def test_early_stages_have_the_larger_batches(num_stages, batch_size, rate, limi
         assert before == (grown if limit is None else min(grown, limit))
 
 
+@given(st.integers(2, 12), st.integers(1, 512), st.floats(0, 1), st.sampled_from([1, 2, 8]))
+def test_forwards_is_the_inverse_of_backwards(num_stages, batch_size, rate, num_processes):
+    """Eq. 8 leads back to the very sizes; divided among processes, to within what rounding moves."""
+    backwards = stage_batch_sizes(num_stages, batch_size, rate)
+    assert stage_batch_sizes(num_stages, backwards[0], rate, given="first") == backwards
+    divided = stage_batch_sizes(num_stages, 8 * backwards[0], rate, multiple=num_processes, given="first")
+    whole = stage_batch_sizes(num_stages, 8 * backwards[0], rate, given="first")
+    for size, exact in zip(divided, whole, strict=True):
+        assert size % num_processes == 0 and abs(size - exact) <= num_processes
+
+
+def test_batches_stay_within_what_a_device_holds():
+    settings = {"batch_growth_rate": 0.5, "num_stages": 4, "num_processes": 2, "max_batch_size": 300}
+    assert make_schedule(9, 64, **settings).batch_sizes == (216, 144, 96, 64)
+    assert make_schedule(9, 64, max_batch_size_per_device=50, **settings).batch_sizes == (100, 100, 96, 64)
+
+
 def test_equal_steps_and_fixed_rates():
     assert width_fractions(3, 0.25, 1) == [Fraction(1, 4), Fraction(1, 2), 1]
     halfway = width_fractions(3, 0.25, None)
@@ -147,6 +164,7 @@ def test_explicit_lists():
         ({"width_growth_rate": -0.1}, "width_growth_rate must not be negative"),
         ({"batch_growth_rate": -0.1}, "batch_growth_rate must not be negative"),
         ({"max_batch_size": 16}, "schedule.max_batch_size=16 is below"),
+        ({"max_batch_size_per_device": 16}, "max_batch_size_per_device=16 leaves no room"),
         ({"num_stages": 0}, "at least one stage"),
         ({"total_epochs": 0}, "at least one epoch"),
         ({"epochs": [1, 2], "widths": [1]}, "schedule.epochs has 2, schedule.widths has 1"),
