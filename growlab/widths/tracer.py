@@ -148,7 +148,9 @@ class Tracer:
 
     def parameter_axis(self, value: Value, role: Role, axis: Runs, dimension: int = 0) -> Runs:
         """Let one dimension of a parameter or buffer carry the channels of an axis."""
-        self.atoms.unify(value.axes[dimension], axis, "a parameter laid out otherwise than the activations")
+        self.atoms.unify(
+            value.axes[dimension], axis, "a parameter beside channels that keep their full width"
+        )
         self._set_role(value, dimension, role)
         return value.axes[dimension]
 

@@ -156,5 +156,7 @@ def _broadcast(tracer: "Tracer", node: Any, operands: Sequence[Value]) -> Value:
             if tracer.atoms.length(axes[index]) == 1:
                 axes[index] = axis
             else:
-                tracer.atoms.unify(axes[index], axis, "added or multiplied with channels laid out otherwise")
+                tracer.atoms.unify(
+                    axes[index], axis, "added to or multiplied with channels that keep their full width"
+                )
     return Value(shape, tuple(axes), operands[0].scale)
