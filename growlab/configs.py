@@ -21,7 +21,7 @@ GrowthMode = StrEnum("GrowthMode", ["scaffold", "scheduled"])
 Importance = StrEnum("Importance", ["singular_value", "gradient"])
 Columns = StrEnum("Columns", ["orthogonal", "zero", "copy", "random"])
 Correction = StrEnum("Correction", ["bias", "batch", "none"])
-Shape = StrEnum("Shape", ["cosine", "constant"])
+Shape = StrEnum("Shape", ["cosine", "constant", "steps"])
 Restarts = StrEnum("Restarts", ["none", "stage"])
 BatchRule = StrEnum("BatchRule", ["none", "linear", "sqrt"])
 BatchSizeOf = StrEnum("BatchSizeOf", ["last", "first"])
@@ -96,6 +96,8 @@ class LearningRateConfig:
     warmup_epochs: float = MISSING
     restarts: Restarts = MISSING
     batch_rule: BatchRule = MISSING
+    milestones: list[float] = MISSING
+    decay: float = MISSING
 
 
 @dataclass
@@ -151,6 +153,7 @@ class MainConfig:
     logger: Any = MISSING
     checkpoint: CheckpointConfig = MISSING
     ema: AverageConfig = MISSING
+    study: Any = MISSING
     name: str = MISSING
     seed: int = MISSING
     ckpt_path: str | None = MISSING
@@ -161,6 +164,7 @@ class MainConfig:
     probe_size: int = MISSING
     check_ranks: bool = MISSING
     log_rates_every_n_steps: int = MISSING
+    log_layers_every_n_steps: int | None = MISSING
 
 
 @dataclass

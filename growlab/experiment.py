@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from growlab.analysis.figures import write_run_figures
 from growlab.analysis.run_table import print_results
@@ -27,6 +28,7 @@ from growlab.errors import Stopped, UserError
 from growlab.files import remove_unfinished, write_json, write_text
 from growlab.growth import FixedSize, GrowthMethod, WidthDecision, fold_output_factor, plant
 from growlab.processes import is_first, started_elsewhere, world_size
+from growlab.studies.running import run_study
 from growlab.training import GrowthCallback, GrowthProgress, RunRecorder, Task
 from growlab.training.checkpoints import (
     AtomicCheckpointIO,
@@ -36,6 +38,7 @@ from growlab.training.checkpoints import (
     usable_checkpoint,
 )
 from growlab.training.distributed import check_strategy, cluster_environment
+from growlab.training.layer_statistics import LayerStatistics, held_out
 from growlab.training.loggers import WandbRecords, finish, run_name
 from growlab.training.plan import Plan, carried_out, make_plan
 from growlab.training.provenance import git_commit, machine, versions
@@ -71,7 +74,11 @@ def run(cfg: DictConfig) -> None:
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
         with _plain_errors(), _quiet_libraries():
-            _run(cfg, run_dir)
+            if cfg.study is None:
+                _run(cfg, run_dir)
+            else:
+                _check(cfg)
+                run_study(cfg, run_dir)
     except Stopped as stop:
         raise Stopped(stop.signal, f"{stop.sentence}; resume with: {_resume_command(run_dir)}") from None
 
@@ -128,12 +135,14 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
         progress.on_growth(trainer, receipt)
 
     rank_check = RankCheck(cfg.check_ranks)
+    every = cfg.log_layers_every_n_steps
+    layers = [] if every is None else [LayerStatistics(run_dir, *held_out(data), every)]
     growth = GrowthCallback(data.probe_batch(cfg.probe_size), str(cfg.optimizer_state), on_event, rank_check)
     with _loggers(cfg, run_id) as loggers:
         policy, writer = hydra.utils.instantiate(cfg.checkpoint), AtomicCheckpointIO()
         saving = SaveCheckpoints(last_checkpoint(run_dir), writer, policy, resumed=checkpoint)
         records = WandbRecords(loggers)
-        callbacks = [growth, progress, recorder, records, rank_check, saving]
+        callbacks = [growth, progress, recorder, records, rank_check, *layers, saving]
         trainer = _trainer(cfg, run_dir, loggers, callbacks, [writer], plan, data)
         if trainer.is_global_zero:
             write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
@@ -174,11 +183,20 @@ def _weights(task: Task) -> dict[str, nn.Module]:
 
 
 def _trace(network: nn.Module, data: ImageData, method: GrowthMethod, opaque: list[str]) -> WidthGraph:
+    keeps_size = isinstance(method, FixedSize) and method.width_multiple == 1.0
+    nothing = WidthGraph({}, {}, (), (), frozenset(), 0)
+    if any(is_parametrized(module) for module in network.modules()):
+        if keeps_size:
+            return nothing
+        raise UserError(
+            "a network whose weights are computed from others does not grow as it is: take the plain network as "
+            "model with growth=hyperfan, or train this one with growth=none."
+        )
     try:
         return trace(network, data.probe_batch(2), opaque, method.follows_norms)
     except UnsupportedOperation:
-        if isinstance(method, FixedSize) and method.width_multiple == 1.0:
-            return WidthGraph({}, {}, (), (), frozenset(), 0)
+        if keeps_size:
+            return nothing
         raise
 
 

@@ -37,6 +37,7 @@ RULES = {
     "data": rule(),
     "analysis": rule("widths"),
     "training": rule("widths growth optim analysis data"),
+    "studies": rule("hypernets networks growth analysis training", packages="torch hydra omegaconf"),
     "configs": rule(packages="hydra omegaconf"),
     "configuration": rule("configs", packages="hydra omegaconf"),
     "explain": rule(packages="hydra omegaconf yaml"),
@@ -48,13 +49,14 @@ RULES = {
     "resuming": rule("configuration", packages="hydra omegaconf"),
     "processes": rule(packages="hydra omegaconf torch"),
     "sweeps": rule("analysis processes experiment training", packages="hydra omegaconf"),
-    "experiment": rule("networks widths growth optim data training analysis configuration processes"),
+    "experiment": rule("studies networks widths growth optim data training analysis configuration processes"),
     "__main__": rule(
         "configuration explain experiment resuming processes sweeps", packages="hydra omegaconf"
     ),
     "__init__": rule(packages=""),
 }
 CONFIGURED = {
+    "studies",
     "__main__",
     "experiment",
     "configuration",

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from growlab.analysis.comparison import compare
 from growlab.analysis.curves import learning_curves
 from growlab.analysis.frontier import frontier
+from growlab.analysis.layer_figures import at_start, loss_over_steps, over_training
 from growlab.analysis.region_figures import has_rate_factors, rate_factors, region_norms
 from growlab.analysis.resources import resources
 from growlab.analysis.results import Run, open_run
@@ -73,6 +74,16 @@ FIGURES: dict[str, Draw] = {
     "resources": _plain("resources", resources),
     "frontier": _plain("frontier", frontier),
     "compare": _plain("compare", compare),
+    "loss_over_steps": _plain("loss_over_steps", loss_over_steps),
+    **{
+        f"{plural}_{when}": _plain(f"{plural}_{when}", make(quantity))
+        for quantity, plural in (
+            ("activation", "activations"),
+            ("gradient", "gradients"),
+            ("weight", "weights"),
+        )
+        for when, make in (("at_start", at_start), ("over_training", over_training))
+    },
 }
 
 

@@ -3,6 +3,7 @@
 from growlab.hypernets.growth import Hyperfan
 from growlab.hypernets.initialisations import INITIALISATIONS, Emission, Initialisation
 from growlab.hypernets.modules import Chunks, Embedding, Emitted
+from growlab.hypernets.networks import MonteCarlo, hypernetwork
 from growlab.hypernets.parametrise import Hypernet, emitted, materialize, parametrise
 from growlab.hypernets.width_graph import emitted_graph
 
@@ -15,8 +16,10 @@ __all__ = [
     "Hyperfan",
     "Hypernet",
     "Initialisation",
+    "MonteCarlo",
     "emitted",
     "emitted_graph",
+    "hypernetwork",
     "materialize",
     "parametrise",
 ]

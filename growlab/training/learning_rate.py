@@ -11,7 +11,7 @@ from growlab.errors import UserError
 from growlab.growth import Schedule
 
 _CHOICES = {
-    "shape": ("cosine", "constant"),
+    "shape": ("cosine", "constant", "steps"),
     "restarts": ("none", "stage"),
     "batch_rule": ("none", "linear", "sqrt"),
 }
@@ -22,19 +22,23 @@ class LearningRate:
     """How the rate runs; the base rate is the optimizer's own `lr`.
 
     Attributes:
-        shape: "cosine" from the base rate to 0, or "constant".
+        shape: "cosine" from the base rate to 0, "constant", or "steps", constant but for the milestones.
         warmup_epochs: epochs of linear rise from 0 at the beginning.
         restarts: run the shape once over the whole run ("none"), or anew in each stage ("stage").
         batch_rule: scale the rate with the stage's batch size over the last stage's: "none", "linear", "sqrt".
+        milestones: epochs of the run at which "steps" multiplies the rate by `decay`.
+        decay: that factor.
 
     Raises:
         ValueError: a value is none of these.
     """
 
-    shape: Literal["cosine", "constant"] = "cosine"
+    shape: Literal["cosine", "constant", "steps"] = "cosine"
     warmup_epochs: float = 0.0
     restarts: Literal["none", "stage"] = "none"
     batch_rule: Literal["none", "linear", "sqrt"] = "none"
+    milestones: Sequence[float] = ()
+    decay: float = 0.1
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -75,6 +79,8 @@ class LearningRate:
             return scale * progress / self.warmup_epochs
         if self.shape == "constant":
             return scale
+        if self.shape == "steps":
+            return scale * self.decay ** sum(progress >= milestone for milestone in self.milestones)
         begin, end = self.warmup_epochs, float(schedule.total_epochs)
         if self.restarts == "stage":
             begin = max(begin, schedule.starts[stage])

@@ -72,3 +72,10 @@ def test_what_is_no_schedule_is_refused(wrong: dict) -> None:
 def test_a_warm_up_without_end_is_refused() -> None:
     with pytest.raises(UserError, match="leaves none of 6 epochs"):
         LearningRate(warmup_epochs=6).factor_at_step(SCHEDULE, STEPS)
+
+
+def test_steps_fall_at_milestones() -> None:
+    got = factors(LearningRate("steps", milestones=[2, 4.5], decay=0.1))
+    assert got[: STARTS[2]] == [1] * STARTS[2]
+    assert got[STARTS[2] : STARTS[4] + 2] == pytest.approx([0.1] * (STARTS[4] + 2 - STARTS[2]))
+    assert got[STARTS[4] + 2 : -1] == pytest.approx([0.01] * (len(got) - STARTS[4] - 3))

@@ -1,0 +1,59 @@
+"""Networks with emitted weights, ready for `conf/model`."""
+
+from collections.abc import Callable, Sequence
+from math import log
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.errors import UserError
+from growlab.hypernets.parametrise import Hypernet, parametrise
+
+
+class MonteCarlo(nn.Module):
+    """In eval mode, the logarithm of the mean of a network's class probabilities over several passes.
+
+    Args:
+        network: a network whose passes differ: its embeddings are noisy.
+        samples: number of passes.
+    """
+
+    def __init__(self, network: nn.Module, samples: int) -> None:
+        super().__init__()
+        self.network, self.samples = network, samples
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map a batch to logits, in eval mode to log-probabilities, [B, num_classes]."""
+        if self.training:
+            return self.network(x)
+        passes = [torch.log_softmax(self.network(x), 1) for _ in range(self.samples)]
+        return torch.logsumexp(torch.stack(passes), 0) - log(self.samples)
+
+
+def hypernetwork(
+    image_shape: Sequence[int],
+    num_classes: int,
+    network: Callable[..., nn.Module],
+    monte_carlo_samples: int = 1,
+    **hypernet: Any,
+) -> nn.Module:
+    """A network whose weights a hypernetwork emits; its initialisation is drawn with torch's global generator.
+
+    Args:
+        image_shape: [C, H, W].
+        num_classes: number of logits.
+        network: makes the main network from `image_shape` and `num_classes`.
+        monte_carlo_samples: passes that are averaged in eval mode, for noisy embeddings.
+        hypernet: see `Hypernet`; with `sharing="none"` the network stays a classical one.
+
+    Raises:
+        UserError: a setting is impossible.
+    """
+    if monte_carlo_samples < 1:
+        raise UserError(f"model.monte_carlo_samples={monte_carlo_samples} must be at least 1.")
+    made = network(image_shape=image_shape, num_classes=num_classes)
+    if hypernet.get("sharing") == "none":
+        return made
+    parametrise(made, Hypernet(**hypernet), seed=int(torch.randint(2**31, ())))
+    return made if monte_carlo_samples == 1 else MonteCarlo(made, monte_carlo_samples)

@@ -1,0 +1,314 @@
+"""Continual learning with hypernetworks on three regression tasks (Chang et al. 2020, Section 5.2, Figure 4).
+
+The set-up is von Oswald et al.'s (2020): a main network with two hidden layers of 10 ReLUs, all of whose weights and
+biases a hypernetwork with two hidden layers of 10 emits from an embedding per task; while a task is learnt, a
+regulariser keeps what the hypernetwork emits for earlier tasks.
+"""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import isfinite, sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.analysis import style
+from growlab.files import write_json, write_text
+from growlab.growth.method import generator
+from growlab.hypernets import Hypernet, parametrise
+from growlab.networks import MLP
+
+# Intervals, functions and noise of the three tasks (von Oswald et al. 2020, their code's task set 1), 100 samples each.
+TASKS = (
+    ((-4.0, -2.0), lambda x: x + 3),
+    ((-1.0, 1.0), lambda x: 2 * x**2 - 1),
+    ((2.0, 4.0), lambda x: (x - 3) ** 3),
+)
+_NOISE, _SAMPLES, _HIDDEN = 0.05, 100, 10
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the study does; the defaults are the paper's.
+
+    Attributes:
+        initialisations: those compared.
+        learning_rates: each initialisation is shown at the best of these.
+        num_seeds: runs of each.
+        steps: of SGD a task.
+        batch_size: samples a step.
+        beta: weight of the regulariser.
+        measure_every: steps between measurements.
+    """
+
+    initialisations: Sequence[str]
+    learning_rates: Sequence[float] = (1e-2, 1e-3, 1e-4, 1e-5)
+    num_seeds: int = 15
+    steps: int = 6000
+    batch_size: int = 32
+    beta: float = 0.005
+    measure_every: int = 100
+
+
+@dataclass
+class Curves:
+    """What was measured for every combination of initialisation, rate and seed.
+
+    Attributes:
+        steps: steps done at each measurement, [M], from 0 over all tasks.
+        losses: mean squared error on each task's training samples, [M, T, initialisation, rate, seed].
+    """
+
+    steps: list[int] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+    @property
+    def stacked(self) -> Tensor:
+        """All losses in one tensor."""
+        return torch.stack(self.losses)
+
+
+def continual_regression(run_dir: Path, seed: int = 0, **settings: Any) -> None:
+    """Train all combinations at once and write `losses.csv`, `summary.json` and `losses.png` into the run's folder.
+
+    Args:
+        run_dir: the folder.
+        seed: of everything that is drawn.
+        settings: see `Settings`.
+    """
+    chosen = Settings(**settings)
+    curves = train(chosen, seed)
+    rows = summarise(chosen, curves)
+    write_text(run_dir / "losses.csv", _table(chosen, curves, rows))
+    write_json(run_dir / "summary.json", {"settings": vars(chosen), "seed": seed, "rows": rows})
+    style.save(figure(chosen, curves, rows), run_dir / "losses.png")
+    for row in rows:
+        ends = ", ".join(f"{value:.3g}" for value in row["loss_when_learnt"])
+        print(
+            f"{row['initialisation']:18s} lr {row['learning_rate']:g}: first loss {row['first_loss']:.3g}; "
+            f"tasks when learnt {ends}; mean of all tasks at the end {row['final_loss']:.3g}"
+        )
+
+
+class Stack:
+    """Many hypernetworks of the study side by side, so that a step of all is a few batched products.
+
+    Shape suffixes: E networks, P numbers that one emits, K features, L size of an embedding, S samples, T tasks.
+
+    Args:
+        networks: main networks that `parametrise` with sharing="network" has worked on, alike but for their numbers.
+    """
+
+    def __init__(self, networks: Sequence[MLP]) -> None:
+        self.weights: list[Tensor] = []
+        hidden = [_layers(network)[0].parametrizations.weight[0].features.hidden for network in networks]
+        for layer in range(0, len(hidden[0]), 2):
+            self.weights += [
+                torch.stack([h[layer].weight.detach() for h in hidden]),
+                torch.stack([h[layer].bias.detach() for h in hidden]),
+            ]
+        self.shapes = [
+            getattr(layer, name).shape for layer in _layers(networks[0]) for name in ("weight", "bias")
+        ]
+        outputs = [
+            [parts for layer in _layers(network) for parts in layer.parametrizations.values()]
+            for network in networks
+        ]
+        features = outputs[0][0][0].output.weight.shape[-1]
+        self.weights += [
+            torch.stack(
+                [torch.cat([p[0].output.weight.detach().view(-1, features) for p in own]) for own in outputs]
+            ),
+            torch.stack([torch.cat([p.original.detach().flatten() for p in own]) for own in outputs]),
+        ]
+
+    def emit(self, embedding_EL: Tensor) -> Tensor:
+        """All weights and biases of the main networks, [E, P]."""
+        x = embedding_EL[..., None]
+        for weight, bias in zip(self.weights[:-2:2], self.weights[1:-2:2], strict=True):
+            x = torch.relu(torch.baddbmm(bias[..., None], weight, x))
+        return torch.baddbmm(self.weights[-1][..., None], self.weights[-2], x)[..., 0]
+
+    def predict(self, emitted_EP: Tensor, x_ES1: Tensor) -> Tensor:
+        """Outputs of the main networks with these weights, [E, S, 1]."""
+        pieces = emitted_EP.split([shape.numel() for shape in self.shapes], 1)
+        x, last = x_ES1, len(pieces) - 2
+        for index in range(0, len(pieces), 2):
+            weight = pieces[index].view(-1, *self.shapes[index])
+            x = torch.baddbmm(pieces[index + 1][:, None], x, weight.transpose(1, 2))
+            x = x if index == last else torch.relu(x)
+        return x
+
+
+def train(settings: Settings, seed: int) -> Curves:
+    """Train every combination of initialisation, rate and seed in one batched computation.
+
+    Returns:
+        Losses on all tasks over the steps.
+    """
+    shape = (len(settings.initialisations), len(settings.learning_rates), settings.num_seeds)
+    networks = []
+    for name in settings.initialisations:
+        made = [network(name, seed * settings.num_seeds + number) for number in range(settings.num_seeds)]
+        networks += made * len(settings.learning_rates)
+    stack = Stack(networks)
+    rates = torch.tensor(settings.learning_rates).repeat_interleave(shape[2]).repeat(shape[0])
+    drawn = torch.rand(len(TASKS), shape[2], 2, generator=generator(seed, 0, "embeddings"))
+    embeddings = list(((2 * drawn - 1) * sqrt(3)).repeat(1, shape[0] * shape[1], 1))
+    x_TES1, y_TES1 = _samples(shape, seed)
+    source, curves = generator(seed, 0, "batches"), Curves()
+
+    def measure(step: int) -> None:
+        with torch.no_grad():
+            predicted = [stack.predict(stack.emit(e), x) for e, x in zip(embeddings, x_TES1, strict=True)]
+            errors = [(p - y).square().mean((1, 2)) for p, y in zip(predicted, y_TES1, strict=True)]
+        curves.steps.append(step)
+        curves.losses.append(torch.stack(errors).view(-1, *shape))
+
+    for task in range(len(TASKS)):
+        with torch.no_grad():
+            kept = [stack.emit(e) for e in embeddings[:task]]
+        for step in range(settings.steps):
+            if step % settings.measure_every == 0:
+                measure(task * settings.steps + step)
+            chosen = torch.randint(_SAMPLES, (settings.batch_size,), generator=source)
+            trained = [*stack.weights, embeddings[task]]
+            for tensor in trained:
+                tensor.requires_grad_(True)
+            predicted = stack.predict(stack.emit(embeddings[task]), x_TES1[task][:, chosen])
+            loss_E = (predicted - y_TES1[task][:, chosen]).square().mean((1, 2))
+            for old, target in zip(embeddings, kept, strict=False):
+                loss_E = loss_E + settings.beta / task * (stack.emit(old) - target).square().sum(1)
+            # The networks share nothing, so the sum's gradient is that of each.
+            grads = torch.autograd.grad(loss_E.sum(), trained)
+            with torch.no_grad():
+                moved = [
+                    tensor - rates.view(-1, *[1] * (tensor.dim() - 1)) * grad
+                    for tensor, grad in zip(trained, grads, strict=True)
+                ]
+            stack.weights, embeddings[task] = moved[:-1], moved[-1]
+    measure(len(TASKS) * settings.steps)
+    return curves
+
+
+def network(initialisation: str, seed: int) -> MLP:
+    """The main network, emitted by the hypernetwork; its embedding stands for that of the task."""
+    hypernet = Hypernet(
+        *("network", initialisation),
+        embedding_features=2,
+        hidden_features=(_HIDDEN, _HIDDEN),
+        embedding="trained",
+        biases=True,
+        gain=2.0,
+    )
+    made = MLP(1, [_HIDDEN, _HIDDEN], 1)
+    parametrise(made, hypernet, seed)
+    return made
+
+
+def _layers(network: MLP) -> list[Any]:
+    """The main network's linear layers, in order."""
+    return [module for module in [*network.hidden, network.classifier] if isinstance(module, nn.Linear)]
+
+
+def _samples(shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:
+    """Training samples of every task, of the same seed the same ones: [T, E, S, 1] twice."""
+    xs, ys = [], []
+    for task, ((low, high), function) in enumerate(TASKS):
+        source = generator(seed, task, "samples")
+        x = low + (high - low) * torch.rand(shape[2], _SAMPLES, 1, generator=source)
+        y = function(x) + _NOISE * torch.randn(x.shape, generator=source)
+        xs.append(x.repeat(shape[0] * shape[1], 1, 1))
+        ys.append(y.repeat(shape[0] * shape[1], 1, 1))
+    return torch.stack(xs), torch.stack(ys)
+
+
+def summarise(settings: Settings, curves: Curves) -> list[dict[str, Any]]:
+    """Each initialisation at its best rate: the lowest mean loss on the tasks when each has just been learnt.
+
+    A rate at which a run diverges is not chosen while another is left.
+    """
+    learning = being_learnt(settings, curves)
+    last = [(t + 1) * settings.steps for t in range(len(TASKS))]
+    at = [max(i for i, step in enumerate(curves.steps) if step <= end) for end in last]
+    ends = torch.stack([curves.stacked[i, t] for t, i in enumerate(at)])
+    means = ends.mean((0, 3)).nan_to_num(nan=torch.inf)
+    rows = []
+    for index, name in enumerate(settings.initialisations):
+        best = int(means[index].argmin())
+        losses = curves.stacked[:, :, index, best]
+        rows.append(
+            {
+                "initialisation": name,
+                "learning_rate": settings.learning_rates[best],
+                "rates_that_diverged": [
+                    rate
+                    for rate, mean in zip(settings.learning_rates, means[index].tolist(), strict=True)
+                    if not isfinite(mean)
+                ],
+                "first_loss": _number(learning[0, index, best].mean()),
+                "median_first_loss": _number(learning[0, index, best].median()),
+                "loss_when_learnt": [_number(losses[i, t].mean()) for t, i in enumerate(at)],
+                "standard_error_when_learnt": [
+                    _number(losses[i, t].std() / sqrt(settings.num_seeds)) for t, i in enumerate(at)
+                ],
+                "final_loss_of_tasks": [_number(value) for value in losses[-1].mean(-1)],
+                "final_loss": _number(losses[-1].mean()),
+            }
+        )
+    return rows
+
+
+def being_learnt(settings: Settings, curves: Curves) -> Tensor:
+    """Loss on the task that is learnt at each measurement, [M, initialisation, rate, seed]."""
+    tasks = [min(step // settings.steps, len(TASKS) - 1) for step in curves.steps]
+    return curves.stacked[torch.arange(len(tasks)), torch.tensor(tasks)]
+
+
+def figure(settings: Settings, curves: Curves, rows: Sequence[dict[str, Any]]) -> Any:
+    """Loss on the task being learnt: mean over seeds, with a band of one standard error (Figure 4)."""
+    learning = being_learnt(settings, curves)
+    with style.styled():
+        drawn = style.new_figure(6.4, 3.4)
+        axes = drawn.subplots()
+        for index, row in enumerate(rows):
+            best = list(settings.learning_rates).index(row["learning_rate"])
+            losses = learning[:, index, best]
+            mean, error = losses.mean(1), losses.std(1) / sqrt(max(1, settings.num_seeds))
+            colour = style.PALETTE[index % len(style.PALETTE)]
+            dashes = style.DASHES[index // len(style.PALETTE) % len(style.DASHES)]
+            label = f"{row['initialisation']}, lr {row['learning_rate']:g}"
+            axes.plot(curves.steps, mean, color=colour, linestyle=dashes, linewidth=1, label=label)
+            axes.fill_between(curves.steps, mean - error, mean + error, color=colour, alpha=0.2, linewidth=0)
+        style.mark_growth(axes, [settings.steps * t for t in range(1, len(TASKS))])
+        axes.set_yscale("log")
+        axes.set_xlabel("step; dashed lines: the next task begins")
+        axes.set_ylabel("training loss of the task being learnt")
+        axes.set_xlim(0, curves.steps[-1])
+        drawn.legend(loc="outside right center")
+    return drawn
+
+
+def _table(settings: Settings, curves: Curves, rows: Sequence[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["initialisation", "learning_rate", "step", "loss", "standard_error"])
+    learning = being_learnt(settings, curves)
+    for index, row in enumerate(rows):
+        best = list(settings.learning_rates).index(row["learning_rate"])
+        losses = learning[:, index, best]
+        errors = losses.std(1) / sqrt(settings.num_seeds)
+        for step, mean, error in zip(curves.steps, losses.mean(1).tolist(), errors.tolist(), strict=True):
+            writer.writerow(
+                [row["initialisation"], row["learning_rate"], step, f"{mean:.5g}", f"{error:.5g}"]
+            )
+    return text.getvalue()
+
+
+def _number(value: Tensor) -> float | None:
+    """A number for JSON, which knows no infinity."""
+    return float(value) if isfinite(float(value)) else None

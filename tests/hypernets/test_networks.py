@@ -1,0 +1,121 @@
+"""Networks with emitted weights as `conf/model` makes them, and whole runs with them."""
+
+import csv
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from growlab.errors import UserError
+from growlab.hypernets import MonteCarlo, emitted, hypernetwork
+from growlab.networks import mlp5
+from tests.runs import CommandLine
+
+SMALL = (
+    *(
+        "experiment=hyperfan_mnist",
+        "data=digits",
+        "data.limit_train=60",
+        "data.limit_test=40",
+        "data.batch_size=20",
+    ),
+    *(
+        "data.validation=none",
+        "model.network.width=9",
+        "schedule.total_epochs=2",
+        "log_layers_every_n_steps=2",
+    ),
+)
+
+
+def test_it_is_drawn_with_torchs_generator() -> None:
+    made = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        network = hypernetwork([1, 4, 4], 3, partial(mlp5, width=6), sharing="size", embedding_features=4)
+        made.append(torch.cat([module.weight.detach().flatten() for module, _ in emitted(network)]))
+    assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
+
+
+def test_without_sharing_it_is_the_classical_network() -> None:
+    torch.manual_seed(0)
+    expected = mlp5([1, 4, 4], 3, width=6).state_dict()
+    torch.manual_seed(0)
+    made = hypernetwork([1, 4, 4], 3, partial(mlp5, width=6), sharing="none").state_dict()
+    assert all(torch.equal(expected[name], value) for name, value in made.items())
+
+
+def test_monte_carlo_averages_probabilities_in_eval_mode_alone() -> None:
+    torch.manual_seed(0)
+    factory = partial(mlp5, width=6)
+    network = hypernetwork([1, 4, 4], 3, factory, monte_carlo_samples=7, noise=0.5, embedding_features=4)
+    assert isinstance(network, MonteCarlo)
+    x = torch.randn(5, 1, 4, 4)
+    torch.manual_seed(1)
+    passes = [network.network(x).softmax(1) for _ in range(7)]
+    torch.manual_seed(1)
+    torch.testing.assert_close(network.eval()(x).exp(), torch.stack(passes).mean(0))
+    torch.manual_seed(1)
+    torch.testing.assert_close(network.train()(x).softmax(1), passes[0])
+    with pytest.raises(UserError, match="monte_carlo_samples=0"):
+        hypernetwork([1, 4, 4], 3, factory, monte_carlo_samples=0)
+
+
+def test_a_run_records_its_layers_and_resumes_exactly(cli: CommandLine, tmp_path: Path) -> None:
+    whole = cli(*SMALL, "hydra.run.dir=whole", cwd=tmp_path)
+    assert whole.code == 0, whole.err
+    text = (tmp_path / "whole" / "layers.csv").read_text()
+    rows = list(csv.DictReader(text.splitlines()))
+    # 3 steps an epoch: before steps 0, 2 and 4, and after the last.
+    assert sorted({int(row["step"]) for row in rows}) == [0, 2, 4, 6]
+    layers = ["hidden.0", "hidden.2", "hidden.4", "hidden.6", "hidden.8", "classifier"]
+    for quantity in ("activation", "gradient", "weight", "weight_gradient"):
+        assert [row["layer"] for row in rows if row["quantity"] == quantity and row["step"] == "0"] == layers
+    sizes = {"hidden.0": 64 * 9, "hidden.2": 81, "classifier": 90}
+    for row in rows:
+        if row["quantity"] == "weight" and row["layer"] in sizes:
+            assert sum(map(int, row["counts"].split("|"))) == sizes[row["layer"]]
+            assert float(row["low"]) < float(row["mean"]) < float(row["high"])
+    results = json.loads((tmp_path / "whole" / "results.json").read_text())
+    last = {row["quantity"]: float(row["mean"]) for row in rows if row["layer"] == "network"}
+    assert last["accuracy"] == pytest.approx(results["test_accuracy"], abs=1e-6)
+    assert last["loss"] == pytest.approx(results["test_loss"], rel=1e-5)
+    killed = cli(*SMALL, "hydra.run.dir=run", cwd=tmp_path, fault=("at_step", 5, 9))
+    assert killed.code == -9, killed.err
+    resumed = cli(*SMALL, "hydra.run.dir=run", "ckpt_path=last", cwd=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert (tmp_path / "run" / "layers.csv").read_text() == text
+    one, other = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "run"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_recording_changes_nothing(cli: CommandLine, tmp_path: Path) -> None:
+    for name, every in (("with", "1"), ("without", "null")):
+        outcome = cli(
+            *SMALL,
+            "model.noise=0.1",
+            f"log_layers_every_n_steps={every}",
+            f"hydra.run.dir={name}",
+            cwd=tmp_path,
+        )
+        assert outcome.code == 0, outcome.err
+    one, other = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("with", "without"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("growth=pairs",), "take the plain network as model with growth=hyperfan"),
+        (("growth.width_multiple=0.5",), "take the plain network as model with growth=hyperfan"),
+        (("model.initialisation=lucky",), "initialisation must be one of"),
+        (("log_layers_every_n_steps=0",), "log_layers_every_n_steps=0 must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_sentence(
+    cli: CommandLine, tmp_path: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    outcome = cli(*SMALL, *arguments, cwd=tmp_path)
+    assert outcome.code == 2 and sentence in outcome.err and "Traceback" not in outcome.err

@@ -1,0 +1,98 @@
+"""Continual regression: the batched computation is the hypernetwork's own, and what is left of a run."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from growlab.hypernets import emitted
+from growlab.studies import continual_regression as study
+from tests.runs import CommandLine
+
+
+def embedding_of(network: torch.nn.Module) -> torch.nn.Parameter:
+    return network.classifier.parametrizations.weight[0].features.embedding.values
+
+
+def test_networks_side_by_side_compute_what_each_alone_does() -> None:
+    networks = [study.network(name, seed) for name in ("hyperfan_in", "kaiming_out") for seed in (3, 4)]
+    stack = study.Stack(networks)
+    embeddings = torch.stack([embedding_of(network).detach() for network in networks])
+    x = torch.randn(4, 7, 1)
+    weights = stack.emit(embeddings)
+    predicted = stack.predict(weights, x)
+    for number, network in enumerate(networks):
+        own = torch.cat([getattr(module, name).flatten() for module, name in emitted(network)])
+        torch.testing.assert_close(weights[number], own.detach())
+        torch.testing.assert_close(predicted[number], network(x[number]).detach())
+
+
+def test_a_step_is_plain_sgd_on_the_hypernetwork() -> None:
+    """The first task's steps, against torch.optim on the parametrised network itself."""
+    settings = study.Settings(
+        ["hyperfan_in"], learning_rates=[1e-3, 1e-2], num_seeds=2, steps=3, measure_every=3
+    )
+    curves = study.train(settings, seed=5)
+    x, y = study._samples((1, 2, 2), 5)
+    drawn = torch.rand(3, 2, 2, generator=study.generator(5, 0, "embeddings"))
+    for rate_index, rate in enumerate(settings.learning_rates):
+        for number in range(2):
+            network, source = study.network("hyperfan_in", 10 + number), study.generator(5, 0, "batches")
+            with torch.no_grad():
+                embedding_of(network).copy_((2 * drawn[0, number] - 1) * 3**0.5)
+            optimizer = torch.optim.SGD(network.parameters(), lr=rate)
+            own_x, own_y = x[0, number], y[0, number]
+            for _ in range(3):
+                chosen = torch.randint(100, (32,), generator=source)
+                optimizer.zero_grad()
+                (network(own_x[chosen]) - own_y[chosen]).square().mean().backward()
+                optimizer.step()
+            loss = (network(own_x) - own_y).square().mean()
+            # The measurement at the first step of the second task is of the weights after the first.
+            measured = curves.losses[1][0, 0, rate_index, number]
+            torch.testing.assert_close(measured, loss.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_the_regulariser_keeps_earlier_tasks() -> None:
+    left = {}
+    for beta in (0.0, 0.5):
+        settings = study.Settings(
+            ["kaiming_tenth"], [1e-2], num_seeds=3, steps=300, beta=beta, measure_every=300
+        )
+        curves = study.train(settings, seed=0)
+        assert curves.steps == [0, 300, 600, 900]
+        left[beta] = float(curves.losses[-1][0].mean())
+    assert left[0.5] < 0.5 * left[0.0]
+
+
+def test_a_run_leaves_losses_a_summary_and_a_figure(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(
+        *("experiment=hyperfan_continual_regression", "study.steps=4", "study.measure_every=2"),
+        *("study.num_seeds=2", "study.initialisations=[hyperfan_in,kaiming_in]", "hydra.run.dir=run"),
+        cwd=tmp_path,
+    )
+    assert outcome.code == 0, outcome.err
+    rows = list(csv.DictReader((tmp_path / "run" / "losses.csv").read_text().splitlines()))
+    assert [int(row["step"]) for row in rows[:7]] == [0, 2, 4, 6, 8, 10, 12]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [row["initialisation"] for row in summary["rows"]] == ["hyperfan_in", "kaiming_in"]
+    assert summary["rows"][0]["median_first_loss"] < summary["rows"][1]["median_first_loss"]
+    assert (tmp_path / "run" / "losses.png").stat().st_size > 10_000
+    assert json.loads((tmp_path / "run" / "provenance.json").read_text())["command"].startswith(
+        "python -m growlab"
+    )
+
+
+def test_an_unknown_initialisation_is_told_in_a_sentence(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli("experiment=hyperfan_continual_regression", "study.initialisations=[lucky]", cwd=tmp_path)
+    assert outcome.code == 2 and "initialisation must be one of" in outcome.err
+
+
+@pytest.mark.parametrize("task", range(3))
+def test_samples_lie_on_the_tasks_functions(task: int) -> None:
+    x, y = study._samples((1, 1, 2), 0)
+    (low, high), function = study.TASKS[task]
+    assert low <= x[task].min() and x[task].max() <= high
+    assert float((y[task] - function(x[task])).std()) == pytest.approx(0.05, rel=0.3)
