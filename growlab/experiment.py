@@ -19,14 +19,13 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from growlab.analysis.figures import write_run_figures
 from growlab.analysis.run_table import print_results
 from growlab.data import ImageData
 from growlab.errors import Stopped, UserError
 from growlab.files import remove_unfinished, write_json, write_text
-from growlab.growth import FixedSize, GrowthMethod, WidthDecision, fold_output_factor, plant
+from growlab.growth import GrowthMethod, WidthDecision, fold_output_factor, plant
 from growlab.processes import is_first, started_elsewhere, world_size
 from growlab.studies.running import run_study
 from growlab.training import GrowthCallback, GrowthProgress, RunRecorder, Task
@@ -40,12 +39,12 @@ from growlab.training.checkpoints import (
 from growlab.training.distributed import check_strategy, cluster_environment
 from growlab.training.layer_statistics import LayerStatistics, held_out
 from growlab.training.loggers import WandbRecords, finish, run_name
-from growlab.training.plan import Plan, carried_out, make_plan
+from growlab.training.plan import Plan, carried_out, find_widths, make_plan
 from growlab.training.provenance import git_commit, machine, versions
 from growlab.training.rank_check import RankCheck
 from growlab.training.saving import SaveCheckpoints
 from growlab.training.sync_batchnorm import SynchroniseBatchNorm
-from growlab.widths import UnsupportedOperation, WidthGraph, trace
+from growlab.widths import UnsupportedOperation, WidthGraph
 
 # What a resumed run may do differently: none of it changes what is computed.
 _FREE_ON_RESUME = (
@@ -104,7 +103,9 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
         cfg.model, image_shape=list(data.image_shape), num_classes=data.num_classes
     )
     method: GrowthMethod = hydra.utils.instantiate(cfg.growth)
-    graph = method.prepare(network, _trace(network, data, method, list(cfg.opaque)), cfg.seed)
+    graph = method.prepare(
+        network, find_widths(network, data.probe_batch(2), method, list(cfg.opaque)), cfg.seed
+    )
     plan = _plan(cfg, network, graph, method, data)
     state = plant(network, graph, method, plan.widths[0], cfg.seed)
 
@@ -160,8 +161,8 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
         # Before the test, so that the accuracy is that of the very weights in model.pt.
         for weights in _weights(task).values():
             fold_output_factor(weights, graph, task.growth_state.output_factor)
+            method.finish(weights)
         task.growth_state.output_factor = 1.0
-        method.finish(network)
         trainer.test(task, datamodule=data, verbose=False)
         results = _results(cfg, plan, task, recorder, trainer)
         recorder.on_result(trainer, results)
@@ -180,24 +181,6 @@ def _weights(task: Task) -> dict[str, nn.Module]:
     """What comes out of a run, by the name of its file."""
     average = {} if task.average is None else {"model_ema.pt": task.average.module}
     return {"model.pt": task.network, **average}
-
-
-def _trace(network: nn.Module, data: ImageData, method: GrowthMethod, opaque: list[str]) -> WidthGraph:
-    keeps_size = isinstance(method, FixedSize) and method.width_multiple == 1.0
-    nothing = WidthGraph({}, {}, (), (), frozenset(), 0)
-    if any(is_parametrized(module) for module in network.modules()):
-        if keeps_size:
-            return nothing
-        raise UserError(
-            "a network whose weights are computed from others does not grow as it is: take the plain network as "
-            "model with growth=hyperfan, or train this one with growth=none."
-        )
-    try:
-        return trace(network, data.probe_batch(2), opaque, method.follows_norms)
-    except UnsupportedOperation:
-        if keeps_size:
-            return nothing
-        raise
 
 
 def _plan(

@@ -6,12 +6,13 @@ from fractions import Fraction
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from growlab.analysis.flops import forward_flops, stage_flops, train_cost_percent
 from growlab.data import ImageData
 from growlab.errors import UserError
 from growlab.growth import FixedSize, GrowthMethod, Schedule, WidthDecision, make_schedule
-from growlab.widths import WidthGraph
+from growlab.widths import UnsupportedOperation, WidthGraph, trace
 
 # A forward and a backward pass cost about three forward passes.
 _TRAINING_FACTOR = 3
@@ -58,6 +59,38 @@ class Plan:
     def train_flops(self) -> int:
         """FLOPs of the whole training, forward and backward."""
         return _TRAINING_FACTOR * sum(self.flops_in_epoch)
+
+
+def find_widths(
+    network: nn.Module, example: Tensor, method: GrowthMethod, opaque: Sequence[str] = ()
+) -> WidthGraph:
+    """The width graph of a network; an empty one where nothing grows and the network cannot be followed.
+
+    Args:
+        network: at full width.
+        example: two inputs.
+        method: the growth method.
+        opaque: see `trace`.
+
+    Raises:
+        UnsupportedOperation: the network cannot be followed, and it should grow.
+        UserError: its weights are computed from others already.
+    """
+    keeps_size = isinstance(method, FixedSize) and method.width_multiple == 1.0
+    nothing = WidthGraph({}, {}, (), (), frozenset(), 0)
+    if any(is_parametrized(module) for module in network.modules()):
+        if keeps_size:
+            return nothing
+        raise UserError(
+            "a network whose weights are computed from others does not grow as it is: take the plain network as "
+            "model with growth=hyperfan, or train this one with growth=none."
+        )
+    try:
+        return trace(network, example, opaque)
+    except UnsupportedOperation:
+        if keeps_size:
+            return nothing
+        raise
 
 
 def make_plan(
