@@ -103,9 +103,8 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
         cfg.model, image_shape=list(data.image_shape), num_classes=data.num_classes
     )
     method: GrowthMethod = hydra.utils.instantiate(cfg.growth)
-    graph = method.prepare(
-        network, find_widths(network, data.probe_batch(2), method, list(cfg.opaque)), cfg.seed
-    )
+    graph = find_widths(network, data.probe_batch(2), method, list(cfg.opaque))
+    graph = method.prepare(network, graph, cfg.seed)
     plan = _plan(cfg, network, graph, method, data)
     state = plant(network, graph, method, plan.widths[0], cfg.seed)
 

@@ -86,7 +86,7 @@ def find_widths(
             "model with growth=hyperfan, or train this one with growth=none."
         )
     try:
-        return trace(network, example, opaque)
+        return trace(network, example, opaque, method.follows_norms)
     except UnsupportedOperation:
         if keeps_size:
             return nothing
