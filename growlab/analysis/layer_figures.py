@@ -12,6 +12,7 @@ import numpy as np
 import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from growlab.analysis import style
 from growlab.analysis.results import Run
@@ -135,6 +136,7 @@ def _histograms(axes: Axes, table: pandas.DataFrame, layers: list[str], colours:
         edges = np.linspace(row["low"], row["high"], len(counts) + 1)
         axes.stairs(counts / counts.max(), edges, color=colour, label=layer, linewidth=1)
     axes.set_xlim(-reach, reach)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("frequency (peak = 1)")
 
