@@ -56,6 +56,9 @@ chaos: $(READY)  ## kill a small training 50 times and see that nothing is lost 
 bench: $(READY)  ## measure what growing and rate adaptation cost
 	$(PY) -m pytest --override-ini=python_files='bench_*.py' -m "" -s tests/benchmarks $(ARGS)
 
+docs: $(READY)  ## the API reference, into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q -f notebooks/docs/mkdocs.yml
+
 notebooks: $(READY)  ## run every notebook anew, in place
 	$(VENV)/bin/jupyter-execute --inplace notebooks/*.ipynb
 

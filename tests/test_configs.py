@@ -83,7 +83,7 @@ def test_every_job_of_a_sweep_is_an_experiment_of_its_own(experiment: str) -> No
     """All values of a preset compose, no two jobs are the same, and their folder is the same each time."""
     cfg = compose(PRIMARY, overrides=[f"experiment={experiment}", "name=given"], return_hydra_config=True)
     params = {key: str(values).split(",") for key, values in cfg.hydra.sweeper.params.items()}
-    assert cfg.hydra.sweep.dir == "runs/given"
+    assert cfg.hydra.sweep.dir == f"runs/{experiment}"
     expected = int(prod(map(len, params.values())))
     assert 6 <= expected <= 44
     for key, values in params.items():

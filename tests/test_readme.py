@@ -1,19 +1,139 @@
-"""What the README shows works as it stands."""
+"""Every command and example of the README runs as it is written there, on small settings."""
 
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
-from tests.runs import ROOT
+import pytest
 
+import growlab.analysis.__main__
+import growlab.dashboard
+import growlab.widths.__main__
+from tests.runs import ROOT, CommandLine
+from tests.test_experiment import fake_images  # noqa: F401  (a fixture)
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON = ".venv/bin/python -m "
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
+LINES = [
+    line.partition(" #")[0].rstrip()
+    for language, block in BLOCKS
+    if language == ""
+    for line in block.splitlines()
+]
+TRAINING = [line for line in LINES if line.startswith(f"{PYTHON}growlab ")] + [
+    line for line in LINES if line == f"{PYTHON}growlab"
+]
+TOOLS = {
+    "growlab.analysis": growlab.analysis.__main__.main,
+    "growlab.widths": growlab.widths.__main__.main,
+    "growlab.dashboard": growlab.dashboard.main,
+}
+SMALL = (
+    *("data.limit_train=64", "data.limit_test=20", "data.batch_size=32", "trainer.accelerator=cpu"),
+    *("schedule.epochs=[1,1]", "schedule.widths=[0.25,1]"),
+)
 # Importing any of these fails, as on a machine without them.
 BLOCKED = "import sys; sys.modules.update(dict.fromkeys(('lightning', 'pytorch_lightning', 'hydra', 'omegaconf')))\n"
+FACTORY = """
+from torch import nn
+def factory(image_shape=(3, 32, 32), num_classes=10):
+    return nn.Sequential(
+        nn.Conv2d(image_shape[0], 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes),
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the commands are called from, with a package of the user's."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "package").mkdir()
+    (folder / "package" / "__init__.py").touch()
+    (folder / "package" / "module.py").write_text(FACTORY)
+    return folder
+
+
+def test_every_line_of_a_plain_block_is_a_command_that_is_tested() -> None:
+    assert len(LINES) > 15
+    for line in LINES:
+        words = line.split()
+        tool = words[2] if line.startswith(PYTHON) else words[0]
+        assert tool in {"make", "growlab", *TOOLS}, f"the README has a line that no test runs: {line}"
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("make")])
+def test_targets_of_make_are_there(line: str) -> None:
+    outcome = subprocess.run(
+        [*line.split(), "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert outcome.returncode == 0 and ".venv/bin/python" in outcome.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(cli: CommandLine, folder: Path) -> Path:
+    """The folder after the first command of the README, which others go on from."""
+    assert cli(*SMALL, cwd=folder).code == 0
+    return folder
+
+
+@pytest.mark.parametrize("line", TRAINING)
+def test_trainings_run_as_written(
+    line: str,
+    cli: CommandLine,
+    trained: Path,
+    fake_images: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    arguments = shlex.split(line.removeprefix(f"{PYTHON}growlab"))
+    if "--help" in arguments:
+        outcome = cli(*arguments, cwd=trained)
+        assert outcome.code == 0 and "Examples" in outcome.out
+        return
+    small = list(SMALL)
+    if "experiment=resnet20_cifar10" in arguments:
+        small += [
+            f"data.root={fake_images}",
+            "data.download=false",
+            "data.limit_train=null",
+            "data.limit_test=null",
+        ]
+    if "model=custom" in arguments:
+        # In a process of its own, which finds the user's package where it is called.
+        command = [sys.executable, "-m", "growlab", *arguments, *small]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{trained}"}
+        outcome = subprocess.run(
+            command, cwd=trained, env=environment, capture_output=True, text=True, check=False
+        )
+        assert outcome.returncode == 0, outcome.stderr
+        return
+    if "ckpt_path=last" in arguments:
+        trained = tmp_path
+        assert cli(*SMALL, cwd=trained, fault=("at_step", 3, int(signal.SIGKILL))).code < 0
+    outcome = cli(*arguments, *small, cwd=trained)
+    assert outcome.code == 0, outcome.err
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in LINES if line.startswith(tuple(PYTHON + t + " " for t in TOOLS))]
+)
+def test_tools_run_as_written(
+    line: str, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *arguments = shlex.split(line.removeprefix(PYTHON))
+    monkeypatch.chdir(trained)
+    monkeypatch.syspath_prepend(trained)
+    assert TOOLS[name](arguments) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out
 
 
 def test_a_loop_of_ones_own_needs_neither_lightning_nor_hydra() -> None:
-    (program,) = [code for code in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-                  if "make_schedule" in code]  # fmt: skip
+    (program,) = [block for language, block in BLOCKS if language == "python" and "make_schedule" in block]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", BLOCKED + program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
@@ -21,3 +141,18 @@ def test_a_loop_of_ones_own_needs_neither_lightning_nor_hydra() -> None:
     events = re.findall(r"stage (\d): ([\d,]+) parameters, error (\S+)", done.stdout)
     assert [stage for stage, _, _ in events] == ["1", "2"] and events[-1][1] == "269,722"
     assert all(float(error) < 1e-5 for _, _, error in events)
+
+
+def test_pictures_and_files_that_it_names_are_there() -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), f"the README links to {target}, which is not there"
+
+
+def test_settings_that_it_names_are_there() -> None:
+    """Choices of the table of groups: each is a file of that group."""
+    rows = re.findall(r"^\| `(model|data|growth|lr_adapt|schedule|optimizer)` \| (.*) \|$", README, re.M)
+    assert len(rows) == 6
+    for group, text in rows:
+        named = set(re.findall(r"`(\w+)`", text))
+        files = {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
+        assert named <= files, f"the README names {group} {named - files}"

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -139,7 +140,11 @@ def _figure(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     draw = figures.find(arguments.name)
     style.check_output(arguments.output)
-    figures.save(draw(load_runs(arguments.folders, _warn), arguments.parameter), arguments.output)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        figures.save(draw(load_runs(arguments.folders, _warn), arguments.parameter), arguments.output)
+    for warning in caught:
+        _warn(str(warning.message))
     print(arguments.output)
 
 

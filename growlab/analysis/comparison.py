@@ -1,6 +1,5 @@
 """Runs side by side: curves over epochs, and training cost against test accuracy."""
 
-import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -10,7 +9,6 @@ import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.transforms import ScaledTranslation
 
 from growlab.analysis import style
 from growlab.analysis.results import Run
@@ -126,20 +124,8 @@ def _scatter(figure: Figure, axes: Axes, rows: Sequence[Row], looks: Sequence[di
         axes.update_datalim([(cost, accuracy - reach), (cost, accuracy + reach)])
     axes.margins(0.14)
     axes.autoscale_view()
-    figure.draw_without_rendering()
-    to_points = 72 / figure.dpi
-    placed: list[tuple[float, float]] = []
-    shifts: list[float] = []
-    for cost, accuracy, std, look in points:
-        x, y = (float(v) * to_points for v in axes.transData.transform((cost, accuracy)))
-        offsets = (sign * k * 0.6 * size_points for k in itertools.count() for sign in (1, -1))
-        shift = next(
-            offset
-            for offset in offsets
-            if all(math.hypot(x + offset - px, y - py) > 1.3 * size_points for px, py in placed)
-        )
-        placed.append((x + shift, y))
-        shifts.append(shift)
+    shifts = style.apart(figure, axes, [(cost, accuracy) for cost, accuracy, *_ in points], size_points)
+    for (cost, accuracy, std, look), shift in zip(points, shifts, strict=True):
         axes.errorbar(
             cost,
             accuracy,
@@ -150,7 +136,7 @@ def _scatter(figure: Figure, axes: Axes, rows: Sequence[Row], looks: Sequence[di
             capsize=2,
             elinewidth=0.9,
             clip_on=False,
-            transform=axes.transData + ScaledTranslation(shift / 72, 0, figure.dpi_scale_trans),
+            transform=style.shifted(figure, axes, shift),
         )
     if any(shifts):
         note = "points that would cover each other stand side by side"

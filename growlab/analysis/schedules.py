@@ -24,6 +24,8 @@ _WORDS = {
     "max_batch_size_per_device": "batch at most {} a device",
     "batch_size_of": "batch size of the {} stage",
 }
+# Settings that say that something is not done: no word about them.
+_OFF = {"batch_growth_rate": "0.0", "batch_rule": '"none"', "restarts": '"none"'}
 _PREFIX = "schedule."
 _FRACTIONS = {0.5: "1/2", 0.25: "1/4", 0.125: "1/8"}
 
@@ -74,7 +76,7 @@ def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
         words = [
             _WORDS.get(key, key + " {}").format(_value(key, shape[key]))
             for key in sorted(varying & shape.keys(), key=lambda k: [*_WORDS, k].index(k))
-            if shape[key] != "null"
+            if shape[key] not in ("null", _OFF.get(key))
         ]
         own = [o for o in group.overrides if o not in point.row.shared_overrides and not _of_schedule(o)]
         method = "fixed-size" if group.is_fixed_size else group.growth

@@ -1,6 +1,7 @@
 """How figures look: size, palette, growth events, labels that do not touch each other."""
 
 import io
+import itertools
 import math
 import os
 import re
@@ -14,13 +15,15 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.transforms import ScaledTranslation, Transform
 
 from growlab.analysis.results import Run
 from growlab.errors import UserError
 from growlab.files import write_atomically
 
-# Okabe and Ito (2008), without its yellow, which vanishes on white paper; black is for fixed-size networks.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+# Okabe and Ito (2008), without its yellow, which vanishes on white paper, then two of Tol's muted colours; black is for
+# fixed-size networks.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#44AA99")
 FIXED_SIZE = ("#000000", "#777777")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h", "<", ">")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
@@ -186,6 +189,41 @@ def thin_out(figure: Figure, labels: Sequence[Text], gap_points: float = 1.5) ->
             label.set_visible(False)
         else:
             shown.append(box)
+
+
+def apart(
+    figure: Figure, axes: Axes, points: Sequence[tuple[float, float]], size_points: float
+) -> list[float]:
+    """How far to the side (in points) each marker must stand so that none covers one before it.
+
+    To be called last: which points would cover each other depends on the final layout.
+
+    Args:
+        figure: the figure.
+        axes: where the points are, its limits settled.
+        points: (x, y) in data coordinates.
+        size_points: diameter of a marker.
+    """
+    figure.draw_without_rendering()
+    to_points = 72 / figure.dpi
+    placed: list[tuple[float, float]] = []
+    shifts: list[float] = []
+    for point in points:
+        x, y = (float(v) * to_points for v in axes.transData.transform(point))
+        offsets = (sign * k * 0.6 * size_points for k in itertools.count() for sign in (1, -1))
+        shift = next(
+            offset
+            for offset in offsets
+            if all(math.hypot(x + offset - px, y - py) > 1.3 * size_points for px, py in placed)
+        )
+        placed.append((x + shift, y))
+        shifts.append(shift)
+    return shifts
+
+
+def shifted(figure: Figure, axes: Axes, shift_points: float) -> Transform:
+    """Data coordinates, moved to the right by so many points."""
+    return axes.transData + ScaledTranslation(shift_points / 72, 0, figure.dpi_scale_trans)
 
 
 def spread(positions: Sequence[float], gap: float) -> list[float]:

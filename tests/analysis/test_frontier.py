@@ -83,20 +83,38 @@ def test_the_edge_holds_what_nothing_cheaper_beats(runs):
 def test_the_figure_has_a_curve_a_series_and_says_how_many_seeds(runs):
     figure = frontier(runs)
     axes = figure.axes[0]
-    curves = [container.lines[0] for container in axes.containers]
+    edge, *curves = axes.lines[:4]
     assert [list(curve.get_xdata()) for curve in curves] == [
         pytest.approx([4, 8, 16]),
         pytest.approx([4]),
         pytest.approx([6, 12]),
     ]
-    np.testing.assert_allclose(curves[2].get_ydata().astype(float), [75, 83])
+    np.testing.assert_allclose(curves[2].get_ydata(), [75, 83])
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == ["fixed-size (n=1)", "ours, $p_t$ = 0 (n=2)", "ours, $p_t$ = 0.2 (n=2)"]
-    (bars,) = axes.containers[2].lines[2]
+    points = [container.lines[0].get_xydata()[0].astype(float) for container in axes.containers]
+    np.testing.assert_allclose(points, [[4, 70], [8, 78], [16, 86], [4, 69], [6, 75], [12, 83]])
+    (bars,) = axes.containers[4].lines[2]
     np.testing.assert_allclose(
         bars.get_segments()[0][:, 1], [75 - np.sqrt(2) * 1, 75 + np.sqrt(2) * 1], rtol=1e-6
     )
+    assert edge.get_gid() == "frontier" and edge.get_drawstyle() == "steps-post"
     assert axes.child_axes[0].get_xlabel() == "% of 16 epochs"
+
+
+def test_equal_points_are_drawn_side_by_side(tmp_path):
+    for i in range(3):
+        write_run(
+            tmp_path / str(i), stage_epochs=(1, 1), cost_percent=60, overrides=[f"growth.noise_std={i}"]
+        )
+    figure = frontier(load_runs(tmp_path))
+    figure.draw_without_rendering()
+    drawn = [
+        c.lines[0].get_transform().transform(c.lines[0].get_xydata()[0]) for c in figure.axes[0].containers
+    ]
+    gaps = np.diff(np.sort(np.array(drawn)[:, 0]))
+    assert len(gaps) == 2 and (gaps > 4.5 / 72 * figure.dpi).all()
+    assert "side by side" in figure.axes[0].get_xlabel()
 
 
 def test_runs_of_different_data_are_refused(tmp_path):

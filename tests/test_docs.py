@@ -1,0 +1,50 @@
+"""The API reference builds with every link and name resolved, and leaves out no package."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runs import ROOT
+
+PAGES = ROOT / "notebooks" / "docs" / "pages"
+PACKAGES = ("widths", "growth", "optim", "training", "networks", "data", "analysis")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for package in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(package)
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", "notebooks/docs/mkdocs.yml"]
+    outcome = subprocess.run(
+        [*command, "-d", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    return folder
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_has_an_entry(site: Path, package: str) -> None:
+    module = importlib.import_module(f"growlab.{package}")
+    found = set(re.findall(r'id="growlab\.([\w.]+)"', (site / package / "index.html").read_text()))
+    functions = {name for name in module.__all__ if callable(getattr(module, name))}
+    assert functions <= {name.rpartition(".")[2] for name in found}
+
+
+def test_the_example_is_the_readmes(site: Path) -> None:
+    text = re.sub(r"<[^>]+>", "", (site / "own_loop" / "index.html").read_text())
+    assert "make_schedule(total_epochs=6, batch_size=64, num_stages=3)" in text
+
+
+def test_every_page_is_a_package_or_named_in_the_contents() -> None:
+    assert {path.stem for path in PAGES.glob("*.md")} == {*PACKAGES, "index", "own_loop"}
