@@ -7,6 +7,7 @@ regulariser keeps what the hypernetwork emits for earlier tasks.
 
 import csv
 import io
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
@@ -85,13 +86,10 @@ def continual_regression(run_dir: Path, seed: int = 0, **settings: Any) -> None:
     rows = summarise(chosen, curves)
     write_text(run_dir / "losses.csv", _table(chosen, curves, rows))
     write_json(run_dir / "summary.json", {"settings": vars(chosen), "seed": seed, "rows": rows})
-    style.save(figure(chosen, curves, rows), run_dir / "losses.png")
+    draw(run_dir)
     for row in rows:
-        ends = ", ".join(f"{value:.3g}" for value in row["loss_when_learnt"])
-        print(
-            f"{row['initialisation']:18s} lr {row['learning_rate']:g}: first loss {row['first_loss']:.3g}; "
-            f"tasks when learnt {ends}; mean of all tasks at the end {row['final_loss']:.3g}"
-        )
+        ends = ", ".join("-" if value is None else f"{value:.3g}" for value in row["loss_when_learnt"])
+        print(f"{_label(row):45s} first loss {row['first_loss']:8.3g}; tasks when learnt {ends}")
 
 
 class Stack:
@@ -230,7 +228,7 @@ def _samples(shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:
 def summarise(settings: Settings, curves: Curves) -> list[dict[str, Any]]:
     """Each initialisation at its best rate: the lowest mean loss on the tasks when each has just been learnt.
 
-    A rate at which a run diverges is not chosen while another is left.
+    A rate at which a run diverges is not chosen while another is left; where none is, the slowest is shown.
     """
     learning = being_learnt(settings, curves)
     last = [(t + 1) * settings.steps for t in range(len(TASKS))]
@@ -239,7 +237,8 @@ def summarise(settings: Settings, curves: Curves) -> list[dict[str, Any]]:
     means = ends.mean((0, 3)).nan_to_num(nan=torch.inf)
     rows = []
     for index, name in enumerate(settings.initialisations):
-        best = int(means[index].argmin())
+        slowest = min(range(len(settings.learning_rates)), key=settings.learning_rates.__getitem__)
+        best = int(means[index].argmin()) if means[index].isfinite().any() else slowest
         losses = curves.stacked[:, :, index, best]
         rows.append(
             {
@@ -269,28 +268,39 @@ def being_learnt(settings: Settings, curves: Curves) -> Tensor:
     return curves.stacked[torch.arange(len(tasks)), torch.tensor(tasks)]
 
 
-def figure(settings: Settings, curves: Curves, rows: Sequence[dict[str, Any]]) -> Any:
-    """Loss on the task being learnt: mean over seeds, with a band of one standard error (Figure 4)."""
-    learning = being_learnt(settings, curves)
+def draw(run_dir: Path) -> Path:
+    """Draw a run's `losses.png` from its files: loss on the task being learnt, mean and standard error (Figure 4)."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    curves: dict[str, list[tuple[float, float, float]]] = {
+        row["initialisation"]: [] for row in summary["rows"]
+    }
+    for line in csv.DictReader((run_dir / "losses.csv").read_text().splitlines()):
+        curves[line["initialisation"]].append(
+            (float(line["step"]), float(line["loss"]), float(line["standard_error"]))
+        )
+    steps_a_task = summary["settings"]["steps"]
     with style.styled():
-        drawn = style.new_figure(6.4, 3.4)
+        drawn = style.new_figure(6.9, 3.4)
         axes = drawn.subplots()
-        for index, row in enumerate(rows):
-            best = list(settings.learning_rates).index(row["learning_rate"])
-            losses = learning[:, index, best]
-            mean, error = losses.mean(1), losses.std(1) / sqrt(max(1, settings.num_seeds))
+        for index, row in enumerate(summary["rows"]):
+            steps, mean, error = torch.tensor(curves[row["initialisation"]]).T
             colour = style.PALETTE[index % len(style.PALETTE)]
             dashes = style.DASHES[index // len(style.PALETTE) % len(style.DASHES)]
-            label = f"{row['initialisation']}, lr {row['learning_rate']:g}"
-            axes.plot(curves.steps, mean, color=colour, linestyle=dashes, linewidth=1, label=label)
-            axes.fill_between(curves.steps, mean - error, mean + error, color=colour, alpha=0.2, linewidth=0)
-        style.mark_growth(axes, [settings.steps * t for t in range(1, len(TASKS))])
+            axes.plot(steps, mean, color=colour, linestyle=dashes, linewidth=1, label=_label(row))
+            axes.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.2, linewidth=0)
+        style.mark_growth(axes, [steps_a_task * t for t in range(1, len(TASKS))])
         axes.set_yscale("log")
         axes.set_xlabel("step; dashed lines: the next task begins")
         axes.set_ylabel("training loss of the task being learnt")
-        axes.set_xlim(0, curves.steps[-1])
+        axes.set_xlim(0, len(TASKS) * steps_a_task)
         drawn.legend(loc="outside right center")
-    return drawn
+    return style.save(drawn, run_dir / "losses.png")
+
+
+def _label(row: dict[str, Any]) -> str:
+    if None in row["loss_when_learnt"]:
+        return f"{row['initialisation']}: diverged at every rate"
+    return f"{row['initialisation']}, lr {row['learning_rate']:g}"
 
 
 def _table(settings: Settings, curves: Curves, rows: Sequence[dict[str, Any]]) -> str:

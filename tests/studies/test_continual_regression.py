@@ -85,6 +85,21 @@ def test_a_run_leaves_losses_a_summary_and_a_figure(cli: CommandLine, tmp_path: 
     )
 
 
+def test_what_diverges_at_every_rate_is_told_so(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(
+        *("experiment=hyperfan_continual_regression", "study.steps=30", "study.measure_every=30"),
+        *("study.num_seeds=2", "study.initialisations=[kaiming_in]", "study.learning_rates=[10,5]"),
+        "hydra.run.dir=run",
+        cwd=tmp_path,
+    )
+    assert outcome.code == 0, outcome.err
+    assert "kaiming_in: diverged at every rate" in outcome.out
+    (row,) = json.loads((tmp_path / "run" / "summary.json").read_text())["rows"]
+    assert row["learning_rate"] == 5 and row["rates_that_diverged"] == [10, 5]
+    assert row["loss_when_learnt"] == [None] * 3 and row["first_loss"] > 10
+    assert (tmp_path / "run" / "losses.png").is_file()
+
+
 def test_an_unknown_initialisation_is_told_in_a_sentence(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli("experiment=hyperfan_continual_regression", "study.initialisations=[lucky]", cwd=tmp_path)
     assert outcome.code == 2 and "initialisation must be one of" in outcome.err
