@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import multiprocessing
 import platform
+import re
 import resource
 import signal
 import sys
@@ -59,6 +60,9 @@ def matrix(
 
     def one(name: str) -> None:
         report = _examine_apart(context, name, input_shape, methods, time_limit_sec, memory_limit_gb)
+        if report.error is not None:
+            # Where this machine keeps its packages is nobody's business.
+            report.error = re.sub(r'"[^"]*/site-packages/', '"', report.error)
         with lock:
             done[name] = report
             reports = [done[known] for known in dict.fromkeys([*names, *done]) if known in done]

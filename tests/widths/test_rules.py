@@ -171,6 +171,7 @@ CASES = {
         IMAGE,
         {"inside": 8},
     ),
+    "a constant minus": RuleCase(lambda: on_images(lambda x: 1 - x.sigmoid()), IMAGE, {"inside": 8}),
     "stack": RuleCase(lambda: on_images(lambda x: torch.stack([x, -x], 1).amax(1)), IMAGE, {"inside": 8}),
     "repeat": RuleCase(lambda: on_images(lambda x: x.repeat(1, 2, 1, 1), after=16), IMAGE, {"inside": 8}),
     "norm over pixels": RuleCase(

@@ -71,8 +71,18 @@ def homogeneous(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         "reciprocal",
         "softsign",
         "log_sigmoid",
-        "glu_",
         "threshold",
+        "threshold_",
+        "sign",
+        "floor",
+        "ceil",
+        "log1p",
+        "expm1",
+        "atan",
+        "logit",
+        "softshrink",
+        "hardshrink",
+        "nan_to_num",
     ),
 )
 def pointwise(tracer: "Tracer", node: Any, args: Arguments) -> Value:
@@ -93,7 +103,7 @@ def prelu(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return Value(x.shape, x.axes, x.scale)
 
 
-@rule("add", "add_", "sub", "sub_", "maximum", "minimum")
+@rule("add", "add_", "sub", "sub_", "rsub", "maximum", "minimum")
 def total(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Channels that are added are the same channels, at the same scale."""
     operands = [value for value in args.values() if isinstance(value, Value)]
