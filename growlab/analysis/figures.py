@@ -16,6 +16,7 @@ from growlab.analysis.resources import resources
 from growlab.analysis.results import Run, open_run
 from growlab.analysis.style import save
 from growlab.analysis.width_figures import network_map, silhouettes, widths_over_time
+from growlab.analysis.width_paths import width_paths
 from growlab.errors import UserError
 
 __all__ = [
@@ -73,6 +74,7 @@ FIGURES: dict[str, Draw] = {
     "norms": region_norms,
     "resources": _plain("resources", resources),
     "frontier": _plain("frontier", frontier),
+    "width_paths": _plain("width_paths", width_paths),
     "compare": _plain("compare", compare),
     "loss_over_steps": _plain("loss_over_steps", loss_over_steps),
     **{

@@ -1,0 +1,45 @@
+"""Widths of several runs in one figure."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from growlab.analysis.width_paths import path_of, width_paths
+from growlab.errors import UserError
+
+
+def fake(widths: dict[str, list[int]], stages: list[int]) -> SimpleNamespace:
+    groups = {name: {"full_width": path[0], "widths": path} for name, path in widths.items()}
+    return SimpleNamespace(
+        path="run",
+        growth={"events": [], "groups": groups},
+        metrics=pd.DataFrame({"stage": stages}),
+        curve=lambda column: np.linspace(0.1, 0.9, len(stages)),
+    )
+
+
+def test_every_epoch_has_the_width_that_it_ended_with() -> None:
+    assert path_of(fake({"a": [4, 3, 6], "b": [2, 2, 1]}, [0, 0, 1, 2, 2])) == [6, 6, 5, 7, 7]
+    with pytest.raises(UserError, match="has no width groups"):
+        path_of(fake({}, [0]))
+
+
+def test_runs_of_one_start_share_a_colour_and_a_line_of_the_legend() -> None:
+    runs = [fake({"a": [2, 9]}, [0, 1, 1]), fake({"a": [2, 10]}, [0, 0, 1]), fake({"a": [64, 13]}, [0, 0, 1])]
+    above, below = width_paths(runs).axes
+    assert [text.get_text() for text in above.get_legend().get_texts()] == ["from 2 to 9-10", "from 64 to 13"]
+    colours = [line.get_color() for line in above.lines[:3]]
+    assert colours[0] == colours[1] != colours[2]
+    assert list(above.lines[0].get_ydata()) == [2, 9, 9, 9] and list(above.get_yticks()) == [
+        2,
+        4,
+        8,
+        16,
+        32,
+        64,
+    ]
+    assert np.allclose(below.lines[0].get_ydata(), [10, 50, 90])
+    with pytest.raises(UserError, match="at least one run"):
+        width_paths([])
