@@ -225,9 +225,9 @@ def _in_growth(stage: int, number: int) -> None:
 
     follow, grow, stages = growth_callback.follow, GrowthCallback._grow, []
 
-    def noted(self: Any, trainer: Any, task: Any) -> None:
+    def noted(self: Any, trainer: Any, task: Any, widths: Any) -> None:
         stages.append(task.growth_state.stage + 1)
-        grow(self, trainer, task)
+        grow(self, trainer, task, widths)
 
     def struck(*arguments: Any, **named: Any) -> None:
         if stages[-1] == stage:
