@@ -110,34 +110,15 @@ def _seed_band(axes: Axes, row: Row, column: str, scale: float, look: dict[str, 
 
 def _scatter(figure: Figure, axes: Axes, rows: Sequence[Row], looks: Sequence[dict[str, Any]]) -> None:
     """Accuracy over cost; a point that would cover another is drawn beside it, its data unchanged."""
-    size_points = 5.0
     points = [
-        (row.cost_percent, 100 * row.accuracy_mean, row.accuracy_std, look)
+        (row.cost_percent, 100 * row.accuracy_mean, 100 * (row.accuracy_std or 0.0), look)
         for row, look in zip(rows, looks, strict=True)
         if row.cost_percent is not None and row.accuracy_mean is not None
     ]
     if not points:
         return
     axes.set_ylabel("test accuracy (%)")
-    for cost, accuracy, std, _ in points:
-        reach = 100 * (std or 0.0)
-        axes.update_datalim([(cost, accuracy - reach), (cost, accuracy + reach)])
     axes.margins(0.14)
-    axes.autoscale_view()
-    shifts = style.apart(figure, axes, [(cost, accuracy) for cost, accuracy, *_ in points], size_points)
-    for (cost, accuracy, std, look), shift in zip(points, shifts, strict=True):
-        axes.errorbar(
-            cost,
-            accuracy,
-            yerr=None if std is None else 100 * std,
-            color=look["color"],
-            marker=look["marker"],
-            markersize=size_points,
-            capsize=2,
-            elinewidth=0.9,
-            clip_on=False,
-            transform=style.shifted(figure, axes, shift),
-        )
-    if any(shifts):
+    if style.mark_points(figure, axes, points, size_points=5.0):
         note = "points that would cover each other stand side by side"
         axes.set_title(note, fontsize=7, color="0.25", loc="right")

@@ -1,15 +1,13 @@
 """Cost against accuracy over schedules and budgets (Yuan et al. 2023, Figure 6)."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from growlab.analysis import style
 from growlab.analysis.results import Run
-from growlab.analysis.schedules import Point, best_at_cost, series_over_budgets
+from growlab.analysis.schedules import best_at_cost, series_over_budgets
 from growlab.analysis.tables import one_task, summarise
 
 
@@ -57,40 +55,15 @@ def frontier(runs: Sequence[Run]) -> Figure:
             axes.plot(x, y, **{**look, "marker": ""}, linewidth=1.1)
         axes.margins(0.05)
         # Last: which points would cover each other depends on the final layout.
-        _mark(
-            figure,
-            axes,
-            [(point, look) for one, look in zip(series, looks, strict=True) for point in one.points],
-        )
+        points_and_looks = [
+            (point.cost, 100 * point.accuracy, 100 * (point.row.accuracy_std or 0.0), look)
+            for one, look in zip(series, looks, strict=True)
+            for point in one.points
+        ]
+        if style.mark_points(figure, axes, points_and_looks, size_points=4.5):
+            note = "(points that would cover each other stand side by side)"
+            axes.set_xlabel(f"{axes.get_xlabel()}\n{note}")
     return figure
-
-
-def _mark(figure: Figure, axes: Axes, points: Sequence[tuple[Point, dict[str, Any]]]) -> None:
-    """A marker a point with its deviation; one that would cover another stands beside it."""
-    size_points = 4.5
-    for point, _ in points:
-        reach = 100 * (point.row.accuracy_std or 0.0)
-        axes.update_datalim([(point.cost, 100 * point.accuracy + sign * reach) for sign in (-1, 1)])
-    axes.autoscale_view()
-    places = [(point.cost, 100 * point.accuracy) for point, _ in points]
-    shifts = style.apart(figure, axes, places, size_points)
-    for (x, y), shift, (point, look) in zip(places, shifts, points, strict=True):
-        std = point.row.accuracy_std
-        axes.errorbar(
-            x,
-            y,
-            yerr=None if std is None else 100 * std,
-            color=look["color"],
-            marker=look["marker"],
-            markersize=size_points,
-            capsize=2,
-            elinewidth=0.8,
-            clip_on=False,
-            transform=style.shifted(figure, axes, shift),
-        )
-    if any(shifts):
-        note = "(points that would cover each other stand side by side)"
-        axes.set_xlabel(f"{axes.get_xlabel()}\n{note}")
 
 
 def _seeds(counts: Sequence[int]) -> str:

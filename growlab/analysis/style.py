@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-from matplotlib.transforms import ScaledTranslation, Transform
+from matplotlib.transforms import ScaledTranslation
 
 from growlab.analysis.results import Run
 from growlab.errors import UserError
@@ -191,39 +191,60 @@ def thin_out(figure: Figure, labels: Sequence[Text], gap_points: float = 1.5) ->
             shown.append(box)
 
 
-def apart(
-    figure: Figure, axes: Axes, points: Sequence[tuple[float, float]], size_points: float
-) -> list[float]:
-    """How far to the side (in points) each marker must stand so that none covers one before it.
+def mark_points(
+    figure: Figure,
+    axes: Axes,
+    points: Sequence[tuple[float, float, float, dict[str, Any]]],
+    size_points: float,
+) -> bool:
+    """Draw a marker a point, with its deviation; one that would cover another stands beside it, its data unchanged.
 
     To be called last: which points would cover each other depends on the final layout.
 
     Args:
         figure: the figure.
-        axes: where the points are, its limits settled.
-        points: (x, y) in data coordinates.
+        axes: where the points belong.
+        points: (x, y, deviation or 0, look with colour and marker).
         size_points: diameter of a marker.
+
+    Returns:
+        Whether any was moved.
     """
+    for x, y, reach, _ in points:
+        axes.update_datalim([(x, y - reach), (x, y + reach)])
+    axes.autoscale_view()
     figure.draw_without_rendering()
-    to_points = 72 / figure.dpi
+    shifts = _apart([tuple(axes.transData.transform(p[:2]) * 72 / figure.dpi) for p in points], size_points)
+    for (x, y, reach, look), shift in zip(points, shifts, strict=True):
+        axes.errorbar(
+            x,
+            y,
+            yerr=reach or None,
+            color=look["color"],
+            marker=look["marker"],
+            markersize=size_points,
+            capsize=2,
+            elinewidth=0.8,
+            clip_on=False,
+            transform=axes.transData + ScaledTranslation(shift / 72, 0, figure.dpi_scale_trans),
+        )
+    return any(shifts)
+
+
+def _apart(places: Sequence[tuple[float, ...]], size: float) -> list[float]:
+    """How far to the side each of some places must move so that none covers one before it."""
     placed: list[tuple[float, float]] = []
     shifts: list[float] = []
-    for point in points:
-        x, y = (float(v) * to_points for v in axes.transData.transform(point))
-        offsets = (sign * k * 0.6 * size_points for k in itertools.count() for sign in (1, -1))
+    for x, y in places:
+        offsets = (sign * k * 0.6 * size for k in itertools.count() for sign in (1, -1))
         shift = next(
             offset
             for offset in offsets
-            if all(math.hypot(x + offset - px, y - py) > 1.3 * size_points for px, py in placed)
+            if all(math.hypot(x + offset - px, y - py) > 1.3 * size for px, py in placed)
         )
         placed.append((x + shift, y))
         shifts.append(shift)
     return shifts
-
-
-def shifted(figure: Figure, axes: Axes, shift_points: float) -> Transform:
-    """Data coordinates, moved to the right by so many points."""
-    return axes.transData + ScaledTranslation(shift_points / 72, 0, figure.dpi_scale_trans)
 
 
 def spread(positions: Sequence[float], gap: float) -> list[float]:
