@@ -96,7 +96,10 @@ def test_trainings_run_as_written(
         assert outcome.code == 0 and "Examples" in outcome.out
         return
     small = list(SMALL)
-    if "experiment=resnet20_cifar10" in arguments:
+    if any("isotropic" in argument for argument in arguments):
+        # Their widths follow demand, not a list; as many epochs as are needed to see it.
+        small = ["schedule.total_epochs=2", "trainer.accelerator=cpu"]
+    if any("cifar10" in argument for argument in arguments):
         small += [
             f"data.root={fake_images}",
             "data.download=false",
