@@ -48,7 +48,6 @@ def observe(model: nn.Module, probe: Sequence[Tensor], norms: Sequence[Norm] = (
         probe: its positional inputs.
         norms: batch normalisations whose input variance is wanted.
     """
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     variances: dict[str, Tensor] = {}
 
     def record(name: str) -> object:
@@ -65,17 +64,32 @@ def observe(model: nn.Module, probe: Sequence[Tensor], norms: Sequence[Norm] = (
     try:
         with quietly(model):
             model.train()
-            try:
+            with _buffers_kept(model):
                 train = _main_output(model(*probe))
-            finally:
-                for name, buffer in model.named_buffers():
-                    buffer.copy_(buffers[name])
             model.eval()
-            evaluated = _main_output(model(*probe))
+            with _buffers_kept(model):
+                evaluated = _main_output(model(*probe))
     finally:
         for hook in hooks:
             hook.remove()
     return Outputs(evaluated, train, variances)
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put the very same buffers back, with their content: a forward may have filled them, or put others there."""
+    kept = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, content in kept:
+            module._buffers[name] = buffer
+            buffer.copy_(content)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,8 @@ from torch import nn
 from growlab.errors import UserError
 
 _NUM_CLASSES = 1000
+# In train mode its auxiliary head has a kernel larger than what 224 pixels leave.
+_SIDES = {"inception_v3": 299}
 
 
 def load(
@@ -46,6 +48,7 @@ def load(
             network = models.get_model(model, weights=None)
         except ValueError as error:
             raise UserError(f"torchvision has no network {model!r}: {error}.") from error
+        shape = tuple(input_shape or (3, _SIDES.get(model, 224), _SIDES.get(model, 224)))
         return network, (torch.randn(2, *shape),)
     if source == "timm" and slash:
         try:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from growlab.widths.groups import WidthGraph, Written
 from growlab.widths.layout import Axis, Part
 from growlab.widths.resize import replace_tensors, resized, restore_tensors, tensors_of
+from growlab.widths.tracer import UnsupportedOperation
 
 _REASON = "its width is written into the network's own code"
 
@@ -223,7 +224,11 @@ def _normalised(
 
 
 def light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
-    """A copy of a network and its inputs on device meta, or with memory where it cannot run without."""
+    """A copy of a network and its inputs on device meta, or with memory where it cannot run without.
+
+    Raises:
+        UnsupportedOperation: it does not run on these inputs at all.
+    """
     try:
         # Putting the light tensors into deepcopy's memo keeps what is shared shared.
         memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
@@ -235,7 +240,17 @@ def light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tu
                 light.train(training)(*light_inputs)
     except (RuntimeError, NotImplementedError, ValueError, TypeError):
         # Tensors made in the forward, or numbers read from one, need the real device.
-        return copy.deepcopy(model), inputs
+        light, light_inputs = copy.deepcopy(model), inputs
+        for training in (False, True):
+            try:
+                with torch.no_grad():
+                    light.train(training)(*light_inputs)
+            except (RuntimeError, ValueError, TypeError) as error:
+                first_line = (str(error).strip().splitlines() or ["no message"])[0]
+                raise UnsupportedOperation(
+                    f"{type(model).__name__} does not run in {'train' if training else 'eval'} mode on its example "
+                    f"inputs ({first_line}); take larger inputs (--input-shape) or ones that fit."
+                ) from error
     return light, light_inputs
 
 

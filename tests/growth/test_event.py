@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.growth import (
@@ -318,3 +318,26 @@ def test_a_factor_that_no_layer_can_take_is_refused():
     fold_output_factor(network, graph, 1.0)
     with pytest.raises(ValueError, match="cannot be folded"):
         fold_output_factor(network, graph, 2.0)
+
+
+class Lazy(nn.Module):
+    """Puts another buffer in the place of its own when it first sees an input of some length, as ConViT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(3, 8), nn.Linear(8, 2)
+        self.register_buffer("positions", torch.zeros(1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.positions) != x.shape[1]:
+            self.positions = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+        return self.out(torch.tanh(self.inside(x + self.positions)))
+
+
+def test_buffers_that_the_forward_replaces_are_put_back():
+    network, x = Lazy().double(), torch.randn(2, 5, 3, dtype=torch.float64)
+    before = network.positions
+    seen = observe(network, (x,))
+    assert network.positions is before
+    assert torch.equal(before, torch.zeros(1, 1))
+    assert torch.equal(seen.train, seen.eval)

@@ -224,3 +224,21 @@ def test_tracing_leaves_no_trace():
     assert not network.norm.training
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(tensor, content[name]) for name, tensor in network.state_dict().items())
+
+
+def test_a_network_that_does_not_run_in_train_mode_is_refused():
+    network = nn.Sequential(
+        nn.Conv2d(3, 4, 5), nn.ReLU(), nn.Flatten(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)
+    )
+    network.insert(1, TrainedOnLargeImages())
+    with pytest.raises(
+        UnsupportedOperation, match="Sequential does not run in train mode on its example inputs"
+    ):
+        trace(network, torch.randn(2, 3, 5, 5))
+
+
+class TrainedOnLargeImages(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and x.shape[-1] < 2:
+            raise ValueError("images of at least 6 pixels are needed")
+        return x
