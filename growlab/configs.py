@@ -9,7 +9,8 @@ from enum import StrEnum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from hydra.core.plugins import Plugins
+from omegaconf import MISSING, OmegaConf
 
 # Members are strings: classes take them as the plain words that they are.
 Rule = StrEnum("Rule", ["ratio", "constraint"])
@@ -193,6 +194,19 @@ class IsotropicConfig:
     max_pruning_error: float | None = MISSING
 
 
+# What growlab wants of plugins that run the jobs of a sweep side by side or search, where they are installed. Files in
+# `conf/` cannot say it: Hydra takes a file of a plugin's name in place of the plugin's own configuration.
+_PLUGINS: dict[str, dict[str, Any]] = {
+    # Jobs are long: a few at a time, and each goes to the next process that is free.
+    "hydra/launcher/joblib": {"n_jobs": 2, "batch_size": "1", "pre_dispatch": "all"},
+    # Not an hour. One task, whatever the number of devices: growlab starts the other processes itself.
+    "hydra/launcher/submitit_local": {"timeout_min": 7 * 24 * 60, "name": "${name}"},
+    "hydra/launcher/submitit_slurm": {"timeout_min": 24 * 60, "name": "${name}", "gpus_per_node": 1},
+    # The objective is an accuracy.
+    "hydra/sweeper/optuna": {"direction": "maximize", "n_jobs": 1},
+}
+
+
 def register() -> None:
     """Put the schemas into Hydra's store, under the names that the files of `conf/` use.
 
@@ -212,3 +226,11 @@ def register() -> None:
     store.store(group="hydra/schema", name="lr_adapt", node=RateAdaptationConfig)
     store.store(group="hydra/schema", name="schedule", node=ScheduleConfig)
     store.store(group="hydra/schema", name="main", node=MainConfig)
+    # Plugins store their configurations when Hydra looks for them first, and their word would be the last.
+    Plugins.instance()
+    for path, values in _PLUGINS.items():
+        group, _, name = path.rpartition("/")
+        if f"{name}.yaml" in store.list(group):
+            known = store.load(f"{path}.yaml")
+            node = OmegaConf.merge(known.node, values)
+            store.store(group=group, name=name, node=node, package=known.package, provider=known.provider)

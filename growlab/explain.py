@@ -130,7 +130,7 @@ def _missing_option(error: MissingConfigException, overrides: Sequence[str]) -> 
     options = list(error.options or ())
     text = _then(f"there is no {group} '{name}'{where}{did_you_mean(name, options)}", "Choices", options)
     if group in ("hydra/launcher", "hydra/sweeper"):
-        text += "; more come with pip install 'growlab[sweeps]'"
+        text += f"; more come with pip install 'growlab[{'ray' if name == 'ray' else 'sweeps'}]'"
     return text
 
 

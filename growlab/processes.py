@@ -5,6 +5,7 @@ is a fresh run too, and devices may differ from job to job. Processes that torch
 alone. If one process fails, the others are ended and one reason is given.
 """
 
+import atexit
 import contextlib
 import json
 import os
@@ -330,7 +331,8 @@ def apart(overrides: Sequence[str], multirun: bool) -> list[str]:
     )
     given = {override.partition("=")[0] for override in overrides}
     missing = [name for name in names if name not in given]
-    added = [
-        f"{name}={names[name] or _quoted(Path(tempfile.mkdtemp(prefix='growlab_')))}" for name in missing
-    ]
+    if any(names[name] is None for name in missing):
+        folder = tempfile.mkdtemp(prefix="growlab_")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    added = [f"{name}={names[name] or _quoted(Path(folder))}" for name in missing]
     return [*added, *(override for override in _QUIET if override.partition("=")[0] not in given)]

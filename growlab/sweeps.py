@@ -104,6 +104,8 @@ class SweepTable(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Keep the folder: Hydra says nothing at the end of a sweep in which a job has failed."""
+        # Interpolations such as the experiment's name are resolved from here before the first job begins.
+        HydraConfig.instance().set_config(config)
         SweepTable.unfinished = Path(config.hydra.sweep.dir)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:

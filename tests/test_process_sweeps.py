@@ -1,0 +1,159 @@
+"""Jobs of a sweep that take several processes, launchers and searches, and processes that torchrun starts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from growlab import configs
+from growlab.processes import apart, is_first, num_devices, started_elsewhere, to_start
+from tests.runs import ROOT, CommandLine, Outcome, table
+
+SMALL = (
+    *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "schedule.epochs=[1,1]"),
+    *("schedule.widths=[0.5,1]", "model=mlp8", "model.width=12", "num_threads=1"),
+)
+SWEEP = ("-m", *SMALL, "hydra.sweep.dir=sweep", "trainer=ddp_cpu")
+
+
+def results_below(folder: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*/results.json"))]
+
+
+def assert_one_table(outcome: Outcome, rows: int) -> None:
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    assert sum(line.startswith("| method") for line in lines) == 1
+    assert sum(line.startswith("| ") for line in lines) == rows + 1
+
+
+def test_each_job_has_the_devices_that_it_asks_for(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(*SWEEP, "trainer.devices=2,1", "hydra.sweep.subdir=${trainer.devices}", cwd=tmp_path)
+    assert_one_table(outcome, 1)
+    one, two = results_below(tmp_path / "sweep")
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    # All images of an epoch, whatever the number of processes: the same losses, summed in another order.
+    losses = [
+        [float(row["train_loss"]) for row in table(tmp_path / "sweep" / n / "metrics.csv")] for n in "12"
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sweep"]
+
+
+@pytest.mark.slow
+def test_acceptance_a_sweep_over_methods_and_seeds(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(*SWEEP, "growth=net2net,ours", "seed=0,1", cwd=tmp_path)
+    assert_one_table(outcome, 2)
+    results = results_below(tmp_path / "sweep")
+    assert [(r["growth"], r["seed"], r["world_size"]) for r in results] == [
+        (growth, seed, 2) for growth in ("net2net", "ours") for seed in (0, 1)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_launchers(tmp_path: Path, launcher: str) -> None:
+    pytest.importorskip({"joblib": "hydra_plugins.hydra_joblib_launcher"}.get(launcher, "submitit"))
+    outcome = command(*SWEEP, f"hydra/launcher={launcher}", "seed=0,1", cwd=tmp_path)
+    assert_one_table(outcome, 1)
+    assert [r["world_size"] for r in results_below(tmp_path / "sweep")] == [2, 2]
+
+
+@pytest.mark.slow
+def test_a_search_is_given_the_accuracy_of_every_job(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    search = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "optimizer.lr=interval(0.01,0.1)")
+    outcome = command(*SWEEP, *search, "data.validation=split", cwd=tmp_path)
+    assert_one_table(outcome, 2)
+    best = OmegaConf.load(tmp_path / "sweep" / "optimization_results.yaml").best_value
+    assert best == max(r["val_accuracy"] for r in results_below(tmp_path / "sweep"))
+    refused = command(*SWEEP, *search, "data.validation=test", cwd=tmp_path)
+    assert refused.code == 2 and "set data.validation=split" in refused.err
+
+
+@pytest.mark.slow
+def test_processes_that_torchrun_has_started(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "growlab")
+    outcome = command(*SMALL, "trainer=ddp_cpu", cwd=tmp_path, program=torchrun)
+    assert outcome.code == 0, outcome.err
+    (run,) = (tmp_path / "runs" / "digits").iterdir()
+    assert json.loads((run / "results.json").read_text())["world_size"] == 2
+    assert outcome.out.count("test accuracy") == 1
+    failed = command(*SMALL, "trainer=ddp_cpu", "data.batch_size=33", cwd=tmp_path, program=torchrun)
+    assert failed.code != 0 and "a batch of 33 images does not divide" in failed.err
+
+
+def command(*arguments: str, cwd: Path, program: tuple[str, ...] = ("-m", "growlab")) -> Outcome:
+    """A process of its own, as a user starts it."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, *program, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+# Pieces -----------------------------------------------------------------------------------------------------
+
+
+def test_plugins_are_given_growlabs_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ConfigStore.instance()
+    monkeypatch.setitem(configs._PLUGINS, "hydra/sweeper/imagined", {"direction": "maximize"})
+    store.store(group="hydra/sweeper", name="imagined", node={"direction": "minimize", "n_trials": 20})
+    try:
+        configs.register()
+        assert store.load("hydra/sweeper/imagined.yaml").node == {"direction": "maximize", "n_trials": 20}
+    finally:
+        del store.repo["hydra"]["sweeper"]["imagined.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "number"),
+    [
+        ({"accelerator": "cpu", "devices": 3}, 3),
+        ({"accelerator": "cpu", "devices": "3"}, 3),
+        ({"accelerator": "cpu", "devices": "auto"}, 1),
+        ({"accelerator": "gpu", "devices": [0, 2]}, 2),
+        ({"accelerator": "gpu", "devices": "0,2"}, 2),
+        ({"accelerator": "gpu", "devices": "auto"}, 5),
+        ({"accelerator": "gpu", "devices": -1}, 5),
+        ({}, 5),
+    ],
+)
+def test_devices_are_counted_as_lightning_does(
+    monkeypatch: pytest.MonkeyPatch, trainer: dict[str, object], number: int
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 5)
+    assert num_devices(trainer) == number
+
+
+def test_processes_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = {"accelerator": "cpu", "devices": 4}
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert to_start(trainer) == 4 and is_first() and apart([], False) == []
+    # A batch script of SLURM that does not use srun, or a job of submitit: one task.
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert to_start(trainer) == 4
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert to_start(trainer) == 4
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert started_elsewhere() and to_start(trainer) == 1 and is_first()
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    assert not is_first()
+    given = apart(["hydra.run.dir=here"], False)
+    assert given == ["hydra.output_subdir=null", "hydra/job_logging=none"]
+    assert [entry.partition("=")[0] for entry in apart([], True)][:2] == [
+        "hydra.sweep.dir",
+        "hydra.sweep.subdir",
+    ]

@@ -1,0 +1,115 @@
+"""Growing inside one `fit` against one `fit` for each stage: bit for bit the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning
+import pytest
+import torch
+
+from growlab.data import ImageData
+from growlab.growth import VarianceTransfer, grow, make_schedule, plant
+from growlab.networks.mlp import MLP
+from growlab.optim import Inheritance, follow
+from growlab.training import GrowthCallback, LearningRate, Task
+from growlab.widths import trace
+
+EPOCHS, WIDTHS, BATCHES = [2, 1, 2], [0.5, 0.75, 1], [40, 32, 24]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.05, 0.9, weight_decay=5e-4)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 0.01)
+
+
+def new_run(make: Callable[..., torch.optim.Optimizer]) -> tuple[Task, ImageData]:
+    data = ImageData(
+        "digits", limit_train=96, limit_test=20, batch_size=24, shift=1, mirror=True, validation="none"
+    )
+    data.setup()
+    lightning.seed_everything(0, verbose=False)
+    network = MLP(64, [12, 12], 10, batch_norm=True)
+    graph = trace(network, data.probe_batch(2))
+    schedule = make_schedule(5, 24, epochs=EPOCHS, widths=WIDTHS, batch_sizes=BATCHES)
+    data.batch_size_at_epoch = schedule.batch_size_at
+    method = VarianceTransfer(noise_std=0.001)
+    state = plant(network, graph, method, schedule.widths(graph)[0], 0)
+    steps = [-(-96 // schedule.batch_size_at(epoch)) for epoch in range(5)]
+    rate = LearningRate(shape="constant")
+    return Task(network, graph, method, schedule, state, make, steps, learning_rate=rate), data
+
+
+def new_trainer(epochs: int, *callbacks: lightning.Callback) -> lightning.Trainer:
+    return lightning.Trainer(
+        max_epochs=epochs,
+        callbacks=list(callbacks),
+        reload_dataloaders_every_n_epochs=1,
+        num_sanity_val_steps=0,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "inheritance"),
+    [(sgd, "reset"), (sgd, "inherit"), (adamw, "inherit")],
+    ids=["reset", "sgd", "adamw"],
+)
+def test_one_fit_equals_one_fit_for_each_stage(
+    make: Callable[..., torch.optim.Optimizer], inheritance: Inheritance
+) -> None:
+    task, data = new_run(make)
+    trainer = new_trainer(5, GrowthCallback(data.probe_batch(16), inheritance))
+    trainer.fit(task, datamodule=data)
+    assert len(task.events) == 2
+
+    kept: list[torch.optim.Optimizer] = []
+
+    def same_optimizer(parameters: Any) -> torch.optim.Optimizer:
+        # Each fit makes a new schedule of the rate, which is why the rate is constant here.
+        kept[:] = kept or [make(parameters)]
+        return kept[0]
+
+    reference, data = new_run(same_optimizer)
+    widths = reference.schedule.widths(reference.graph)
+    optimizer: Any = None
+    ends = [2, 3, 5]
+    stages = new_trainer(ends[0])
+    for stage, end in enumerate(ends):
+        if stage:
+            event = grow(
+                reference.network,
+                reference.graph,
+                reference.method,
+                reference.growth_state,
+                widths[stage],
+                reference.seed,
+                (data.probe_batch(16),),
+            )
+            follow(
+                optimizer,
+                event.replaced,
+                reference.graph,
+                event.widths_before,
+                widths[stage],
+                inheritance,
+                event.carry,
+            )
+            stages.fit_loop.max_epochs = end
+        stages.fit(reference, datamodule=data)
+        (optimizer,) = stages.optimizers
+        assert stages.current_epoch == end
+    for name, value in task.network.state_dict().items():
+        assert torch.equal(value, reference.network.state_dict()[name]), name
+    (one,), (other,) = trainer.optimizers, stages.optimizers
+    for mine, theirs in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+        assert one.state[mine].keys() == other.state[theirs].keys()
+        for key, value in one.state[mine].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other.state[theirs][key])), key
+    assert task.growth_state == reference.growth_state
