@@ -11,8 +11,8 @@ import torch
 def keep_ranks(folder: str) -> None:
     """Every rank writes all that it holds into a folder, after each growth event and at the end of each epoch."""
     from growlab.training import GrowthCallback
-    from growlab.training.checkpoints import SaveEveryEpoch
     from growlab.training.rank_check import held
+    from growlab.training.saving import SaveCheckpoints
 
     def keep(name: str, trainer: Any, task: Any) -> None:
         content = {
@@ -20,17 +20,17 @@ def keep_ranks(folder: str) -> None:
         }
         torch.save(content, Path(folder) / f"{name}_rank{trainer.global_rank}.pt")
 
-    grow, save = GrowthCallback._grow, SaveEveryEpoch.on_train_epoch_end
+    grow, save = GrowthCallback._grow, SaveCheckpoints.on_train_epoch_end
 
-    def grow_and_keep(self: Any, trainer: Any, task: Any) -> None:
-        grow(self, trainer, task)
+    def grow_and_keep(self: Any, trainer: Any, task: Any, *rest: Any) -> None:
+        grow(self, trainer, task, *rest)
         keep(f"stage{task.growth_state.stage}", trainer, task)
 
     def save_and_keep(self: Any, trainer: Any, task: Any) -> None:
         save(self, trainer, task)
         keep(f"epoch{trainer.current_epoch}", trainer, task)
 
-    GrowthCallback._grow, SaveEveryEpoch.on_train_epoch_end = grow_and_keep, save_and_keep
+    GrowthCallback._grow, SaveCheckpoints.on_train_epoch_end = grow_and_keep, save_and_keep
 
 
 def drift(what: str, step: int) -> None:

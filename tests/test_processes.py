@@ -83,7 +83,9 @@ def test_ranks_are_equal_after_each_of_eight_events_and_the_losses_those_of_one_
 @pytest.mark.parametrize(
     "options",
     [
-        ("trainer.strategy.static_graph=true", "trainer.gradient_clip_val=0.5"),
+        pytest.param(
+            ("trainer.strategy.static_graph=true", "trainer.gradient_clip_val=0.5"), marks=pytest.mark.slow
+        ),
         (
             *(
                 "trainer.strategy.find_unused_parameters=true",
@@ -125,6 +127,7 @@ def test_statistics_of_each_rank_and_half_precision(finished: Callable[..., Path
     assert torch.equal(checkpoint["network.bn1.running_var"], held["bn1.running_var"])
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(
     cli: CommandLine, finished: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -142,7 +145,7 @@ def one_sentence(outcome: Outcome) -> str:
     """The sentence that a run ended with, behind the lines of its epochs."""
     assert (outcome.code, outcome.out) == (2, ""), outcome.err
     *lines, last = outcome.err.splitlines()
-    assert all(line.startswith(("stage ", "grew ")) for line in lines), outcome.err
+    assert all(line.startswith(("stage ", "grew ", "warning: no checkpoint")) for line in lines), outcome.err
     assert last.startswith("error: ") and last.endswith(".")
     return last
 
@@ -154,11 +157,17 @@ def one_sentence(outcome: Outcome) -> str:
             ("drift", "weight", 5),
             "ranks hold different values at the end of epoch 1 (stage 1): classifier.weight",
         ),
-        (("drift", "state", 8), "after growing in epoch 3 (stage 2): classifier.weight, momentum_buffer of"),
+        pytest.param(
+            ("drift", "state", 9),
+            "after growing in epoch 3 (stage 2): momentum_buffer of classifier.weight",
+            marks=pytest.mark.slow,
+        ),
         (("other_draws",), "after growing in epoch 1 (stage 1): conv1.weight, "),
-        (("parity_fails",), "changed the output by 1.00e+00"),
+        pytest.param(("parity_fails",), "changed the output by 1.00e+00", marks=pytest.mark.slow),
         (("loss_is_nan", 4), "the training loss became NaN or infinite at step 4"),
-        (("weights_are_nan", 2), "held NaN or infinity after step 2 (epoch 0"),
+        pytest.param(
+            ("weights_are_nan", 2), "held NaN or infinity after step 2 (epoch 0", marks=pytest.mark.slow
+        ),
     ],
     ids=lambda value: "_".join(map(str, value)) if isinstance(value, tuple) else "",
 )
@@ -170,16 +179,19 @@ def test_what_goes_wrong_on_one_rank_stops_all_with_one_sentence(
     assert not (tmp_path / "run" / "results.json").exists()
 
 
+@pytest.mark.slow
 def test_statistics_that_a_rank_has_of_its_own_are_no_mismatch(finished: Callable[..., Path]) -> None:
     finished(*RESNET, *TWO, fault=("on_rank", 1, "drift", "buffer", 3))
 
 
+@pytest.mark.slow
 def test_the_check_may_be_left_out(finished: Callable[..., Path]) -> None:
     run = finished(*RESNET, *TWO, "check_ranks=false", fault=("on_rank", 1, "drift", "weight", 5))
     events = json.loads((run / "growth.json").read_text())["events"]
     assert [event["seconds_by_part"]["rank_check"] for event in events] == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_full_disk_on_the_rank_that_writes(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(*RESNET, *TWO, cwd=tmp_path, fault=("on_rank", 0, "full_disk", 1, 30_000))
     assert "File too large" in one_sentence(outcome)
@@ -213,21 +225,36 @@ def runs(pid: int) -> bool:
     return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(*RESNET, *TWO, cwd=tmp_path, fault=("interrupt_parent", 5))
     assert outcome.code == 130
-    assert outcome.err.count("interrupted") == 1 and "Traceback" not in outcome.err
+    last = outcome.err.splitlines()[-1]
+    assert last.startswith("SIGINT: saved after step ") and "resume with: growlab " in last
+    assert outcome.err.count("SIGINT: ") == 1 and "Traceback" not in outcome.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("+trainer.strategy.broadcast_buffers=false",), "would let statistics of normalisation differ"),
+        pytest.param(
+            ("+trainer.strategy.broadcast_buffers=false",),
+            "would let statistics of normalisation differ",
+            marks=pytest.mark.slow,
+        ),
         (("+trainer.strategy.init_sync=false",), "would let weights differ"),
-        (("trainer.strategy=fsdp",), "`fsdp` requires a GPU"),
-        (("trainer.strategy=ddp_spawn",), "growlab starts the processes of DDP itself"),
+        pytest.param(("trainer.strategy=fsdp",), "`fsdp` requires a GPU", marks=pytest.mark.slow),
+        pytest.param(
+            ("trainer.strategy=ddp_spawn",),
+            "growlab starts the processes of DDP itself",
+            marks=pytest.mark.slow,
+        ),
         (("data.batch_size=33",), "a batch of 33 images does not divide among 2 processes"),
-        (("schedule.batch_sizes=[34,33,32]",), "a batch of 33 images does not divide among 2 processes"),
+        pytest.param(
+            ("schedule.batch_sizes=[34,33,32]",),
+            "a batch of 33 images does not divide among 2 processes",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
 )
