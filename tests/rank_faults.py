@@ -59,9 +59,9 @@ def other_draws() -> None:
     grow = growth_callback.grow
 
     def grow_differently(
-        network: Any, graph: Any, method: Any, state: Any, widths: Any, seed: int, *rest: Any
+        network: Any, graph: Any, method: Any, state: Any, widths: Any, seed: int, *rest: Any, **named: Any
     ) -> Any:
-        return grow(network, graph, method, state, widths, seed + 1, *rest)
+        return grow(network, graph, method, state, widths, seed + 1, *rest, **named)
 
     growth_callback.grow = grow_differently
 
