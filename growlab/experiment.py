@@ -106,6 +106,7 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
     graph = find_widths(network, data.probe_batch(2), method, list(cfg.opaque))
     graph = method.prepare(network, graph, cfg.seed)
     plan = _plan(cfg, network, graph, method, data)
+    _check_pretrained(cfg, plan, graph)
     state = plant(network, graph, method, plan.widths[0], cfg.seed)
 
     data.batch_size_at_epoch = plan.schedule.batch_size_at
@@ -303,6 +304,15 @@ def _check(cfg: DictConfig) -> None:
             f"trainer.accelerator={accelerator}, but torch {torch.__version__} sees no GPU here; use trainer=cpu, "
             "or install a driver that fits this torch."
         )
+
+
+def _check_pretrained(cfg: DictConfig, plan: Plan, graph: WidthGraph) -> None:
+    for key in ("pretrained", "weights"):
+        if cfg.model.get(key) and plan.widths[0] != graph.full_widths:
+            raise UserError(
+                f"model.{key}={cfg.model.get(key)} are weights of the full-width network, but this run starts "
+                "narrower or wider and would draw its own; set growth=none lr_adapt=none to train on from them."
+            )
 
 
 def _check_complete(recorder: RunRecorder, plan: Plan, run_dir: Path) -> None:

@@ -41,7 +41,7 @@ RULES = {
     "configs": rule(packages="hydra omegaconf"),
     "configuration": rule("configs", packages="hydra omegaconf"),
     "explain": rule(packages="hydra omegaconf yaml"),
-    "library": rule(packages="torch torchvision timm"),
+    "library": rule(packages="torch torchvision timm safetensors"),
     "widths.__main__": rule("survey", packages=""),
     "survey": rule("networks widths growth analysis", packages="torch"),
     "analysis.__main__": rule("analysis"),
