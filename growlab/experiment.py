@@ -23,6 +23,7 @@ from torch import nn
 from growlab.analysis.figures import write_run_figures
 from growlab.analysis.run_table import print_results
 from growlab.data import ImageData
+from growlab.data.readers import DIED
 from growlab.errors import Stopped, UserError
 from growlab.files import remove_unfinished, write_json, write_text
 from growlab.growth import GrowthMethod, WidthDecision, fold_output_factor, plant
@@ -394,6 +395,11 @@ def _plain_errors() -> Iterator[None]:
     except (MisconfigurationException, UnsupportedOperation) as error:
         raise UserError(" ".join(str(error).split())) from error
     except Exception as error:
+        if isinstance(error, RuntimeError) and str(error).startswith(DIED):
+            reason = str(error).partition("\n")[0].strip(" .")
+            raise UserError(
+                f"a process that reads images died ({reason}); if memory ran out, lower data.num_workers."
+            ) from error
         # Such as a key that is missing for an online run.
         if type(error).__module__.partition(".")[0] == "wandb":
             raise UserError(" ".join(str(error).split())) from error

@@ -16,6 +16,9 @@ from growlab.data.images import EncodedImages, ImageArray
 from growlab.errors import UserError
 
 Batch = tuple[Tensor, Tensor]
+# How torch begins the RuntimeError that tells of a dead worker process. Its handler of SIGCHLD raises it wherever the
+# main thread is just then, so a whole run has to look out for it.
+DIED = "DataLoader worker (pid"
 
 
 class Readers:
@@ -65,8 +68,8 @@ class Readers:
             epoch: counted from 0; None reads images as they are.
 
         Raises:
-            UserError: an image cannot be read, or a worker process died.
-            RuntimeError: another reading began meanwhile.
+            UserError: an image cannot be read.
+            RuntimeError: another reading began meanwhile, or a worker process died (`DIED`).
         """
         self._readings += 1
         reading = self._readings
@@ -79,14 +82,9 @@ class Readers:
                 batch = next(iterator)
             except StopIteration:
                 return
-            except (RuntimeError, EOFError, ConnectionError) as error:
-                # "DataLoader worker (pid 7) is killed by signal", or its half of a pipe is gone.
-                if isinstance(error, RuntimeError) and "DataLoader worker (pid" not in str(error):
-                    raise
-                reason = str(error).partition("\n")[0].strip(" .") or type(error).__name__
-                raise UserError(
-                    f"a process that reads images died ({reason}); if memory ran out, lower data.num_workers."
-                ) from error
+            except (EOFError, ConnectionError) as error:
+                # Its half of a pipe is gone: as torch says it where it notices by itself.
+                raise RuntimeError(f"{DIED} ?) is gone.") from error
             if isinstance(batch, UserError):
                 raise batch
             yield batch

@@ -30,8 +30,8 @@ KEPT = {
     "depthwise convolution|laid out otherwise": "a stream that meets one of those that stay",
     "neighbouring channels are pooled or convolved": "ECA slides a window over channels: each has its place",
     "a single channel": "a gate of one channel that multiplies all the others",
-    "written into the network's own code": "a part that runs in training only (auxiliary heads), which "
-    "Torch-Pruning does not see either",
+    "written into the network's own code": "what auxiliary heads read in training",
+    "does not run in evaluation": "auxiliary heads, which Torch-Pruning does not see either",
 }
 
 
@@ -140,7 +140,10 @@ def outcomes(name: str, size: int) -> Counter[str]:
         for row in {0, layer.weight.shape[0] - 1}:
             channel = channel_of.get((root, "out", row))
             if channel is None:
-                found[f"kept: {graph.fixed.get(root, 'no reason')}"] += 1
+                runs = layer in dependencies.module2node
+                found[
+                    f"kept: {graph.fixed.get(root, 'no reason') if runs else 'does not run in evaluation'}"
+                ] += 1
                 continue
             ours = ties[channel]
             try:
