@@ -13,8 +13,8 @@ import torch
 import torch_pruning
 from torch import nn
 
+from growlab.survey.sources import load
 from growlab.widths import WidthGraph, trace
-from growlab.widths.__main__ import load
 
 # (module path, "out" or "in", position): a row or a column of a layer, or an entry of a norm.
 Tie = tuple[str, str, int]
@@ -60,9 +60,7 @@ CASES = {
             *("regnet_y_400mf", "convnext_tiny"),
         )
     },
-    "torchvision/googlenet": Case(
-        64, "auxiliary heads run in training only, and Torch-Pruning traces evaluation"
-    ),
+    "torchvision/googlenet": Case(),
     **{
         f"timm/{name}": Case()
         for name in (
