@@ -182,6 +182,8 @@ class ImageData(LightningDataModule):
 
     def teardown(self, stage: str | None = None) -> None:
         """End the processes that read images."""
+        for readers in self._readers.values():
+            readers.close()
         self._readers.clear()
 
     def train_dataloader(self) -> MemoryLoader | StreamLoader:

@@ -75,19 +75,26 @@ class Readers:
         reading = self._readings
         self._requests.batches, self._requests.epoch = batches, epoch
         iterator = iter(self._loader)
-        while True:
-            if reading != self._readings:
-                raise RuntimeError("these batches are read no further: another reading has begun")
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
-            except (EOFError, ConnectionError) as error:
-                # Its half of a pipe is gone: as torch says it where it notices by itself.
-                raise RuntimeError(f"{DIED} ?) is gone.") from error
-            if isinstance(batch, UserError):
-                raise batch
-            yield batch
+        try:
+            while reading == self._readings:
+                batch = next(iterator, None)
+                if batch is None:
+                    return
+                if isinstance(batch, UserError):
+                    raise batch
+                yield batch
+        except (EOFError, ConnectionError) as error:
+            # Its half of a pipe is gone: as torch says it where it notices by itself.
+            raise RuntimeError(f"{DIED} ?) is gone.") from error
+        finally:
+            # A traceback that holds this frame would keep the worker processes alive.
+            del iterator
+        raise RuntimeError("these batches are read no further: another reading has begun")
+
+    def close(self) -> None:
+        """End the worker processes; nothing can be read any more."""
+        self._readings += 1
+        del self._loader
 
 
 def _finish_what_is_begun(worker: int) -> None:

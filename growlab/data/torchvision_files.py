@@ -63,13 +63,12 @@ def _open(name: str, root: Path, train: bool, download: bool) -> Any:
 def _download(dataset: Callable[..., Any], name: str, root: Path, train: bool) -> Any:
     existed = root.exists()
     timeout = socket.getdefaulttimeout()
-    log.info("downloading %s to %s", name, root)
     try:
         # A network that swallows packets must not hold the run for minutes.
         socket.setdefaulttimeout(_TIMEOUT_SEC)
         # torchvision prints its progress; standard output is for results.
         with contextlib.redirect_stdout(sys.stderr):
-            return dataset(str(root), train=train, download=True)
+            downloaded = dataset(str(root), train=train, download=True)
     except Exception as error:  # what torchvision and urllib raise is not one family
         if not existed:
             _remove_empty(root)
@@ -81,6 +80,8 @@ def _download(dataset: Callable[..., Any], name: str, root: Path, train: bool) -
         ) from error
     finally:
         socket.setdefaulttimeout(timeout)
+    log.info("downloaded %s to %s", name, root)
+    return downloaded
 
 
 def _decoded(dataset: Any) -> ImageArray:

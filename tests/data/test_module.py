@@ -158,6 +158,7 @@ def test_streamed_batches_equal_those_in_memory(pictures, tmp_path, num_workers)
     assert torch.equal(torch.get_rng_state(), before)
     x = next(iter(streamed.train_dataloader()))[0]
     assert x.is_contiguous(memory_format=torch.channels_last)
+    streamed.teardown()
 
 
 def test_what_does_not_fit_is_streamed(pictures, tmp_path, monkeypatch):

@@ -153,7 +153,9 @@ def test_a_resumed_run_sees_the_same_batches_with_any_number_of_workers(layout, 
     ranks = [_batches(_open(root, shuffle_window=20), 1, rank, 2) for rank in range(2)]
     for step, (x, _) in enumerate(epochs[1]):
         assert torch.equal(torch.cat([ranks[0][step][0], ranks[1][step][0]])[: len(x)], x)
+    workers = whole._readers["train"]._loader._iterator._workers
     whole.teardown()
+    assert not any(worker.is_alive() for worker in workers)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
