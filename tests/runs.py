@@ -389,8 +389,11 @@ def _serve() -> None:
 def _import_everything() -> None:
     from growlab import experiment
     from growlab.networks import mlp8
+    from growlab.optim.native import library
     from growlab.widths import trace
 
+    # Compiled once instead of once a run.
+    library(torch.float32)
     # A second for every run; tests/analysis looks at figures.
     experiment.write_run_figures = lambda run_dir: None
     # The first trace loads much of torch. Nothing here may call backward: a fork could not do so any more.
