@@ -70,18 +70,43 @@ def without_what_breaks(model: nn.Module, graph: WidthGraph, inputs: tuple[Any, 
     for places in _by_class(model, graph):
         groups = list(dict.fromkeys(g for place in places for g in graph.written[place].groups))
         groups = [group for group in groups if group not in kept]
-        names = list(dict.fromkeys((place.attribute, place.index) for place in places))
-        for chosen in ([], names, *([name] for name in names)):
-            more = {p: graph.written[p] for p in places if (p.attribute, p.index) in chosen}
-            if trials.work([*kept, *groups], {**attributes, **more}):
-                attributes |= more
-                kept += groups
-                break
-        else:
+        found = _attributes_that_work(trials, graph, places, [*kept, *groups], attributes)
+        if found is None:
             trials.attributes = attributes
-            kept += _largest_working(groups, trials, tuple(kept))
+            groups = _largest_working(groups, trials, tuple(kept))
+        else:
+            attributes |= found
         trials.attributes = attributes
+        kept += groups
     return keep_only(replace(graph, written=attributes), kept)
+
+
+def _attributes_that_work(
+    trials: "_Trials",
+    graph: WidthGraph,
+    places: Sequence[Written],
+    groups: Sequence[str],
+    known: Mapping[Written, Axis],
+) -> dict[Written, Axis] | None:
+    """As few attributes of a class as let these groups be narrow; None if none do.
+
+    An attribute that is as large as a width by chance (a stride of 4 beside 4 heads) must not follow it, even if
+    the network would run: what can be left alone is.
+    """
+
+    def chosen(names: Sequence[tuple[str, int | None]]) -> dict[Written, Axis]:
+        return {p: graph.written[p] for p in places if (p.attribute, p.index) in names}
+
+    names = list(dict.fromkeys((place.attribute, place.index) for place in places))
+    fewer = ([name for name in names if name != left] for left in names)
+    for attempt in ([], names, *fewer, *([name] for name in names)):
+        if trials.work(groups, {**known, **chosen(attempt)}):
+            for name in tuple(attempt):
+                without = [other for other in attempt if other != name]
+                if trials.work(groups, {**known, **chosen(without)}):
+                    attempt = without
+            return chosen(attempt)
+    return None
 
 
 def _by_class(model: nn.Module, graph: WidthGraph) -> list[list[Written]]:

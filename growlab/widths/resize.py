@@ -24,6 +24,7 @@ _BOOKKEEPING: tuple[tuple[type[nn.Module], str, str, int], ...] = (
     (nn.Conv3d, "out_channels", "weight", 0),
     (nn.PReLU, "num_parameters", "weight", 0),
     (nn.Embedding, "embedding_dim", "weight", 1),
+    (nn.GroupNorm, "num_channels", "weight", 0),
 )
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -203,7 +204,7 @@ def _named_tensor_places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Modul
 
 def _update_bookkeeping(module: nn.Module, depthwise: bool) -> None:
     for kind, attribute, tensor, dim in _BOOKKEEPING:
-        if isinstance(module, kind):
+        if isinstance(module, kind) and getattr(module, tensor) is not None:
             setattr(module, attribute, getattr(module, tensor).shape[dim])
     if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         # At width 1 a depthwise convolution looks like any other: only the graph knows.

@@ -73,6 +73,8 @@ def around_layer(layer: nn.Module, width: int = 8, after: int | None = None) -> 
 
 def fused_attention(net: nn.Module, x: Tensor) -> Tensor:
     batch, tokens, _ = x.shape
+    # A number that is the number of heads by chance, and that any other number would do for.
+    x = x * sum(1 / (1 + i) for i in range(net.steps))
     qkv = net.qkv(x).reshape(batch, tokens, 3, net.num_heads, -1).permute(2, 0, 3, 1, 4)
     bias = net.table[net.positions].permute(2, 0, 1)
     x = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], attn_mask=bias)
@@ -146,7 +148,7 @@ CASES = {
         lambda: around_layer(nn.GroupNorm(8, 8)),
         IMAGE,
         {"inside": 8},
-        frozenset({Written("layer", "num_groups"), Written("layer", "num_channels")}),
+        frozenset({Written("layer", "num_groups")}),
     ),
     "group norm": RuleCase(lambda: around_layer(nn.GroupNorm(2, 8)), IMAGE, {}),
     "a slope per channel": RuleCase(lambda: around_layer(nn.PReLU(8)), IMAGE, {"inside": 8}),
@@ -189,6 +191,7 @@ CASES = {
             qkv=nn.Linear(8, 3 * 4 * 5),
             table=nn.Parameter(torch.randn(9, 4)),
             positions=nn.Buffer(torch.arange(25).reshape(5, 5) % 9),
+            steps=4,
             num_heads=4,
             attn_dim=20,
             head=nn.Linear(20, 4),

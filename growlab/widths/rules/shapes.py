@@ -154,7 +154,16 @@ def expand(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 
 @rule(
-    "flatten", "view", "reshape", "_unsafe_view", "unflatten", "squeeze", "unsqueeze", "view_as", "squeeze_"
+    "flatten",
+    "view",
+    "reshape",
+    "reshape_as",
+    "_unsafe_view",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "view_as",
+    "squeeze_",
 )
 def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Match runs of input and output dimensions with equal products; merge or split inside each."""
