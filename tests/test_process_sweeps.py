@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
@@ -86,6 +87,22 @@ def test_processes_that_torchrun_has_started(tmp_path: Path) -> None:
     assert outcome.out.count("test accuracy") == 1
     failed = command(*SMALL, "trainer=ddp_cpu", "data.batch_size=33", cwd=tmp_path, program=torchrun)
     assert failed.code != 0 and "a batch of 33 images does not divide" in failed.err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_gpus(tmp_path: Path, devices: int, precision: str) -> None:
+    """NCCL: the wrapper, the scaler and statistics over all ranks go through growth."""
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"needs {devices} GPUs")
+    images = ("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "model.width=4")
+    stages = ("schedule.epochs=[1,1,1]", "schedule.widths=[0.5,0.75,1]", "trainer.sync_batchnorm=true")
+    trainer = ("trainer=ddp", f"trainer.devices={devices}", f"trainer.precision={precision}")
+    outcome = command(*images, *stages, *trainer, "hydra.run.dir=run", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["world_size"] == devices and results["parity_max_error"] < 1e-3
 
 
 def command(*arguments: str, cwd: Path, program: tuple[str, ...] = ("-m", "growlab")) -> Outcome:
