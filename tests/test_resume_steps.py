@@ -31,11 +31,10 @@ def killed_at(cli: CommandLine, folder: Path, arguments: Sequence[str], steps: S
     return Left.by(folder / "run")
 
 
-@pytest.mark.parametrize("arguments", [MLP, DROPOUT, ACCUMULATED], ids=["mlp", "dropout", "accumulated"])
 def test_killed_in_the_middle_of_epochs(
-    cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path, arguments: tuple[str, ...]
+    cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path
 ) -> None:
-    assert killed_at(cli, tmp_path, arguments, SOME).differences(uninterrupted(*arguments)) == []
+    assert killed_at(cli, tmp_path, DROPOUT, SOME).differences(uninterrupted(*DROPOUT)) == []
 
 
 @pytest.mark.slow
@@ -52,10 +51,10 @@ def test_killed_at_every_step(
     ("fault", "step"),
     [
         (("at_step", 4, SIGTERM), 4),
-        (("at_step", 5, SIGUSR1), 5),
+        pytest.param(("at_step", 5, SIGUSR1), 5, marks=pytest.mark.slow),
         # The last step of an epoch and of a stage: the epoch's end and validation follow first.
-        (("at_step", 6, SIGTERM), 6),
-        (("at_validation", 3, 0, SIGTERM), 12),
+        pytest.param(("at_step", 6, SIGTERM), 6, marks=pytest.mark.slow),
+        pytest.param(("at_validation", 3, 0, SIGTERM), 12, marks=pytest.mark.slow),
         (("at_validation", 3, 1, SIGTERM), 12),
         (("at_step", 7, SIGINT), 7),
     ],
@@ -86,7 +85,9 @@ def test_a_signal_saves_at_once_and_says_how_to_go_on(
     assert Left.by(tmp_path / "run").differences(uninterrupted(*arguments)) == []
 
 
-@pytest.mark.parametrize("damage", ["torn", "flipped", "missing"])
+@pytest.mark.parametrize(
+    "damage", ["flipped", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("torn", "missing"))]
+)
 def test_a_damaged_checkpoint_is_recognised_and_the_one_before_it_used(
     cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path, damage: str
 ) -> None:
@@ -123,7 +124,11 @@ def test_two_damaged_checkpoints_are_told(cli: CommandLine, tmp_path: Path) -> N
     assert "no checkpoint can be read" in outcome.err and LAST in outcome.err and PREVIOUS in outcome.err
 
 
-@pytest.mark.parametrize(("limit", "code"), [(30_000, 0), (8_000, 2)], ids=["checkpoints", "results"])
+@pytest.mark.parametrize(
+    ("limit", "code"),
+    [(30_000, 0), pytest.param(8_000, 2, marks=pytest.mark.slow)],
+    ids=["checkpoints", "results"],
+)
 def test_a_full_disk_is_told_and_training_goes_on(
     cli: CommandLine, tmp_path: Path, limit: int, code: int
 ) -> None:
@@ -177,6 +182,7 @@ def test_two_ranks_stop_together_and_go_on(
     assert Left.by(tmp_path / "run").differences(uninterrupted(*TWO_RANKS)) == []
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(
     cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path
 ) -> None:
