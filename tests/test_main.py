@@ -294,11 +294,11 @@ def test_a_sweep_goes_on_after_a_failure_and_ends_with_its_sentence(growlab: Cal
             raise UserError("the data is gone")
         return 0.5
 
-    outcome = growlab("-m", "seed=0,1,2", job=job)
+    outcome = growlab("-m", "+name=try", "seed=0,1,2", job=job)
     assert ran == [0, 1, 2]
     assert outcome.code == 2
     lines = outcome.err.splitlines()
-    assert lines[0] == "job 1 (seed=1) failed: the data is gone."
+    assert lines[0] == "job 1 (+name=try,seed=1) failed: the data is gone."
     assert lines[-1] == "error: the data is gone."
 
 

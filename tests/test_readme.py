@@ -23,8 +23,11 @@ LINES = [
     line.partition(" #")[0].rstrip()
     for language, block in BLOCKS
     if language == ""
-    for line in block.splitlines()
+    for line in block.replace("\\\n", " ").splitlines()
+    if line and not line.startswith("#")
 ]
+# Started by other programs, or by the name of the installed script.
+LAUNCHERS = ("torchrun", "srun", "growlab")
 TRAINING = [line for line in LINES if line.startswith(f"{PYTHON}growlab ")] + [
     line for line in LINES if line == f"{PYTHON}growlab"
 ]
@@ -64,7 +67,7 @@ def test_every_line_of_a_plain_block_is_a_command_that_is_tested() -> None:
     for line in LINES:
         words = line.split()
         tool = words[2] if line.startswith(PYTHON) else words[0]
-        assert tool in {"make", "growlab", *TOOLS}, f"the README has a line that no test runs: {line}"
+        assert tool in {"make", *LAUNCHERS, *TOOLS}, f"the README has a line that no test runs: {line}"
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("make")])
@@ -73,6 +76,16 @@ def test_targets_of_make_are_there(line: str) -> None:
         [*line.split(), "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert outcome.returncode == 0 and ".venv/bin/python" in outcome.stdout
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if line.startswith(LAUNCHERS)])
+def test_what_several_devices_run_is_a_configuration(line: str, cli: CommandLine, tmp_path: Path) -> None:
+    *_, after = line.partition("growlab ")
+    # What spans a range is for a sweeper.
+    arguments = [word for word in shlex.split(after) if word != "-m" and not word.startswith("hydra/")]
+    arguments = [word for word in arguments if "(" not in word]
+    outcome = cli(*arguments, "--cfg", "job", cwd=tmp_path)
+    assert outcome.code == 0 and "trainer:" in outcome.out, outcome.err
 
 
 @pytest.fixture(scope="module")
