@@ -1,11 +1,9 @@
 """One run, read top to bottom: data, network, widths, seed, task, training, test, result."""
 
 import contextlib
-import logging
 import secrets
 import shlex
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import hydra
 import lightning
 import torch
 from hydra.core.hydra_config import HydraConfig
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
@@ -23,7 +20,6 @@ from torch import nn
 from growlab.analysis.figures import write_run_figures
 from growlab.analysis.run_table import print_results
 from growlab.data import ImageData
-from growlab.data.readers import DIED
 from growlab.errors import Stopped, UserError
 from growlab.files import remove_unfinished, write_json, write_text
 from growlab.growth import GrowthMethod, WidthDecision, fold_output_factor, plant
@@ -39,13 +35,14 @@ from growlab.training.checkpoints import (
 )
 from growlab.training.distributed import check_strategy, cluster_environment
 from growlab.training.layer_statistics import LayerStatistics, held_out
+from growlab.training.library_messages import plain_errors, quiet_libraries
 from growlab.training.loggers import WandbRecords, finish, run_name
 from growlab.training.plan import Plan, carried_out, find_widths, make_plan
 from growlab.training.provenance import git_commit, machine, versions
 from growlab.training.rank_check import RankCheck
 from growlab.training.saving import SaveCheckpoints
 from growlab.training.sync_batchnorm import SynchroniseBatchNorm
-from growlab.widths import UnsupportedOperation, WidthGraph
+from growlab.widths import WidthGraph
 
 # What a resumed run may do differently: none of it changes what is computed.
 _FREE_ON_RESUME = (
@@ -73,7 +70,7 @@ def run(cfg: DictConfig) -> None:
     """
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
-        with _plain_errors(), _quiet_libraries():
+        with plain_errors(), quiet_libraries():
             if cfg.study is None:
                 _run(cfg, run_dir)
             else:
@@ -385,41 +382,3 @@ def _stages(plan: Plan, task: Task, recorder: RunRecorder) -> list[dict[str, Any
             }
         )
     return stages
-
-
-@contextlib.contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Turn what libraries say of impossible settings into sentences."""
-    try:
-        yield
-    except (MisconfigurationException, UnsupportedOperation) as error:
-        raise UserError(" ".join(str(error).split())) from error
-    except Exception as error:
-        if isinstance(error, RuntimeError) and str(error).startswith(DIED):
-            reason = str(error).partition("\n")[0].strip(" .")
-            raise UserError(
-                f"a process that reads images died ({reason}); if memory ran out, lower data.num_workers."
-            ) from error
-        # Such as a key that is missing for an online run.
-        if type(error).__module__.partition(".")[0] == "wandb":
-            raise UserError(" ".join(str(error).split())) from error
-        raise
-
-
-@contextlib.contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Lightning's greetings and tips, and its own use of what torch deprecates, are not this run's news."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"lightning\.pytorch\.utilities\._pytree")
-            # About speed, where kernels of one channel are ambiguous; and about numbers that are of all ranks already.
-            warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
-            warnings.filterwarnings("ignore", message=r"It is recommended to use .self\.log")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

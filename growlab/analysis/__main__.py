@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from growlab.analysis.grid import Grid
 from growlab.analysis.results import load_runs
-from growlab.analysis.tables import summarise, write_table
+from growlab.analysis.tables import Row, summarise, write_table
 from growlab.errors import UserError
 from growlab.files import write_text
 
@@ -59,6 +59,10 @@ def _table_parser(prog: str, description: str, json: bool = False, epilog: str |
     return parser
 
 
+def _rows(arguments: argparse.Namespace) -> list[Row]:
+    return summarise(load_runs(arguments.folders, _warn), _warn)
+
+
 def _form(arguments: argparse.Namespace) -> str:
     return arguments.form or _SUFFIXES.get(Path(arguments.output or "").suffix.lower(), "markdown")
 
@@ -79,7 +83,7 @@ def _table(argv: Sequence[str]) -> None:
         "ours) or `paired` (methods compared seed by seed); each has its own --help.",
     )
     arguments = parser.parse_args(argv)
-    _put(write_table(summarise(load_runs(arguments.folders, _warn), _warn), _form(arguments)), arguments)
+    _put(write_table(_rows(arguments), _form(arguments)), arguments)
 
 
 def _paper(argv: Sequence[str]) -> None:
@@ -93,8 +97,7 @@ def _paper(argv: Sequence[str]) -> None:
         "--unmeasured", action="store_true", help="show published methods without a run here as well"
     )
     arguments = parser.parse_args(argv)
-    rows = summarise(load_runs(arguments.folders, _warn), _warn)
-    _put(_grid_text(paper_table(rows, arguments.unmeasured), arguments), arguments)
+    _put(_grid_text(paper_table(_rows(arguments), arguments.unmeasured), arguments), arguments)
 
 
 def _paired(argv: Sequence[str]) -> None:
@@ -108,8 +111,7 @@ def _paired(argv: Sequence[str]) -> None:
         "--against", metavar="METHOD", help="compare all others with this one, named as in the table"
     )
     arguments = parser.parse_args(argv)
-    rows = summarise(load_runs(arguments.folders, _warn), _warn)
-    _put(_grid_text(paired_table(compare_pairs(rows, arguments.against)), arguments), arguments)
+    _put(_grid_text(paired_table(compare_pairs(_rows(arguments), arguments.against)), arguments), arguments)
 
 
 def _grid_text(grid: Grid, arguments: argparse.Namespace) -> str:

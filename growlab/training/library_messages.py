@@ -1,0 +1,50 @@
+"""What libraries say, in this program's words or not at all."""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from growlab.data.readers import DIED
+from growlab.errors import UserError
+from growlab.widths import UnsupportedOperation
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """Turn what libraries say of impossible settings into sentences."""
+    try:
+        yield
+    except (MisconfigurationException, UnsupportedOperation) as error:
+        raise UserError(" ".join(str(error).split())) from error
+    except Exception as error:
+        if isinstance(error, RuntimeError) and str(error).startswith(DIED):
+            reason = str(error).partition("\n")[0].strip(" .")
+            raise UserError(
+                f"a process that reads images died ({reason}); if memory ran out, lower data.num_workers."
+            ) from error
+        # Such as a key that is missing for an online run.
+        if type(error).__module__.partition(".")[0] == "wandb":
+            raise UserError(" ".join(str(error).split())) from error
+        raise
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Lightning's greetings and tips, and its own use of what torch deprecates, are not this run's news."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"lightning\.pytorch\.utilities\._pytree")
+            # About speed, where kernels of one channel are ambiguous; and about numbers that are of all ranks already.
+            warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+            warnings.filterwarnings("ignore", message=r"It is recommended to use .self\.log")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
