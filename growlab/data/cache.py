@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
-from growlab.data.images import EncodedImages, ImageArray
+from growlab.data.images import EncodedImages, ImageArray, Images
 from growlab.errors import UserError
 from growlab.files import write_atomically
 
@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 # Below this many images decoding is as quick as reading a cache.
 _WORTH_CACHING = 2000
+# Decoded images up to this many bytes are held in memory unless somebody says otherwise.
+_IN_MEMORY_BYTES = 2 << 30
 
 
 def cache_dir() -> Path:
@@ -36,6 +38,14 @@ def files_fingerprint(paths: Sequence[Path]) -> str:
         stat = path.stat()
         lines.append(f"{path.resolve()}\t{stat.st_size}\t{stat.st_mtime_ns}")
     return "\n".join(lines)
+
+
+def held(images: Images, in_memory: bool | None) -> Images:
+    """Images in memory, if that is asked for or, with None, if they are few enough; else as they are."""
+    frame = images.frame
+    size = len(images) * frame.height * frame.width * frame.channels
+    wanted = size <= _IN_MEMORY_BYTES if in_memory is None else in_memory
+    return decoded(images) if wanted and isinstance(images, EncodedImages) else images
 
 
 def decoded(images: EncodedImages) -> ImageArray:

@@ -261,3 +261,6 @@ def class_names(labels: Sequence[np.ndarray], names: Sequence[str] | None, where
             f"0..{len(names) - 1}; leave out or relabel those images."
         )
     return names
+
+
+Images = ImageArray | EncodedImages

@@ -11,21 +11,19 @@ from lightning import LightningDataModule
 from torch import Tensor
 
 from growlab.data.augment import Augmentation
-from growlab.data.cache import decoded
+from growlab.data.cache import held
 from growlab.data.class_schedule import ClassSchedule, positions_of
 from growlab.data.crops import views
-from growlab.data.images import EncodedImages, ImageArray
+from growlab.data.images import EncodedImages, ImageArray, Images
 from growlab.data.incremental import Incremental
 from growlab.data.loaders import EpochPlan, MemoryLoader, StreamLoader
 from growlab.data.readers import Readers, workers_of_rank
-from growlab.data.sources import Images, open_images
+from growlab.data.sources import open_images
 from growlab.data.split import first_balanced, stratified_split
 from growlab.data.statistics import channel_statistics, normalisation, sample_of
 from growlab.errors import UserError
 
 VALIDATIONS = ("none", "split", "test")
-# Decoded images up to this many bytes are held in memory unless `in_memory` says otherwise.
-_IN_MEMORY_BYTES = 2 << 30
 
 
 class ImageData(LightningDataModule):
@@ -170,8 +168,8 @@ class ImageData(LightningDataModule):
             return
         train, test = open_images(self.name, self.root, self.download, self.fit)
         train = train.select(first_balanced(train.labels, self.limit_train or len(train)))
-        train = self._held(train) if self.crop is None else train
-        test = self._held(test.select(first_balanced(test.labels, self.limit_test or len(test))))
+        train = held(train, self.in_memory) if self.crop is None else train
+        test = held(test.select(first_balanced(test.labels, self.limit_test or len(test))), self.in_memory)
         if train.frame != test.frame:
             raise UserError(
                 f"test images have the shape {astuple(test.frame)}, training images {astuple(train.frame)} "
@@ -299,13 +297,6 @@ class ImageData(LightningDataModule):
         train = self._images["train"]
         positions = np.resize(first_balanced(train.labels, n), n)
         return self._normalisation.apply(train.read(positions).cpu(), self.channels_last)
-
-    def _held(self, images: Images) -> Images:
-        # In memory, if that was asked for or they are few enough.
-        frame = images.frame
-        size = len(images) * frame.height * frame.width * frame.channels
-        in_memory = size <= _IN_MEMORY_BYTES if self.in_memory is None else self.in_memory
-        return decoded(images) if in_memory and isinstance(images, EncodedImages) else images
 
     def _split(self, train: Images) -> tuple[Images, Images]:
         kept, held_out = stratified_split(train.labels, self.validation_fraction, self.split_seed)

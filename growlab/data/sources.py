@@ -7,11 +7,9 @@ from growlab.data.cache import cache_dir
 from growlab.data.crops import Fit
 from growlab.data.digits import load_digits
 from growlab.data.folders import find_folders, open_folders
-from growlab.data.images import EncodedImages, ImageArray
+from growlab.data.images import Images
 from growlab.data.torchvision_files import DATASETS, has_torchvision_files, load_torchvision
 from growlab.errors import UserError
-
-Images = ImageArray | EncodedImages
 
 _LAYOUTS = "Parquet files (train*.parquet, test*.parquet), folders (train/<class>/*.png, test/<class>/*.png)"
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from growlab.data.augment import Normalisation
-from growlab.data.images import ImageArray
-from growlab.data.sources import Images
+from growlab.data.images import ImageArray, Images
 from growlab.data.split import first_balanced
 from growlab.errors import UserError
 

@@ -162,7 +162,7 @@ def test_streamed_batches_equal_those_in_memory(pictures, tmp_path, num_workers)
 
 
 def test_what_does_not_fit_is_streamed(pictures, tmp_path, monkeypatch):
-    monkeypatch.setattr("growlab.data.module._IN_MEMORY_BYTES", 40 * 10 * 12 * 3 - 1)
+    monkeypatch.setattr("growlab.data.cache._IN_MEMORY_BYTES", 40 * 10 * 12 * 3 - 1)
     data = ImageData("insects", root=str(pictures.as_folders(tmp_path)), batch_size=8)
     data.setup()
     assert isinstance(data.train_dataloader(), StreamLoader)
