@@ -16,7 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -127,7 +127,7 @@ def _joined(tables: tuple[Table, ...]) -> Tensor:
 
 def step(
     name: str,
-    settings: Settings,
+    settings: Mapping[str, float],
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
@@ -163,7 +163,7 @@ def step(
     sums = torch.zeros(len(blocks), num_regions, dtype=torch.float64) if summed else None
     failed = getattr(kernels, name)(
         *(ctypes.c_void_p(t.data_ptr()) for t in (weights, blocks)),
-        ctypes.byref(settings),
+        ctypes.byref(Settings(**settings)),
         ctypes.c_void_p(None if sums is None else sums.data_ptr()),
         *(ctypes.c_int64(n) for n in (len(blocks), num_values, num_regions)),
         ctypes.c_int64(max(table.columns for table in tables)),
@@ -181,6 +181,6 @@ def step(
 def square_sums(weight: Tensor, table: Table, num_regions: int) -> Tensor:
     """Sums of squares by region as a step leaves them, to the last bit: float64 [K]."""
     nothing = torch.zeros(0, 1, num_regions)
-    sums = step("squares", Settings(), [weight], [weight], [], nothing, [table], summed=True)
+    sums = step("squares", {}, [weight], [weight], [], nothing, [table], summed=True)
     assert sums is not None
     return sums[0]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from growlab.optim import native
+from growlab.optim import gpu, native
 from growlab.optim.blocks import Pieces, add_squares, aligned, batches, layout_key
 from growlab.optim.rates import BaseRate, RateRule
 from growlab.optim.regions import Regions
@@ -42,13 +42,16 @@ class Regional(torch.optim.Optimizer):
         self._regions: dict[Tensor, Regions] = {}
         self._scales: dict[Tensor, float] = {}
         self._pieces: dict[Tensor, Pieces] = {}
-        self._tables: dict[Tensor, tuple[Any, native.Table | None]] = {}
+        self._tables: dict[Tensor, tuple[Any, native.Table | gpu.Table | None]] = {}
         self._square_sums: dict[Tensor, tuple[int, int, Tensor]] = {}
+        # Those of weights that were stepped together, with the weights and their versions and storages then.
+        self._joint_sums: dict[tuple[int, ...], tuple[list[Tensor], list[tuple[int, int]], Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("rule", "_rule", "_spares_one", "_regions", "_scales", "_step_supports_amp_scaling")
         state = {name: self.__dict__[name] for name in own if name in self.__dict__}
-        return {**super().__getstate__(), **state, "_pieces": {}, "_tables": {}, "_square_sums": {}}
+        caches: dict[str, Any] = {"_pieces": {}, "_tables": {}, "_square_sums": {}, "_joint_sums": {}}
+        return {**super().__getstate__(), **state, **caches}
 
     @property
     def rule(self) -> RateRule | None:
@@ -83,7 +86,7 @@ class Regional(torch.optim.Optimizer):
                 raise ValueError("complex parameters have no regional rates; leave them out of the regions")
         self._regions = {param: region.to(param.device) for param, region in regions.items()}
         self._scales = dict(scales or {})
-        self._pieces, self._tables, self._square_sums = {}, {}, {}
+        self._pieces, self._tables, self._square_sums, self._joint_sums = {}, {}, {}, {}
 
     def factors(self, param: Tensor) -> Tensor | None:
         """Rate factor of each region of a weight now, [K]; None for vectors and where there are no regions."""
@@ -172,17 +175,22 @@ class Regional(torch.optim.Optimizer):
     def _factors(self, params: Sequence[Tensor]) -> Tensor:
         """Rate factors of regions, [P, K]; rows of parameters with fewer regions are padded."""
         assert self._rule is not None
-        norms_PK = pad_sequence([self._squares(p) for p in params], batch_first=True).sqrt_()
-        factors_PK = self._rule.factors(norms_PK)
+        factors_PK = self._rule.factors(self._norms_of_all(params))
+        device = factors_PK.device
         if self._scales:
-            scales = [self._scales.get(p, 1.0) for p in params]
-            factors_PK = (
-                factors_PK * torch.tensor(scales, dtype=factors_PK.dtype).to(factors_PK.device)[:, None]
-            )
+            scales = torch.tensor([self._scales.get(p, 1.0) for p in params], dtype=factors_PK.dtype)
+            factors_PK = factors_PK * gpu.handed_over(scales, device)[:, None]
         vectors = [i for i, p in enumerate(params) if p.dim() < 2]
         if vectors:
-            factors_PK = factors_PK.index_fill(0, torch.tensor(vectors, device=factors_PK.device), 1.0)
+            factors_PK = factors_PK.index_fill(0, gpu.handed_over(torch.tensor(vectors), device), 1.0)
         return factors_PK
+
+    def _norms_of_all(self, params: Sequence[Tensor]) -> Tensor:
+        """Norms of regions, [P, K], padded with 0."""
+        _, state, sums_PK = self._joint_sums.get(_key_of(params), ([], [], None))
+        if sums_PK is not None and state == _state_of(params):
+            return sums_PK.sqrt()
+        return pad_sequence([self._squares(p) for p in params], batch_first=True).sqrt_()
 
     def _advance(
         self,
@@ -210,12 +218,14 @@ class Regional(torch.optim.Optimizer):
             return
         watched = not isinstance(self._rule, BaseRate)
         values_VPK = torch.stack(list(values_PK))
-        numbers = native.Settings(**settings)
-        sums = native.step(name, numbers, params, tensors[0], tensors[1:], values_VPK, tables, watched)
+        kernels = _kernels(params[0])
+        sums = kernels.step(name, settings, params, tensors[0], tensors[1:], values_VPK, tables, watched)
         if sums is not None:
-            for param, sums_K in zip(params, sums.to(_sums_dtype(params[0])).unbind(0), strict=True):
+            sums = sums.to(_sums_dtype(params[0]))
+            for param, sums_K in zip(params, sums.unbind(0), strict=True):
                 known = sums_K[: self._regions[param].num_regions]
                 self._square_sums[param] = (param._version, param.data_ptr(), known)
+            self._joint_sums[_key_of(params)] = list(params), _state_of(params), sums
 
     def _sweep(
         self,
@@ -243,7 +253,9 @@ class Regional(torch.optim.Optimizer):
             )
         watched = not isinstance(self._rule, BaseRate) and not any(cut.whole for cut in cuts)
         sum_rows = [row for cut in cuts for row in cut.sum_rows] if watched else []
-        for part in batches([n for cut in cuts for n in cut.elements]):
+        elements = [n for cut in cuts for n in cut.elements]
+        # A GPU counts launches, not what fits in a cache.
+        for part in batches(elements) if params[0].device.type == "cpu" else [slice(None)]:
             update(*(pieces[part] for pieces in lists))
             if watched:
                 add_squares(lists[0][part], sum_rows[part])
@@ -261,7 +273,7 @@ class Regional(torch.optim.Optimizer):
         state[key] = aligned(state[key], param)
         return state[key]
 
-    def _table(self, param: Tensor) -> native.Table | None:
+    def _table(self, param: Tensor) -> native.Table | gpu.Table | None:
         """How a kernel takes this parameter; None where none does."""
         if self.defaults.get("differentiable", False):
             return None
@@ -269,7 +281,7 @@ class Regional(torch.optim.Optimizer):
         known = self._tables.get(param)
         if known is None or known[0] != key:
             regions = self._regions[param].to(param.device)
-            known = self._tables[param] = key, native.Table.of(param, regions)
+            known = self._tables[param] = key, _kernels(param).Table.of(param, regions)
         return known[1]
 
     def _cut(self, param: Tensor) -> Pieces:
@@ -294,7 +306,7 @@ class Regional(torch.optim.Optimizer):
             return known[2]
         table = self._table(param)
         if table is not None:
-            sums = native.square_sums(param, table, self._regions[param].num_regions)
+            sums = _kernels(param).square_sums(param, table, self._regions[param].num_regions)
             return sums.to(_sums_dtype(param))
         return self._cut(param).square_sums(param.detach())
 
@@ -302,6 +314,18 @@ class Regional(torch.optim.Optimizer):
         with torch.no_grad():
             regions = self._regions[param]
             return regions.norms(param)
+
+
+def _kernels(param: Tensor) -> Any:
+    return gpu if param.device.type == "cuda" else native
+
+
+def _key_of(params: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(map(id, params))
+
+
+def _state_of(params: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(param._version, param.data_ptr()) for param in params]
 
 
 def _sums_dtype(param: Tensor) -> torch.dtype:
