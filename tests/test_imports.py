@@ -34,6 +34,7 @@ RULES = {
     "growth": rule("widths networks", packages="torch"),
     "hypernets": rule("widths growth", packages="torch"),
     "optim": rule("widths", packages="torch"),
+    "optim.triton_kernels": rule(packages="triton"),
     "data": rule("fairseq_library"),
     "fairseq_library": rule(packages="hydra"),
     "analysis": rule("widths"),
