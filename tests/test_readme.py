@@ -1,4 +1,4 @@
-"""Every command and example of the README runs as it is written there, on small settings."""
+"""Every command and example of the README and the guide runs as it is written there, on small settings."""
 
 import os
 import re
@@ -17,8 +17,12 @@ from tests.runs import ROOT, CommandLine
 from tests.test_experiment import fake_images  # noqa: F401  (a fixture)
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = ROOT / "notebooks" / "docs" / "pages" / "guide"
+PAGES = [page.read_text(encoding="utf-8") for page in sorted(GUIDE.glob("*.md"))]
 PYTHON = ".venv/bin/python -m "
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
+BLOCKS = [
+    block for text in (README, *PAGES) for block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+]
 LINES = [
     line.partition(" #")[0].rstrip()
     for language, block in BLOCKS
@@ -27,7 +31,7 @@ LINES = [
     if line and not line.startswith("#")
 ]
 # Started by other programs, or by the name of the installed script.
-LAUNCHERS = ("torchrun", "srun", "growlab")
+LAUNCHERS = ("torchrun", "srun", "growlab", ".venv/bin/growlab")
 TRAINING = [line for line in LINES if line.startswith(f"{PYTHON}growlab ")] + [
     line for line in LINES if line == f"{PYTHON}growlab"
 ]
