@@ -247,6 +247,7 @@ class MainConfig:
     num_threads: int | None = MISSING
     opaque: list[str] = MISSING
     optimizer_state: OptimizerState = MISSING
+    gain: float = MISSING
     probe_size: int = MISSING
     norm_anneal: float = MISSING
     check_ranks: bool = MISSING

@@ -56,7 +56,8 @@ def test_an_option_on_the_command_line_wins_over_the_experiment(experiment: str,
     cfg = composed(
         f"experiment={experiment}", f"growth={growth}", "schedule.total_epochs=7", "optimizer.lr=3"
     )
-    assert cfg.growth == composed(f"growth={growth}").growth
+    # The gain is the network's rather than the method's.
+    assert cfg.growth == composed(f"growth={growth}", f"gain={cfg.gain}").growth
     assert (cfg.schedule.total_epochs, cfg.optimizer.lr) == (7, 3)
 
 
