@@ -51,6 +51,14 @@ def dropout_mlp(image_shape: Sequence[int], num_classes: int) -> nn.Module:
     )
 
 
+def plain_mlp(image_shape: Sequence[int], num_classes: int, batch_norm: bool = False) -> nn.Module:
+    """Two hidden layers of eight."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs in (torch.Size(image_shape).numel(), 8):
+        layers += [nn.Linear(inputs, 8), *([nn.BatchNorm1d(8)] if batch_norm else []), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(8, num_classes))
+
+
 class HungryMlp(nn.Sequential):
     """A network that trains on a device of little memory: so many images times channels, in $HUNGRY by rank."""
 
@@ -380,6 +388,12 @@ def _with_figures() -> None:
     experiment.write_run_figures = write_run_figures
 
 
+def _together(*faults: Sequence[Any]) -> None:
+    """Several of these at once."""
+    for name, *rest in faults:
+        FAULTS[name](*rest)
+
+
 def _on_rank(rank: int, *fault: Any) -> None:
     """Another fault, in one of several processes."""
     os.environ[_FAULT_ON_RANK] = json.dumps([rank, *fault])
@@ -400,6 +414,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     "weights_are_nan": _weights_are_nan,
     "no_wandb": _no_wandb,
     "with_figures": _with_figures,
+    "together": _together,
     "on_rank": _on_rank,
     **RANK_FAULTS,
 }

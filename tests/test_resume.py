@@ -14,7 +14,10 @@ from tests.runs import MLP, SMALL, CommandLine, Left, table
 
 SIGKILL = int(signal.SIGKILL)
 RESNET = (*SMALL, "model.width=4", "schedule.batch_growth_rate=0.5", "optimizer.nesterov=true")
-ADAM = (*MLP, "growth=net2net", "lr_adapt=none", "optimizer=adamw", "optimizer_state=zero_new")
+ADAM = (
+    *(*MLP, "growth=net2net", "lr_adapt=none", "optimizer=adamw", "optimizer_state=zero_new"),
+    "trainer.precision=64-true",
+)
 ACCUMULATED = (
     *(*MLP, "growth=pairs", "trainer.accumulate_grad_batches=2", "trainer.precision=bf16-mixed"),
     *("schedule.learning_rate.restarts=stage", "schedule.learning_rate.warmup_epochs=0.5"),

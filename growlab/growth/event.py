@@ -12,13 +12,13 @@ from growlab.errors import UserError
 from growlab.growth.attention_scale import with_attention_scale
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrowthMethod
-from growlab.growth.observation import watch
+from growlab.growth.observation import Observation, watch
 from growlab.growth.parity import eps_bounds, evaluate, observe, relative_error, rounding
 from growlab.growth.rescale import rescale
 from growlab.growth.weighted_norms import annealed, carried_weights, weigh
 from growlab.widths import Carry, WidthGraph, replace_tensors, resize, restore_tensors, tensors_of
 
-_NOT_IN_RECEIPT = ("parity_sec", "replaced", "carry")
+_NOT_IN_RECEIPT = ("parity_sec", "replaced", "carry", "observed")
 
 
 class ParityError(RuntimeError):
@@ -98,6 +98,7 @@ class GrowthEvent:
         parity_sec: of that, the checks (not part of the receipt).
         replaced: old and new tensor by name (not part of the receipt).
         carry: how gradients follow, for optimizer state (not part of the receipt).
+        observed: what isotropic activations did before the event, if the method asked (not part of the receipt).
     """
 
     stage: int
@@ -118,6 +119,7 @@ class GrowthEvent:
     parity_sec: float = field(compare=False)
     replaced: dict[str, tuple[Tensor, Tensor]] = field(repr=False, compare=False)
     carry: Carry = field(repr=False, compare=False)
+    observed: Mapping[str, Observation] = field(repr=False, compare=False)
 
     def receipt(self) -> dict[str, Any]:
         """Everything but the tensors, in plain containers."""
@@ -231,6 +233,7 @@ def grow(
         leader,
         gradients or {},
         watch(model, graph, probe) if method.observes else {},
+        {} if leading is None else leading.observed,
         data,
         None
         if leading is None
@@ -308,6 +311,7 @@ def grow(
         parity_sec=parity_sec,
         replaced=replaced,
         carry=growth.carry,
+        observed=expansion.observed,
     )
 
 

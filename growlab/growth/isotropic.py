@@ -1,6 +1,7 @@
 """Isotropic networks whose layers find their widths: growth and pruning by singular values (Bird, Section 3.3)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -165,6 +166,8 @@ class Isotropic(GrowthMethod, WidthDecision):
         """Bring every layer to its new width, one after the other in forward order."""
         tensors, widths = dict(expansion.old), dict(expansion.old_widths)
         leading = None if expansion.leader is None else dict(expansion.leader)
+        # What the network that this is an average of has decided by.
+        as_leader = replace(expansion, observed=expansion.leader_observed or expansion.observed)
         gradients = dict(expansion.gradients)
         report: dict[str, dict[str, float | list[float]]] = {}
         bases: dict[str, Tensor] = {}
@@ -177,7 +180,7 @@ class Isotropic(GrowthMethod, WidthDecision):
                 continue
             first = None
             if leading is not None:
-                first = self._change(expansion, group, leading, widths, gradients, None)
+                first = self._change(as_leader, group, leading, widths, gradients, None)
                 leading |= first.tensors
             change = self._change(expansion, group, tensors, widths, gradients, first)
             tensors |= change.tensors

@@ -203,7 +203,18 @@ class Measurement:
         """Derivatives, by the parameters `names`, of the inner product of gradients with `directions`.
 
         With the same names on both sides this is the Hessian of the mean loss times a vector.
+
+        Raises:
+            UserError: a module has no second derivatives.
         """
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        several = several and torch.distributed.get_world_size() > 1
+        for name, module in self.model.named_modules():
+            if several and isinstance(module, nn.SyncBatchNorm):
+                raise UserError(
+                    f"this growth method takes second derivatives, which torch's SyncBatchNorm ({name}) has not: leave "
+                    "out trainer.sync_batchnorm, or choose another growth method."
+                )
 
         def visit(
             parameters: Mapping[str, Tensor], loss: Tensor, seen: Mapping[str, Seen]

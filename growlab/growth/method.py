@@ -43,6 +43,7 @@ class Expansion:
         leader: the tensors of the network that this one, its average, follows; None: it is its own.
         gradients: running means of gradients by parameter name, where the method asked for them.
         observed: what isotropic activations do on the probe batch, where the method asked for it.
+        leader_observed: what the leader's did before its event, where it is known.
         data: training batches, where the method asked for some.
         leading: what the event of the network that this one is an average of came to: its new tensors by name, and
             how gradients followed. For methods that must not look at data twice.
@@ -57,6 +58,7 @@ class Expansion:
     leader: Mapping[str, Tensor] | None = None
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     observed: Mapping[str, Any] = field(default_factory=dict)
+    leader_observed: Mapping[str, Any] = field(default_factory=dict)
     data: Measurement | None = None
     leading: tuple[Mapping[str, Tensor], Carry] | None = None
 

@@ -66,6 +66,7 @@ class Change:
         kept: the channels in that basis that are left, [at most old width].
         removed: singular values of the neurons that were removed, ascending.
         removed_part: Frobenius norm of the removed part of the incoming weights relative to the whole.
+        stand_in: [removed, kept]: by how much the others stand in for those that are removed; None on growth.
     """
 
     tensors: dict[str, Tensor]
@@ -74,6 +75,7 @@ class Change:
     kept: Tensor
     removed: list[float] = field(default_factory=list)
     removed_part: float = 0.0
+    stand_in: Tensor | None = None
 
 
 # Scores [n] of the neurons of a spectrum: (left [n, n], values [n], right [K, n], gradient [n, K] or None) -> [n].
@@ -139,8 +141,8 @@ def change_width(
         observed: for each isotropic activation by module path, what it did on a batch; without, E[g] counts as 1.
         generator: makes a generator for draws from a name; None for a fixed one.
         rotate: turn the basis on growth too; on removal it always is.
-        leader: the change of the network that this one is an average of: it decides on the basis, on who goes and on
-            the columns of new neurons, so that the average goes the same way.
+        leader: the change of the network that this one is an average of: it decides on the basis, on who goes, on who
+            stands in for them and on the columns of new neurons, so that the average goes the same way.
 
     Raises:
         ValueError: there is no such layer, or a choice does not fit it.
@@ -159,7 +161,7 @@ def change_width(
     left, values, right = decompose(incoming(graph, group, work, widths))
     rotation = left.T if rotate or new_width < width else torch.eye(width).to(left)
     kept = torch.arange(width, device=left.device)
-    part, gone = 0.0, []
+    part, gone, stand_in = 0.0, [], None
     if leader is not None:
         rotation, kept = leader.rotation, leader.kept
     elif new_width < width:
@@ -178,7 +180,7 @@ def change_width(
         whole = float(torch.linalg.vector_norm(norms))
         part = float(torch.linalg.vector_norm(norms[removed])) / whole if whole > 0 else 0.0
         gone = sorted(norms[removed].tolist())
-        layer.remove(kept, removed)
+        stand_in = layer.remove(kept, removed, leader)
     else:
         layer.add(new_width - width, generator or _fixed, leader)
         basis = torch.nn.functional.pad(basis, (0, 0, 0, new_width - width))
@@ -187,7 +189,7 @@ def change_width(
         for name, tensor in layer.tensors.items()
         if tensor.shape != tensors[name].shape or not torch.equal(tensor, tensors[name].double())
     }
-    return Change(changed, basis, rotation, kept, gone, part)
+    return Change(changed, basis, rotation, kept, gone, part, stand_in)
 
 
 def _fixed(name: str) -> torch.Generator:
@@ -213,12 +215,14 @@ class _Layer:
             for name, seen in self._observations().items()
         }
 
-    def remove(self, kept: Tensor, removed: Tensor) -> None:
-        """Take channels away and leave what was constant of them behind."""
+    def remove(self, kept: Tensor, removed: Tensor, leader: Change | None = None) -> Tensor:
+        """Take channels away and leave what was constant of them behind; gives by how much others stand in."""
         seen = next(iter(self.observed.values()), None)
         identity = torch.eye(self.widths[self.group]).to(kept.device, torch.float64)
         stand_in = torch.zeros(len(removed), len(kept)).to(identity)
-        if self.choices.least_squares and seen is not None:
+        if leader is not None and leader.stand_in is not None:
+            stand_in = leader.stand_in
+        elif self.choices.least_squares and seen is not None:
             covariance = seen.square - torch.outer(seen.mean, seen.mean)
             inverse = torch.linalg.pinv(covariance[kept][:, kept], hermitian=True, rtol=1e-9)
             stand_in = covariance[removed][:, kept] @ inverse
@@ -229,6 +233,7 @@ class _Layer:
             self.tensors[name] = torch.logaddexp(self.tensors[name], square[removed].sum().log())
         select = identity[kept]
         self._apply(select, select + stand_in.T @ identity[removed])
+        return stand_in
 
     def add(
         self, count: int, generator: Callable[[str], torch.Generator], leader: Change | None = None

@@ -4,9 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 _RELU = (F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
 
@@ -59,6 +61,29 @@ class IdentityNorms(TorchFunctionMode):
     def __init__(self, new: Callable[[Tensor | None, Tensor | None], Tensor | None]) -> None:
         super().__init__()
         self._new = new
+        self._hook: RemovableHandle | None = None
+
+    def __enter__(self) -> "IdentityNorms":
+        # Those that are synchronised over ranks compute by functions of their own.
+        self._hook = register_module_forward_hook(self._after)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        assert self._hook is not None
+        self._hook.remove()
+        super().__exit__(*error)
+
+    def _after(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return output
+        return self._passed(inputs[0], output, module.running_mean, module.weight)
+
+    def _passed(self, x: Tensor, result: Tensor, mean: Tensor | None, weight: Tensor | None) -> Tensor:
+        new = self._new(mean, weight)
+        if new is None:
+            return result
+        return torch.where(new.to(x.device).view([1, -1, *[1] * (x.dim() - 2)]), x, result)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -70,8 +95,4 @@ class IdentityNorms(TorchFunctionMode):
         x, mean, _, weight = [*args, *[None] * 4][:4]
         weight = kwargs.get("weight", weight)
         mean = kwargs.get("running_mean", mean)
-        new = self._new(mean, weight)
-        if new is None:
-            return result
-        shape = [1, -1, *[1] * (x.dim() - 2)]
-        return torch.where(new.to(x.device).view(shape), x, result)
+        return self._passed(x, result, mean, weight)

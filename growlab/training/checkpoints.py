@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import nn
 
 from growlab.errors import UserError, WriteError
 from growlab.files import write_atomically
@@ -157,6 +158,15 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str 
 def shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     """Shape of each tensor, for `differences`."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def as_precise(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Make a module float64 before float64 tensors are loaded into it.
+
+    Lightning converts a module to `trainer.precision` only after it has loaded a checkpoint, whose bits would be lost.
+    """
+    if all(tensors[name].dtype == torch.float64 for name, _ in module.named_parameters()):
+        module.double()
 
 
 def _brief(value: Any) -> str:

@@ -48,7 +48,7 @@ class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum of all ranks' tensors; every rank's gradient reaches every rank's input."""
+    """Sum of all ranks' tensors; every rank's gradient reaches every rank's input, second derivatives included."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -58,9 +58,8 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        total = grad.clone()
-        torch.distributed.all_reduce(total, ReduceOp.SUM)
-        return total
+        # Its own adjoint; the function itself, since growth methods differentiate this once more.
+        return _SumOverRanks.apply(grad)
 
 
 class SynchroniseBatchNorm(TorchSyncBatchNorm):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from growlab.errors import UserError
 from growlab.growth import Depth, GrowthMethod, GrowthState, Schedule, WidthDecision, anneal_norms
 from growlab.optim import RateRule, Regional, Regions, weight_regions
-from growlab.training.checkpoints import HEADER, differences, shapes
+from growlab.training.checkpoints import HEADER, as_precise, differences, shapes
 from growlab.training.distributed import stacked
 from growlab.training.learning_rate import LearningRate
 from growlab.training.objective import Classification, Objective
@@ -392,6 +392,7 @@ class Task(LightningModule):
                 f"1/{saved['statistics_ranks']} as the checkpoint's run did: go on with as many devices as before, or "
                 "between one device and several with trainer.sync_batchnorm=true."
             )
+        as_precise(self, checkpoint["state_dict"])
         self.growth_state, self.events = state, list(saved["events"])
         anneal_norms(self.network, self.graph, state, state.norm_progress)
         self._saved_sums = saved["train_sums"]

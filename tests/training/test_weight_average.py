@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from growlab.errors import UserError
-from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, plant
-from growlab.networks import resnet20
+from growlab.growth import GrowthState, Isotropic, Net2Net, PairGrowth, VarianceTransfer, grow, plant
+from growlab.growth.isotropic import adaptable
+from growlab.networks import isotropic_mlp, resnet20
 from growlab.training.weight_average import WeightAverage
 from growlab.widths import tensors_of, trace
 from tests.runs import MLP, CommandLine, Left, table
@@ -89,6 +90,42 @@ def test_scales_of_its_own_would_take_the_average_away_from_the_network() -> Non
     rows = late.conv1.weight[: len(grown[0])]
     torch.testing.assert_close(grown[1], 0.5 * rows)
     assert not torch.allclose(grown[0], 0.5 * rows)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [{}, {"correction": "batch", "least_squares": True}, {"columns": "random", "rotate": False}],
+    ids=["default", "observed", "random"],
+)
+def test_an_average_grows_and_is_pruned_in_the_basis_of_its_network(choices: dict) -> None:
+    """Weights of the average remain the average of weights, though bases are decided by what one network does."""
+    method = Isotropic(mode="scheduled", target_width=8, **choices)
+    probe = torch.randn(16, 1, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    networks = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        networks.append(isotropic_mlp((1, 4, 4), 5, width=6, depth=3).double())
+    early, late = networks
+    graph = trace(early, probe[:2], follow_norms=True)
+    hidden = adaptable(graph)
+    average = WeightAverage(early, decay=0.25)
+    for network in networks:
+        average.update_parameters(network)
+    state = plant(late, graph, method, graph.full_widths, 0)
+    for widths in ((8, 9, 7), (4, 9, 6), (5, 7, 3)):
+        wanted = {**state.widths, **dict(zip(hidden, widths, strict=True))}
+        leader, before = tensors_of(late, graph), state.as_dict()
+        leading = grow(late, graph, method, state, wanted, 0, (probe,))
+        for network in (early, average.module):
+            own = GrowthState.from_dict(before)
+            event = grow(network, graph, method, own, wanted, 0, (probe,), leader=leader, leading=leading)
+            assert event.carry.bases.keys() == leading.carry.bases.keys() != set()
+            for group, basis in leading.carry.bases.items():
+                assert torch.equal(event.carry.bases[group], basis), group
+        for name, weight in average.module.named_parameters():
+            if weight.dim() == 2:
+                expected = 0.25 * early.get_parameter(name) + 0.75 * late.get_parameter(name)
+                torch.testing.assert_close(weight, expected, rtol=1e-9, atol=1e-12)
 
 
 def narrow_rows(network: nn.Module) -> int:
