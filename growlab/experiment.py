@@ -49,6 +49,7 @@ from growlab.training.distributed import check_strategy, cluster_environment
 from growlab.training.layer_statistics import LayerStatistics, held_out
 from growlab.training.library_messages import plain_errors, quiet_libraries
 from growlab.training.loggers import WandbRecords, finish, run_name
+from growlab.training.looking import auxiliary_flops
 from growlab.training.norm_annealing import NormAnnealing
 from growlab.training.objective import Objective, network_inputs
 from growlab.training.orthogonal import OldGradient
@@ -162,14 +163,14 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
     every = cfg.log_layers_every_n_steps
     layers = [] if every is None else [LayerStatistics(run_dir, *held_out(data), every)]
     old = None if cfg.osgd.anneal is None else OldGradient(network, str(cfg.osgd.anneal), plan.steps)
-    climber = None
+    climber, batches = None, getattr(data, "training_batches", None)
     if demand is not None and plan.ladder is not None:
-        climber = Climber(demand, plan, data.probe_batch(1), lambda: recorder.rows)
+        climber = Climber(demand, plan, data.probe_batch(1), lambda: recorder.rows, batches)
         task.on_demand, recorder.with_gradient_norm = True, demand.wants_gradients
     _check_data(cfg, data, task)
     growth = GrowthCallback(
         *(data.probe_batch(cfg.probe_size), str(cfg.optimizer_state), on_event, rank_check, old, climber),
-        getattr(data, "training_batches", None),
+        batches,
     )
     with _loggers(cfg, run_id) as loggers:
         policy, writer = hydra.utils.instantiate(cfg.checkpoint), AtomicCheckpointIO()
@@ -191,7 +192,7 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
             sample = network_inputs(data.probe_batch(1), network)
             stages = [row["stage"] for row in recorder.rows]
             plan = carried_out(plan, stages, task.stage_widths, network, graph, sample)
-        plan = replace(plan, auxiliary_flops=sum(e.get("auxiliary_flops", 0) for e in task.events))
+        plan = replace(plan, auxiliary_flops=auxiliary_flops(task))
         if trainer.is_global_zero:
             recorder.write(task)
         # Before the test, so that the accuracy is that of the very weights in model.pt.

@@ -1,6 +1,7 @@
 """Whole runs that grow on demand: what they cost is what was trained, and they end at full width."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,30 @@ def test_cost_is_what_was_trained(cli: CommandLine, tmp_path: Path, schedule: tu
         assert 60 - 100 / EPOCHS < cost <= 60
 
 
+def test_a_look_at_the_data_counts_as_cost_and_survives_a_kill(cli: CommandLine, tmp_path: Path) -> None:
+    run = (*RUN, "schedule=expressivity", "schedule.demand.ratio=1", "schedule.demand.batches=3")
+    run = (*run, "schedule.total_epochs=6", "schedule.num_stages=3", "checkpoint.every_n_steps=1")
+    assert cli(*run, "hydra.run.dir=whole", cwd=tmp_path).code == 0
+    assert cli(*run, "hydra.run.dir=run", cwd=tmp_path, fault=("at_step", 7, int(signal.SIGKILL))).code < 0
+    outcome = cli(*run, "hydra.run.dir=run", "ckpt_path=last", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    growth, whole = (json.loads((tmp_path / run / "growth.json").read_text()) for run in ("run", "whole"))
+    times = ("auxiliary_held_bytes", "auxiliary_peak_memory_bytes")
+    for looks in (growth["looks"], whole["looks"]):
+        for look in looks:
+            assert all(0 <= one["missing"] <= one["wanted"] for one in look["bottlenecks"].values())
+            for key in times:
+                look.pop(key)
+    assert growth["looks"] == whole["looks"] and len(whole["looks"]) >= 2
+    assert [look["epoch"] for look in whole["looks"]] == [1, 2, 3, 4][: len(whole["looks"])]
+    metrics, widths = table(tmp_path / "run" / "metrics.csv"), [6, 8, 12]
+    trained = 96 * sum(forward_flops(widths[int(row["stage"])]) for row in metrics)
+    looked = sum(look["auxiliary_flops"] for look in growth["looks"])
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    cost = 100 * (trained + looked) / (96 * 6 * forward_flops(12))
+    assert looked > 0 and results["train_cost_percent"] == pytest.approx(cost)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -63,6 +88,7 @@ def test_cost_is_what_was_trained(cli: CommandLine, tmp_path: Path, schedule: tu
         (("schedule=plateau", "schedule.demand.metric=loss"), "schedule.demand.metric must be"),
         (("schedule=plateau", "method=equal_flops"), "schedule.total_epochs in place of"),
         (("schedule=gradient", "optimizer.momentum=0"), "set optimizer.momentum"),
+        (("schedule=expressivity", "schedule.demand.batches=0"), "schedule.demand.batches must be"),
     ],
 )
 def test_what_does_not_go_together_is_told(

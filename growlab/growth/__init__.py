@@ -2,7 +2,7 @@
 
 from growlab.growth.blocks import Depth
 from growlab.growth.classes import CLASSES, open_classes, sort_classes, with_classes
-from growlab.growth.demand import Budget, Course, Demand, GradientNorm, Plateau
+from growlab.growth.demand import Budget, Course, Demand, Expressivity, GradientNorm, Plateau
 from growlab.growth.depth import deepen
 from growlab.growth.event import (
     GrowthEvent,
@@ -13,6 +13,7 @@ from growlab.growth.event import (
     grow,
     plant,
 )
+from growlab.growth.expressivity import Bottleneck, bottlenecks, measurable, out_of_reach
 from growlab.growth.firefly import FireFly
 from growlab.growth.fixed import FixedSize
 from growlab.growth.gradmax import GradMax
@@ -32,6 +33,7 @@ from growlab.growth.variance_transfer import VarianceTransfer
 
 __all__ = [
     "CLASSES",
+    "Bottleneck",
     "Budget",
     "Choices",
     "Course",
@@ -39,6 +41,7 @@ __all__ = [
     "Depth",
     "Diagonal",
     "Expansion",
+    "Expressivity",
     "FireFly",
     "FixedSize",
     "GradMax",
@@ -61,6 +64,7 @@ __all__ = [
     "VarianceTransfer",
     "WidthDecision",
     "anneal_norms",
+    "bottlenecks",
     "change_width",
     "deepen",
     "densify",
@@ -69,7 +73,9 @@ __all__ = [
     "fold_output_factor",
     "grow",
     "make_schedule",
+    "measurable",
     "open_classes",
+    "out_of_reach",
     "plant",
     "sort_classes",
     "sparsify",

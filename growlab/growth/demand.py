@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from math import ceil, isfinite
 from typing import Any
 
-GROUPS = ("all", "gradient")
+from growlab.growth.expressivity import Bottleneck
+
+GROUPS = ("all", "gradient", "bottleneck")
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,9 @@ class Course:
         climbing: what the whole run will have cost, likewise, if it grows now and after every `min_epochs` until it
             has full width.
         gradient_norms: root mean square of the running gradient's entries that produce each group's channels.
+        bottlenecks: expressivity bottlenecks of the groups that have one, if the demand looks at them.
+        out_of_reach: what is missing of all of them, in parts of what is wanted, at the beginning of each epoch of the
+            stage but its first; this epoch's is the last.
     """
 
     epoch: int
@@ -31,6 +36,8 @@ class Course:
     spent: float = 0.0
     climbing: float = 0.0
     gradient_norms: Mapping[str, float] = field(default_factory=dict)
+    bottlenecks: Mapping[str, Bottleneck] = field(default_factory=dict)
+    out_of_reach: Sequence[float] = ()
 
 
 class Demand(ABC):
@@ -43,8 +50,10 @@ class Demand(ABC):
     Args:
         min_epochs: between two growth events, and before the first.
         final_fraction: least part of the run at full width.
-        groups: "all" grow together; "gradient": those with the largest gradients.
-        groups_fraction: how many of the groups "gradient" takes, at least one.
+        groups: "all" grow together; "gradient": those with the largest gradients; "bottleneck": those whose channels'
+            reader misses most, see `bottlenecks`.
+        groups_fraction: how many of the groups "gradient" and "bottleneck" take, at least one.
+        batches: training batches that bottlenecks are measured on, at the beginning of each epoch.
 
     Raises:
         ValueError: a value is impossible.
@@ -52,6 +61,8 @@ class Demand(ABC):
 
     #: Whether it needs the optimizer's running gradients.
     wants_gradients: bool = False
+    #: Whether it needs expressivity bottlenecks.
+    wants_bottlenecks: bool = False
 
     def __init__(
         self,
@@ -59,7 +70,10 @@ class Demand(ABC):
         final_fraction: float = 0.2,
         groups: str = "all",
         groups_fraction: float = 0.5,
+        batches: int = 1,
     ) -> None:
+        if batches < 1:
+            raise ValueError(f"schedule.demand.batches must be at least 1, not {batches}.")
         if min_epochs < 1:
             raise ValueError(f"schedule.demand.min_epochs must be at least 1, not {min_epochs}.")
         if not 0 <= final_fraction < 1:
@@ -70,7 +84,9 @@ class Demand(ABC):
             raise ValueError(f"schedule.demand.groups_fraction={groups_fraction} must lie in (0, 1].")
         self.min_epochs, self.final_fraction = min_epochs, final_fraction
         self.groups, self.groups_fraction = groups, groups_fraction
+        self.batches = batches
         self.wants_gradients = self.wants_gradients or groups == "gradient"
+        self.wants_bottlenecks = self.wants_bottlenecks or groups == "bottleneck"
 
     @abstractmethod
     def wants(self, course: Course) -> bool:
@@ -122,8 +138,11 @@ class Demand(ABC):
             rung = ladder[len(ladder) - course.rungs_left]
             return {group: max(width, rung[group]) for group, width in widths.items()}
         growing = [group for group in widths if widths[group] < ladder[-1][group]]
-        # Of equal gradients the first group counts.
-        growing.sort(key=lambda group: -course.gradient_norms.get(group, 0.0))
+        scores = course.gradient_norms
+        if self.groups == "bottleneck":
+            scores = {group: found.missing for group, found in course.bottlenecks.items()}
+        # Of equal scores the first group counts.
+        growing.sort(key=lambda group: -scores.get(group, 0.0))
         chosen = growing[: max(1, round(self.groups_fraction * len(growing)))]
         wider = {
             group: min(rung[group] for rung in ladder if rung[group] > widths[group]) for group in chosen
@@ -204,6 +223,36 @@ class GradientNorm(Demand):
         norms = [float(row["gradient_norm"]) for row in course.rows]
         finite = [norm for norm in norms if isfinite(norm)]
         return len(finite) > 1 and norms[-1] < self.ratio * max(finite)
+
+
+class Expressivity(Demand):
+    """Grow when the weights that are there can do little more of what the loss asks for (Verbockhaven et al. 2024).
+
+    Of the change that the loss asks of the layers' outputs, a change of their weights can do a part; the rest is the
+    expressivity bottleneck. That part is largest early in a stage, and shrinks as training comes to rest at its
+    widths. How large it is depends on the network and the batches, so it is compared with itself. It takes one forward
+    and backward pass over `batches` at the beginning of each epoch, which count as cost.
+
+    Args:
+        ratio: grow when it is below this part of the largest one of the stage.
+        demand: see `Demand`.
+
+    Raises:
+        ValueError: a value is impossible.
+    """
+
+    wants_bottlenecks = True
+
+    def __init__(self, ratio: float = 0.8, **demand: Any) -> None:
+        super().__init__(**demand)
+        if not 0 < ratio <= 1:
+            raise ValueError(f"schedule.demand.ratio={ratio} must lie in (0, 1].")
+        self.ratio = ratio
+
+    def wants(self, course: Course) -> bool:
+        """Whether what is within reach has shrunk that much, or nothing is left to measure it by."""
+        within = [1.0 - share for share in course.out_of_reach]
+        return not course.bottlenecks or within[-1] < self.ratio * max(within)
 
 
 class Budget(Demand):

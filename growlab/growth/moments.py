@@ -52,6 +52,7 @@ def moments(
             found[f"input {fans.group}"] = torch.einsum("bpi,bpj->ij", h, h) / len(h)
             found[f"square {fans.group}"] = torch.einsum("bpi,bpj->ij", b, b) / len(b)
             found[f"goal {fans.group}"] = torch.einsum("bpi,bpo->io", b, v) / len(b)
+            found[f"wanted {fans.group}"] = v.square().sum() / len(b)
         return found
 
     # Not in place either: an output that an activation overwrites is no longer what the layer put out.

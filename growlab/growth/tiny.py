@@ -106,7 +106,7 @@ class Tiny(DataDriven):
         if refused:
             return Growth({}), refused
         updates = {
-            fans.group: _solved(found_moments[f"square {fans.group}"], found_moments[f"goal {fans.group}"])
+            fans.group: solved(found_moments[f"square {fans.group}"], found_moments[f"goal {fans.group}"])
             for fans in groups
         }
         products = bottleneck(self, expansion, data, groups, updates, modules)
@@ -183,7 +183,7 @@ def best_neurons(square: Tensor, product: Tensor, count: int) -> tuple[Tensor, T
     return alpha, omega, result
 
 
-def _solved(square: Tensor, product: Tensor) -> Tensor:
+def solved(square: Tensor, product: Tensor) -> Tensor:
     """S^-1 M with the directions left out that the batches do not tell, [I, O]."""
     inverse = torch.linalg.pinv(square.double(), hermitian=True, rtol=_RANK)
     return inverse @ product.double()

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from growlab.analysis.flops import stage_flops
 from growlab.errors import UserError
-from growlab.growth import Course, Demand
+from growlab.growth import Bottleneck, Course, Demand, bottlenecks, measurable, out_of_reach
 from growlab.optim import running_gradients
 from growlab.training.distributed import gather
+from growlab.training.looking import Batches, auxiliary, auxiliary_flops, measurement
 from growlab.training.objective import network_inputs
 from growlab.training.plan import Plan, climb
 from growlab.training.task import Task
@@ -30,6 +31,7 @@ class Climber:
         plan: of the run, with a ladder of widths.
         sample: one input [1, ...], or the tuple of the forward's positional inputs.
         rows: what was recorded of every epoch so far.
+        batches: for a demand that looks at some.
     """
 
     def __init__(
@@ -38,10 +40,11 @@ class Climber:
         plan: Plan,
         sample: Tensor | tuple[Any, ...],
         rows: Callable[[], Sequence[Mapping[str, Any]]],
+        batches: Batches | None = None,
     ) -> None:
         assert plan.ladder is not None
         self.demand, self._ladder, self._plan = demand, plan.ladder, plan
-        self._sample, self._rows = sample, rows
+        self._sample, self._rows, self._batches = sample, rows, batches
         self._known: dict[tuple[int, ...], int] = {}
 
     def decide(self, trainer: Trainer, task: Task) -> tuple[dict[str, int], dict[str, Any]]:
@@ -69,7 +72,8 @@ class Climber:
         rungs = [{group: max(width, rung[group]) for group, width in widths.items()} for rung in above]
         stages, samples = task.stage_widths, self._plan.samples
         spent = sum(self._flops(task, stages[row["stage"]]) * samples[row["epoch"]] for row in rows)
-        spent += sum(event.get("auxiliary_flops", 0) for event in task.events)
+        found = self._look(trainer, task) if above and self.demand.wants_bottlenecks else {}
+        spent += auxiliary_flops(task)
         epoch = trainer.current_epoch
         ahead = climb([self._flops(task, rung) for rung in rungs], samples[epoch:], self.demand.min_epochs)
         percent = 100.0 / self._plan.reference_flops
@@ -81,7 +85,28 @@ class Climber:
             spent * percent,
             (spent + ahead) * percent,
             self._gradient_norms(trainer, task) if self.demand.wants_gradients else {},
+            found,
+            [look["out_of_reach"] for look in task.looks if look["stage"] == task.growth_state.stage],
         )
+
+    def _look(self, trainer: Trainer, task: Task) -> dict[str, Bottleneck]:
+        """Measure bottlenecks, and note what was found and what it took."""
+        name = f"schedule.demand ({type(self.demand).__name__})"
+        if not measurable(task.graph, task.network):
+            raise UserError(
+                f"{name} looks at channels that one layer puts out and one takes, of which this network has none: "
+                "choose schedule=plateau or gradient."
+            )
+        data = measurement(task, self._batches, self.demand.batches, name)
+        found = bottlenecks(task.graph, task.growth_state.widths, data, task.seed)
+        told = {group: {"wanted": one.wanted, "missing": one.missing} for group, one in found.items()}
+        look = {
+            "stage": task.growth_state.stage,
+            "epoch": trainer.current_epoch,
+            "out_of_reach": out_of_reach(found),
+        }
+        task.looks.append({**look, "bottlenecks": told, **auxiliary(data)})
+        return found
 
     def _flops(self, task: Task, widths: Widths) -> int:
         key = tuple(widths[group] for group in task.graph.groups)

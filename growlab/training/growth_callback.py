@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,17 +14,16 @@ from growlab.growth import (
     CLASSES,
     GrowthEvent,
     GrowthState,
-    Measurement,
     ParityError,
     WidthDecision,
     grow,
     open_classes,
 )
-from growlab.growth.weighted_norms import annealed
 from growlab.optim import Inheritance, follow, running_gradients
 from growlab.training.climbing import Climber
 from growlab.training.deepening import deepen
-from growlab.training.distributed import averaged, broadcast_buffers, gather, renew_wrapper, shared
+from growlab.training.distributed import broadcast_buffers, gather, renew_wrapper
+from growlab.training.looking import Batches, auxiliary, measurement
 from growlab.training.objective import network_inputs
 from growlab.training.orthogonal import OldGradient
 from growlab.training.rank_check import RankCheck, agreed
@@ -60,7 +59,7 @@ class GrowthCallback(Callback):
         rank_check: RankCheck | None = None,
         old_gradient: OldGradient | None = None,
         climber: Climber | None = None,
-        batches: Callable[[int], Sequence[tuple[Tensor, ...]]] | None = None,
+        batches: Batches | None = None,
     ) -> None:
         self._probe = probe
         self._optimizer_state = optimizer_state
@@ -133,7 +132,8 @@ class GrowthCallback(Callback):
         try:
             inserted = deepen(task, trainer.optimizers, probe)
             leader = tensors_of(task.network, task.graph)
-            data = self._measurement(task)
+            wanted = task.method.batches
+            data = measurement(task, self._batches, wanted, task.method.name) if wanted else None
             event = grow(
                 task.network,
                 task.graph,
@@ -195,7 +195,7 @@ class GrowthCallback(Callback):
             "num_params": sum(p.numel() for p in task.network.parameters()),
             **average,
             **inserted,
-            **_auxiliary(data, looked_back),
+            **auxiliary(data, looked_back),
             **(reason or {}),
             "seconds": event.seconds + wrapped - began,
             "seconds_by_part": {
@@ -211,20 +211,6 @@ class GrowthCallback(Callback):
         task.events.append(receipt)
         if self._on_event is not None:
             self._on_event(trainer, receipt)
-
-    def _measurement(self, task: Task) -> Measurement | None:
-        """Training batches for a method that looks at some."""
-        wanted = task.method.batches
-        if not wanted:
-            return None
-        if self._batches is None:
-            raise UserError(
-                f"{task.method.name} decides by training data, of which this run's data module gives none "
-                "(`training_batches`); choose another growth method."
-            )
-        state, batches = task.growth_state, self._batches(wanted)
-        weights = annealed(state.norm_weights, state.norm_progress)
-        return Measurement(task.network, task.graph, batches, task.loss, averaged, shared, weights)
 
     def _grow_average(
         self,
@@ -269,23 +255,6 @@ class GrowthCallback(Callback):
 def _but_classes(widths: dict[str, int], before: dict[str, int]) -> dict[str, int]:
     """Widths that a method brings a network to: it leaves the head's classes as they were."""
     return {**widths, CLASSES: before[CLASSES]} if CLASSES in widths else widths
-
-
-def _auxiliary(data: Measurement | None, looked_back: dict[str, int]) -> dict[str, Any]:
-    """What passes beside training's took, for the receipt: work of all ranks, memory of the rank that took most.
-
-    FLOPs are those of forward passes that cost as much with a backward pass each.
-    """
-    if data is None:
-        return looked_back
-    costs = gather((data.cost.flops, data.cost.samples, data.cost.held_bytes, data.cost.peak_memory_bytes))
-    flops, samples, held, peaks = zip(*costs, strict=True)
-    return {
-        "auxiliary_flops": looked_back.get("auxiliary_flops", 0) + round(sum(flops) / 3),
-        "auxiliary_samples": looked_back.get("auxiliary_samples", 0) + sum(samples),
-        "auxiliary_held_bytes": max(held),
-        "auxiliary_peak_memory_bytes": max((peak for peak in peaks if peak is not None), default=None),
-    }
 
 
 def _gradients(trainer: Trainer, task: Task) -> dict[str, Tensor]:

@@ -241,7 +241,9 @@ class RunRecorder(Callback):
             name: {"full_width": group.full_width, "widths": [stage[name] for stage in widths]}
             for name, group in task.graph.groups.items()
         }
-        write_json(self.run_dir / "growth.json", {"events": task.events, "groups": groups})
+        write_json(
+            self.run_dir / "growth.json", {"events": task.events, "looks": task.looks, "groups": groups}
+        )
 
 
 def metric_columns(objective: Objective, averaged: bool = False) -> list[str]:

@@ -81,6 +81,7 @@ class Task(LightningModule):
         self.graph, self.method, self.schedule = graph, method, schedule
         self.growth_state = state
         self.events: list[dict[str, Any]] = []
+        self.looks: list[dict[str, Any]] = []  # What a demand has measured by passes of its own, and when.
         self.rate_adaptation = rate_adaptation or RateAdaptation()
         self.learning_rate = learning_rate or LearningRate()
         self.objective = objective or Classification()
@@ -337,6 +338,7 @@ class Task(LightningModule):
         checkpoint[HEADER] = {
             "state": self.growth_state.as_dict(),
             "events": self.events,
+            "looks": self.looks,
             "full_widths": self.graph.full_widths,
             "epochs": list(self.schedule.epochs),
             "batch_sizes": list(self.schedule.batch_sizes),
@@ -393,6 +395,6 @@ class Task(LightningModule):
                 "between one device and several with trainer.sync_batchnorm=true."
             )
         as_precise(self, checkpoint["state_dict"])
-        self.growth_state, self.events = state, list(saved["events"])
+        self.growth_state, self.events, self.looks = state, list(saved["events"]), list(saved["looks"])
         anneal_norms(self.network, self.graph, state, state.norm_progress)
         self._saved_sums = saved["train_sums"]

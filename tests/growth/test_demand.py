@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from growlab.growth import Budget, Course, Demand, GradientNorm, Plateau
+from growlab.growth import Bottleneck, Budget, Course, Demand, Expressivity, GradientNorm, Plateau
 
 LADDER = [{"a": 2, "b": 4}, {"a": 4, "b": 8}, {"a": 6, "b": 10}, {"a": 8, "b": 16}]
 
@@ -42,6 +42,25 @@ def test_a_plateau(losses: list[float], wanted: bool) -> None:
 def test_a_metric_that_is_not_there_is_told() -> None:
     with pytest.raises(ValueError, match=r"data\.validation=split"):
         Plateau().wants(course(rows("val_loss", None)))
+
+
+def test_little_within_reach() -> None:
+    demand, some = Expressivity(0.8), {"a": Bottleneck(1.0, 0.5)}
+    assert not demand.wants(course([{}], bottlenecks=some, out_of_reach=[0.9]))
+    assert not demand.wants(course([{}], bottlenecks=some, out_of_reach=[0.9, 0.915]))
+    assert demand.wants(course([{}], bottlenecks=some, out_of_reach=[0.9, 0.925]))
+    # Groups that have one are at full width already: the others need not wait.
+    assert demand.wants(course([{}], bottlenecks={}, out_of_reach=[0.9, 1.0]))
+    with pytest.raises(ValueError, match=r"schedule\.demand\.ratio"):
+        Expressivity(0.0)
+
+
+def test_groups_grow_where_most_is_missing() -> None:
+    demand = Plateau("train_loss", patience=1, groups="bottleneck", groups_fraction=0.5)
+    assert demand.wants_bottlenecks and not demand.wants_gradients
+    missing = {"a": Bottleneck(9.0, 1.0), "b": Bottleneck(3.0, 2.0)}
+    now = course(rows("train_loss", 1.0, 1.0), bottlenecks=missing, rungs_left=3)
+    assert demand.decide(now, LADDER[0], LADDER) == {"a": 2, "b": 8}
 
 
 def test_a_small_gradient() -> None:
@@ -130,7 +149,7 @@ def test_a_budget_is_kept_and_used(percent: float, total: int, every: int, seed:
         (lambda: GradientNorm(2), "ratio=2 must lie"),
         (lambda: Plateau(min_epochs=0), "min_epochs must be at least 1"),
         (lambda: Plateau(final_fraction=1), "final_fraction=1 must lie"),
-        (lambda: Plateau(groups="some"), "all or gradient, not 'some'"),
+        (lambda: Plateau(groups="some"), "all or gradient or bottleneck, not 'some'"),
         (lambda: Plateau(groups_fraction=0), "groups_fraction=0 must lie"),
         (lambda: Plateau(min_epochs=3).check(9, 3, 50.0), "9 epochs are too few to grow 3 times"),
         (lambda: Budget(30).check(100, 3, 41.0), "percent=30 is below 41.0"),

@@ -9,7 +9,7 @@ from growlab.errors import UserError
 from growlab.growth import Expansion, Measurement, Tiny
 from growlab.growth.fans import fans_of
 from growlab.growth.moments import bottleneck, moments
-from growlab.growth.tiny import _solved, best_neurons
+from growlab.growth.tiny import best_neurons, solved
 from growlab.widths import tensors_of
 from tests.growth.measured import Started, started
 from tests.growth.test_splitting import Residual
@@ -36,7 +36,7 @@ def measured(run: Started, group: str) -> tuple[Tensor, Tensor, Tensor]:
     data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
     groups, modules = [fans_of(run.graph, group)], dict(run.network.named_modules())
     found = moments(expansion, data, groups, modules)
-    update = _solved(found[f"square {group}"], found[f"goal {group}"])
+    update = solved(found[f"square {group}"], found[f"goal {group}"])
     return (
         found[f"input {group}"],
         update,
