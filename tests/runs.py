@@ -84,13 +84,17 @@ class Outcome:
 
 
 class CommandLine:
-    """`python -m growlab ARGUMENTS`, many times over."""
+    """`python -m growlab ARGUMENTS`, many times over.
 
-    def __init__(self) -> None:
+    Args:
+        fairseq_modules: imported once too.
+    """
+
+    def __init__(self, *fairseq_modules: str) -> None:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         environment.pop("HYDRA_FULL_ERROR", None)
-        command = [sys.executable, "-m", "tests.runs"]
+        command = [sys.executable, "-m", "tests.runs", *fairseq_modules]
         self._server = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -422,7 +426,7 @@ FAULTS: dict[str, Callable[..., None]] = {
 
 def _serve() -> None:
     """Fork for every line on standard input and answer with the exit code."""
-    _import_everything()
+    _import_everything(sys.argv[1:])
     for line in sys.stdin:
         order = json.loads(line)
         child = os.fork()
@@ -432,8 +436,9 @@ def _serve() -> None:
         print(json.dumps(os.waitstatus_to_exitcode(status)), flush=True)
 
 
-def _import_everything() -> None:
+def _import_everything(fairseq_modules: Sequence[str]) -> None:
     from growlab import experiment
+    from growlab.fairseq_library import fairseq_module
     from growlab.networks import mlp8
     from growlab.optim.native import library
     from growlab.widths import trace
@@ -442,6 +447,8 @@ def _import_everything() -> None:
     library(torch.float32)
     # A second for every run; tests/analysis looks at figures.
     experiment.write_run_figures = lambda run_dir: None
+    for name in fairseq_modules:
+        fairseq_module(name)
     # The first trace loads much of torch. Nothing here may call backward: a fork could not do so any more.
     trace(mlp8([1, 2, 2], 2, width=2), torch.zeros(2, 1, 2, 2))
 

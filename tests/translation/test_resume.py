@@ -1,12 +1,15 @@
 """A run of sentence pairs that is killed goes on bit for bit; two processes train on what one does."""
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from growlab.data.translation import TranslationData
+from growlab.training.checkpoints import LAST
 from tests.runs import CommandLine, Left
 from tests.test_resume_steps import killed_at
 from tests.translation.test_run import SMALL
@@ -27,6 +30,23 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(
 ) -> None:
     whole = uninterrupted(*arguments(data))
     assert killed_at(cli, tmp_path, arguments(data), [3]).differences(whole) == []
+
+
+def test_two_processes_go_on_in_the_middle_of_an_epoch(
+    cli: CommandLine, uninterrupted: Callable[..., Left], data: TranslationData, tmp_path: Path
+) -> None:
+    """Each with its own share of the sentences, and its own random numbers for dropout."""
+    two = arguments(data, "trainer=ddp_cpu")
+    whole = uninterrupted(*two)
+    command = (*two, "hydra.run.dir=run", "checkpoint.every_n_steps=1")
+    outcome = cli(*command, cwd=tmp_path, fault=("on_rank", 1, "at_step", 3, int(signal.SIGKILL)))
+    assert "process 1 of 2 was ended by SIGKILL" in outcome.err
+    # In the first epoch, of five steps.
+    header = torch.load(tmp_path / "run/checkpoints" / LAST, weights_only=True)
+    assert header["global_step"] in (2, 3)
+    outcome = cli(*command, "ckpt_path=last", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert Left.by(tmp_path / "run").differences(whole) == []
 
 
 def test_two_processes_train_on_what_one_does(
