@@ -1,9 +1,9 @@
 # Everything a checkout needs: each target sets up its own .venv first, once.
 
 PYTHON ?= python3
-VENV   := .venv
-PY     := $(VENV)/bin/python
-READY  := $(VENV)/.ready
+VENV    := .venv
+PY      := $(VENV)/bin/python
+READY   := $(VENV)/.ready
 FAIRSEQ := $(VENV)/.fairseq
 
 # Arguments for one call: `make run ARGS="experiment=resnet20_cifar10 seed=1"`, `make test ARGS="-k parity"`.
@@ -15,7 +15,7 @@ JOBS ?= 2
 .PHONY: help setup setup-translation run test test-slow test-translation test-gpu lint format chaos bench notebooks clean clean-all
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## install growlab and its pinned dependencies into .venv (the other targets do it too)
 

@@ -1,0 +1,55 @@
+"""What growing the Transformer of IWSLT'14 costs, without training: the counts in its experiment's header."""
+
+from collections.abc import Iterator
+
+import hydra
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from growlab.analysis.flops import forward_flops, stage_flops, train_cost_percent
+from growlab.configuration import PRIMARY, config_dir, register_schemas
+from growlab.growth import make_schedule
+from growlab.widths import trace
+from tests.runs import ROOT
+
+EXPERIMENT = "transformer_iwslt14"
+NUM_TOKENS, LENGTH = 10_000, 25
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hydra_started() -> Iterator[None]:
+    register_schemas()
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        yield
+
+
+def test_the_cost_is_the_headers() -> None:
+    cfg = compose(PRIMARY, overrides=[f"experiment={EXPERIMENT}", "model.share_embeddings=all"])
+    schedule = make_schedule(
+        cfg.schedule.total_epochs,
+        cfg.data.batch_tokens,
+        cfg.schedule.num_stages,
+        epochs=list(cfg.schedule.epochs),
+        widths=list(cfg.schedule.widths),
+    )
+    network = hydra.utils.instantiate(
+        cfg.model, num_source_tokens=NUM_TOKENS, num_target_tokens=NUM_TOKENS, same_tokens=True, padding=1
+    )
+    graph = trace(network, (torch.full((2, 5), 7), torch.full((2, 4), 7)))
+    stages = schedule.widths(graph)
+    assert [stage["source_in"] for stage in stages] == [64, 128, 256, 512]
+    assert [stage["encoder.0.self_attn.q_proj"] for stage in stages] == [8, 16, 32, 64]
+    network = network.to("meta")
+    sentence = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
+    flops = stage_flops(network, graph, graph.full_widths, stages, (sentence, sentence))
+    full = forward_flops(network, (sentence, sentence))
+    assert full == flops[-1]
+    output = 2 * LENGTH * cfg.model.embedding_features * NUM_TOKENS
+    grown = [count - output for count in flops]
+    header = (ROOT / "conf" / "experiment" / f"{EXPERIMENT}.yaml").read_text()
+    for counts in (flops, grown, [*flops[1:], flops[-1]]):
+        percent = train_cost_percent(schedule.epochs, counts, counts[-1], schedule.total_epochs)
+        assert f"{percent:.2f} %" in header, percent
+    # The mean of four equal stages, by hand.
+    assert percent == pytest.approx(100 * (flops[1] + flops[2] + 2 * flops[3]) / (4 * full))
