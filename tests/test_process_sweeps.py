@@ -70,24 +70,24 @@ def test_launchers(tmp_path: Path, launcher: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_search_is_given_the_accuracy_of_every_job(tmp_path: Path) -> None:
+def test_a_search_is_given_the_accuracy_of_every_job(cli: CommandLine, tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     search = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "optimizer.lr=interval(0.01,0.1)")
-    outcome = command(*SWEEP, *search, "data.validation=split", cwd=tmp_path)
+    outcome = cli(*SWEEP, *search, "data.validation=split", cwd=tmp_path)
     assert_one_table(outcome, 2)
     best = OmegaConf.load(tmp_path / "sweep" / "optimization_results.yaml").best_value
     assert best == max(r["val_accuracy"] for r in results_below(tmp_path / "sweep"))
     both = ("hydra.sweeper.direction=[maximize,minimize]", "hydra.sweep.dir=both", "trainer=cpu")
-    outcome = command(*SWEEP, *search, *both, "data.validation=split", cwd=tmp_path)
+    outcome = cli(*SWEEP, *search, *both, "data.validation=split", cwd=tmp_path)
     assert outcome.code == 0, outcome.err
     front = OmegaConf.load(tmp_path / "both" / "optimization_results.yaml").solutions
     runs = [(r["val_accuracy"], r["train_cost_percent"]) for r in results_below(tmp_path / "both")]
     assert len(runs) == 2 and {tuple(solution["values"]) for solution in front} <= set(runs)
-    backwards = command(
+    backwards = cli(
         *SWEEP, *search, "hydra.sweeper.direction=minimize", "data.validation=split", cwd=tmp_path
     )
     assert backwards.code == 2 and "direction=minimize does not fit" in backwards.err
-    refused = command(*SWEEP, *search, "data.validation=test", cwd=tmp_path)
+    refused = cli(*SWEEP, *search, "data.validation=test", cwd=tmp_path)
     assert refused.code == 2 and "set data.validation=split" in refused.err
 
 

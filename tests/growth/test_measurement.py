@@ -79,6 +79,18 @@ def test_a_loss_that_is_not_finite_is_told() -> None:
         run.grow({"0": 4})
 
 
+def test_second_derivatives_that_torch_has_not_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = nn.Sequential(nn.Linear(4, 5), nn.SyncBatchNorm(5), nn.ReLU(), nn.Linear(5, 3))
+    run = started(network, (4,), GradMax(), num_batches=1)
+    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.raises(
+        UserError, match=r"torch's SyncBatchNorm \(1\) has not: leave out trainer\.sync_batchnorm"
+    ):
+        data.products({}, {}, [])
+
+
 @pytest.mark.parametrize("name", ["resnet A", "flatten", "dense", "shared", "decoder"])
 def test_reading_back_what_was_written(name: str) -> None:
     """Entries of a channel, over flattening, concatenation, transposition and shared weights."""
