@@ -44,6 +44,10 @@ CASES = {
         *(*MLP, *DEMAND, "growth=splitting", "growth.iterations=2", "growth.fallback=pairs"),
         *("schedule=gradient", "schedule.demand.groups=gradient", "schedule.demand.ratio=1"),
     ),
+    "tiny_expressivity": (
+        *(*MLP, *DEMAND, "growth=tiny", "schedule=expressivity", "schedule.demand.batches=2"),
+        "schedule.demand.groups=bottleneck",
+    ),
     "isotropic": ISOTROPIC,
     "isotropic_average": (*ISOTROPIC, "ema.decay=0.9"),
 }

@@ -181,6 +181,15 @@ def embedded(expansion: Expansion, name: str, sources: Mapping[str, Tensor]) -> 
     return new
 
 
+def upright(rows: Tensor) -> Tensor:
+    """A sign for each row, [rows, 1], with which its largest entry is positive.
+
+    Singular vectors are known up to their sign, and a ReLU tells the two apart: without this rounding would choose.
+    """
+    largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))
+    return torch.where(largest < 0, -1.0, 1.0).to(rows)
+
+
 def padded(method: GrowthMethod, expansion: Expansion) -> dict[str, Tensor]:
     """Every tensor at the new widths with new channels that neither take nor give anything.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from growlab.growth.data_driven import DataDriven, padded
+from growlab.growth.data_driven import DataDriven, padded, upright
 from growlab.growth.fans import Fans, View
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, Growth
@@ -98,9 +98,9 @@ class GradMax(DataDriven):
         for fans in solved:
             old, new = _channels(expansion, fans)
             directions, values, _ = torch.linalg.svd(matrices[fans.group], full_matrices=False)
-            chosen = directions[:, torch.arange(len(new)) % directions.shape[1]]
+            chosen = directions[:, torch.arange(len(new)) % directions.shape[1]].T
             length = self.scale * _mean_length(view.read(tensors, fans.out, fans.group, old))
-            view.write(tensors, fans.out, fans.group, new, chosen.T * length)
+            view.write(tensors, fans.out, fans.group, new, chosen * upright(chosen) * length)
             # A vector that is used twice gives its value twice.
             kept = values[torch.arange(len(new)) % len(values)]
             report[fans.group] = {

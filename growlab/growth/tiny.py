@@ -6,7 +6,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from growlab.growth.data_driven import DataDriven, padded
+from growlab.growth.data_driven import DataDriven, padded, upright
 from growlab.growth.fans import Fans, Slot, View
 from growlab.growth.measurement import Measurement, Seen
 from growlab.growth.method import Expansion, Growth
@@ -180,7 +180,8 @@ def best_neurons(square: Tensor, product: Tensor, count: int) -> tuple[Tensor, T
     omega[:kept] = right[:kept] * scale[:, None]
     result = torch.zeros(count).to(root)
     result[:kept] = sizes[:kept]
-    return alpha, omega, result
+    signs = upright(alpha)
+    return alpha * signs, omega * signs, result
 
 
 def solved(square: Tensor, product: Tensor) -> Tensor:

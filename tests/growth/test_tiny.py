@@ -65,6 +65,11 @@ def test_the_best_neurons_are_least_squares_of_their_rank(count: int) -> None:
     left, values, right = torch.linalg.svd(h @ solution, full_matrices=False)
     predicted = left[:, :count] * values[:count] @ right[:count]
     torch.testing.assert_close(h @ alpha.T @ omega, predicted)
+    # The sign of each is no matter of rounding: it follows the numbers into another order.
+    order = torch.tensor([3, 0, 4, 1, 2])
+    moved, same, _ = best_neurons((h.T @ h / 200)[order][:, order], (h.T @ v / 200)[order], count)
+    torch.testing.assert_close(moved, alpha[:, order])
+    torch.testing.assert_close(same, omega)
 
 
 def test_moments_are_least_squares_of_what_layers_read_and_should_do() -> None:
