@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from growlab.widths.groups import WidthGraph, Written
 from growlab.widths.layout import Axis, Part
+from growlab.widths.meta import Shapes
 from growlab.widths.resize import replace_tensors, resized, restore_tensors, tensors_of
 from growlab.widths.tracer import UnsupportedOperation
 
@@ -208,7 +207,7 @@ class _Trials:
     def _run(self, training: bool) -> tuple[list[torch.Size], list[Any]]:
         """Shapes of the outputs, and the functions that were called on the way."""
         self._model.train(training)
-        with torch.no_grad(), _Shapes() as mode:
+        with torch.no_grad(), Shapes() as mode:
             outputs = self._model(*self._inputs)
         return [x.shape for x in _tensors(outputs)], mode.calls
 
@@ -244,37 +243,6 @@ def _largest_working(names: list[str], trials: _Trials, working: tuple[str, ...]
     return first + second
 
 
-class _Shapes(TorchFunctionMode):
-    """Notes which functions are called, and spares the dearest of them on device meta their arithmetic."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Any] = []
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.calls.append(func)
-        if func is F.batch_norm and args[0].is_meta:
-            return _normalised(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _normalised(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *_: Any,
-    **__: Any,
-) -> Tensor:
-    for tensor in (running_mean, running_var, weight, bias):
-        if tensor is not None and len(tensor) != x.shape[1]:
-            raise ValueError(f"{len(tensor)} statistics for {x.shape[1]} channels")
-    return torch.empty_like(x)
-
-
 def light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
     """A copy of a network and its inputs on device meta, or with memory where it cannot run without.
 
@@ -287,7 +255,7 @@ def light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tu
         memo |= {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
         light = copy.deepcopy(model, memo)
         light_inputs = tuple(x.to("meta") if isinstance(x, Tensor) else x for x in inputs)
-        with torch.no_grad(), _Shapes():
+        with torch.no_grad(), Shapes():
             for training in (False, True):
                 light.train(training)(*light_inputs)
     except (RuntimeError, NotImplementedError, ValueError, TypeError):

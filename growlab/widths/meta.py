@@ -1,0 +1,103 @@
+"""Running a network on device meta for its shapes alone.
+
+There torch works out most shapes by programs in Python that cost more than the arithmetic would on a small network.
+For the functions that networks call most, their own rule is told here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+class Shapes(TorchFunctionMode):
+    """Notes which functions are called, and spares the dearest of them on device meta their arithmetic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.calls.append(func)
+        rule = _RULES.get(func)
+        if rule is not None and args and isinstance(args[0], Tensor) and args[0].is_meta:
+            known = rule(*args, **(kwargs or {}))
+            if known is not NotImplemented:
+                return known
+        return func(*args, **(kwargs or {}))
+
+
+def _batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    for tensor in (running_mean, running_var, weight, bias):
+        if tensor is not None and len(tensor) != x.shape[1]:
+            raise ValueError(f"{len(tensor)} statistics for {x.shape[1]} channels")
+    return torch.empty_like(x)
+
+
+def _layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    shape = tuple(normalized_shape)
+    for tensor in (weight, bias):
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"parameters of the shape {tuple(tensor.shape)} to normalise {shape}")
+    if tuple(x.shape[x.dim() - len(shape) :]) != shape:
+        raise ValueError(f"{shape} cannot be normalised in {tuple(x.shape)}")
+    return torch.empty_like(x)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(f"a weight of {tuple(weight.shape)} for {tuple(input.shape)}")
+    if bias is not None and tuple(bias.shape) not in ((), (1,), (weight.shape[0],)):
+        raise ValueError(f"a bias of {tuple(bias.shape)} for {weight.shape[0]} rows")
+    return input.new_empty(*input.shape[:-1], weight.shape[0])
+
+
+def _gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
+    return torch.empty_like(input)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    own = not args and set(kwargs) <= {"dropout_p", "scale", "is_causal"}
+    alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+    if not own or not alike:
+        return NotImplemented
+    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"{tuple(query.shape)} cannot attend to {tuple(key.shape)}, {tuple(value.shape)}")
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+def _element_wise(input: Tensor, other: Any, **kwargs: Any) -> Tensor:
+    if kwargs or not isinstance(other, (Tensor, int, float)):
+        return NotImplemented
+    shape = torch.broadcast_shapes(input.shape, other.shape) if isinstance(other, Tensor) else input.shape
+    return input.new_empty(shape, dtype=torch.result_type(input, other))
+
+
+_RULES: dict[Any, Callable[..., Tensor]] = {
+    F.batch_norm: _batch_norm,
+    F.layer_norm: _layer_norm,
+    F.linear: _linear,
+    F.gelu: _gelu,
+    F.scaled_dot_product_attention: _attention,
+    **dict.fromkeys((torch.Tensor.add, torch.Tensor.mul, torch.Tensor.sub), _element_wise),
+    **dict.fromkeys((torch.add, torch.mul, torch.sub), _element_wise),
+}
