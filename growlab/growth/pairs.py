@@ -15,10 +15,12 @@ class PairGrowth(GrowthMethod):
         rows that produce them:      [W; V; V]
         columns that consume them:   [W, +Z, -Z]   in old rows; new rows are drawn freely
 
-    (Eqs. 2-4, Fig. 2). The twins carry equal activations through element-wise functions, pooling, batch
-    normalisation and residual sums, so their contributions cancel. An odd channel left over gets zero
-    outgoing weights in old rows. Twins differ from the first update on: their consumers' signs give them
-    opposite gradients.
+    (Eqs. 2-4, Fig. 2). Where a normalisation runs over the channels, new ones do not count in its statistics at
+    first, so nothing bounds what is made of them, and a gate squares it from block to block: there all rows get
+    +Z, -Z, and new channels depend on old ones alone. The twins carry equal activations through element-wise
+    functions, pooling, batch normalisation and residual sums, so their contributions cancel. An odd channel left
+    over gets zero outgoing weights in old rows. Twins differ from the first update on: their consumers' signs give
+    them opposite gradients.
 
     **Preserves** exactly, in eval and train mode, over residual streams, concatenation and flattening.
     """
@@ -35,11 +37,14 @@ class PairGrowth(GrowthMethod):
         kept = expansion.kept(name)
         axes = expansion.axes(name)
         twins = [_twins(axis, expansion) for axis in axes]
+        normed = {group for norm in expansion.graph.channel_norms for group in norm.axis.groups}
         new[grid(kept, new.device)] = old
         for dim, axis in enumerate(axes):
             if axis.role == "in":
+                free = normed.isdisjoint(axis.groups)
                 rows = [
-                    kept[d] if a.role == "out" else torch.arange(new.shape[d]) for d, a in enumerate(axes)
+                    kept[d] if a.role == "out" and free else torch.arange(new.shape[d])
+                    for d, a in enumerate(axes)
                 ]
                 first, second, alone = twins[dim]
                 if name in expansion.graph.emitters:

@@ -6,9 +6,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from growlab.growth import GrowthState, Net2Net, PairGrowth, ParityError, anneal_norms, grow, plant
+from growlab.growth import (
+    GrowthMethod,
+    GrowthState,
+    Net2Net,
+    PairGrowth,
+    ParityError,
+    VarianceTransfer,
+    anneal_norms,
+    grow,
+    plant,
+)
 from growlab.growth.weighted_norms import annealed, weigh
-from growlab.widths import Axis, ChannelNorm, Group, Part, WidthGraph
+from growlab.widths import Axis, ChannelNorm, Group, Part, WidthGraph, trace
 from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
 
 CHANNELS = 6
@@ -134,6 +144,35 @@ def test_a_network_goes_from_weighted_to_plain_without_a_jump() -> None:
     # Nothing of it is left: an ordinary network.
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in run.network.modules())
     assert vars(run.network.rms).keys() == vars(nn.RMSNorm(2)).keys()
+
+
+class GatedBlock(nn.Module):
+    """Half of a Transformer as it is today: RMSNorm and a gated MLP beside a residual stream."""
+
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(features)
+        self.gate, self.up = nn.Linear(features, hidden), nn.Linear(features, hidden)
+        self.down = nn.Linear(hidden, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, features] to the same."""
+        normed = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+
+
+@pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer(), Net2Net()], ids=lambda m: m.name)
+def test_new_channels_of_a_deep_gated_network_stay_as_large_as_old_ones(method: GrowthMethod) -> None:
+    torch.manual_seed(0)
+    blocks = [GatedBlock(32, 64) for _ in range(12)]
+    network = nn.Sequential(nn.Linear(8, 32), *blocks, nn.RMSNorm(32), nn.Linear(32, 4)).double()
+    x = torch.randn(16, 8, dtype=torch.float64)
+    graph = trace(network, x)
+    state = plant(network, graph, method, widths_at(graph, 0.25), seed=0)
+    before = network[:13](x).abs().max()
+    event = grow(network, graph, method, state, widths_at(graph, 0.5), seed=0, probe=(x,))
+    assert event.parity_error_eval < 1e-12
+    assert network[:13](x).abs().max() < 10 * before
 
 
 def test_an_event_in_the_middle_of_the_way_goes_on_from_there() -> None:
