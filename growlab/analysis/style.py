@@ -56,6 +56,9 @@ _RC: dict[str, Any] = {
     "lines.linewidth": 1.4,
     "lines.markersize": 3.5,
     "savefig.dpi": 200,
+    # The layout takes one turn too few where a tick label grows: nothing may be cut off.
+    "savefig.bbox": "tight",
+    "savefig.pad_inches": 0.05,
     "figure.dpi": 120,
     "svg.fonttype": "none",
     # The same data give the same file.
