@@ -3,7 +3,6 @@
  * Rounding is that of the same step in torch's operations, operation for operation, so the two agree bit for bit,
  * except where torch takes square roots from a library that rounds them in its own way. Sums are taken
  * block by block, so they do not depend on the number of threads. */
-#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 
@@ -11,7 +10,6 @@
 #undef FMA
 #define FMA(a, b, c) ((a) * (b) + (c))
 #endif
-#define MAX_THREADS 64
 
 /* A weight as the matrix [rows, columns]; the state that an optimizer does not have is null. */
 typedef struct {
@@ -188,13 +186,9 @@ static void *run(void *argument) {
 
 /* Returns 0, or 1 where there was no memory. */
 static int run_threads(Work *work, int64_t num_threads) {
-    pthread_t threads[MAX_THREADS];
-    int64_t started = 0;
-    while (started < MAX_THREADS && started + 1 < num_threads && started + 1 < work->num_blocks &&
-           pthread_create(&threads[started], NULL, run, work) == 0)
-        started++;
+    const int64_t most = num_threads < work->num_blocks ? num_threads : work->num_blocks;
+#pragma omp parallel num_threads(most > 1 ? (int)most : 1)
     run(work);
-    for (int64_t i = 0; i < started; i++) pthread_join(threads[i], NULL);
     /* A thread without memory leaves its blocks to the others, unless all of them have none. */
     return work->failed && work->next < work->num_blocks;
 }

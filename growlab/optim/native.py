@@ -30,7 +30,7 @@ from growlab.optim.regions import Regions
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("kernels.c")
 _FLAGS = (
-    *("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread"),
+    *("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC"),
     # Products are added with one rounding where torch does it, and nowhere else.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
@@ -108,13 +108,18 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     with tempfile.TemporaryDirectory(prefix="growlab-") as folder:
         target = Path(folder) / "kernels.so"
         defines = (f"-DREAL={real}", f"-DFMA={fma}", f"-DSQRT={sqrt}")
-        command = [*compiler, *_FLAGS, *defines, str(_SOURCE), "-o", str(target)]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-            return ctypes.CDLL(str(target))
-        except (OSError, subprocess.SubprocessError) as error:
-            _LOG.info("steps take torch's operations: %s (%s)", error, getattr(error, "stderr", ""))
-            return None
+        # OpenMP's library is the one that torch has loaded, and so are its threads: others would have to wait for
+        # these, which go on running for a while in case there is more to do. Without OpenMP a step takes one thread.
+        problem: Exception | None = None
+        for threads in (("-fopenmp",), ()):
+            command = [*compiler, *_FLAGS, *threads, *defines, str(_SOURCE), "-o", str(target)]
+            try:
+                subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+                return ctypes.CDLL(str(target))
+            except (OSError, subprocess.SubprocessError) as error:
+                problem = error
+        _LOG.info("steps take torch's operations: %s (%s)", problem, getattr(problem, "stderr", ""))
+        return None
 
 
 @lru_cache(maxsize=32)
