@@ -89,11 +89,14 @@ def available(device: torch.device, dtype: torch.dtype) -> bool:
         table = Table.made_for(weight, regions)
         assert table is not None
         found = square_sums(weight, table, regions.num_regions)
+        # Small whole numbers: every order of sums gives the same.
+        if not torch.equal(found, regions.sums(weight.double().square())):
+            raise ArithmeticError("its sums are wrong")
     except Exception as error:
         # Whatever a compiler on somebody's machine may raise: a step can be taken without it.
         _LOG.warning("optimizer steps take torch's operations, since Triton fails here: %s", error)
         return False
-    return torch.equal(found, regions.sums(weight.square()).double())
+    return True
 
 
 def step(
@@ -108,15 +111,7 @@ def step(
 ) -> Tensor | None:
     """Update weights and state in place.
 
-    Args:
-        name: which kernel: sgd or adam.
-        settings: the parameter group's.
-        params: weights, P of them, alike in dtype and device.
-        grads: their gradients, that lie as the weights do and have their dtype, as all that follows.
-        states: up to three lists of state tensors.
-        values_VPK: what differs between regions.
-        tables: of the weights.
-        summed: return the sums of squares of the new weights by region, float64 [P, K].
+    Takes and returns what `native.step` does, all of it on one device.
     """
     device, dtype = params[0].device, params[0].dtype
     num_regions = values_VPK.shape[2]
