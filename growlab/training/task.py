@@ -18,8 +18,7 @@ from growlab.training.objective import Classification, Objective
 from growlab.training.weight_average import WeightAverage
 from growlab.widths import WidthGraph, resize
 
-# The loss is looked at this often (steps): reading it stalls a GPU, and ranks have to agree.
-_CHECK_LOSS_EVERY = 50
+_CHECK_LOSS_EVERY = 50  # steps: reading the loss stalls a GPU, and ranks have to agree
 
 
 @dataclass(frozen=True)
@@ -395,6 +394,7 @@ class Task(LightningModule):
                 "between one device and several with trainer.sync_batchnorm=true."
             )
         as_precise(self, checkpoint["state_dict"])
-        self.growth_state, self.events, self.looks = state, list(saved["events"]), list(saved["looks"])
+        self.growth_state, self.events = state, list(saved["events"])
+        self.looks = list(saved.get("looks", []))
         anneal_norms(self.network, self.graph, state, state.norm_progress)
         self._saved_sums = saved["train_sums"]
