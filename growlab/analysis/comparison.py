@@ -54,7 +54,7 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
         handles = [
             Line2D([], [], color=k["color"], linestyle=k["linestyle"], marker=k["marker"]) for k in looks
         ]
-        figure.legend(handles, names, loc="outside lower center", ncols=num_columns, handlelength=3)
+        style.legend_below(figure, handles, names, num_columns)
         # Last: which points would cover each other depends on the final layout.
         _scatter(figure, cost_axes, rows, looks)
     if out is not None:

@@ -49,7 +49,7 @@ def frontier(runs: Sequence[Run]) -> Figure:
         )
         percent.set_xlabel(f"% of {reference} epochs")
         handles = [Line2D([], [], **look, markersize=4.5) for look in looks]
-        figure.legend(handles, names, loc="outside lower center", ncols=columns, handlelength=3)
+        style.legend_below(figure, handles, names, columns)
         for one, look in zip(series, looks, strict=True):
             x, y = zip(*((point.cost, 100 * point.accuracy) for point in one.points), strict=True)
             axes.plot(x, y, **{**look, "marker": ""}, linewidth=1.1)

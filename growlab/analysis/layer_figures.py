@@ -63,7 +63,7 @@ def loss_over_steps(runs: Sequence[Run]) -> Figure:
             axes.set_xlabel("step")
             axes.set_ylabel("held-out loss" if quantity == "loss" else "held-out accuracy (%)")
         handles, texts = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, texts, loc="outside lower center", ncols=min(4, len(runs)), handlelength=3)
+        style.legend_below(figure, handles, texts, min(4, len(runs)))
     return figure
 
 
@@ -120,7 +120,7 @@ def _panels(
             draw(axes, of_quantity, layers, list(colours))
             axes.set_title(name)
         handles, texts = panels[0].get_legend_handles_labels()
-        figure.legend(handles, texts, loc="outside lower center", ncols=min(6, len(texts)), handlelength=1.6)
+        style.legend_below(figure, handles, texts, min(6, len(texts)), handle_length=1.6)
         figure.suptitle(what, fontsize=9)
     return figure
 

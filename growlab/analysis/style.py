@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -104,6 +105,19 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
         figure.savefig(content, format=kind, metadata=metadata)
     write_atomically(path, lambda file: file.write(content.getvalue()))
     return Path(path)
+
+
+def legend_below(
+    figure: Figure, handles: Sequence[Artist], names: Sequence[str], columns: int, handle_length: float = 3
+) -> None:
+    """A legend under the axes in at most `columns` columns, and no wider than the figure."""
+    for number in range(columns, 0, -1):
+        legend = figure.legend(
+            handles, names, loc="outside lower center", ncols=number, handlelength=handle_length
+        )
+        if number == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def looks(fixed_size: Sequence[bool]) -> list[dict[str, Any]]:

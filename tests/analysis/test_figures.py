@@ -228,3 +228,14 @@ def test_spread_keeps_the_gap_the_order_and_the_mean(positions):
     order = np.argsort(positions, kind="stable")
     assert (np.diff(np.array(placed)[order.astype(int)]) >= 1 - 1e-9).all()
     assert sum(placed) == pytest.approx(sum(positions))
+
+
+def test_a_legend_of_long_names_takes_fewer_columns_than_would_be_wider_than_the_figure():
+    figure = style.new_figure(4.0, 2.0)
+    handles = figure.subplots().plot([[0, 1, 2, 3], [1, 2, 3, 4]])
+    style.legend_below(figure, handles, ["a name that takes a good part of the width"] * 4, columns=4)
+    (legend,) = figure.legends
+    assert legend.get_window_extent().width <= figure.bbox.width
+    short = style.new_figure(4.0, 2.0)
+    style.legend_below(short, short.subplots().plot([[0, 1], [1, 2]]), ["a", "b"], columns=2)
+    assert short.legends[0].get_window_extent().height < 0.2 * short.bbox.height
