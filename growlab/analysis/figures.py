@@ -3,6 +3,7 @@
 import difflib
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -15,6 +16,7 @@ from growlab.analysis.region_figures import has_rate_factors, rate_factors, regi
 from growlab.analysis.resources import resources
 from growlab.analysis.results import Run, open_run
 from growlab.analysis.style import save
+from growlab.analysis.width_changes import width_changes
 from growlab.analysis.width_figures import network_map, silhouettes, widths_over_time
 from growlab.analysis.width_paths import width_paths
 from growlab.errors import UserError
@@ -75,6 +77,8 @@ FIGURES: dict[str, Draw] = {
     "resources": _plain("resources", resources),
     "frontier": _plain("frontier", frontier),
     "width_paths": _plain("width_paths", width_paths),
+    "width_changes_by_start": _plain("width_changes_by_start", partial(width_changes, by="start")),
+    "width_changes_by_end": _plain("width_changes_by_end", partial(width_changes, by="end")),
     "compare": _plain("compare", compare),
     "loss_over_steps": _plain("loss_over_steps", loss_over_steps),
     **{

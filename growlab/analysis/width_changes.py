@@ -1,0 +1,99 @@
+"""Accuracy of runs that move from one width to another, sorted by where they come from or go to."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from growlab.analysis import style
+from growlab.analysis.results import Run
+from growlab.analysis.width_paths import path_of
+from growlab.errors import UserError
+
+
+def width_changes(runs: Sequence[Run], by: Literal["start", "end"]) -> Figure:
+    """Validation accuracy over epochs, a panel a width, mean and standard deviation over equal runs (seeds).
+
+    A panel holds the runs that start at (or end with) its width, a line for each width at the other end, and in
+    black the runs of that width that do not grow. The shade behind spans the epochs in which widths change. The
+    panels of Bird, "On De-Individuated Neurons", Figures 3 and 5 ("start") and 4 ("end").
+
+    Args:
+        runs: finished runs of one network and data set.
+        by: the end that the panels are sorted by.
+
+    Raises:
+        UserError: there is no run that grows, or one has no width groups or was not validated.
+    """
+    lines, events = _lines(runs)
+    here, there = (0, 1) if by == "start" else (1, 0)
+    grown = [line for line in lines if not line.is_fixed_size]
+    if not grown:
+        raise UserError("width_changes needs runs of a growth method, and there is none.")
+    widths = sorted({line.ends[here] for line in grown})
+    others = sorted({line.ends[there] for line in grown})
+    colours = dict(zip(others, style.PALETTE * len(others), strict=False))
+    columns = min(2, len(widths))
+    rows = math.ceil(len(widths) / columns)
+    with style.styled():
+        figure = style.new_figure(3.6 * columns, 0.6 + 2.1 * rows)
+        panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
+        for axes in panels[len(widths) :]:
+            axes.set_visible(False)
+        handles = {}
+        for index, (axes, width) in enumerate(zip(panels, widths, strict=False)):
+            if events:
+                axes.axvspan(min(events), max(events), color="0.93", linewidth=0)
+            for line in lines:
+                if line.ends[here] != width:
+                    continue
+                if line.is_fixed_size:
+                    name, colour = line.name, style.FIXED_SIZE[0]
+                else:
+                    other = line.ends[there]
+                    name, colour = f"{'to' if by == 'start' else 'from'} {other}", colours[other]
+                epochs = np.arange(1, len(line.mean) + 1)
+                (handles[name],) = axes.plot(epochs, line.mean, color=colour, linewidth=1.1)
+                low, high = line.mean - line.std, line.mean + line.std
+                axes.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0)
+            axes.set_title(f"{'from' if by == 'start' else 'to'} width {width}")
+            style.epoch_axis(axes, max(len(line.mean) for line in lines))
+            axes.set_xlabel("epoch" if index + columns >= len(widths) else "")
+            axes.set_ylabel("val. accuracy (%)" if index % columns == 0 else "")
+        style.legend_below(figure, list(handles.values()), list(handles), len(handles))
+    return figure
+
+
+@dataclass(frozen=True)
+class _Line:
+    is_fixed_size: bool
+    ends: tuple[int, int]
+    name: str
+    mean: np.ndarray
+    std: np.ndarray
+
+
+def _lines(runs: Sequence[Run]) -> tuple[list[_Line], set[int]]:
+    """Curves in percent over equal runs, and the epochs at whose beginning a width changed."""
+    curves: dict[tuple[bool, int, int], list[np.ndarray]] = defaultdict(list)
+    shared = [set(run.group.overrides) for run in runs if run.group.is_fixed_size]
+    told = set.intersection(*shared) if shared else set()
+    told -= {override for run in runs if not run.group.is_fixed_size for override in run.group.overrides}
+    name = ", ".join(["without growth", *sorted(override.partition("=")[2] for override in told)])
+    events: set[int] = set()
+    for run in runs:
+        path, accuracy = path_of(run), run.curve("val_accuracy")
+        if accuracy is None:
+            raise UserError(f"{run.path} has no validation accuracy over epochs to draw.")
+        curves[run.group.is_fixed_size, path[0], path[-1]].append(100 * accuracy)
+        events |= {epoch for epoch in range(1, len(path)) if path[epoch] != path[epoch - 1]}
+    lines = []
+    for (is_fixed, first, last), values in sorted(curves.items(), key=lambda item: item[0]):
+        table = np.stack([value[: min(map(len, values))] for value in values])
+        std = table.std(0, ddof=1) if len(table) > 1 else np.zeros(table.shape[1])
+        lines.append(_Line(is_fixed, (first, last), name, table.mean(0), std))
+    return lines, events

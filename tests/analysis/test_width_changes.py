@@ -1,0 +1,80 @@
+"""Runs that move between widths, sorted by either end."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from growlab.analysis.width_changes import width_changes
+from growlab.errors import UserError
+
+
+def fake(path: list[int], accuracy: float, grows: bool = True, validated: bool = True) -> SimpleNamespace:
+    stages = np.cumsum([0] + [int(a != b) for a, b in pairwise(path)])
+    widths = [path[int(np.argmax(stages == stage))] for stage in range(stages[-1] + 1)]
+    overrides = (
+        ("model.width=4",) if grows else ("model.activation=elementwise_tanh", f"model.width={path[0]}")
+    )
+    return SimpleNamespace(
+        path="run",
+        group=SimpleNamespace(is_fixed_size=not grows, overrides=overrides),
+        growth={"groups": {"hidden": {"full_width": path[0], "widths": widths}}},
+        metrics=pd.DataFrame({"stage": stages}),
+        curve=lambda column: accuracy + np.zeros(len(path)) if validated else None,
+    )
+
+
+RUNS = [
+    *(fake([4, 4, 3, 2], 0.4), fake([4, 4, 3, 2], 0.5), fake([4, 4, 4, 4], 0.6), fake([2, 2, 3, 4], 0.3)),
+    *(fake([4] * 4, 0.2, grows=False), fake([2] * 4, 0.1, grows=False)),
+]
+
+
+@pytest.mark.parametrize(
+    ("by", "panels"),
+    [
+        (
+            "start",
+            {"from width 2": {"to 4": 30, "tanh": 10}, "from width 4": {"to 2": 45, "to 4": 60, "tanh": 20}},
+        ),
+        (
+            "end",
+            {
+                "to width 2": {"from 4": 45, "tanh": 10},
+                "to width 4": {"from 2": 30, "from 4": 60, "tanh": 20},
+            },
+        ),
+    ],
+)
+def test_panels_hold_means_over_seeds_and_the_runs_without_growth(by, panels) -> None:
+    figure = width_changes(RUNS, by)
+    (legend,) = figure.legends
+    texts = [text.get_text() for text in legend.get_texts()]
+    control = "without growth, elementwise_tanh"
+    assert set(texts) == {name for lines in panels.values() for name in lines} - {"tanh"} | {control}
+    colours = dict(zip((line.get_color() for line in legend.get_lines()), texts, strict=True))
+    found = {}
+    for axes in figure.axes:
+        heights = {colours[line.get_color()]: line.get_ydata() for line in axes.lines}
+        assert all(np.ptp(height) == 0 for height in heights.values())
+        found[axes.get_title()] = {
+            name.replace(control, "tanh"): round(float(height[0]), 9) for name, height in heights.items()
+        }
+    assert found == panels
+
+
+def test_the_band_is_one_sample_deviation_over_seeds() -> None:
+    axes = width_changes(RUNS, "start").axes[1]
+    bands = [collection.get_paths()[0].vertices[:, 1] for collection in axes.collections]
+    assert any(
+        np.isclose([band.min(), band.max()], 45 + np.sqrt(50) * np.array([-1, 1])).all() for band in bands
+    )
+
+
+def test_runs_that_cannot_be_drawn_are_named() -> None:
+    with pytest.raises(UserError, match="there is none"):
+        width_changes([fake([2, 2], 0.1, grows=False)], "start")
+    with pytest.raises(UserError, match="run has no validation accuracy"):
+        width_changes([fake([2, 3], 0.1, validated=False)], "end")
