@@ -6,6 +6,7 @@ import multiprocessing
 import platform
 import re
 import resource
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -146,7 +147,7 @@ def _write(file: Path, reports: Sequence[Report], time_limit_sec: float) -> None
         except importlib.metadata.PackageNotFoundError:
             continue
     content = {
-        "command": " ".join(["python -m growlab.widths", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "growlab.widths", *sys.argv[1:]]),
         "time_limit_sec": time_limit_sec,
         "versions": versions,
         "networks": [asdict(report) for report in reports],
