@@ -210,7 +210,7 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
                 tensors = {key: tensor.detach().cpu() for key, tensor in weights.state_dict().items()}
                 save(run_dir / name, tensors)
             for name, content in objective.exports(network).items():
-                save(run_dir / name, content)
+                (write_text if isinstance(content, str) else save)(run_dir / name, content)
             write_json(run_dir / "results.json", results)
             write_run_figures(run_dir)
         records.publish(trainer, run_dir)

@@ -227,11 +227,19 @@ class TranslationData(LightningDataModule):
             return known[: len(side.lengths)]
         return [self.text(side[index]) for index in range(len(side.lengths))]
 
+    def sources(self, split: str) -> list[str]:
+        """The source sentences of "val" or "test", as text, in the order of `references`."""
+        side = self._sides["valid" if split == "val" else split][0]
+        dictionary = self.pairs.source_dictionary
+        return [self._text(dictionary, side[index]) for index in range(len(side.lengths))]
+
     def text(self, tokens: np.ndarray | Tensor) -> str:
         """A target sentence from its numbers, without padding and end."""
+        return self._text(self.pairs.target_dictionary, tokens)
+
+    def _text(self, dictionary: Any, tokens: np.ndarray | Tensor) -> str:
         tokens = torch.as_tensor(tokens)
-        words = self.pairs.target_dictionary.string(tokens[tokens != self.padding])
-        return self.pairs.subwords.decode(words)
+        return self.pairs.subwords.decode(dictionary.string(tokens[tokens != self.padding]))
 
     def global_batch_size(self, epoch: int) -> int:
         """Return the budget of a training batch of this epoch, over all ranks."""

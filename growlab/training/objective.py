@@ -54,7 +54,7 @@ class Objective(Protocol):
         """
 
     def exports(self, network: nn.Module) -> dict[str, Any]:
-        """Further files of the run's folder, for `torch.save`, by name; the network is as it is saved in model.pt."""
+        """Further files of the run's folder by name: text, or what `torch.save` takes; the network is model.pt's."""
 
 
 class Classification:

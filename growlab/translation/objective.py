@@ -53,6 +53,7 @@ class Translation(TokenPrediction):
             "max_len_b": max_len_b,
         }
         self._data: TranslationData | None = None
+        self._tested: list[str] = []
 
     def bind(self, data: Any) -> None:
         """Learn what padding is, and how numbers become text.
@@ -73,6 +74,8 @@ class Translation(TokenPrediction):
             return {}
         found = self.translate(task.network, split, task.growth_state.output_factor)
         scores = bleu(found, self._data.references(split), self._data.preparation.target)
+        if epoch is None:
+            self._tested = found
         return scores if epoch is None else {name: scores[name] for name in self.evaluated_names}
 
     def translate(self, network: FairseqTransformer, split: str, output_factor: float = 1.0) -> list[str]:
@@ -89,7 +92,14 @@ class Translation(TokenPrediction):
         return [everyone[index] for index in range(len(everyone))]
 
     def exports(self, network: nn.Module) -> dict[str, Any]:
-        """The network as a checkpoint of fairseq's own Transformer."""
+        """The network as a checkpoint of fairseq's own Transformer, and the test set's translations to read."""
         if not isinstance(network, FairseqTransformer):
             return {}
-        return {"fairseq.pt": fairseq_checkpoint(network, self._data.pairs, self.label_smoothing)}
+        columns = (self._data.sources("test"), self._data.references("test"), self._tested)
+        rows = [("source", "reference", "translation"), *zip(*columns, strict=True)]
+        return {
+            "fairseq.pt": fairseq_checkpoint(network, self._data.pairs, self.label_smoothing),
+            "translations.tsv": "".join(
+                "\t".join(cell.replace("\t", " ") for cell in row) + "\n" for row in rows
+            ),
+        }

@@ -61,6 +61,17 @@ def test_a_run_reports_bleu_and_how_it_was_counted(run: Path):
     assert float(bleu[-1]) > 5
 
 
+def test_the_translations_can_be_read(run: Path, folder: Path):
+    header, *rows = [line.split("\t") for line in (run / "run/translations.tsv").read_text().splitlines()]
+    assert header == ["source", "reference", "translation"]
+    sources, references, found = map(list, zip(*rows, strict=True))
+    assert sources == (folder / "test.de").read_text().splitlines()
+    assert references == (folder / "test.en").read_text().splitlines()
+    score = json.loads((run / "run/results.json").read_text())["test_bleu"]
+    sacrebleu = extra_module("sacrebleu")
+    assert sacrebleu.corpus_bleu(found, [references]).score == pytest.approx(score)
+
+
 def test_fairseq_generate_finds_the_same(run: Path, folder: Path):
     """The checkpoint is plain fairseq's, so are data, search and words: hypotheses are the same."""
     (prepared,) = (run / "cache/growlab/translation").glob("*/growlab.json")
