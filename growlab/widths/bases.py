@@ -45,9 +45,10 @@ def applied(
         ):
             if part.group is not None and part.group in chosen:
                 matrix = chosen[part.group].to(piece)
-                piece = piece.movedim(dim, -1)
-                shape = (*piece.shape[:-1], part.outer, matrix.shape[1], part.inner)
-                piece = (matrix @ piece.reshape(shape)).flatten(-3).movedim(-1, dim)
+                split = piece.unflatten(dim, (part.outer, matrix.shape[1], part.inner))
+                # One product of two matrices, where `matrix @ ...` would make one of every other position.
+                turned = torch.tensordot(split, matrix, dims=([dim + 1], [1])).movedim(-1, dim + 1)
+                piece = turned.flatten(dim, dim + 2)
             pieces.append(piece)
         result = torch.cat(pieces, dim)
     return result.to(tensor.dtype).contiguous() if result is not tensor else tensor
