@@ -109,15 +109,15 @@ def _seed_band(axes: Axes, row: Row, column: str, scale: float, look: dict[str, 
 
 
 def _scatter(figure: Figure, axes: Axes, rows: Sequence[Row], looks: Sequence[dict[str, Any]]) -> None:
-    """Accuracy over cost; a point that would cover another is drawn beside it, its data unchanged."""
+    """Score over cost; a point that would cover another is drawn beside it, its data unchanged."""
     points = [
-        (row.cost_percent, 100 * row.accuracy_mean, 100 * (row.accuracy_std or 0.0), look)
+        (row.cost_percent, row.metric.scale * row.score_mean, row.metric.scale * (row.score_std or 0.0), look)
         for row, look in zip(rows, looks, strict=True)
-        if row.cost_percent is not None and row.accuracy_mean is not None
+        if row.cost_percent is not None and row.score_mean is not None
     ]
     if not points:
         return
-    axes.set_ylabel("test accuracy (%)")
+    axes.set_ylabel(rows[0].metric.axis)
     axes.margins(0.14)
     if style.mark_points(figure, axes, points, size_points=5.0):
         note = "points that would cover each other stand side by side"

@@ -12,10 +12,10 @@ from growlab.analysis.tables import one_task, summarise
 
 
 def frontier(runs: Sequence[Run]) -> Figure:
-    """Training cost against test accuracy: a curve for each method and shape of schedule over its budgets.
+    """Training cost against test accuracy (or BLEU): a curve for each method and shape of schedule over its budgets.
 
     Fixed-size training is black. Means over seeds, bars one sample standard deviation. The grey steps are the
-    best accuracy measured at a cost or below it.
+    best score measured at a cost or below it.
 
     Raises:
         UserError: the runs are of several networks or data sets, whose numbers do not compare.
@@ -25,7 +25,7 @@ def frontier(runs: Sequence[Run]) -> Figure:
     series = series_over_budgets(rows)
     points = [point for one in series for point in one.points]
     looks = style.looks([one.is_fixed_size for one in series])
-    reference = rows[0].reference_epochs
+    reference, metric = rows[0].reference_epochs, rows[0].metric
     names = [f"{style.symbols(one.name)} (n={_seeds([p.row.n for p in one.points])})" for one in series]
     with style.styled():
         columns = 1 if max(map(len, names)) > 45 else 2
@@ -35,7 +35,7 @@ def frontier(runs: Sequence[Run]) -> Figure:
         edge = best_at_cost(points)
         axes.plot(
             [point.cost for point in edge],
-            [100 * point.accuracy for point in edge],
+            [metric.scale * point.score for point in edge],
             drawstyle="steps-post",
             color="0.85",
             linewidth=4,
@@ -43,7 +43,7 @@ def frontier(runs: Sequence[Run]) -> Figure:
             gid="frontier",
         )
         axes.set_xlabel("training cost, in epochs of the fixed-size network at full width")
-        axes.set_ylabel("test accuracy (%)")
+        axes.set_ylabel(metric.axis)
         percent = axes.secondary_xaxis(
             "top", functions=(lambda x: 100 * x / reference, lambda x: x * reference / 100)
         )
@@ -51,12 +51,12 @@ def frontier(runs: Sequence[Run]) -> Figure:
         handles = [Line2D([], [], **look, markersize=4.5) for look in looks]
         style.legend_below(figure, handles, names, columns)
         for one, look in zip(series, looks, strict=True):
-            x, y = zip(*((point.cost, 100 * point.accuracy) for point in one.points), strict=True)
+            x, y = zip(*((point.cost, metric.scale * point.score) for point in one.points), strict=True)
             axes.plot(x, y, **{**look, "marker": ""}, linewidth=1.1)
         axes.margins(0.05)
         # Last: which points would cover each other depends on the final layout.
         points_and_looks = [
-            (point.cost, 100 * point.accuracy, 100 * (point.row.accuracy_std or 0.0), look)
+            (point.cost, metric.scale * point.score, metric.scale * (point.row.score_std or 0.0), look)
             for one, look in zip(series, looks, strict=True)
             for point in one.points
         ]

@@ -20,7 +20,7 @@ class Comparison:
     Attributes:
         row: the method.
         against: the other one.
-        differences: test accuracy of the first less that of the second, a fraction, one for each seed.
+        differences: test score of the first less that of the second (of accuracy a fraction), one for each seed.
     """
 
     row: Row
@@ -60,9 +60,7 @@ def compare_pairs(rows: Sequence[Row], against: str | None = None) -> list[Compa
         if (one.group.model, one.group.data) != (other.group.model, other.group.data):
             continue
         # The better one comes first, so that most differences are gains; the named one comes second.
-        pair = sorted(
-            (one, other), key=lambda row: -math.inf if row.accuracy_mean is None else -row.accuracy_mean
-        )
+        pair = sorted((one, other), key=lambda row: -row.metric.quality(row.score_mean))
         if against is not None:
             if against not in (one.method, other.method):
                 continue
@@ -72,7 +70,7 @@ def compare_pairs(rows: Sequence[Row], against: str | None = None) -> list[Compa
 
 
 def paired_table(comparisons: Sequence[Comparison], level: float = 0.95) -> Grid:
-    """One line a comparison: common seeds, mean difference in percentage points, confidence interval."""
+    """One line a comparison: common seeds, mean difference (accuracy in percentage points), confidence interval."""
     several = len({(c.row.group.model, c.row.group.data) for c in comparisons}) > 1
     head = ["network", "data"] if several else []
     rows = []
@@ -83,19 +81,21 @@ def paired_table(comparisons: Sequence[Comparison], level: float = 0.95) -> Grid
         elif interval is None:
             said = "one seed: no interval"
         else:
-            said = f"{_points(interval[0])} to {_points(interval[1])}"
+            said = f"{_points(one, interval[0])} to {_points(one, interval[1])}"
         where = [one.row.group.model, one.row.group.data] if several else []
         names = [_name(one.row, one.against), _name(one.against, one.row)]
-        mean = "" if one.mean is None else _points(one.mean)
+        mean = "" if one.mean is None else _points(one, one.mean)
         if interval is not None and (interval[0] > 0 or interval[1] < 0):
             mean = f"**{mean}**"
         rows.append([*where, *names, str(len(one.differences)), mean, said])
+    metrics = sorted({comparison.row.metric for comparison in comparisons})
+    told = " and ".join(f"{m.name} in percentage points" if m.unit == "%" else m.name for m in metrics)
     return Grid(
         header=[*head, "method", "against", "seeds", "difference", f"{100 * level:g} % interval"],
         rows=rows,
         num_text=2 + len(head),
         caption=(
-            "Test accuracy in percentage points, the method's less that of the other with the same seed. Interval: "
+            f"Test {told}, the method's less that of the other with the same seed. Interval: "
             "Student's t over the paired differences, not corrected for the number of comparisons; bold where it "
             "leaves out zero."
         ),
@@ -103,11 +103,12 @@ def paired_table(comparisons: Sequence[Comparison], level: float = 0.95) -> Grid
 
 
 def _differences(one: Row, other: Row) -> tuple[float, ...]:
-    accuracies = [
-        {run.results["seed"]: run.results["test_accuracy"] for run in row.runs} for row in (one, other)
+    scores = [
+        {run.results["seed"]: run.results[f"test_{row.metric.key}"] for run in row.runs}
+        for row in (one, other)
     ]
-    common = sorted(set(accuracies[0]) & set(accuracies[1]))
-    pairs = [(accuracies[0][seed], accuracies[1][seed]) for seed in common]
+    common = sorted(set(scores[0]) & set(scores[1]))
+    pairs = [(scores[0][seed], scores[1][seed]) for seed in common]
     return tuple(a - b for a, b in pairs if a is not None and b is not None and math.isfinite(a - b))
 
 
@@ -116,5 +117,5 @@ def _name(row: Row, other: Row) -> str:
     return f"{row.method}, {row.group.epochs} epochs" if same else row.method
 
 
-def _points(fraction: float) -> str:
-    return f"{100 * fraction:+.2f}".replace("-", "−")
+def _points(comparison: Comparison, difference: float) -> str:
+    return f"{comparison.row.metric.scale * difference:+.2f}".replace("-", "−")

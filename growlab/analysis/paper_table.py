@@ -6,8 +6,6 @@ from growlab.analysis.grid import Grid
 from growlab.analysis.published import Published, published, published_for
 from growlab.analysis.tables import Row
 
-_COLUMNS = ("cost % (published)", "accuracy %", "published", "difference")
-
 
 def paper_table(rows: Sequence[Row], unmeasured: bool = False) -> Grid:
     """Methods down, networks across: cost and accuracy over seeds, the published ones, and ours less theirs.
@@ -36,11 +34,15 @@ def paper_table(rows: Sequence[Row], unmeasured: bool = False) -> Grid:
         for name, line in cells.items()
     ]
     models = [model for model, _ in tasks]
+    metrics = [
+        next(row.metric for row in rows if (row.group.model, row.group.data) == task) for task in tasks
+    ]
+    columns = [("cost % (published)", metric.label, "published", "difference") for metric in metrics]
     return Grid(
-        header=["method", *(_COLUMNS * len(tasks))],
+        header=["method", *(name for names in columns for name in names)],
         rows=body,
         caption=_caption(rows, [found for line in cells.values() for _, found in line.values() if found]),
-        groups=[("", 1), *((f"{m} on {d}" if models.count(m) > 1 else m, len(_COLUMNS)) for m, d in tasks)],
+        groups=[("", 1), *((f"{m} on {d}" if models.count(m) > 1 else m, 4) for m, d in tasks)],
     )
 
 
@@ -57,15 +59,14 @@ def _names(rows: Sequence[Row]) -> list[str]:
 
 
 def _best(line: Sequence[tuple[Row | None, Published | None]]) -> tuple[float | None, float | None]:
-    """The highest accuracy of ours and the highest published one, fixed-size networks aside."""
-    ours = [
-        row.accuracy_mean
-        for row, _ in line
-        if row is not None and row.accuracy_mean is not None and not row.group.is_fixed_size
-    ]
+    """The best score of ours and the highest published one, fixed-size networks aside."""
+    grown = [row for row, _ in line if row is not None and not row.group.is_fixed_size]
+    ours = sorted(
+        (row for row in grown if row.score_mean is not None), key=lambda r: r.metric.quality(r.score_mean)
+    )
     theirs = [found.value for _, found in line if found is not None and found.growth != "none"]
     return (
-        max(ours) if len(ours) > 1 else None,
+        ours[-1].score_mean if len(ours) > 1 else None,
         max(theirs) if len(theirs) > 1 else None,
     )
 
@@ -73,27 +74,34 @@ def _best(line: Sequence[tuple[Row | None, Published | None]]) -> tuple[float | 
 def _cells(
     row: Row | None, found: Published | None, best: tuple[float | None, float | None]
 ) -> tuple[str, str, str, str]:
-    cost = accuracy = value = difference = ""
+    cost = score = value = difference = ""
     if row is not None and row.cost_percent is not None:
         cost = f"{row.cost_percent:.1f}"
     if found is not None and found.cost_percent is not None:
         cost = f"{cost} ({found.cost_percent:.1f})".strip()
-    if row is not None and row.accuracy_mean is not None:
-        accuracy = row.accuracy_text
-        if not row.group.is_fixed_size and row.accuracy_mean == best[0]:
-            accuracy = f"**{accuracy}**"
+    if row is not None and row.score_mean is not None:
+        score = row.score_text
+        if not row.group.is_fixed_size and row.score_mean == best[0]:
+            score = f"**{score}**"
     if found is not None:
         value = f"{found.value:.2f}" + ("" if found.std is None else f" ± {found.std:.2f}")
         if found.growth != "none" and found.value == best[1]:
             value = f"**{value}**"
-    if row is not None and row.accuracy_mean is not None and found is not None:
-        difference = f"{100 * row.accuracy_mean - found.value:+.2f}".replace("-", "−")
-    return cost, accuracy, value, difference
+    if (
+        row is not None
+        and row.score_mean is not None
+        and found is not None
+        and found.metric == row.metric.name
+    ):
+        difference = f"{row.metric.scale * row.score_mean - found.value:+.2f}".replace("-", "−")
+    return cost, score, value, difference
 
 
 def _caption(rows: Sequence[Row], found: Sequence[Published]) -> str:
+    names = " and ".join(sorted({row.metric.name for row in rows}))
     parts = [
-        "Accuracy: test, mean ± sample standard deviation (number of seeds). Cost: training FLOPs in percent of "
+        f"{names[:1].upper() + names[1:]}: test, mean ± sample standard deviation (number of seeds). "
+        "Cost: training FLOPs in percent of "
         "the fixed-size network's. Bold: the best grown method of each network."
     ]
     if found:

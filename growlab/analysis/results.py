@@ -38,7 +38,11 @@ _NOT_A_DIFFERENCE = {
     *("hydra", "trainer", "logger", "log_rates_every_n_steps", "num_threads", "probe_size"),
 }
 # What a choice means beyond the fields of a group.
-_MEANS = {"method=equal_flops": "schedule.equal_flops=true", "method=ours_osgd": "osgd.anneal=stage"}
+_MEANS = {
+    "method=equal_flops": "schedule.equal_flops=true",
+    "method=ours_osgd": "osgd.anneal=stage",
+    "method=ours_without_state": "optimizer_state=reset",
+}
 _NOT_A_DIFFERENCE_BELOW = ("hydra.", "hydra/", "trainer.", "logger.")
 
 Report = Callable[[str], None]

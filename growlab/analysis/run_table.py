@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from growlab.analysis.metrics import metric_of
+
 
 def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | None = None) -> None:
     """Print a run's stages and its result.
@@ -37,10 +39,8 @@ def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | 
         )
     console.print(table)
     parity = results["parity_max_error"]
-    if "test_bleu" in results:
-        best = f"test BLEU [bold]{results['test_bleu']:.2f}[/bold]"
-    else:
-        best = f"test accuracy [bold]{results['test_accuracy']:.2%}[/bold]"
+    metric = metric_of([results])
+    best = f"test {metric.name} [bold]{metric.text(results[f'test_{metric.key}'])}{metric.unit}[/bold]"
     console.print(
         f"{best} at {results['train_cost_percent']:.1f} % of "
         f"the fixed-size network's training FLOPs ({results['reference_epochs']} epochs), in "

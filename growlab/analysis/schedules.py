@@ -39,12 +39,12 @@ class Point:
     Attributes:
         row: the row.
         cost: forward FLOPs in epochs of the fixed-size network at full width.
-        accuracy: mean test accuracy, a fraction.
+        score: mean test score, of accuracy a fraction.
     """
 
     row: Row
     cost: float
-    accuracy: float
+    score: float
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
         rows: rows of one network and data set, from `summarise`.
     """
     points = [
-        Point(row, row.cost_percent * row.reference_epochs / 100, row.accuracy_mean)
+        Point(row, row.cost_percent * row.reference_epochs / 100, row.score_mean)
         for row in rows
-        if row.cost_percent is not None and row.accuracy_mean is not None
+        if row.cost_percent is not None and row.score_mean is not None
     ]
     shapes = [_shape(point.row) for point in points]
     grown = [shape for shape, point in zip(shapes, points, strict=True) if not point.row.group.is_fixed_size]
@@ -94,14 +94,14 @@ def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
 def best_at_cost(points: Sequence[Point]) -> list[Point]:
     """The points that no other one beats at equal or lower cost, by rising cost."""
     best: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.cost, -p.accuracy)):
-        if not best or point.accuracy > best[-1].accuracy:
+    for point in sorted(points, key=lambda p: (p.cost, -_quality(p))):
+        if not best or _quality(point) > _quality(best[-1]):
             best.append(point)
     return best
 
 
 def fixed_size_at(cost: float, series: Sequence[Series]) -> float | None:
-    """Accuracy of fixed-size training at a cost, between the nearest measured budgets; None outside of them.
+    """Score of fixed-size training at a cost, between the nearest measured budgets; None outside of them.
 
     Args:
         cost: in epochs of the fixed-size network at full width.
@@ -112,22 +112,27 @@ def fixed_size_at(cost: float, series: Sequence[Series]) -> float | None:
         costs = [point.cost for point in fixed.points]
         slack = 1e-6 * costs[-1]
         if costs[0] - slack <= cost <= costs[-1] + slack:
-            values.append(float(np.interp(cost, costs, [point.accuracy for point in fixed.points])))
-    return max(values, default=None)
+            values.append(float(np.interp(cost, costs, [point.score for point in fixed.points])))
+    return max(values, key=series[0].points[0].row.metric.quality) if values else None
 
 
 def gains(rows: Sequence[Row]) -> list[tuple[str, Point, float | None]]:
-    """(series, point, its accuracy less that of fixed-size training of equal cost) of every grown row.
+    """(series, point, its score less that of fixed-size training of equal cost) of every grown row.
 
-    The difference is a fraction, interpolated between fixed-size budgets; None outside of those measured.
+    The difference is in the score's own unit (of accuracy a fraction), interpolated between fixed-size budgets;
+    None outside of those measured.
     """
     series = series_over_budgets(rows)
     out = []
     for one in series:
         for point in () if one.is_fixed_size else one.points:
             fixed = fixed_size_at(point.cost, series)
-            out.append((one.name, point, None if fixed is None else point.accuracy - fixed))
+            out.append((one.name, point, None if fixed is None else point.score - fixed))
     return out
+
+
+def _quality(point: Point) -> float:
+    return point.row.metric.quality(point.score)
 
 
 def _of_schedule(override: str) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from growlab.analysis.grid import Grid
+from growlab.analysis.metrics import Metric, metric_of
 from growlab.analysis.results import Group, Report, Run
 from growlab.errors import UserError
 
@@ -29,9 +30,10 @@ class Row:
         cost_percent: mean training cost (forward FLOPs) in percent of the fixed-size network trained for
             `reference_epochs`, the longest training of that network and data in the table.
         reference_epochs: number of epochs whose fixed-size cost counts as 100.
-        accuracy_mean: mean test accuracy, a fraction.
-        accuracy_std: its sample standard deviation (n - 1) over seeds; None for a single run.
-        n: number of runs with a test accuracy.
+        metric: what the runs are judged by.
+        score_mean: its mean over the test set, for accuracy a fraction.
+        score_std: the sample standard deviation (n - 1) over seeds; None for a single run.
+        n: number of runs with a score.
         seconds: mean wall-clock seconds of a run.
         shared_overrides: Hydra overrides that all groups of this network and data have; the method's name
             leaves them out.
@@ -43,8 +45,9 @@ class Row:
     runs: tuple[Run, ...]
     cost_percent: float | None
     reference_epochs: int
-    accuracy_mean: float | None
-    accuracy_std: float | None
+    metric: Metric
+    score_mean: float | None
+    score_std: float | None
     n: int
     seconds: float | None
     speedup: float | None
@@ -56,18 +59,18 @@ class Row:
         return self.group.name_without(self.shared_overrides)
 
     @property
-    def accuracy_text(self) -> str:
-        """Accuracy in percent as tables show it: `91.62 ± 0.12 (3)`; empty without one."""
-        if self.accuracy_mean is None:
+    def score_text(self) -> str:
+        """The score as tables show it, accuracy in percent: `91.62 ± 0.12 (3)`; empty without one."""
+        if self.score_mean is None:
             return ""
-        spread = "" if self.accuracy_std is None else f" ± {100 * self.accuracy_std:.2f}"
-        return f"{100 * self.accuracy_mean:.2f}{spread} ({self.n})"
+        spread = "" if self.score_std is None else f" ± {self.metric.text(self.score_std)}"
+        return f"{self.metric.text(self.score_mean)}{spread} ({self.n})"
 
 
 def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
     """Group runs by everything but the seed.
 
-    Rows come per network and data, fixed-size ones first (longest first), the others by falling accuracy.
+    Rows come per network and data, fixed-size ones first (longest first), then the others from the best.
     A seed that was run twice counts once, with its newest run: two equal seeds are not two samples.
 
     Args:
@@ -84,8 +87,15 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
         task = (group.model, group.data)
         epochs[task] = max(epochs[task], group.epochs, *(run.reference_epochs for run in kept[group]))
     rows = []
+    metrics = {
+        task: metric_of(
+            run.results for group in kept if (group.model, group.data) == task for run in kept[group]
+        )
+        for task in epochs
+    }
     for group, members in kept.items():
-        accuracies = _finite(run.results["test_accuracy"] for run in members)
+        metric = metrics[group.model, group.data]
+        scores = _finite(run.results[f"test_{metric.key}"] for run in members)
         reference_epochs = epochs[group.model, group.data]
         # Each run's record has its own reference; rows are comparable only against one.
         costs = [
@@ -100,9 +110,10 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
                 runs=tuple(members),
                 cost_percent=_mean(costs),
                 reference_epochs=reference_epochs,
-                accuracy_mean=_mean(accuracies),
-                accuracy_std=statistics.stdev(accuracies) if len(accuracies) > 1 else None,
-                n=len(accuracies),
+                metric=metric,
+                score_mean=_mean(scores),
+                score_std=statistics.stdev(scores) if len(scores) > 1 else None,
+                n=len(scores),
                 seconds=seconds,
                 speedup=_speedup(group, members, kept),
                 shared_overrides=_shared_overrides(group, kept),
@@ -141,9 +152,13 @@ def grid(rows: Sequence[Row]) -> Grid:
     Columns in which all rows agree (network, data, epochs, ...) are left out.
     """
     columns = _varying(rows)
+    metrics = sorted({row.metric for row in rows})
+    if len(metrics) > 1:
+        columns.append("metric")
+    label = metrics[0].label if len(metrics) == 1 else "score"
     return Grid(
-        header=[*columns, "method", "cost %", "accuracy % (n)", "seconds", "speed-up"],
-        rows=[[str(getattr(row.group, column)) for column in columns] + _cells(row) for row in rows],
+        header=[*columns, "method", "cost %", f"{label} (n)", "seconds", "speed-up"],
+        rows=[[_column(row, column) for column in columns] + _cells(row) for row in rows],
         num_text=len(columns) + 1,
         caption=_legend(rows),
     )
@@ -256,9 +271,9 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _order(row: Row) -> tuple[Any, ...]:
     group = row.group
-    accuracy = -1.0 if row.accuracy_mean is None else row.accuracy_mean
-    rank = (0, -float(group.epochs)) if group.is_fixed_size else (1, -accuracy)
-    return (group.model, group.data, *rank, -accuracy, group)
+    worse = -row.metric.quality(row.score_mean)
+    rank = (0, -float(group.epochs)) if group.is_fixed_size else (1, worse)
+    return (group.model, group.data, *rank, worse, group)
 
 
 def _varying(rows: Sequence[Row]) -> list[str]:
@@ -275,11 +290,15 @@ def _varying(rows: Sequence[Row]) -> list[str]:
     return columns
 
 
+def _column(row: Row, name: str) -> str:
+    return row.metric.label if name == "metric" else str(getattr(row.group, name))
+
+
 def _cells(row: Row) -> list[str]:
     return [
         row.method,
         "" if row.cost_percent is None else f"{row.cost_percent:.1f}",
-        row.accuracy_text,
+        row.score_text,
         "" if row.seconds is None else f"{row.seconds:.1f}" if row.seconds < 100 else f"{row.seconds:.0f}",
         "" if row.speedup is None else f"{row.speedup:.2f}x",
     ]
@@ -290,10 +309,11 @@ def _legend(rows: Sequence[Row]) -> str:
     work = "; ".join(f"{model} on {data}, {epochs} epochs" for model, data, epochs in references)
     shared = sorted({(row.group.model, row.group.data, row.shared_overrides) for row in rows})
     said = "; ".join(f"{model} on {data} with {' '.join(common)}" for model, data, common in shared if common)
+    names = " and ".join(sorted({row.metric.name for row in rows}))
     return (
-        f"Cost 100 % = the fixed-size network at full width ({work}). Accuracy: test, mean ± sample standard "
-        "deviation over n seeds. Speed-up: against the fixed-size run of as many epochs on the same machine."
-        + (f" All of {said}." if said else "")
+        f"Cost 100 % = the fixed-size network at full width ({work}). {names[:1].upper() + names[1:]}: test, mean ± "
+        "sample standard deviation over n seeds. Speed-up: against the fixed-size run of as many epochs on the "
+        "same machine." + (f" All of {said}." if said else "")
     )
 
 
@@ -312,8 +332,9 @@ def _record(row: Row) -> dict[str, Any]:
         "overrides": list(group.overrides),
         "cost_percent": row.cost_percent,
         "reference_epochs": row.reference_epochs,
-        "accuracy_mean": row.accuracy_mean,
-        "accuracy_std": row.accuracy_std,
+        "metric": row.metric.name,
+        "score_mean": row.score_mean,
+        "score_std": row.score_std,
         "n": row.n,
         "seconds": row.seconds,
         "speedup": row.speedup,

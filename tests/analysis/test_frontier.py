@@ -53,7 +53,7 @@ def test_rows_that_differ_by_their_budget_make_one_series(runs):
     ]
     assert [point.cost for point in fixed.points] == pytest.approx([4, 8, 16])
     assert [point.cost for point in exponential.points] == pytest.approx([6, 12])
-    assert [point.accuracy for point in exponential.points] == pytest.approx([0.75, 0.83])
+    assert [point.score for point in exponential.points] == pytest.approx([0.75, 0.83])
     assert [point.cost for point in linear.points] == pytest.approx([4])
 
 
@@ -77,7 +77,7 @@ def test_the_edge_holds_what_nothing_cheaper_beats(runs):
     points = [point for one in series_over_budgets(summarise(runs)) for point in one.points]
     edge = best_at_cost(points)
     assert [point.cost for point in edge] == pytest.approx([4, 6, 8, 12, 16])
-    assert np.all(np.diff([point.accuracy for point in edge]) > 0)
+    assert np.all(np.diff([point.score for point in edge]) > 0)
 
 
 def test_the_figure_has_a_curve_a_series_and_says_how_many_seeds(runs):

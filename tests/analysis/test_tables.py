@@ -8,7 +8,8 @@ import os
 import pytest
 
 from growlab.analysis import load_runs, markdown, summarise
-from growlab.analysis.tables import csv_text, json_text
+from growlab.analysis.paired import compare_pairs
+from growlab.analysis.tables import csv_text, grid, json_text
 
 from .fake_runs import write_run
 
@@ -28,13 +29,13 @@ def test_mean_sample_std_and_speedup_over_seeds(tmp_path):
     rows = rows_of(tmp_path)
     assert list(rows) == ["fixed-size", "ours + stagewise_norm", "net2net"]
     ours, fixed, net2net = rows["ours + stagewise_norm"], rows["fixed-size"], rows["net2net"]
-    assert ours.n == 3 and ours.accuracy_mean == pytest.approx(0.83)
+    assert ours.n == 3 and ours.score_mean == pytest.approx(0.83)
     # Deviations -3, -1, +4: sqrt(26 / 2).
-    assert ours.accuracy_std == pytest.approx(0.01 * 13**0.5)
+    assert ours.score_std == pytest.approx(0.01 * 13**0.5)
     assert ours.cost_percent == pytest.approx(61.4)
     assert ours.seconds == pytest.approx(100.0) and ours.speedup == pytest.approx(1.7)
     assert fixed.speedup is None and fixed.cost_percent == pytest.approx(100)
-    assert net2net.accuracy_std is None and net2net.n == 1
+    assert net2net.score_std is None and net2net.n == 1
     assert net2net.speedup == pytest.approx(170 / 85)
     lines = markdown(list(rows.values())).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -113,7 +114,7 @@ def test_a_seed_run_twice_counts_once_with_the_newest(tmp_path):
     os.utime(old / "results.json", (1, 1))
     reports = []
     (row,) = summarise(load_runs(tmp_path), reports.append)
-    assert row.n == 2 and row.accuracy_mean == pytest.approx(0.8)
+    assert row.n == 2 and row.score_mean == pytest.approx(0.8)
     assert len(reports) == 1 and str(old) in reports[0] and str(new) in reports[0]
 
 
@@ -122,7 +123,7 @@ def test_missing_and_nan_accuracy_are_left_out_of_mean_and_n(tmp_path):
     write_run(tmp_path / "b", seed=1, test_accuracy=None)
     write_run(tmp_path / "c", seed=2, test_accuracy=float("nan"))
     (row,) = summarise(load_runs(tmp_path))
-    assert (row.n, row.accuracy_mean, row.accuracy_std) == (1, 0.8, None)
+    assert (row.n, row.score_mean, row.score_std) == (1, 0.8, None)
     assert len(row.runs) == 3
 
 
@@ -133,9 +134,9 @@ def test_csv_and_json_hold_the_same_plain_numbers(tmp_path):
     (from_json,) = json.loads(json_text(rows))
     (from_csv,) = csv.DictReader(io.StringIO(csv_text(rows)))
     assert list(from_json) == list(from_csv)
-    assert from_json["accuracy_mean"] == pytest.approx(0.85)
-    assert float(from_csv["accuracy_mean"]) == from_json["accuracy_mean"]
-    assert from_json["accuracy_std"] == pytest.approx(0.5**0.5 * 0.1)
+    assert from_json["score_mean"] == pytest.approx(0.85)
+    assert float(from_csv["score_mean"]) == from_json["score_mean"]
+    assert from_json["score_std"] == pytest.approx(0.5**0.5 * 0.1)
     assert from_json["seeds"] == [0, 1] and from_csv["seeds"] == "0 1"
     assert from_json["speedup"] is None and from_csv["speedup"] == ""
     assert from_csv["overrides"] == "growth.x=[1,2]"
@@ -176,3 +177,29 @@ def test_overrides_that_all_rows_share_are_said_once(tmp_path):
     assert names["ours"] == "ours + stagewise_norm"
     assert names["net2net"].endswith(", growth.noise_std=0")
     assert markdown(rows).count("data.validation=none") == 1
+
+
+def test_translations_are_judged_by_bleu_and_texts_by_their_bits(tmp_path):
+    scores = {"net2net": (31.0, 3.6), "ours": (31.8, 3.4), "none": (38.1, 2.7)}
+    for growth, (bleu, bits) in scores.items():
+        write_run(tmp_path / "t" / growth, growth=growth, model="t", test_accuracy=0.5, test_bleu=bleu)
+        write_run(
+            tmp_path / "c" / growth, growth=growth, model="c", test_accuracy=0.5, test_bits_per_character=bits
+        )
+    translation, text = summarise(load_runs(tmp_path / "t")), summarise(load_runs(tmp_path / "c"))
+    assert [row.score_text for row in translation] == ["38.10 (1)", "31.80 (1)", "31.00 (1)"]
+    assert [row.score_text for row in text] == ["2.70 (1)", "3.40 (1)", "3.60 (1)"]  # the fewer the better
+    assert " BLEU (n) |" in markdown(translation) and "BLEU: test, mean" in markdown(translation)
+    both = grid([*translation, *text])
+    column = both.header.index("metric")
+    assert {row[column] for row in both.rows} == {"BLEU", "bits per character"} and "score (n)" in both.header
+    (record, *_) = json.loads(json_text(translation))
+    assert (record["metric"], record["score_mean"]) == ("BLEU", 38.1)
+    assert all(pair.row.score_mean < pair.against.score_mean for pair in compare_pairs(text))
+
+
+def test_the_optimizers_state_sets_rows_apart(tmp_path):
+    for method in ("ours_without_state", "ours_with_state"):
+        write_run(tmp_path / method, lr_adapt="none", overrides=[f"method={method}"])
+    names = {row.method for row in summarise(load_runs(tmp_path))}
+    assert names == {"ours", "ours, optimizer_state=reset"}

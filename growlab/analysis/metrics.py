@@ -1,0 +1,68 @@
+"""What a run is judged by: BLEU of a translation, bits of a text, accuracy of everything else."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, order=True)
+class Metric:
+    """One number of `results.json` that runs of a task are compared by.
+
+    Attributes:
+        key: its name there, behind the split's ("test_bleu").
+        name: in words.
+        scale: what tables and figures multiply it by.
+        unit: of the scaled number.
+        higher_is_better: which end is the good one.
+    """
+
+    key: str
+    name: str
+    scale: float = 1.0
+    unit: str = ""
+    higher_is_better: bool = True
+
+    @property
+    def label(self) -> str:
+        """Name and unit, for the head of a column."""
+        return f"{self.name} {self.unit}".strip()
+
+    @property
+    def axis(self) -> str:
+        """Name and unit of the test value, for an axis."""
+        return f"test {self.name}" + (f" ({self.unit})" if self.unit else "")
+
+    @property
+    def points(self) -> str:
+        """What a difference is told in."""
+        return "percentage points" if self.unit == "%" else self.name
+
+    def quality(self, value: float | None) -> float:
+        """A number that is larger for the better value; None is the worst of all."""
+        if value is None:
+            return float("-inf")
+        return value if self.higher_is_better else -value
+
+    def text(self, value: float) -> str:
+        """The value as tables show it, without its unit."""
+        return f"{self.scale * value:.2f}"
+
+
+ACCURACY = Metric("accuracy", "accuracy", 100.0, "%")
+BLEU = Metric("bleu", "BLEU")
+BITS = Metric("bits_per_character", "bits per character", higher_is_better=False)
+
+
+def metric_of(results: Iterable[Mapping[str, Any]]) -> Metric:
+    """The metric that all of these `results.json` were tested with; accuracy where there is no better one.
+
+    Example:
+        >>> metric_of([{"test_accuracy": 0.6, "test_bleu": 31.8}]).label, metric_of([{"test_accuracy": 0.9}]).label
+        ('BLEU', 'accuracy %')
+    """
+    results = list(results)
+    for metric in (BLEU, BITS):
+        if results and all(row.get(f"test_{metric.key}") is not None for row in results):
+            return metric
+    return ACCURACY
