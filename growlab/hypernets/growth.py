@@ -32,8 +32,19 @@ class EmittedWeights(NewWeights):
         return 1.0 if layer.emitters else super().std(expansion, layer)
 
     def draw(self, expansion: Expansion, name: str) -> Tensor:
-        """A tensor of the new shape, every entry as a new one."""
+        """A tensor of the new shape, every entry as a new one.
+
+        A new channel of chunks is emitted by the output layer that emits the others, at whatever scale training has
+        brought it to. Its running variance is therefore their second moment, averaged over them, if that is above 1;
+        with 1, what new channels carry in eval mode could grow from layer to layer until twins no longer cancel within
+        rounding.
+        """
         shape, source = expansion.new_shape(name), expansion.generator(name)
+        if expansion.graph.emitters and expansion.stage > 0:
+            for norm in expansion.graph.norms:
+                if name == norm.running_var and norm.running_mean is not None:
+                    mean, variance = (expansion.deciding[key].double() for key in (norm.running_mean, name))
+                    return torch.full(shape, max(1.0, float((variance + mean**2).mean())))
         layer = next((x for x in expansion.graph.layers if name == x.weight or name in x.emitters), None)
         if layer is None or not expansion.graph.grows(name):
             return super().draw(expansion, name)

@@ -269,3 +269,33 @@ def test_widths_that_are_no_whole_chunks_are_refused() -> None:
     graph = trace(network, torch.randn(2, 6))
     with pytest.raises(UserError, match="chunks of 2"):
         Hyperfan(sharing="chunk", chunk_channels=2).prepare(network, graph, 0)
+
+
+def test_new_channels_of_chunks_are_normalised_as_the_others_are() -> None:
+    """Emitted by the same layer, they are as large: a running variance of 1 would let them grow layer by layer."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for width in (8, *[16] * 12):
+        layers += [nn.Linear(width, 16), nn.BatchNorm1d(16, momentum=1.0), nn.ReLU()]
+    network = nn.Sequential(*layers, nn.Linear(16, 4)).double()
+    x = torch.randn(32, 8, dtype=torch.float64)
+    run = Run(network, trace(network, x[:2]), x, Hyperfan(sharing="chunk"), part=0.25)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name.endswith("output.weight"):
+                parameter *= 30
+        network.train()(x)
+    network.eval()
+    assert network[1].running_var.min() > 30
+
+    def largest() -> float:
+        h, found = x, 0.0
+        for layer in network[:-1]:
+            h = layer(h).detach()
+            found = max(found, float(h.abs().max())) if isinstance(layer, nn.BatchNorm1d) else found
+        return found
+
+    before = largest()
+    event = run.grow(0.5)
+    assert event.parity_error_eval < 1e-12
+    assert largest() < 10 * before
