@@ -1,5 +1,6 @@
 """Find the width groups of any network from the graph that `torch.export` makes of it."""
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from growlab.widths.tracer import Tracer, UnsupportedOperation
 
 # A reshape into (3, heads, head dimension) has three dimensions of which one may grow.
 _PASSES = 3
+# torch writes the traceback of a failing operation here before it raises: what is told is one sentence.
+_TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def trace(
@@ -43,14 +46,12 @@ def trace(
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
+            _TORCH_LOG.addFilter(_never)
             program = torch.export.export(model, inputs, strict=False)
     except Exception as error:
-        first_line = (str(error).strip().splitlines() or ["no message"])[0]
-        raise UnsupportedOperation(
-            f"torch.export cannot follow {type(model).__name__} ({type(error).__name__}: {first_line}); "
-            "train it with growth=none or rewrite the forward without data-dependent Python."
-        ) from error
+        raise _not_exported(model, inputs, error) from error
     finally:
+        _TORCH_LOG.removeFilter(_never)
         for module, training in modes.items():
             module.training = training
 
@@ -76,6 +77,32 @@ def trace(
         # All layers at once: the stream does not grow before each of them lets it.
         find(tracer.moved, head_dimensions=False, tied=frozenset(tracer.attending))
     return max(graphs, key=lambda graph: _growing(model, graph))
+
+
+def _not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exception) -> UnsupportedOperation:
+    """Why: the network cannot compute such an input at all, or torch.export cannot follow how it does."""
+    name = type(model).__name__
+    try:
+        with torch.no_grad():
+            model(*inputs)
+    except Exception as own:
+        shapes = ", ".join(str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in inputs)
+        return UnsupportedOperation(
+            f"{name} cannot compute an input of {shapes} ({_told(own)}); choose data that it fits, or another network."
+        )
+    return UnsupportedOperation(
+        f"torch.export cannot follow {name} ({_told(error)}); "
+        "train it with growth=none or rewrite the forward without data-dependent Python."
+    )
+
+
+def _told(error: Exception) -> str:
+    first_line = (str(error).strip().splitlines() or ["no message"])[0]
+    return f"{type(error).__name__}: {first_line}"
+
+
+def _never(record: logging.LogRecord) -> bool:
+    return False
 
 
 def _growing(model: nn.Module, graph: WidthGraph) -> int:

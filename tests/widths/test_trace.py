@@ -1,5 +1,7 @@
 """Groups, axes and scale classes that tracing finds, and what it refuses."""
 
+import logging
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -242,3 +244,16 @@ class TrainedOnLargeImages(nn.Module):
         if self.training and x.shape[-1] < 2:
             raise ValueError("images of at least 6 pixels are needed")
         return x
+
+
+def test_a_network_that_cannot_compute_its_input_is_told_from_one_that_cannot_be_exported(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(4, 2))
+    with pytest.raises(
+        UnsupportedOperation, match=r"Sequential cannot compute an input of \[2, 1, 5, 5\] \(Runtime"
+    ):
+        trace(network, torch.randn(2, 1, 5, 5))
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "Traceback" not in capfd.readouterr().err
+    assert network.training
