@@ -34,9 +34,9 @@ class Metric:
         return f"test {self.name}" + (f" ({self.unit})" if self.unit else "")
 
     @property
-    def points(self) -> str:
-        """What a difference is told in."""
-        return "percentage points" if self.unit == "%" else self.name
+    def difference(self) -> str:
+        """What a difference of two values is told in."""
+        return f"{self.name} in percentage points" if self.unit == "%" else self.name
 
     def quality(self, value: float | None) -> float:
         """A number that is larger for the better value; None is the worst of all."""

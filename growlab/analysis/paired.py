@@ -89,7 +89,7 @@ def paired_table(comparisons: Sequence[Comparison], level: float = 0.95) -> Grid
             mean = f"**{mean}**"
         rows.append([*where, *names, str(len(one.differences)), mean, said])
     metrics = sorted({comparison.row.metric for comparison in comparisons})
-    told = " and ".join(f"{m.name} in percentage points" if m.unit == "%" else m.name for m in metrics)
+    told = " and ".join(metric.difference for metric in metrics)
     return Grid(
         header=[*head, "method", "against", "seeds", "difference", f"{100 * level:g} % interval"],
         rows=rows,
