@@ -87,7 +87,11 @@ def locked(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path.with_name(path.name + ".lock"))
         lock.acquire(timeout=3600)
-    except (OSError, NotImplementedError, Timeout):
+    except (
+        OSError,
+        NotImplementedError,
+        Timeout,
+    ):  # a read-only folder, a system without locks, a holder that hangs
         lock = None
     try:
         yield

@@ -108,6 +108,7 @@ def damage(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
+    # What zipfile raises at any byte that is wrong: in the directory, a name, a method, a length, at the end.
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
         return str(error)
     return None if broken is None else f"{broken} does not match its checksum"
