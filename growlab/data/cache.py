@@ -87,11 +87,8 @@ def locked(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path.with_name(path.name + ".lock"))
         lock.acquire(timeout=3600)
-    except (
-        OSError,
-        NotImplementedError,
-        Timeout,
-    ):  # a read-only folder, a system without locks, a holder that hangs
+    # A folder that cannot be written, a system without locks, a holder that hangs: to do the work twice is no harm.
+    except (OSError, NotImplementedError, Timeout):
         lock = None
     try:
         yield
