@@ -26,8 +26,14 @@ _WORDS = {
     "max_memory_gib_per_device": "{} GiB a device",
     "batch_size_of": "batch size of the {} stage",
 }
-# Settings that say that something is not done: no word about them.
-_OFF = {"batch_growth_rate": "0.0", "batch_rule": '"none"', "restarts": '"none"'}
+# Settings that say that something is not done: no word about them. A run that is older than a setting has it off.
+_OFF = {
+    "batch_growth_rate": "0.0",
+    "batch_rule": '"none"',
+    "restarts": '"none"',
+    "batch_size_of": '"last"',
+    "milestones": "[]",
+}
 _PREFIX = "schedule."
 _FRACTIONS = {0.5: "1/2", 0.25: "1/4", 0.125: "1/8"}
 
@@ -71,14 +77,16 @@ def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
     ]
     shapes = [_shape(point.row) for point in points]
     grown = [shape for shape, point in zip(shapes, points, strict=True) if not point.row.group.is_fixed_size]
-    varying = {key for shape in grown for key in shape if len({other.get(key) for other in grown}) > 1}
+    varying = {
+        key for shape in grown for key in shape if len({other.get(key, _off(key)) for other in grown}) > 1
+    }
     joined: dict[tuple[bool, str], list[Point]] = defaultdict(list)
     for point, shape in zip(points, shapes, strict=True):
         group = point.row.group
         words = [
             _WORDS.get(key, key + " {}").format(_value(key, shape[key]))
             for key in sorted(varying & shape.keys(), key=lambda k: [*_WORDS, k].index(k))
-            if shape[key] not in ("null", _OFF.get(key))
+            if shape[key] not in ("null", _off(key))
         ]
         own = [o for o in group.overrides if o not in point.row.shared_overrides and not _of_schedule(o)]
         method = "fixed-size" if group.is_fixed_size else group.growth
@@ -147,6 +155,8 @@ def _shape(row: Row) -> dict[str, str]:
     }
     learning_rate = schedule.get("learning_rate") or {}
     shape |= {k: json.dumps(v) for k, v in learning_rate.items() if not k.startswith("_")}
+    if shape.get("milestones", "[]") == "[]":
+        shape.pop("decay", None)  # of the milestones
     if schedule.get("epochs"):
         # Explicit lists win over the rates.
         shape["num_stages"] = str(len(schedule["epochs"]))
@@ -155,6 +165,10 @@ def _shape(row: Row) -> dict[str, str]:
         for key in ("initial_width", "width_growth_rate"):
             shape.pop(key, None)
     return shape
+
+
+def _off(key: str) -> str:
+    return _OFF.get(key, "null")
 
 
 def _value(key: str, text: str) -> str:

@@ -57,6 +57,14 @@ def test_rows_that_differ_by_their_budget_make_one_series(runs):
     assert [point.cost for point in linear.points] == pytest.approx([4])
 
 
+def test_a_setting_that_is_younger_than_a_run_is_off_there(tmp_path):
+    new = {"batch_size_of": "last", "demand": None, "learning_rate": {"milestones": [], "decay": 0.1}}
+    for name, lengths, schedule in (("old", (2, 2, 4), {}), ("new", (4, 4, 8), new)):
+        write_run(tmp_path / name, lr_adapt="none", stage_epochs=lengths, schedule=schedule)
+    (one,) = series_over_budgets(summarise(load_runs(tmp_path)))
+    assert one.name == "ours" and len(one.points) == 2
+
+
 def test_gains_are_against_fixed_size_of_equal_cost(runs):
     found = {(name, round(point.cost)): gain for name, point, gain in gains(summarise(runs))}
     assert found == {
