@@ -52,19 +52,20 @@ def width_changes(runs: Sequence[Run], by: Literal["start", "end"]) -> Figure:
                 if line.ends[here] != width:
                     continue
                 if line.is_fixed_size:
-                    name, colour = line.name, style.FIXED_SIZE[0]
+                    rank, name, colour = math.inf, line.name, style.FIXED_SIZE[0]
                 else:
-                    other = line.ends[there]
-                    name, colour = f"{'to' if by == 'start' else 'from'} {other}", colours[other]
+                    rank = line.ends[there]
+                    name, colour = f"{'to' if by == 'start' else 'from'} {rank}", colours[rank]
                 epochs = np.arange(1, len(line.mean) + 1)
-                (handles[name],) = axes.plot(epochs, line.mean, color=colour, linewidth=1.1)
+                (handles[rank, name],) = axes.plot(epochs, line.mean, color=colour, linewidth=1.1)
                 low, high = line.mean - line.std, line.mean + line.std
                 axes.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0)
             axes.set_title(f"{'from' if by == 'start' else 'to'} width {width}")
             style.epoch_axis(axes, max(len(line.mean) for line in lines))
             axes.set_xlabel("epoch" if index + columns >= len(widths) else "")
             axes.set_ylabel("val. accuracy (%)" if index % columns == 0 else "")
-        style.legend_below(figure, list(handles.values()), list(handles), len(handles))
+        keys = sorted(handles)
+        style.legend_below(figure, [handles[key] for key in keys], [name for _, name in keys], len(keys))
     return figure
 
 
