@@ -32,7 +32,7 @@ from growlab.growth import (
     sort_classes,
 )
 from growlab.outcome import results_row
-from growlab.planning import learning_rate, plan_run
+from growlab.planning import learning_rate, optimizer_maker, plan_run
 from growlab.processes import is_first, started_elsewhere, world_size
 from growlab.studies.running import run_study
 from growlab.training import GrowthCallback, GrowthProgress, RunRecorder, Task
@@ -135,7 +135,7 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
         method,
         plan.schedule,
         state,
-        hydra.utils.instantiate(cfg.optimizer),
+        optimizer_maker(cfg),
         plan.steps,
         hydra.utils.instantiate(cfg.lr_adapt),
         learning_rate(cfg),

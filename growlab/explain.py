@@ -104,7 +104,7 @@ def _tell(error: BaseException, overrides: Sequence[str], conf: Path | None) -> 
         case ConfigCompositionException():
             return _composition(error, overrides, conf)
         case InstantiationException():
-            return _constructor(error)
+            return _constructor(error, overrides)
         case OmegaConfBaseException():
             return _value(error, overrides)
         case CompactHydraException():
@@ -249,7 +249,7 @@ def _value(error: OmegaConfBaseException, overrides: Sequence[str]) -> str | Non
     return f"{name}: {text}" if error.full_key else text
 
 
-def _constructor(error: InstantiationException) -> str | None:
+def _constructor(error: InstantiationException, overrides: Sequence[str]) -> str | None:
     """A `_target_` that cannot be found, or that does not accept what the configuration gives it."""
     text = str(error)
     cause = error.__cause__
@@ -279,6 +279,13 @@ def _constructor(error: InstantiationException) -> str | None:
         said = _first_lines(str(cause))
         # A constructor that knows the setting's full name has named it already.
         return said if said.startswith(f"{what}.") else f"{what}: {said}"
+    # Deeper inside. With settings from the command line they are the likely reason, but in code of the user's own.
+    given = [o.lstrip("+") for o in overrides if name and o.lstrip("+").startswith(f"{name}.")]
+    if cause is not None and given and not any(o.startswith(f"{name}._target_=") for o in given):
+        return (
+            f"{what} cannot be made with {' '.join(given)}: {_first_lines(str(cause)).rstrip('.')} "
+            "(HYDRA_FULL_ERROR=1 shows where)"
+        )
     return None
 
 

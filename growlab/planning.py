@@ -1,11 +1,12 @@
 """What a run will do, as its configuration says; batch sizes that fit are found here."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import hydra
 import lightning
+import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -123,7 +124,7 @@ class _FoundSizes:
         run = TrialRun(
             self._network,
             self._graph,
-            hydra.utils.instantiate(cfg.optimizer),
+            optimizer_maker(cfg),
             trainer.precision_plugin,
             trainer.strategy.root_device,
             data.image_shape,
@@ -142,6 +143,27 @@ class _FoundSizes:
 def _least(size: int) -> int:
     """The smallest of all processes' numbers."""
     return min(gather(size))
+
+
+def optimizer_maker(cfg: DictConfig) -> Callable[[Any], torch.optim.Optimizer]:
+    """What makes the configured optimizer of parameters.
+
+    What it makes raises:
+        UserError: the optimizer does not take its settings.
+    """
+    make = hydra.utils.instantiate(cfg.optimizer)
+
+    def told(parameters: Any) -> torch.optim.Optimizer:
+        try:
+            return make(parameters)
+        except (TypeError, ValueError) as error:
+            given = {key: value for key, value in cfg.optimizer.items() if not key.startswith("_")}
+            settings = ", ".join(f"{key}={value}" for key, value in given.items())
+            raise UserError(
+                f"optimizer cannot be made with {settings}: {str(error).rstrip('.')} (HYDRA_FULL_ERROR=1 shows where)."
+            ) from error
+
+    return told
 
 
 def learning_rate(cfg: DictConfig) -> Any:

@@ -52,6 +52,10 @@ FILES = {
     "part/refusing.yaml": "_target_: constructors.refuse",
     "part/negative.yaml": "_target_: constructors.negative",
     "part/broken.yaml": "_target_: constructors.broken",
+    "part/deep.yaml": """
+        _target_: constructors.deep
+        size: 1
+    """,
     "part/missing.yaml": "_target_: constructors.nothing_there",
     "part/wandb.yaml": "_target_: constructors.wants_wandb",
     "experiment/wrong_group.yaml": """
@@ -69,6 +73,8 @@ from growlab.errors import UserError
 def refuse(): raise UserError("the initial width must be at least 1")
 def negative(): raise ValueError("Invalid learning rate: -1")
 def broken(): raise RuntimeError("our own mistake")
+def broken_with(size): broken()
+def deep(size): return size + 1
 def wants_wandb(): raise ModuleNotFoundError("Requirement 'wandb>=0.12' not met")
 """
 
@@ -239,6 +245,12 @@ def test_bad_input_is_one_sentence(
         ("seed=0", lambda cfg: cfg.refers, "refers refers to 'nowhere', which does not exist."),
         ("part=refusing", None, "the initial width must be at least 1."),
         ("part=negative", None, "part: Invalid learning rate: -1."),
+        (
+            "part=deep part.size=abc",
+            None,
+            'part cannot be made with part.size=abc: can only concatenate str (not "int") to str '
+            "(HYDRA_FULL_ERROR=1 shows where).",
+        ),
         ("part=wandb", None, "part needs a package that is not installed: pip install 'growlab[wandb]'."),
         (
             "+part.denominatr=2",
@@ -251,7 +263,7 @@ def test_bad_input_is_one_sentence(
 def test_a_failure_in_the_job_that_the_user_can_mend(
     growlab: Callable[..., Outcome], override: str, job: Callable[[Any], Any] | None, sentence: str
 ) -> None:
-    outcome = growlab(override, job=job or (lambda cfg: hydra.utils.instantiate(cfg.part)))
+    outcome = growlab(*override.split(), job=job or (lambda cfg: hydra.utils.instantiate(cfg.part)))
     assert (outcome.code, outcome.err) == (2, f"error: {sentence}\n")
 
 
@@ -271,8 +283,9 @@ def test_our_own_mistakes_keep_their_traceback(
     assert "error: " not in outcome.err
 
 
-def test_a_constructor_that_breaks_keeps_its_traceback(growlab: Callable[..., Outcome]) -> None:
-    outcome = growlab("part=broken", job=lambda cfg: hydra.utils.instantiate(cfg.part))
+@pytest.mark.parametrize("own", ["part=broken", "part=deep part._target_=constructors.broken_with"])
+def test_a_constructor_that_breaks_keeps_its_traceback(growlab: Callable[..., Outcome], own: str) -> None:
+    outcome = growlab(*own.split(), job=lambda cfg: hydra.utils.instantiate(cfg.part))
     assert outcome.code == 1
     assert "our own mistake" in outcome.err and "constructors.py" in outcome.err
 

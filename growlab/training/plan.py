@@ -155,6 +155,12 @@ def make_plan(
         ValueError: the schedule is impossible.
         UserError: the settings do not go together.
     """
+    if not (graph.groups or depth or isinstance(method, FixedSize)):
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(graph.fixed.items())[:3])
+        raise UserError(
+            f"nothing in this network can grow{f' ({reasons})' if reasons else ''}; train it as it is with growth=none "
+            "lr_adapt=none, or take another growth or model."
+        )
     ladder = None
     settings = {**settings, "num_processes": num_processes}
     base = data.batch_size

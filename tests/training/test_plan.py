@@ -1,9 +1,12 @@
 import pytest
+import torch
+from omegaconf import DictConfig
 
 from growlab.data import ImageData
 from growlab.errors import UserError
 from growlab.growth import FixedSize, PairGrowth
-from growlab.networks import mlp8
+from growlab.networks import isotropic_mlp, mlp8
+from growlab.planning import optimizer_maker
 from growlab.training.plan import Plan, make_plan, optimizer_steps
 from growlab.widths import trace
 
@@ -44,6 +47,27 @@ def test_a_growing_run(data: ImageData) -> None:
     assert made.train_flops == 3 * 110 * (2 * mlp_flops(data, 4) + mlp_flops(data, 8))
     expected = 100 * (2 * mlp_flops(data, 4) + mlp_flops(data, 8)) / (3 * mlp_flops(data, 8))
     assert made.train_cost_percent == pytest.approx(expected)
+
+
+def test_a_network_that_cannot_grow_is_told_and_trains_at_fixed_size(data: ImageData) -> None:
+    network = isotropic_mlp(data.image_shape, 10, width=8)
+    graph = trace(network, data.probe_batch(2))
+    with pytest.raises(
+        UserError, match=r"nothing in this network can grow \(.*classifier: the network's out"
+    ):
+        make_plan(SETTINGS, network, graph, PairGrowth(), data)
+    settings = SETTINGS | {"widths": None, "batch_sizes": None, "epochs": None}
+    assert make_plan(settings, network, graph, FixedSize(), data).schedule.epochs == (9,)
+
+
+@pytest.mark.parametrize("wrong", [{"lr": "abc"}, {"weight_decay": -1}, {"momentum": [0.9]}])
+def test_an_optimizer_that_does_not_take_its_settings_is_told(wrong: dict) -> None:
+    settings = {"_target_": "growlab.optim.SGD", "_partial_": True, "lr": 0.1}
+    weight = torch.nn.Parameter(torch.zeros(2))
+    assert optimizer_maker(DictConfig({"optimizer": settings}))([weight]).defaults["lr"] == 0.1
+    make = optimizer_maker(DictConfig({"optimizer": settings | wrong}))
+    with pytest.raises(UserError, match=r"optimizer cannot be made with lr=.*: .* \(HYDRA_FULL_ERROR=1 sh"):
+        make([weight])
 
 
 @pytest.mark.parametrize(
