@@ -11,10 +11,11 @@ import numpy as np
 from growlab.analysis.tables import Row
 
 # What a curve of one schedule runs over: the budget. Everything else of a schedule makes another curve.
-_LENGTH = {"total_epochs", "initial_epochs", "initial_fraction", "epochs", "equal_flops"}
+_LENGTH = {"total_epochs", "initial_epochs", "epochs", "equal_flops"}
 _WORDS = {
     "num_stages": "{} stages",
     "initial_width": "from {} of the width",
+    "initial_fraction": "T_0 = {}",
     "epoch_growth_rate": "p_t = {}",
     "width_growth_rate": "p_c = {}",
     "batch_growth_rate": "p_b = {}",
@@ -161,6 +162,8 @@ def _shape(row: Row) -> dict[str, str]:
         # Explicit lists win over the rates.
         shape["num_stages"] = str(len(schedule["epochs"]))
         shape.pop("epoch_growth_rate", None)
+    if schedule.get("epochs") or schedule.get("initial_epochs"):
+        shape.pop("initial_fraction", None)
     if schedule.get("widths"):
         for key in ("initial_width", "width_growth_rate"):
             shape.pop(key, None)
@@ -173,6 +176,8 @@ def _off(key: str) -> str:
 
 def _value(key: str, text: str) -> str:
     value = json.loads(text)
+    if key == "initial_fraction":
+        return f"{100 * value:g} %"
     if key == "initial_width" and value in _FRACTIONS:
         return _FRACTIONS[value]
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -138,7 +138,7 @@ def looks(fixed_size: Sequence[bool]) -> list[dict[str, Any]]:
 
 def symbols(text: str) -> str:
     """The paper's symbols such as p_t as mathematics, other underscores as they are."""
-    return re.sub(r"\b([pC])_([tcb0])\b", r"$\1_\2$", text)
+    return re.sub(r"\b([pCT])_([tcb0])\b", r"$\1_\2$", text)
 
 
 def epoch_axis(axes: Axes, num_epochs: float, num_ticks: int = 9) -> None:

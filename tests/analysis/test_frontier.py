@@ -57,6 +57,18 @@ def test_rows_that_differ_by_their_budget_make_one_series(runs):
     assert [point.cost for point in linear.points] == pytest.approx([4])
 
 
+def test_the_first_stage_s_part_of_a_training_is_of_the_shape_and_its_epochs_are_not(tmp_path):
+    for name, schedule in (
+        ("short", {"initial_fraction": 0.05}),
+        ("half", {"initial_fraction": 0.5}),
+        ("two", {"initial_fraction": 0.5, "initial_epochs": 2}),
+        ("four", {"initial_fraction": 0.05, "initial_epochs": 4}),
+    ):
+        write_run(tmp_path / name, lr_adapt="none", schedule=schedule, overrides=[f"schedule.a={name}"])
+    names = [one.name for one in series_over_budgets(summarise(load_runs(tmp_path)))]
+    assert names == ["ours", "ours, T_0 = 5 %", "ours, T_0 = 50 %"]
+
+
 def test_a_setting_that_is_younger_than_a_run_is_off_there(tmp_path):
     new = {"batch_size_of": "last", "demand": None, "learning_rate": {"milestones": [], "decay": 0.1}}
     for name, lengths, schedule in (("old", (2, 2, 4), {}), ("new", (4, 4, 8), new)):
