@@ -90,7 +90,7 @@ def stage_epochs(
         total_epochs: epochs of the whole run, T_total.
         num_stages: N.
         initial_epochs: T_0; may be fractional.
-        growth_rate: p_t; 0 gives stages of equal length.
+        growth_rate: p_t; with 0 every stage but the last is as long as the first.
 
     Raises:
         ValueError: the stages before the last take all epochs or more.
