@@ -249,7 +249,7 @@ def mark_points(
 
 
 def _apart(places: Sequence[tuple[float, ...]], size: float) -> list[float]:
-    """How far to the side each of some places must move so that none covers one before it."""
+    """How far to the side each of some places must move so that none covers one before it; they may touch."""
     placed: list[tuple[float, float]] = []
     shifts: list[float] = []
     for x, y in places:
@@ -257,7 +257,7 @@ def _apart(places: Sequence[tuple[float, ...]], size: float) -> list[float]:
         shift = next(
             offset
             for offset in offsets
-            if all(math.hypot(x + offset - px, y - py) > 1.3 * size for px, py in placed)
+            if all(math.hypot(x + offset - px, y - py) > 0.8 * size for px, py in placed)
         )
         placed.append((x + shift, y))
         shifts.append(shift)

@@ -46,7 +46,7 @@ def execute(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list:
     [
         ("02_compare_methods", 2, 4),
         ("03_rate_adaptation", 3, 1),
-        ("04_schedules_and_cost", 4, 1),
+        ("04_schedules_and_cost", 5, 2),
         ("05_isotropic_neurons", 6, 2),
         ("06_hyperfan", 5, 1),
     ],
