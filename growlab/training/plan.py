@@ -155,7 +155,7 @@ def make_plan(
         ValueError: the schedule is impossible.
         UserError: the settings do not go together.
     """
-    if not (graph.groups or depth or isinstance(method, FixedSize)):
+    if not graph.groups and depth is None and not isinstance(method, FixedSize):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(graph.fixed.items())[:3])
         raise UserError(
             f"nothing in this network can grow{f' ({reasons})' if reasons else ''}; train it as it is with growth=none "
