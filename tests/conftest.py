@@ -3,8 +3,13 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.runs import CommandLine, Left
+
+# Seeded like all other tests: the same examples in each run. `--hypothesis-profile=default` draws others.
+settings.register_profile("seeded", derandomize=True)
+settings.load_profile("seeded")
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from growlab.growth.data_driven import DataDriven, padded, upright
 from growlab.growth.fans import Fans, View
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, Growth
+from growlab.growth.splits import unit
 from growlab.growth.surrogates import right_derivatives
 
 SIDES = ("auto", "fan_in", "fan_out")
@@ -17,6 +18,10 @@ SIDES = ("auto", "fan_in", "fan_out")
 _AT_ONCE = 2
 # Relative change of the loss that rounding explains where channels should add nothing.
 _ROUNDING = 1e-4
+# Where new channels are tried to rest: at zero, then as near as can be to the right and to the left of it.
+_RESTS = (0.0, 1.0, -1.0)
+# Parts of the gradient worked out that the network must show: enough to look no further, and not to be refused.
+_ENOUGH, _LEAST = 0.99, 1e-3
 
 
 class GradMax(DataDriven):
@@ -35,7 +40,11 @@ class GradMax(DataDriven):
     out is zero, and what leads in maximises the norm of the gradient of what leads out, by `steps` steps of normalised
     gradient ascent from drawn weights at their usual length ("GradMaxOpt"); `zero="fan_out"` does so everywhere.
 
-    **Preserves** exactly, in eval and train mode.
+    torch's ReLU has the derivative 0 at 0, where the new channels would stay for ever. So where the grown network does
+    not show the gradient worked out, they rest beside zero: biases of what leads into them are 2^-100, and where there
+    is no bias, rows are of that length. Half precision takes 2^-23.
+
+    **Preserves** exactly, in eval and train mode; in half precision up to rounding.
     **Departs from the paper**: G is measured, not put together from hooks: a candidate for each entry that leads out
     is added to the network, with a 1 there, and the gradient of what leads into it is a row of G. So it is defined for
     several producers and consumers (residual streams), pooling, flattening and depthwise convolutions in between,
@@ -84,13 +93,13 @@ class GradMax(DataDriven):
         solved = [fans for fans in groups if fans not in ascended]
         report: dict[str, dict[str, object]] = {fans.group: {} for fans in groups}
         matrices: dict[str, Tensor] = {}
+        wanted: dict[str, float] = {}
         if solved:
             matrices, refused = accumulated(self, expansion, data, solved)
-            refused |= {
-                group: "the gradient of what leads to its channels is zero while they are (are they multiplied?)"
-                for group, matrix in matrices.items()
-                if not bool(matrix.any())
-            }
+            flat = [
+                fans for fans in solved if fans.group in matrices and not bool(matrices[fans.group].any())
+            ]
+            refused |= _why_flat(expansion, data, flat)
             if refused:
                 return Growth({}), refused
         tensors = padded(self, expansion)
@@ -103,11 +112,19 @@ class GradMax(DataDriven):
             view.write(tensors, fans.out, fans.group, new, chosen * upright(chosen) * length)
             # A vector that is used twice gives its value twice.
             kept = values[torch.arange(len(new)) % len(values)]
-            report[fans.group] = {
-                "zero": "fan_in",
-                "gradient_norm": length * float(torch.linalg.vector_norm(kept)),
-                "singular_values": kept.tolist(),
+            wanted[fans.group] = length * float(torch.linalg.vector_norm(kept))
+            report[fans.group] = {"zero": "fan_in", "singular_values": kept.tolist()}
+        if solved:
+            shown = self._rest(expansion, data, solved, tensors, view, wanted)
+            asleep = {
+                group: "no gradient reaches what leads to its channels (does an activation have the derivative 0 at 0?)"
+                for group, norm in shown.items()
+                if norm < _LEAST * wanted[group]
             }
+            if asleep:
+                return Growth({}), asleep
+            for group, norm in shown.items():
+                report[group] = {**report[group], "gradient_norm": norm, "gradient_norm_bound": wanted[group]}
         if ascended:
             found = self._ascend(expansion, data, ascended, tensors, view)
             for group, norms in found.items():
@@ -117,6 +134,50 @@ class GradMax(DataDriven):
                     "gradient_norm_drawn": norms[0],
                 }
         return Growth(tensors, report={"groups": report}), {}
+
+    def _rest(
+        self,
+        expansion: Expansion,
+        data: Measurement,
+        groups: Sequence[Fans],
+        tensors: dict[str, Tensor],
+        view: View,
+        wanted: Mapping[str, float],
+    ) -> dict[str, float]:
+        """Let new channels rest where the network shows the gradient worked out; writes it into `tensors`.
+
+        Args:
+            expansion: the event.
+            data: training batches.
+            groups: whose channels nothing leads into so far.
+            tensors: at the new widths.
+            view: of them.
+            wanted: the norm of the gradient worked out, of each group.
+
+        Returns:
+            The norm that the network shows.
+        """
+        best: dict[str, float] = {}
+        chosen: dict[str, Tensor] = {}
+        names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.into))
+        for side in _RESTS:
+            trying = [fans for fans in groups if best.get(fans.group, -1.0) < _ENOUGH * wanted[fans.group]]
+            if not trying:
+                break
+            rests = {
+                fans.group: _beside_zero(expansion, fans, view, data.near_zero) * side for fans in trying
+            }
+            for fans in trying:
+                view.write(tensors, fans.into, fans.group, _channels(expansion, fans)[1], rests[fans.group])
+            found = data.gradients(tensors, names)
+            for fans in trying:
+                rows = view.read(found, fans.into, fans.group, _channels(expansion, fans)[1])
+                norm = float(torch.linalg.vector_norm(rows.double()))
+                if norm > best.get(fans.group, -1.0):
+                    best[fans.group], chosen[fans.group] = norm, rests[fans.group]
+        for fans in groups:
+            view.write(tensors, fans.into, fans.group, _channels(expansion, fans)[1], chosen[fans.group])
+        return best
 
     def _ascend(
         self,
@@ -241,6 +302,22 @@ def accumulated(
     return {group: torch.cat(parts) for group, parts in rows.items()}, {}
 
 
+def _why_flat(expansion: Expansion, data: Measurement, groups: Sequence[Fans]) -> dict[str, str]:
+    """Why no gradient reaches what leads to new channels of these groups."""
+    if not groups:
+        return {}
+    names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.into))
+    found = data.gradients(expansion.old, names)
+    return {
+        fans.group: (
+            "the gradient of what leads to its channels is zero while they are (are they multiplied?)"
+            if any(bool(found[slot.name].any()) for slot in fans.into)
+            else "the channels that it has get no gradient either: the network no longer learns (lower optimizer.lr)"
+        )
+        for fans in groups
+    }
+
+
 def _not_zero(
     method: DataDriven, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
 ) -> dict[str, str]:
@@ -270,6 +347,21 @@ def _not_zero(
         fans.group: f"behind {fans.producers[0].name} its channels are not zero where the weights that lead to them are"
         for fans in alone
     }
+
+
+def _beside_zero(expansion: Expansion, fans: Fans, view: View, near_zero: float) -> Tensor:
+    """What leads into new channels that rest beside zero, [channels, entries]: alike for all."""
+    channels, pieces = len(_channels(expansion, fans)[1]), []
+    biased = {layer.weight for layer in fans.producers if layer.bias in {slot.name for slot in fans.into}}
+    for slot in fans.into:
+        row = torch.zeros(view.size([slot], fans.group))
+        if slot not in _weights(fans):
+            row += near_zero
+        elif slot.name not in biased:
+            source = expansion.generator(f"rest of {fans.group} at {slot.name}")
+            row = unit(torch.randn(1, len(row), generator=source))[0] * near_zero
+        pieces.append(row)
+    return torch.cat(pieces).expand(channels, -1)
 
 
 def _channels(expansion: Expansion, fans: Fans) -> tuple[Tensor, Tensor]:

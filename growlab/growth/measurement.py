@@ -5,6 +5,7 @@ batches, and over ranks where there are several. Every pass is counted.
 """
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from growlab.errors import UserError
 from growlab.growth.parity import buffers_kept, main_output, quietly
+from growlab.growth.surrogates import twice_differentiable
 from growlab.growth.weighted_norms import carried_weights, weigh
 from growlab.widths import Carry, WidthGraph, replace_tensors, restore_tensors, tensors_of
 
@@ -68,6 +71,7 @@ class Measurement:
         average: the mean over ranks of a tensor that each rank holds; by default there is one rank.
         share: rank 0's content of a tensor, which all ranks then go by.
         norm_weights: channels' weights in statistics that run over channels; see `weighted_norms`.
+        near_zero: a number that training tells from zero, and that is lost beside any other.
 
     Attributes:
         cost: of this rank's passes so far.
@@ -82,11 +86,13 @@ class Measurement:
         average: Callable[[Tensor], Tensor] = lambda tensor: tensor,
         share: Callable[[Tensor], Tensor] = lambda tensor: tensor,
         norm_weights: Mapping[str, Sequence[float]] | None = None,
+        near_zero: float = 2.0**-100,
     ) -> None:
         if not batches:
             raise ValueError("growth.batches must be at least 1.")
         parameter = next(model.parameters())
         self.model, self.graph, self.cost = model, graph, Cost()
+        self.near_zero = near_zero
         self._norm_weights = dict(norm_weights or {})
         self._batches = [
             tuple(x.to(parameter.device, parameter.dtype if x.is_floating_point() else None) for x in batch)
@@ -232,7 +238,18 @@ class Measurement:
             second = torch.autograd.grad(total, asked, materialize_grads=True)
             return dict(zip(names, second, strict=True))
 
-        return self.run(tensors, visit, modes)
+        try:
+            # Attention's fast kernels have no second derivatives.
+            with sdpa_kernel(SDPBackend.MATH):
+                return self.run(tensors, visit, [twice_differentiable(), *modes])
+        except RuntimeError as error:
+            found = re.search(r"derivative for aten::(\w+) is not implemented", str(error))
+            if found is None:
+                raise
+            raise UserError(
+                f"this growth method takes second derivatives, which torch has not of {found[1]}; choose another "
+                "growth method."
+            ) from error
 
 
 @contextlib.contextmanager

@@ -49,7 +49,8 @@ def moments(
             h = _patches(modules[producer.name], producer, expansion.graph, seen[producer.name], view)
             b = _patches(modules[consumer.name], consumer, expansion.graph, seen[consumer.name], view)
             v = -len(b) * _rows(modules[consumer.name], goal[consumer.name]).double()
-            found[f"input {fans.group}"] = torch.einsum("bpi,bpj->ij", h, h) / len(h)
+            reads = _reads(modules[consumer.name], seen[consumer.name], seen[producer.name])
+            found[f"input {fans.group}"] = torch.einsum("bpi,bpj->ij", h * reads[:, None].to(h), h) / len(h)
             found[f"square {fans.group}"] = torch.einsum("bpi,bpj->ij", b, b) / len(b)
             found[f"goal {fans.group}"] = torch.einsum("bpi,bpo->io", b, v) / len(b)
             found[f"wanted {fans.group}"] = v.square().sum() / len(b)
@@ -143,6 +144,19 @@ def _patches(module: nn.Module, layer: Layer, graph: WidthGraph, seen: Seen, vie
     if layer.bias is not None:
         patches = torch.cat([patches, torch.ones_like(patches[..., :1])], -1)
     return patches.double()
+
+
+def _reads(consumer: nn.Module, read: Seen, made: Seen) -> Tensor:
+    """How often a consumer reads each position of its producer's grid, [positions]; [1] if it reads all alike.
+
+    Where pooling lies between, a position counts as the one that it is pooled into.
+    """
+    if not isinstance(consumer, nn.Conv2d) or made.output.dim() != 4:
+        return torch.ones(1)
+    kernel, geometry = consumer.kernel_size, (consumer.dilation, consumer.padding, consumer.stride)
+    once = torch.ones_like(F.unfold(read.x[:1, :1], kernel, *geometry))  # type: ignore[arg-type]
+    counts = F.fold(once, read.x.shape[2:], kernel, *geometry)  # type: ignore[arg-type]
+    return F.interpolate(counts, made.output.shape[2:], mode="nearest").flatten()
 
 
 def _rows(module: nn.Module, tensor: Tensor) -> Tensor:

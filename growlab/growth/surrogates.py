@@ -27,27 +27,66 @@ class _InPlaceOf(TorchFunctionMode):
 
 
 def right_derivatives() -> TorchFunctionMode:
-    """ReLU and ReLU6 have the derivative 1 at 0, where torch says 0: new channels rest there (Evci et al. 2022)."""
+    """ReLU and its like have the derivative 1 at 0, where torch says 0: new channels rest there (Evci et al. 2022)."""
 
     def relu(x: Tensor, inplace: bool = False) -> Tensor:
         return torch.where(x >= 0, x, torch.zeros_like(x))
 
-    def relu6(x: Tensor, inplace: bool = False) -> Tensor:
-        return relu(x).clamp(max=6.0)
+    def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
+        return (min_val + relu(x - min_val)).clamp(max=max_val)
 
-    return _InPlaceOf({**dict.fromkeys(_RELU, relu), F.relu6: relu6})
+    def relu6(x: Tensor, inplace: bool = False) -> Tensor:
+        return hardtanh(x, 0.0, 6.0)
+
+    def leaky(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
+        return torch.where(x >= 0, x, negative_slope * x)
+
+    # torch's module ReLU6 calls hardtanh.
+    return _InPlaceOf(
+        {**dict.fromkeys(_RELU, relu), F.relu6: relu6, F.hardtanh: hardtanh, F.leaky_relu: leaky}
+    )
+
+
+def twice_differentiable() -> TorchFunctionMode:
+    """Hard sigmoids are put together from operations of which torch has second derivatives."""
+
+    def hardsigmoid(x: Tensor, inplace: bool = False) -> Tensor:
+        return (x + 3.0).clamp(0.0, 6.0) / 6.0
+
+    return _InPlaceOf({F.hardsigmoid: hardsigmoid})
 
 
 def smooth(beta: float) -> TorchFunctionMode:
-    """Softplus in the place of ReLU and ReLU6, which have no second derivative (Liu et al. 2019)."""
+    """Softplus in the place of ReLU, which has no second derivative (Liu et al. 2019), and of its bent relatives."""
 
     def softplus(x: Tensor, inplace: bool = False) -> Tensor:
         return F.softplus(x, beta=beta)
 
-    def softplus6(x: Tensor, inplace: bool = False) -> Tensor:
-        return 6.0 - F.softplus(6.0 - F.softplus(x, beta=beta), beta=beta)
+    def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
+        return max_val - softplus(max_val - min_val - softplus(x - min_val))
 
-    return _InPlaceOf({**dict.fromkeys(_RELU, softplus), F.relu6: softplus6})
+    def softplus6(x: Tensor, inplace: bool = False) -> Tensor:
+        return hardtanh(x, 0.0, 6.0)
+
+    def leaky(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
+        return negative_slope * x + (1.0 - negative_slope) * softplus(x)
+
+    def hardsigmoid(x: Tensor, inplace: bool = False) -> Tensor:
+        return softplus6(x + 3.0) / 6.0
+
+    def hardswish(x: Tensor, inplace: bool = False) -> Tensor:
+        return x * hardsigmoid(x)
+
+    return _InPlaceOf(
+        {
+            **dict.fromkeys(_RELU, softplus),
+            F.relu6: softplus6,
+            F.hardtanh: hardtanh,
+            F.leaky_relu: leaky,
+            F.hardsigmoid: hardsigmoid,
+            F.hardswish: hardswish,
+        }
+    )
 
 
 class IdentityNorms(TorchFunctionMode):

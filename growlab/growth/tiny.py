@@ -28,8 +28,8 @@ class Tiny(DataDriven):
 
     of largest d_k first: among k neurons they reduce E|V - dW b - omega alpha^T h|^2 most. An amplitude gamma is then
     found by line search over the loss on the batches: new neurons get sqrt(gamma) on both sides, and old weights
-    gamma dW if `update_old`. Convolutions: h and b are patches; S takes the patches of all positions, as in GroMo, so
-    that overlapping of the consumer's is left out of account (exact for 1x1).
+    gamma dW if `update_old`. Convolutions: h and b are patches; S takes a patch as often as the consumer reads its
+    position, as in GroMo, so that overlapping of the consumer's is left out of account (exact for 1x1).
 
     **Preserves** nothing exactly: the function moves by what gamma says, to the lowest loss that the line search
     finds; the report has the loss before and after. New neurons alone need not lower it: they do what is best beside
@@ -51,7 +51,7 @@ class Tiny(DataDriven):
         self,
         batches: int = 1,
         update_old: bool = False,
-        amplitudes: Sequence[float] = (16.0, 4.0, 1.0, 0.25, 0.0625, 0.0156, 0.0039, 0.001),
+        amplitudes: Sequence[float] = (256.0, 64.0, 16.0, 4.0, 1.0, 0.25, 0.0625, 0.0156, 0.0039, 0.001),
         fallback: str | None = None,
         gain: float = 2.0,
         new_weights: str = "fan_in",

@@ -27,13 +27,13 @@ class BaseRate:
 class NormRatio:
     """Rate in proportion to the region's norm: `||W_k|| / ||W_0||` (Eq. 5).
 
-    Regions without weight, and all regions while the oldest has none, take factor 1.
+    Regions without weight (to float rounding), and all regions while the oldest has none, take factor 1.
     """
 
     def factors(self, norms_K: Tensor) -> Tensor:
         """Factors [..., K] from the norms [..., K] of the regions, oldest first."""
         oldest = norms_K[..., :1]
-        usable = (norms_K > 0) & (oldest > 0)
+        usable = (norms_K > torch.finfo(norms_K.dtype).eps * oldest) & (oldest > 0)
         return torch.where(usable, norms_K / oldest, 1.0)
 
 

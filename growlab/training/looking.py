@@ -11,6 +11,9 @@ from growlab.growth.weighted_norms import annealed
 from growlab.training.distributed import averaged, gather, shared
 from growlab.training.task import Task
 
+# Numbers near zero that training in half precision (twice its smallest), and in any other, does not take for zero.
+_HALF, _USUAL = 2.0**-23, 2.0**-100
+
 #: The first training batches of the current epoch, so many, this rank's part.
 Batches = Callable[[int], Sequence[tuple[Tensor, ...]]]
 
@@ -28,7 +31,10 @@ def measurement(task: Task, batches: Batches | None, wanted: int, asker: str) ->
         )
     state = task.growth_state
     weights = annealed(state.norm_weights, state.norm_progress)
-    return Measurement(task.network, task.graph, batches(wanted), task.loss, averaged, shared, weights)
+    near_zero = _HALF if task.trainer.precision in ("16-mixed", "16-true") else _USUAL
+    return Measurement(
+        task.network, task.graph, batches(wanted), task.loss, averaged, shared, weights, near_zero
+    )
 
 
 def auxiliary_flops(task: Task) -> int:

@@ -131,6 +131,11 @@ def test_full_width_comes_in_time_whatever_it_wants(
 )
 def test_a_budget_is_kept_and_used(percent: float, total: int, every: int, seed: int) -> None:
     demand, flops = Budget(percent, min_epochs=every, final_fraction=0.1), (seed, 20, 60, 100)
+    _, cheapest = run(Whim([False], min_epochs=every, final_fraction=0.1), total, flops)
+    if cheapest > percent:
+        with pytest.raises(ValueError, match="what growing late costs"):
+            demand.check(total, 3, cheapest)
+        return
     stages, cost = run(demand, total, flops)
     assert cost <= percent and stages[-1] == 3
     # One epoch earlier it would have been exceeded, unless it began as soon as it may.

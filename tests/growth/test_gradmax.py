@@ -1,30 +1,26 @@
 """GradMax: no other new neurons of the same length have a larger gradient (Evci et al. 2022, Eqs. 8 and 11)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
 from growlab.growth import GradMax
+from growlab.training.looking import measurement
 from tests.cases import NETWORKS
 from tests.growth.measured import Started, started
 
 DRAWS = 1000
 
 
-class RightReLU(nn.Module):
-    """ReLU whose derivative at 0 is 1."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.where(x >= 0, x, torch.zeros_like(x))
-
-
 def mlp(activation: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 8), activation, nn.Linear(8, 6), activation, nn.Linear(6, 3))
 
 
-def conv() -> nn.Sequential:
-    layers = nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 6, 3, stride=2), nn.ReLU(), nn.Flatten()
+def conv(activation: nn.Module) -> nn.Sequential:
+    layers = nn.Conv2d(2, 4, 3, padding=1), activation, nn.Conv2d(4, 6, 3, stride=2), activation, nn.Flatten()
     return nn.Sequential(*layers, nn.Linear(24, 3))
 
 
@@ -100,16 +96,71 @@ def test_the_matrix_is_the_mean_product_of_gradients_and_inputs() -> None:
     )
 
 
-def test_relu_counts_with_its_right_derivative_through_convolutions_and_flattening() -> None:
-    """The grown network's gradient, with a ReLU of derivative 1 at 0, is what the event says."""
-    run = started(conv(), (2, 6, 6), GradMax())
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU6(), nn.LeakyReLU(0.01), nn.GELU()])
+def test_the_gradient_is_the_network_s_own_through_convolutions_and_flattening(activation: nn.Module) -> None:
+    """Also where torch's derivative at 0 is not 1, and the function stays."""
+    run = started(conv(activation), (2, 6, 6), GradMax())
     old = dict(run.state.widths)
     event, data = run.grow({name: width + 2 for name, width in old.items()})
-    run.network[1] = run.network[3] = RightReLU()
+    assert event.parity_error_eval < 1e-14
     for name, width in old.items():
-        reported = event.report["groups"][name]["gradient_norm"]
-        assert gradient_into(run, name, width) == pytest.approx(reported, rel=1e-9)
+        report = event.report["groups"][name]
+        assert gradient_into(run, name, width) == pytest.approx(report["gradient_norm"], rel=1e-9)
+        assert report["gradient_norm"] == pytest.approx(report["gradient_norm_bound"], rel=1e-9)
     assert data.cost.flops > 0 and data.cost.samples > 0 and data.cost.held_bytes > 0
+
+
+class Depthwise(nn.Module):
+    """What leads into the grown channels has no bias, and a filter turns them negative."""
+
+    def __init__(self, bias: bool, sign: float) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 6, 3, bias=bias)
+        self.each = nn.Conv2d(6, 6, 1, groups=6, bias=False)
+        self.last = nn.Linear(6, 3)
+        self.sign = sign
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.sign * self.each(self.first(x))).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_new_channels_behind_a_relu_learn(bias: bool, sign: float) -> None:
+    run = started(Depthwise(bias, sign), (2, 6, 6), GradMax())
+    old = run.state.widths["first"]
+    event, _ = run.grow({"first": old + 2})
+    assert event.parity_error_eval < 1e-14
+    report = event.report["groups"]["first"]
+    # Without a bias some positions lie to the left of zero.
+    assert report["gradient_norm"] > (0.99 if bias else 0.2) * report["gradient_norm_bound"]
+    (slope,) = torch.autograd.grad(run.loss(), run.network.first.weight)
+    assert bool((slope[old:].flatten(1).norm(dim=1) > 0).all())
+
+
+def test_a_network_that_has_died_is_told() -> None:
+    run = started(mlp(nn.ReLU()), (5,), GradMax())
+    with torch.no_grad():
+        run.network[2].bias.fill_(-1e3)
+    with pytest.raises(UserError, match=r"get no gradient either: the network no longer learns \(lower"):
+        run.grow({"0": 6})
+
+
+class Late(nn.Module):
+    """An activation that is flat around 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.softshrink(self.first(x)))
+
+
+def test_channels_that_no_gradient_reaches_are_refused() -> None:
+    run = started(Late(), (5,), GradMax())
+    with pytest.raises(UserError, match="GradMax cannot grow first: the gradient"):
+        run.grow({"first": 5})
 
 
 def test_behind_batch_norm_ascent_beats_random_draws_and_the_function_stays() -> None:
@@ -176,3 +227,23 @@ def test_impossible_choices_are_refused() -> None:
     for wrong in ({"batches": 0}, {"zero": "both"}, {"scale": 0.0}, {"steps": 0}, {"fallback": "net2net"}):
         with pytest.raises(ValueError, match=r"growth\."):
             GradMax(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)]
+)
+def test_what_training_takes_for_near_zero(precision: str, dtype: torch.dtype) -> None:
+    """It is not zero in the precision of training, and nothing beside a number of the network's."""
+    run = started(mlp(nn.ReLU()), (5,), GradMax())
+    task = SimpleNamespace(
+        network=run.network,
+        graph=run.graph,
+        loss=nn.functional.cross_entropy,
+        growth_state=run.state,
+        trainer=SimpleNamespace(precision=precision),
+    )
+    data = measurement(task, lambda wanted: run.batches[:wanted], 1, "GradMax")
+    near = torch.tensor(data.near_zero)
+    assert float(near.to(dtype)) > 0
+    assert float(near.to(dtype) * 0.5) > 0
+    assert float(torch.tensor(0.01, dtype=dtype) + near.to(dtype)) == float(torch.tensor(0.01, dtype=dtype))

@@ -109,6 +109,26 @@ def test_convolutions_whose_consumer_is_1x1_too() -> None:
     torch.testing.assert_close(product, h.T @ (v - b @ best) / samples)
 
 
+@pytest.mark.parametrize("pool", [1, 2])
+def test_a_position_counts_as_often_as_it_is_read(pool: int) -> None:
+    """Patches laid out as channels, and unfolded as the consumer reads them; pooled ones all count."""
+    reader = nn.Conv2d(4, 3, 3, stride=2, padding=1)
+    layers = nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.AvgPool2d(pool), reader, nn.AdaptiveAvgPool2d(1)
+    run = started(nn.Sequential(*layers, nn.Flatten()), (2, 8, 8), Tiny())
+    square, *_ = measured(run, "0")
+    x = torch.cat([x for x, _ in run.batches])
+    patches = with_one(F.unfold(x, 3, padding=1).mT).mT.unflatten(2, (8, 8))
+    expected = torch.zeros_like(square)
+    for row in range(pool):
+        for column in range(pool):
+            part = patches[:, :, row::pool, column::pool]
+            read = (
+                F.unfold(part, 3, stride=2, padding=1).unflatten(1, (-1, 9)).permute(0, 2, 3, 1).flatten(0, 2)
+            )
+            expected += read.T @ read / len(x)
+    torch.testing.assert_close(square, expected)
+
+
 @pytest.mark.parametrize(("build", "shape"), [(mlp, (5,)), (conv, (2, 4, 4)), (normed, (2, 6, 6))])
 def test_the_loss_falls_as_the_report_says(build, shape: tuple[int, ...]) -> None:
     run = started(build(), shape, Tiny(update_old=True))

@@ -503,3 +503,9 @@ def test_diagnostics_give_norms_of_weights_and_gradients():
         torch.testing.assert_close(gradient, params["conv"].grad[stage == k].norm())
     torch.testing.assert_close(optimizer.factors(params["conv"]), norms / norms[0])
     assert optimizer.factors(params["bias"]) is None
+
+
+def test_a_region_of_rounding_size_takes_the_base_rate() -> None:
+    """New weights that rest beside zero (GradMax) would not move at a rate in proportion to their norm."""
+    norms = torch.tensor([[2.0, 2.0**-100, 1.0, 0.0], [0.0, 1.0, 2.0**-100, 0.0]])
+    assert NormRatio().factors(norms).tolist() == [[1.0, 1.0, 0.5, 1.0], [1.0, 1.0, 1.0, 1.0]]
