@@ -9,7 +9,9 @@ import pytest
 
 from growlab.growth import GradMax, Tiny
 from tests.growth.measured import Started
+from tests.growth.test_gromo import STATISTICS, conv_ours, conv_theirs, double, grown, ours, theirs
 
+__all__ = ["double"]  # a fixture
 pytest.importorskip("gromo", reason="GroMo is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")
 REPEATS = 5
@@ -26,23 +28,30 @@ def median(prepare: Callable[[], object], event: Callable[[object], object]) -> 
 
 
 @pytest.mark.parametrize("name", ["tiny", "gradmax"])
-def test_events(name: str) -> None:
-    from tests.growth.test_gromo import NEW, OLD, STATISTICS, grown, ours, theirs
-
+@pytest.mark.parametrize("kind", ["linear, small", "linear", "convolution, small", "convolution"])
+def test_events(name: str, kind: str, double: None) -> None:
+    """Small: 40 inputs and 4 neurons, so that what surrounds the computation counts; else what a layer may have."""
+    convolution, small = kind.startswith("convolution"), kind.endswith("small")
+    make, copied = (conv_ours, conv_theirs) if convolution else (ours, theirs)
+    sizes = {}
+    if not small:
+        sizes = (
+            {"inputs": 16, "width": 64, "side": 12}
+            if convolution
+            else {"inputs": 784, "width": 512, "size": 512}
+        )
     method = Tiny(amplitudes=[1.0]) if name == "tiny" else GradMax()
-    run = ours(method)
-    start = theirs(run)
+    run = make(method, **sizes)
+    start, old = copied(run), run.state.widths["0"]
+    count = old // 2
 
     def fresh() -> Started:
         network = copy.deepcopy(run.network)
         return Started(network, run.graph, copy.deepcopy(run.state), method, run.batches)
 
-    ours_sec = median(fresh, lambda made: made.grow({"0": OLD + NEW}))
+    ours_sec = median(fresh, lambda made: made.grow({"0": old + count}))
     theirs_sec = median(
-        lambda: copy.deepcopy(start), lambda made: grown(made, run.batches, 1.0, **STATISTICS[name])
+        lambda: copy.deepcopy(start), lambda made: grown(made, run.batches, 1.0, count, **STATISTICS[name])
     )
-    print(
-        f"{name}: {1e3 * ours_sec:.1f} ms an event, checks included; GroMo {1e3 * theirs_sec:.1f} ms; ",
-        end="",
-    )
-    print(f"ratio {ours_sec / theirs_sec:.1f}")
+    print(f"{name}, {kind}: {1e3 * ours_sec:.1f} ms an event, checks included; ", end="")
+    print(f"GroMo {1e3 * theirs_sec:.1f} ms; ratio {ours_sec / theirs_sec:.2f}")

@@ -1,6 +1,6 @@
 """Small networks on their way through one event of a method that looks at data."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,8 +44,11 @@ def started(
     num_batches: int = 2,
     size: int = 12,
 ) -> Started:
-    """Plant a network at a part of its widths; deterministic."""
+    """Plant a network, drawn anew, at a part of its widths; deterministic."""
     torch.manual_seed(0)
+    for module in network.modules():
+        if isinstance(reset := getattr(module, "reset_parameters", None), Callable):
+            reset()
     network = network.double()
     source = torch.Generator().manual_seed(1)
     batches = [

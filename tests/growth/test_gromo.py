@@ -1,7 +1,7 @@
 """Side by side with GroMo, the library of TINY's authors, on the same small network and data (`pip install gromo`)."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.growth.measured import Started, started
 
 pytest.importorskip("gromo", reason="GroMo is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")
-OLD, NEW = 4, 2
+OLD, NEW, SIDE = 4, 2, 6
 STATISTICS = {
     "tiny": {"compute_delta": False},
     "gradmax": {
@@ -23,16 +23,18 @@ STATISTICS = {
 }
 
 
-def ours(method: GrowthMethod) -> Started:
-    network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    return started(network, (6,), method, size=40)
+def ours(method: GrowthMethod, inputs: int = 6, width: int = 2 * OLD, size: int = 40) -> Started:
+    """A network at half of its width."""
+    network = nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, 3))
+    return started(network, (inputs,), method, size=size)
 
 
 def theirs(run: Started) -> nn.Module:
     """GroMo's network with our weights."""
     from gromo.containers.growing_mlp import GrowingMLP
 
-    network = GrowingMLP(6, 3, OLD, 1, activation=nn.Tanh()).double()
+    inner = run.network[0]
+    network = GrowingMLP(inner.in_features, 3, inner.out_features, 1, activation=nn.Tanh()).double()
     with torch.no_grad():
         for layer, place in zip(network.layers, (0, 2), strict=True):
             layer.weight.copy_(run.network[place].weight)
@@ -40,8 +42,59 @@ def theirs(run: Started) -> nn.Module:
     return network
 
 
+def conv_ours(
+    method: GrowthMethod, inputs: int = 2, width: int = 2 * OLD, size: int = 40, side: int = SIDE
+) -> Started:
+    """Convolutions at half of their widths."""
+    layers = nn.Conv2d(inputs, width, 3, padding=1), nn.Tanh(), nn.Conv2d(width, width // 2, 3, padding=1)
+    network = nn.Sequential(*layers, nn.Flatten(), nn.Linear(width // 2 * side * side, 3))
+    return started(network, (inputs, side, side), method, size=size)
+
+
+def conv_theirs(run: Started) -> nn.Module:
+    """GroMo's convolutions with our weights, and the same head."""
+    from gromo.containers.sequential_growing_container import SequentialGrowingModel
+    from gromo.modules.conv2d_growing_module import FullConv2dGrowingModule
+
+    class Network(SequentialGrowingModel):
+        def __init__(self) -> None:
+            one, two = run.network[0], run.network[2]
+            super().__init__(in_features=one.in_channels, out_features=3)
+            shape = {"kernel_size": 3, "padding": 1, "input_size": run.batches[0][0].shape[2:]}
+            widths = one.in_channels, one.out_channels, two.out_channels
+            first = FullConv2dGrowingModule(*widths[:2], **shape, post_layer_function=nn.Tanh(), name="first")
+            last = FullConv2dGrowingModule(*widths[1:], **shape, previous_module=first, name="last")
+            self.layers = nn.ModuleList([first, last])
+            self.head = copy.deepcopy(run.network[4])
+            self._growable_layers = [last]
+            self.set_growing_layers(scheduling_method="all")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layers[1](self.layers[0](x)).flatten(1))
+
+    network = Network().double()
+    with torch.no_grad():
+        for layer, place in zip(network.layers, (0, 2), strict=True):
+            layer.weight.copy_(run.network[place].weight)
+            layer.bias.copy_(run.network[place].bias)
+    return network
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """GroMo makes tensors of torch's default type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
 def grown(
-    network: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], factor: float, **options: bool
+    network: nn.Module,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    factor: float,
+    count: int = NEW,
+    **options: bool,
 ) -> nn.Module:
     """After GroMo's event, as its tutorials do it."""
     network.init_computation()
@@ -49,7 +102,7 @@ def grown(
         network.zero_grad()
         F.cross_entropy(network(x), y).backward()
         network.update_computation()
-    network.compute_optimal_updates(maximum_added_neurons=NEW, dtype=torch.float64, **options)
+    network.compute_optimal_updates(maximum_added_neurons=count, dtype=torch.float64, **options)
     network.reset_computation()
     network.select_update(0)
     network.set_scaling_factor(factor)
@@ -62,12 +115,17 @@ def loss(network: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
         return float(torch.stack([F.cross_entropy(network(x), y) for x, y in batches]).mean())
 
 
-def test_tiny_s_loss_is_no_worse() -> None:
+NETWORKS = [pytest.param(ours, theirs, id="linear"), pytest.param(conv_ours, conv_theirs, id="convolution")]
+Makes, Copies = Callable[[GrowthMethod], Started], Callable[[Started], nn.Module]
+
+
+@pytest.mark.parametrize(("make", "copied"), NETWORKS)
+def test_tiny_s_loss_is_no_worse(make: Makes, copied: Copies, double: None) -> None:
     """Each at its best amplitude, GroMo's searched as finely as ours."""
     factors = [2.0**power for power in range(-10, 11)]
     # GroMo's factor is on both sides of a neuron.
-    run = ours(Tiny(amplitudes=[factor**2 for factor in factors]))
-    start = theirs(run)
+    run = make(Tiny(amplitudes=[factor**2 for factor in factors]))
+    start = copied(run)
     found = {f: grown(copy.deepcopy(start), run.batches, f, **STATISTICS["tiny"]) for f in factors}
     best = min(loss(network, run.batches) for network in found.values())
     before = loss(run.network, run.batches)
@@ -76,23 +134,29 @@ def test_tiny_s_loss_is_no_worse() -> None:
     print(f"TINY: loss {before:.5f}, GroMo {best:.5f}, ours {after:.5f}")
     assert best < before and after <= best + 1e-3 * before
     # The same directions: what the neurons lead in, up to sign and length.
-    rows = torch.cat([run.network[0].weight, run.network[0].bias[:, None]], 1)[OLD:].detach()
-    layer = found[1.0].layers[0]
-    other = torch.cat([layer.weight, layer.bias[:, None]], 1)[OLD:].detach()
+    rows, other = (
+        torch.cat([layer.weight.flatten(1), layer.bias[:, None]], 1)[OLD:].detach()
+        for layer in (run.network[0], found[1.0].layers[0])
+    )
     cosines = F.cosine_similarity(rows, other).abs()
     torch.testing.assert_close(cosines, torch.ones_like(cosines), atol=1e-6, rtol=0)
 
 
-def test_gradmax_s_gradient_and_loss_after_a_step_are_no_worse() -> None:
-    run = ours(GradMax())
-    other = grown(theirs(run), run.batches, 1.0, **STATISTICS["gradmax"])
+@pytest.mark.parametrize(("make", "copied"), NETWORKS)
+def test_gradmax_s_gradient_and_loss_after_a_step_are_no_worse(
+    make: Makes, copied: Copies, double: None
+) -> None:
+    run = make(GradMax())
+    other = grown(copied(run), run.batches, 1.0, **STATISTICS["gradmax"])
     before = loss(run.network, run.batches)
     run.grow({"0": OLD + NEW})
     columns = run.network[2].weight
     with torch.no_grad():
         # At equal lengths: GroMo's are 1.
-        length = torch.linalg.vector_norm(other.layers[1].weight[:, OLD:], dim=0)
-        columns[:, OLD:] *= length / torch.linalg.vector_norm(columns[:, OLD:], dim=0)
+        lengths = [
+            w[:, OLD:].transpose(0, 1).flatten(1).norm(dim=1) for w in (columns, other.layers[1].weight)
+        ]
+        columns[:, OLD:] *= (lengths[1] / lengths[0]).view(1, -1, *[1] * (columns.dim() - 2))
     reached = []
     for network, inner in ((run.network, run.network[0]), (other, other.layers[0])):
         assert loss(network, run.batches) == pytest.approx(before, rel=1e-9)
