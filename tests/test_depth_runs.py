@@ -54,3 +54,21 @@ def test_what_does_not_go_together_is_told(
     outcome = cli("data.limit_train=64", "data.limit_test=20", "model.width=4", *arguments, cwd=tmp_path)
     assert outcome.code == 2 and "Traceback" not in outcome.err, outcome.err
     assert told in outcome.err
+
+
+def test_methods_that_look_at_data_leave_blocks_alone_that_are_yet_to_come(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    small = ("data.limit_train=64", "data.limit_test=20", "model.width=4", "schedule.num_stages=3")
+    outcome = cli(
+        *(*small, "schedule.total_epochs=3", "depth.blocks=auto", "growth=gradmax", "growth.steps=1"),
+        *("lr_adapt=none", "hydra.run.dir=run"),
+        cwd=tmp_path,
+    )
+    assert outcome.code == 0, outcome.err
+    events = Left.by(tmp_path / "run").growth["events"]
+    first, last = (set(event["report"]["groups"]) for event in events)
+    # What comes in with an event is there before the network widens.
+    assert {"layers.2.0.conv1", "layers.2.1.conv1"} <= first and "layers.2.2.conv1" not in first
+    assert {"layers.2.0.conv1", "layers.2.1.conv1", "layers.2.2.conv1"} <= last
+    assert all(event["parity_error_eval"] <= event["parity_tolerance_eval"] for event in events)

@@ -82,21 +82,24 @@ class DataDriven(GrowthMethod):
             return self._follow(expansion, expansion.leading)
         if expansion.data is None:
             raise UserError(f"{self.name} decides by training data; hand `grow` some with `data=`.")
+        # Blocks that are yet to come (depth) have no tensors: their groups merely change their numbers.
+        absent = {group for group in growing if not _present(expansion, group)}
         fans = {group: fans_of(expansion.graph, group) for group in growing}
         reasons = {
             group: _tied(expansion, group) or self.refuses(fans[group], before[group], after[group])
             for group in growing
+            if group not in absent
         }
         refused = {group: reason for group, reason in reasons.items() if reason is not None}
         while True:
             self._check(refused)
-            first, second = _in_two(expansion, set(refused))
+            first, second = _in_two(expansion, {*refused, *absent})
             pairs = PairGrowth(gain=self.new_weights.gain, new_weights=self.new_weights.rule)
             base = with_attention_scale(first, pairs.grow(first)).tensors
             factors = attention_factors(first)
-            groups = [fans[group] for group in growing if group not in refused]
+            groups = [fans[group] for group in growing if group not in refused and group not in absent]
             if not groups:
-                return Growth(_divided(base, factors), report={"grown_by_pairs": refused})
+                return Growth(_divided(base, factors), report={"grown_by_pairs": refused} if refused else {})
             growth, found = self.grow_from_data(replace(second, old=base), expansion.data, groups)
             if not found:
                 break
@@ -140,6 +143,11 @@ class DataDriven(GrowthMethod):
             )
             tensors[name] = own + (grown[name].to(theirs) - theirs)
         return Growth(tensors, carry=carry)
+
+
+def _present(expansion: Expansion, group: str) -> bool:
+    """Whether any tensor has a group's channels."""
+    return any(group in axis.groups for name in expansion.old for axis in expansion.graph.axes.get(name, ()))
 
 
 def _tied(expansion: Expansion, group: str) -> str | None:

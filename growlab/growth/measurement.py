@@ -309,7 +309,8 @@ class _Held:
         def pack(tensor: Tensor) -> Tensor:
             nonlocal total
             total += tensor.nbytes
-            return tensor
+            # Detached: an operation that keeps its own output would keep itself alive. Autograd attaches it again.
+            return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield

@@ -1,6 +1,8 @@
 """Auxiliary passes: what they measure, what they leave behind, what they count."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -109,3 +111,22 @@ def test_reading_back_what_was_written(name: str) -> None:
                 view.write(written, slots, group, channels, values)
                 assert torch.equal(view.read(written, slots, group, channels), values)
     assert fans_of(graph, next(iter(widths))).into[0] == Slot(graph.layers[0].weight, 0)
+
+
+def test_passes_leave_nothing_behind() -> None:
+    """Not even those after which the graph is kept (autograd's own cycles are none that Python's collector finds)."""
+    run = started(network(), (2, 6, 6), GradMax(), part=1.0)
+    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
+    alive = []
+
+    def visit(parameters, loss, seen):
+        for name in ("0", "2"):
+            node = seen[name].output.grad_fn
+            node.metadata["alive"] = alive_one = torch.nn.Module()
+            alive.append(weakref.ref(alive_one))
+        torch.autograd.grad(loss, seen["2"].output, retain_graph=True)
+        return {}
+
+    data.run(tensors_of(run.network, run.graph), visit, watched=["0", "2"])
+    gc.collect()
+    assert len(alive) == 4 and not any(one() for one in alive)
