@@ -14,10 +14,14 @@ class PreActivationBlock(nn.Module):
         out_channels: channels of both convolutions.
         stride: of the first convolution; with it or with another width the shortcut is a 1x1 convolution.
         batch_norm: normalise before each activation.
+        residual_scale: factor on what is added to the shortcut.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int, batch_norm: bool) -> None:
+    def __init__(
+        self, in_channels: int, out_channels: int, stride: int, batch_norm: bool, residual_scale: float = 1.0
+    ) -> None:
         super().__init__()
+        self.residual_scale = residual_scale
         self.norm1 = _norm(in_channels, batch_norm)
         self.conv1 = _conv(in_channels, out_channels, 3, stride, bias=not batch_norm)
         self.norm2 = _norm(out_channels, batch_norm)
@@ -30,6 +34,8 @@ class PreActivationBlock(nn.Module):
         """Map [B, in_channels, H, W] to [B, out_channels, H / stride, W / stride]."""
         active = torch.relu(self.norm1(x))
         residual = self.conv2(torch.relu(self.norm2(self.conv1(active))))
+        if self.residual_scale != 1.0:
+            residual = residual * self.residual_scale
         return residual + (x if self.shortcut is None else self.shortcut(active))
 
 
@@ -41,8 +47,9 @@ class WideResNet(nn.Module):
         width_factor: k; the layers have 16k, 32k, 64k channels.
         in_channels: channels of the images.
         num_classes: number of logits.
-        batch_norm: normalise before each activation; without it convolutions have biases, and the last one of
-            each block starts at a scale that keeps the sum of the blocks at the scale of its input.
+        batch_norm: normalise before each activation; without it convolutions have biases, and what blocks add is
+            divided by the square root of their number, which keeps the sum at the scale of its input whatever weights
+            are drawn.
     """
 
     def __init__(
@@ -51,16 +58,12 @@ class WideResNet(nn.Module):
         super().__init__()
         self.conv1 = _conv(in_channels, 16, 3, 1, bias=not batch_norm)
         blocks: list[nn.Module] = []
-        channels = 16
+        channels, scale = 16, 1.0 if batch_norm else (3 * num_blocks) ** -0.5
         for layer in range(3):
             for block in range(num_blocks):
                 width, stride = 16 * width_factor * 2**layer, 2 if layer and not block else 1
-                blocks.append(PreActivationBlock(channels, width, stride, batch_norm))
+                blocks.append(PreActivationBlock(channels, width, stride, batch_norm, scale))
                 channels = width
-        if not batch_norm:
-            with torch.no_grad():
-                for built in blocks:
-                    built.get_parameter("conv2.weight").mul_((3 * num_blocks) ** -0.5)
         self.blocks = nn.Sequential(*blocks)
         self.norm = _norm(channels, batch_norm)
         self.classifier = nn.Linear(channels, num_classes)

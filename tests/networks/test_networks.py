@@ -4,8 +4,9 @@ from math import sqrt
 
 import pytest
 import torch
+from torch import nn
 
-from growlab.networks import MLP, CifarResNet, ConvNet, allconv, convnet4, mlp5, mlp8, resnet20
+from growlab.networks import MLP, CifarResNet, ConvNet, allconv, convnet4, mlp5, mlp8, resnet20, wrn28_1
 
 
 def num_params(network) -> int:
@@ -99,3 +100,16 @@ def test_bad_arguments_are_named():
         convnet4((3, 8, 8), 2)
     with pytest.raises(ValueError, match="activation must be one of relu, tanh"):
         MLP(4, [4], 2, activation="gelu")
+
+
+def test_without_batch_norm_a_wide_resnet_keeps_its_scale_whatever_is_drawn() -> None:
+    """Growth draws weights of variance 2 / fan_in, which twelve blocks that add up would blow up 64-fold."""
+    torch.manual_seed(0)
+    network = wrn28_1((3, 32, 32), 10, batch_norm=False)
+    x = torch.randn(8, 3, 32, 32)
+    inner = network.conv1(x)
+    with torch.no_grad():
+        for module in network.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+    assert 0.3 < float(network.blocks(inner).std() / inner.std()) < 3.0
