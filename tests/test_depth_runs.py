@@ -44,7 +44,11 @@ def test_depth_and_width_grow_in_one_run(uninterrupted: Callable[..., Left]) -> 
     ("arguments", "told"),
     [
         (("depth.blocks=[layers.0.9]",), "no layers.0.9"),
-        (("depth.blocks=auto", "growth=hyperfan"), "depth.blocks needs stages"),
+        (
+            ("depth.blocks=auto", "growth=hyperfan"),
+            "depth.blocks needs weights that are no functions of others",
+        ),
+        (("depth.blocks=auto", "schedule=plateau"), "take schedule=exponential or linear"),
         (("depth.blocks=auto", "depth.start=nothing"), "zero"),
     ],
 )

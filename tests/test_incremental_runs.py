@@ -83,3 +83,11 @@ def test_what_does_not_go_together_is_told(
     outcome = cli("data=digits_incremental", *IMAGES, *network, *arguments, cwd=tmp_path)
     assert outcome.code == 2 and outcome.err.count("\n") == 1, outcome.err
     assert told in outcome.err
+
+
+def test_state_that_follows_copies_goes_along_when_classes_come(cli: CommandLine, tmp_path: Path) -> None:
+    """Net2Net tells where every channel's state comes from, also that of the classes that it saw."""
+    _, events = finished(
+        cli, tmp_path, "growth=net2net", "optimizer=adamw", "lr_adapt=none", "optimizer_state=inherit"
+    )
+    assert [event["widths_after"]["classes"] for event in events] == [7, 10]

@@ -41,13 +41,14 @@ def choose_depth(
     """
     if blocks is None or isinstance(method, FixedSize):
         return None
-    if (
-        demand is not None
-        or isinstance(method, WidthDecision)
-        or any(map(is_parametrized, network.modules()))
-    ):
+    if demand is not None or isinstance(method, WidthDecision):
         raise UserError(
-            "depth.blocks needs stages that a schedule gives, and weights that are no functions of others."
+            "depth.blocks needs stages that a schedule gives: take schedule=exponential or linear, and a growth method "
+            "that follows it."
+        )
+    if any(map(is_parametrized, network.modules())):
+        raise UserError(
+            "depth.blocks needs weights that are no functions of others: choose another growth method or model."
         )
     names = None if blocks == "auto" else [blocks] if isinstance(blocks, str) else list(blocks)
     return Depth(network, graph, names, start, network_inputs(data.probe_batch(2), network))

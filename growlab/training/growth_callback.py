@@ -149,14 +149,14 @@ class GrowthCallback(Callback):
         except ParityError as error:
             raise UserError(f"{error} Lower optimizer.lr or choose another growth method.") from error
         began = time.perf_counter()
-        replaced = event.replaced
+        replaced, carry = event.replaced, event.carry
         if CLASSES in widths:
             opened = open_classes(
                 task.network, task.graph, task.method, task.growth_state, widths[CLASSES], task.seed
             )
             # The event may have replaced the head already.
             opened = {name: (replaced.get(name, pair)[0], pair[1]) for name, pair in opened.items()}
-            replaced = {**replaced, **opened}
+            replaced, carry = {**replaced, **opened}, carry.extended(widths)
         if self._old_gradient is not None:
             self._old_gradient.follow(task.graph, before, widths)
         for optimizer in trainer.optimizers:
@@ -168,7 +168,7 @@ class GrowthCallback(Callback):
                     before,
                     widths,
                     self._optimizer_state,
-                    event.carry,
+                    carry,
                 )
             except ValueError as error:
                 raise UserError(str(error)) from error

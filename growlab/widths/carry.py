@@ -86,6 +86,22 @@ class Carry:
                 result = result * factor.to(result).view(-1, *[1] * (result.dim() - dim - 1))
         return result
 
+    def extended(self, widths_after: Mapping[str, int]) -> "Carry":
+        """The same rule for groups that have got more channels since, behind the others: those have no gradient.
+
+        Args:
+            widths_after: width of each group then.
+        """
+
+        def longer(found: Mapping[str, Tensor], fill: float) -> dict[str, Tensor]:
+            missing = {group: widths_after[group] - len(one) for group, one in found.items()}
+            return {
+                group: torch.cat([one, one.new_full((missing[group], *one.shape[1:]), fill)])
+                for group, one in found.items()
+            }
+
+        return Carry(longer(self.sources, -1), longer(self.rows, 1.0), self.scales, longer(self.bases, 0.0))
+
     def _source(self, group: str, before: Mapping[str, int], after: Mapping[str, int]) -> Tensor:
         if group in self.sources:
             return self.sources[group]

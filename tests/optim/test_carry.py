@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from growlab.growth import Net2Net, PairGrowth, VarianceTransfer, grow, plant
-from growlab.widths import trace
+from growlab.widths import Carry, trace
 
 
 class Everything(nn.Module):
@@ -77,7 +77,6 @@ def carried(event, name, tensor, power):
 def old_entries(name):
     """Mask of the entries that were there before."""
     ones = torch.ones(GRAPH.shape(name, BEFORE))
-    from growlab.widths import Carry
 
     return Carry().carried(ones, name, GRAPH, BEFORE, AFTER, 0).bool()
 
@@ -181,3 +180,13 @@ def test_the_literal_output_rule_changes_the_gradient_so_no_rule_can_be_exact():
     )
     assert F.cosine_similarity(got, expected, dim=0) > 0.9
     assert (got - expected).norm() > 0.05 * expected.norm()
+
+
+def test_channels_that_come_behind_an_event_have_no_gradient() -> None:
+    carry = Carry(
+        {"a": torch.tensor([0, 1, 0])}, {"a": torch.tensor([0.5, 1.0, 0.5])}, {}, {"b": torch.eye(2)}
+    )
+    longer = carry.extended({"a": 5, "b": 3, "c": 7})
+    assert longer.sources["a"].tolist() == [0, 1, 0, -1, -1]
+    assert longer.rows["a"].tolist() == [0.5, 1.0, 0.5, 1.0, 1.0]
+    assert longer.bases["b"].tolist() == [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]
