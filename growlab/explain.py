@@ -159,6 +159,8 @@ def _composition(
         name, values = sweep.groups()
         advice = f"add -m for a run with each, or write {name}=[{values}] for a list"
         return f"{name} takes one value, not '{values}': {advice}"
+    if swept := re.match(r"Sweeping over Hydra's configuration is not supported : '([^=]+)=(.*)'$", text):
+        return f"{swept[1]} takes its list in quotes: \"{swept[1]}='{swept[2]}'\""
     if there := re.search(r"An item is already at '([^']+)'", text):
         return f"{there[1]} exists already: leave out the + before it"
     if twice := re.match(r"(\S+) appears more than once", text):

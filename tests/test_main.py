@@ -219,6 +219,10 @@ GROUPS = "Groups: experiment, growth, part, schedule. Values: needed, refers, se
             "--config-name nope",
             "there is no configuration 'nope'; give --config-name the name of a file in conf/.",
         ),
+        (
+            "-m hydra.sweeper.max_batch_size=1,2",
+            "hydra.sweeper.max_batch_size takes its list in quotes: \"hydra.sweeper.max_batch_size='1,2'\".",
+        ),
         ("--run --cfg job", None),
         ("-m seed=0,1 growth=netnet", None),
         ("a==b", None),
