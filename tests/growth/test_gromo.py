@@ -121,8 +121,8 @@ Makes, Copies = Callable[[GrowthMethod], Started], Callable[[Started], nn.Module
 
 @pytest.mark.parametrize(("make", "copied"), NETWORKS)
 def test_tiny_s_loss_is_no_worse(make: Makes, copied: Copies, double: None) -> None:
-    """Each at its best amplitude, GroMo's searched as finely as ours."""
-    factors = [2.0**power for power in range(-10, 11)]
+    """Each at its best amplitude, GroMo's searched as finely as ours: its neurons are of other lengths."""
+    factors = [2.0 ** (power / 8) for power in range(-24, 57)]
     # GroMo's factor is on both sides of a neuron.
     run = make(Tiny(amplitudes=[factor**2 for factor in factors]))
     start = copied(run)
@@ -132,7 +132,7 @@ def test_tiny_s_loss_is_no_worse(make: Makes, copied: Copies, double: None) -> N
     run.grow({"0": OLD + NEW})
     after = loss(run.network, run.batches)
     print(f"TINY: loss {before:.5f}, GroMo {best:.5f}, ours {after:.5f}")
-    assert best < before and after <= best + 1e-3 * before
+    assert best < before and after <= best + 1e-4 * before
     # The same directions: what the neurons lead in, up to sign and length.
     rows, other = (
         torch.cat([layer.weight.flatten(1), layer.bias[:, None]], 1)[OLD:].detach()
