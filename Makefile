@@ -12,7 +12,7 @@ ARGS ?=
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-translation run test test-slow test-translation test-gpu lint format chaos bench notebooks clean clean-all
+.PHONY: help setup setup-translation run test test-slow test-translation test-gpu lint format chaos digests bench notebooks clean clean-all
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ format: $(READY)  ## rewrite the code in the house format
 
 chaos: $(READY)  ## kill a small training 50 times and see that nothing is lost (ARGS="--kills 200 --seed 1")
 	OMP_NUM_THREADS=1 $(PY) -m tests.chaos $(ARGS)
+
+digests: $(READY)  ## fingerprints of runs that use every feature (ARGS=FILE, later ARGS="FILE --compare")
+	OMP_NUM_THREADS=1 $(PY) -m tests.digests $(ARGS)
 
 bench: $(READY)  ## measure what growing and rate adaptation cost
 	$(PY) -m pytest --override-ini=python_files='bench_*.py' -m "" -s tests/benchmarks $(ARGS)

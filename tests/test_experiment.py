@@ -8,8 +8,6 @@ from math import cos, pi
 from pathlib import Path
 
 import lightning
-import numpy as np
-import PIL.Image
 import pytest
 import torch
 from torch.nn import functional as F
@@ -19,20 +17,14 @@ from growlab.data.loaders import MemoryLoader
 from growlab.growth import PairGrowth, grow, plant
 from growlab.networks import mlp8, resnet20
 from growlab.widths import trace
-from tests.runs import ROOT, CommandLine, Left, Outcome, table
+from tests.experiments import EXPERIMENTS, two_steps, write_fake_images
+from tests.runs import CommandLine, Left, Outcome, table
 
 IMAGES = {"limit_train": 96, "limit_test": 40, "batch_size": 32, "shift": 1, "mirror": True}
 DATA = tuple(f"data.{key}={str(value).lower()}" for key, value in IMAGES.items())
 STAGES = ("schedule.epochs=[2,1,2]", "schedule.widths=[0.5,0.75,1]")
 MLP = (*DATA, *STAGES, "model=mlp8", "model.width=12", "model.batch_norm=true")
 SHORT = (*MLP, "schedule.epochs=[1,1]", "schedule.widths=[0.5,1]")
-# A sweep's preset runs what the experiment that it names runs; test_configs.py composes each of its jobs. Those of
-# translation train on text: tests/translation runs them.
-EXPERIMENTS = sorted(
-    path.stem
-    for path in (ROOT / "conf" / "experiment").glob("*.yaml")
-    if not {"sweeper:", "study:", "translation"} & set(path.read_text().split())
-)
 
 
 @pytest.fixture
@@ -358,27 +350,7 @@ def test_a_missing_logger_is_told(cli: CommandLine, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def fake_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of random colour images, 32 x 32, in 10 classes."""
-    root = tmp_path_factory.mktemp("images")
-    pixels = np.random.default_rng(0)
-    for split in ("train", "test"):
-        for label in range(10):
-            folder = root / split / f"class{label}"
-            folder.mkdir(parents=True)
-            for number in range(2):
-                image = PIL.Image.fromarray(pixels.integers(0, 256, (32, 32, 3), dtype=np.uint8))
-                image.save(folder / f"{number}.png")
-    return root
-
-
-# Hypernetworks have tens of times the parameters of what they emit, up to 136 million.
-NARROWER = {
-    f"hyperfan_{name}": ["model.network.width=12"]
-    for name in ("mnist", "allconv_cifar10", "bnn_mobilenet_imagenet")
-}
-
-
-OTHER_DATA = {"gpt_char": ["data.limit_characters=4000", "data.eval_batch_size=4"]}
+    return write_fake_images(tmp_path_factory.mktemp("images"))
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -386,20 +358,11 @@ def test_every_experiment_runs_two_steps(
     finished: Callable[..., Path], fake_images: Path, experiment: str
 ) -> None:
     """As it is configured, on fake images: one step at its first widths, one after growing to its last."""
-    decides = experiment.startswith("isotropic")
-    schedule = ("schedule.epochs=[1,1]", "schedule.widths=[0.25,1]", "schedule.batch_sizes=null")
-    images = (f"data.root={fake_images}", "data.download=false", "data.num_workers=0", "data.limit_test=4")
-    run = finished(
-        f"experiment={experiment}",
-        *OTHER_DATA.get(experiment, images),
-        *(("schedule.total_epochs=2", "growth.first=1") if decides else schedule),
-        *("trainer.limit_train_batches=1", "trainer.accelerator=cpu", "data.batch_size=4"),
-        # ImageNet's networks take 224 pixels; here their batches are read in the run's own process.
-        "probe_size=2",
-        *NARROWER.get(experiment, ()),
-    )
+    run = finished(*two_steps(experiment, fake_images))
     results = json.loads((run / "results.json").read_text())
     assert results["experiment"] == experiment
     assert [row["step"] for row in table(run / "metrics.csv")] == ["1", "2"]
     first, last = (results["stages"][stage]["num_params"] for stage in (0, -1))
-    assert results["growth"] == "none" or (first != last if decides else first < last)
+    assert results["growth"] == "none" or (
+        first != last if experiment.startswith("isotropic") else first < last
+    )

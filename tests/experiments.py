@@ -1,0 +1,51 @@
+"""Every experiment file, shortened: two steps on fake images, one at its first widths and one after growing."""
+
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+
+from tests.runs import ROOT
+
+# A sweep's preset runs what the experiment that it names runs; test_configs.py composes each of its jobs. Those of
+# translation train on text: tests/translation runs them.
+EXPERIMENTS = sorted(
+    path.stem
+    for path in (ROOT / "conf" / "experiment").glob("*.yaml")
+    if not {"sweeper:", "study:", "translation"} & set(path.read_text().split())
+)
+
+# Hypernetworks have tens of times the parameters of what they emit, up to 136 million.
+_NARROWER = {
+    f"hyperfan_{name}": ("model.network.width=12",)
+    for name in ("mnist", "allconv_cifar10", "bnn_mobilenet_imagenet")
+}
+_OTHER_DATA = {"gpt_char": ("data.limit_characters=4000", "data.eval_batch_size=4")}
+
+
+def write_fake_images(root: Path) -> Path:
+    """A folder of random colour images, 32 x 32, in 10 classes; gives the folder back."""
+    pixels = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for label in range(10):
+            folder = root / split / f"class{label}"
+            folder.mkdir(parents=True)
+            for number in range(2):
+                image = PIL.Image.fromarray(pixels.integers(0, 256, (32, 32, 3), dtype=np.uint8))
+                image.save(folder / f"{number}.png")
+    return root
+
+
+def two_steps(experiment: str, images: Path) -> tuple[str, ...]:
+    """Overrides that shorten an experiment; everything else is as its file says."""
+    schedule = ("schedule.epochs=[1,1]", "schedule.widths=[0.25,1]", "schedule.batch_sizes=null")
+    data = (f"data.root={images}", "data.download=false", "data.num_workers=0", "data.limit_test=4")
+    return (
+        f"experiment={experiment}",
+        *_OTHER_DATA.get(experiment, data),
+        *(("schedule.total_epochs=2", "growth.first=1") if experiment.startswith("isotropic") else schedule),
+        *("trainer.limit_train_batches=1", "trainer.accelerator=cpu", "data.batch_size=4"),
+        # ImageNet's networks take 224 pixels; here their batches are read in the run's own process.
+        "probe_size=2",
+        *_NARROWER.get(experiment, ()),
+    )
