@@ -296,7 +296,8 @@ class _Layer:
         if self.choices.correction == "none":
             return nothing, nothing
         if self.choices.correction == "batch" and seen is not None:
-            return seen.mean, seen.square.diagonal()
+            # A mean square of 0 comes out of the turned matrix a rounding error above or below.
+            return seen.mean, seen.square.diagonal().clamp(min=0)
         if self._centred():
             return nothing, nothing
         total = nothing.clone()

@@ -54,6 +54,7 @@ def observe(model: nn.Module, probe: Sequence[Tensor], norms: Sequence[Norm] = (
     def record(name: str) -> object:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             x = inputs[0].detach()
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
             dims = [d for d in range(x.dim()) if d != 1]
             # In two passes: as exact as `Tensor.var` over several dimensions and ten times as fast.
             variances[name] = (x - x.mean(dims, keepdim=True)).square_().mean(dims)

@@ -17,6 +17,25 @@ _SMALL = 1e-3
 _TANH_SERIES = (1.0, -1 / 3, 2 / 15, -17 / 315, 62 / 2835)
 
 
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def squared_norm(x: Tensor) -> Tensor:
+    """||x||^2 over dimension 1, which is kept, in at least float32: in float16 a norm of 256 would overflow.
+
+    Autocast takes `vecdot` in half precision whatever it is given, but not `vector_norm`, which on a CPU is slower.
+    """
+    if x.dtype in _HALF or torch.is_autocast_enabled(x.device.type):
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=dtype).square()
+    return torch.linalg.vecdot(x, x, dim=1).unsqueeze(1)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype; the tensor itself, without an operation, where it has that already."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def tanh_gain(square: Tensor) -> Tensor:
     """tanh(r) / r of the squared radius s = r^2: 1 at 0, smooth there, no NaN in its gradient."""
     small = square < _SMALL
@@ -77,13 +96,15 @@ class Isotropic(nn.Module):
         self.log_length = None if length is None else nn.Parameter(torch.tensor(math.log(length)))
 
     def gain(self, x: Tensor) -> Tensor:
-        """The number that each vector is multiplied by: x with a single channel."""
-        square = torch.linalg.vecdot(x, x, dim=1).unsqueeze(1)
-        return GAINS[self.kind](square if self.log_length is None else square + self.log_length.exp())
+        """The number that each vector is multiplied by: x with a single channel, in at least float32."""
+        square = squared_norm(x)
+        if self.log_length is not None:
+            square = square + cast(self.log_length, square.dtype).exp()
+        return GAINS[self.kind](square)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply every vector of channels by its gain; shape as given."""
-        return self.gain(x) * x
+        """Multiply every vector of channels by its gain; shape and dtype as given."""
+        return cast(self.gain(x) * x, x.dtype)
 
     def extra_repr(self) -> str:
         """What `print` shows."""
@@ -134,18 +155,18 @@ class ChiNorm(nn.Module):
         self.register_buffer("running_var", torch.tensor(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise [B, n, ...]; shape as given."""
-        shape = (-1, *[1] * (x.dim() - 2))
+        """Normalise [B, n, ...]; shape and dtype as given, statistics in at least float32."""
+        shape, dtype = (-1, *[1] * (x.dim() - 2)), torch.promote_types(x.dtype, torch.float32)
         if not self.training:
-            return (x - self.running_mean.view(shape)) * torch.rsqrt(self.running_var + self.eps)
-        others = [dim for dim in range(x.dim()) if dim != 1]
-        mean = x.mean(others)
+            mean, var = cast(self.running_mean, dtype), cast(self.running_var, dtype)
+            return cast((x - mean.view(shape)) * torch.rsqrt(var + self.eps), x.dtype)
+        mean = x.mean([dim for dim in range(x.dim()) if dim != 1], dtype=dtype)
         centred = x - mean.view(shape)
-        var = torch.linalg.vecdot(centred, centred, dim=1).mean() / self.num_features
+        var = squared_norm(centred).mean() / self.num_features
         with torch.no_grad():
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(var, self.momentum)
-        return centred * torch.rsqrt(var + self.eps)
+            self.running_mean.lerp_(cast(mean, self.running_mean.dtype), self.momentum)
+            self.running_var.lerp_(cast(var, self.running_var.dtype), self.momentum)
+        return cast(centred * torch.rsqrt(var + self.eps), x.dtype)
 
     def extra_repr(self) -> str:
         """What `print` shows."""

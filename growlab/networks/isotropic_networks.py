@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from growlab.networks.isotropic import GAINS, ChiNorm, Isotropic
+from growlab.networks.isotropic import GAINS, ChiNorm, Isotropic, cast
 
 # What an isotropic activation is compared with: the same network with a function of each channel.
 _ELEMENTWISE = {"elementwise_tanh": nn.Tanh, "elementwise_relu": nn.ReLU, "elementwise_leaky": nn.LeakyReLU}
@@ -168,13 +168,14 @@ class NestedNetwork(nn.Module):
         terms = iter(self.affine(torch.flatten(x, 1)).split(self.terms, dim=1))
         gains: list[Tensor] = []
         level = next(terms)
+        dtype = level.dtype
         for activation in self.activations:
             gains.append(activation.gain(level))
             level, product = next(terms), None
             for gain in gains if self.products == "first" else reversed(gains):
                 product = gain if product is None else product * gain
                 level = level + product * next(terms)
-        return level
+        return cast(level, dtype)
 
     def _levels(self) -> list[int]:
         num_levels = len(self.activations) + 1

@@ -136,7 +136,7 @@ class Pieces:
     def square_sums(self, tensor: Tensor) -> Tensor:
         """Sum of squares of each region of the tensor: [K]."""
         if self.whole:
-            return self.regions.sums(tensor.detach().square())
+            return self.regions.square_sums(tensor)
         for piece, row in zip(self.cut(tensor.detach()), self.sum_rows, strict=True):
             add_squares([piece], [row])
         return self.take_sums()
@@ -154,11 +154,12 @@ def add_squares(pieces: Sequence[Tensor], rows: Sequence[SumRows]) -> None:
     """Write the sums of squares over the rows of each run of each piece to where they belong."""
     # `vector_norm(dim=0)` would be one operation, and slower than these two.
     for piece, (row, one_hot) in zip(pieces, rows, strict=True):
+        piece = piece.to(row.dtype)  # Squares leave float16's range.
         squares = piece * piece
         if one_hot is None:
             torch.sum(squares, 0, dtype=row.dtype, out=row)
         else:
-            torch.mm(one_hot, squares.to(one_hot.dtype), out=row)
+            torch.mm(one_hot, squares, out=row)
 
 
 def batches(elements: Sequence[int]) -> Iterator[slice]:

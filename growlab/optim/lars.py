@@ -75,13 +75,13 @@ class LARS(Regional):
         if factors_K is None or param.grad is None:
             return factors_K
         group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
-        norms = torch.stack(torch._foreach_norm([param.detach(), param.grad]))
+        norms = torch.stack(_norms([param.detach(), param.grad]))
         return factors_K * _trust(group, norms[0], norms[1])
 
     def _updates(self, group: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
         params: list[Tensor] = group["params"]
         grads = [p.grad for p in params if p.grad is not None]
-        norms = torch._foreach_norm([*params, *grads])
+        norms = _norms([*params, *grads])
         updates = []
         for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
             rate = group["lr"]
@@ -95,6 +95,16 @@ class LARS(Regional):
                 state["momentum_buffer"] = update
             updates.append((param, update))
         return updates
+
+
+def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """Frobenius norm of each tensor, in at least float32."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if dtypes <= {torch.float32, torch.float64}:
+        return torch._foreach_norm(tensors)
+    return tuple(
+        torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors
+    )
 
 
 def _trust(group: dict[str, Any], weight_norm: Tensor, grad_norm: Tensor) -> Tensor:

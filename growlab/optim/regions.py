@@ -74,7 +74,11 @@ class Regions:
 
     def norms(self, tensor: Tensor) -> Tensor:
         """Frobenius norm of each region of a tensor: [K]."""
-        return self.sums(tensor.detach().square()).sqrt_()
+        return self.square_sums(tensor).sqrt_()
+
+    def square_sums(self, tensor: Tensor) -> Tensor:
+        """Sum of squares of each region of a tensor, [K], in at least float32: squares leave float16's range."""
+        return self.sums(tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)).square())
 
     def spread(self, values_K: Tensor, dim: int) -> Tensor:
         """Give every element its region's value, in a shape that broadcasts with a tensor of `dim` dimensions."""

@@ -12,9 +12,10 @@ from growlab.growth.neurons import IMPORTANCES
 from growlab.growth.observation import watch
 from growlab.growth.spectrum import decompose, incoming, producers
 from growlab.networks import IsotropicCNN, IsotropicMLP
-from growlab.widths import WidthGraph, replace_tensors, tensors_of, trace
+from growlab.widths import WidthGraph, replace_tensors, rotate, tensors_of, trace
 from tests.cases import outputs, roughen
 from tests.growth.test_sparsify import OneByOne
+from tests.networks.test_isotropic import rotation
 
 
 class Flattened(nn.Module):
@@ -152,6 +153,25 @@ def test_removing_a_neuron_that_carries_nothing_changes_nothing(name, group, cor
     expected = outputs(network, x, False)
     pruned = changed(network, graph, group, width - 1, x, choices=Choices(correction=correction))
     assert torch.allclose(outputs(pruned, x, False), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [0.0, 1e-16, 1e-12, 1e-8])
+def test_rounding_in_the_batchs_mean_squares_makes_no_nan(size: float, seed: int) -> None:
+    """What a neuron without a bias carried is a square of about 0, which rounding leaves below 0 as often as above."""
+    network, graph, x = made("mlp")
+    silence(network, graph, "hidden.2", size)
+    turned = rotation(seed, 8)
+    rotate(network, graph, {"hidden.2": turned})
+    left, _, _ = decompose(network.hidden[2].weight)
+    with torch.no_grad():
+        network.hidden[2].bias.sub_(left[:, -1] * (left[:, -1] @ network.hidden[2].bias))
+    for least_squares in (False, True):
+        choices = Choices(correction="batch", least_squares=least_squares)
+        pruned = changed(network, graph, "hidden.2", 7, x, choices=choices)
+        assert all(torch.isfinite(tensor).all() for tensor in pruned.state_dict().values())
+        expected = outputs(network, x, False)
+        assert torch.allclose(outputs(pruned, x, False), expected, rtol=1e-10, atol=1e-10 + 10 * size)
 
 
 @pytest.mark.parametrize(("name", "group"), [("mlp", "hidden.0"), ("flattened", "features.2")])

@@ -1,5 +1,6 @@
 """Isotropic primitives commute with rotations, are smooth at 0, and nest."""
 
+import copy
 import math
 
 import pytest
@@ -118,6 +119,46 @@ def test_the_intrinsic_length_is_trained():
     f = Isotropic("tanh", 0.5)
     f(torch.ones(2, 3)).sum().backward()
     assert f.log_length.grad is not None and f.log_length.grad != 0
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_vectors_in_half_precision(kind, dtype, autocast):
+    """Norms of 1e-3 to 3e4: in float16 the square leaves its range at 256, which made the output 0, and at 1e-4."""
+    x = torch.nn.functional.normalize(drawn(0, 6, 8)) * torch.logspace(-3, 4.5, 6).double()[:, None]
+    x = x.to(dtype)
+    f, exact = Isotropic(kind, 0.3), Isotropic(kind, 0.3).double()
+    with torch.autocast("cpu", dtype, autocast):
+        y = (f if autocast else f.to(dtype))(x.requires_grad_())
+        assert y.dtype is dtype and torch.isfinite(torch.autograd.grad(y.sum(), x)[0]).all()
+        if autocast:
+            # Float32 that comes from elsewhere is not rounded to half precision on the way.
+            wide = f(x.detach().float())
+            assert torch.allclose(wide.double(), exact(x.detach().double()), rtol=1e-5, atol=1e-7)
+    # ln o itself is rounded where the parameters are.
+    tolerance = torch.finfo(dtype).eps * (1 if autocast else 3)
+    assert torch.allclose(y.double(), exact(x.double()), rtol=tolerance, atol=torch.finfo(dtype).tiny)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("make", [isotropic_mlp, isotropic_cnn, isotropic_nested])
+def test_networks_in_half_precision_follow_those_in_single_precision(make, dtype, autocast):
+    """Inputs of norm 2000; normalisers, which did not run under autocast at all, keep the same statistics."""
+    torch.manual_seed(0)
+    network = make((3, 8, 8), 4, width=4, **({} if make is isotropic_nested else {"chi_norm": True}))
+    half, x = copy.deepcopy(network), 300 * torch.randn(16, 3, 8, 8)
+    for training in (True, False):
+        expected = network.train(training)(x)
+        with torch.autocast("cpu", dtype, autocast):
+            half = half if autocast else half.to(dtype)
+            found = half.train(training)(x.to(dtype))
+        assert found.dtype is dtype
+        error = (found.float() - expected).abs().max() / expected.abs().max()
+        assert error < 10 * torch.finfo(dtype).eps
+    for one, other in zip(half.buffers(), network.buffers(), strict=True):
+        assert torch.allclose(one.float(), other, rtol=4 * torch.finfo(dtype).eps, atol=3.0)
 
 
 def test_a_blend_goes_from_the_identity_to_the_activation():

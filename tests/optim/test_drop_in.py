@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from growlab.optim import LARS, SGD, Adam, AdamW, AvaGrad, BaseRate, NormRatio, Regions
+from growlab.optim.blocks import Pieces
 
 TWINS = {
     "sgd": (SGD, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -155,6 +156,44 @@ def test_regions_in_half_precision_follow_those_in_single_precision(cls, dtype):
         results.append([p.detach().float() - s for p, s in zip(model.parameters(), start, strict=True)])
     for half, single in zip(*results, strict=True):
         torch.testing.assert_close(half, single, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("size", [1e-4, 2000.0])
+def test_norms_in_half_precision_do_not_leave_its_range(size, whole):
+    """In float16 the square of 256 is infinite and that of 1e-4 zero: rates were NaN, 0 or 1."""
+    weight = nn.Parameter((size * torch.randn(8, 6, generator=torch.Generator().manual_seed(0))).half())
+    weight.grad = weight.detach().clone()
+    regions = Regions(torch.arange(8) // 4, torch.arange(6) // 3)
+    exact = regions.norms(weight.double())
+    for optimizer in (SGD([weight], lr=0.0, rule=NormRatio()), LARS([weight], lr=0.0, rule=NormRatio())):
+        optimizer.set_regions({weight: regions})
+        for _ in range(2):
+            torch.testing.assert_close(optimizer.region_norms(weight)[1].double(), exact, rtol=1e-4, atol=0)
+            torch.testing.assert_close(
+                optimizer._norms_of_all([weight])[0].double(), exact, rtol=1e-4, atol=0
+            )
+            optimizer.step()
+    cut = Pieces(weight, regions, whole)
+    torch.testing.assert_close(cut.square_sums(weight.detach()).sqrt().double(), exact, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (2000, 60)])
+def test_lars_in_half_precision_takes_norms_in_single_precision(shape):
+    """A weight of norm 1e5 and a gradient of 1e-5."""
+    source = torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=source)
+    single = nn.Parameter((weight * (1e5 / weight.norm())).half().float())
+    single.grad = (torch.randn(shape, generator=source) * 6e-6).half().float()
+    half = nn.Parameter(single.detach().half())
+    half.grad = single.grad.half()
+    moved = []
+    for param in (single, half):
+        before = param.detach().clone()
+        LARS([param], lr=1.0, trust_coefficient=0.1).step()
+        moved.append((param.detach() - before).float())
+    assert moved[0].norm() > 1
+    assert (moved[1] - moved[0]).norm() < 0.02 * moved[0].norm()
 
 
 @BOTH
