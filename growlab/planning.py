@@ -14,8 +14,9 @@ from growlab.data import ImageData
 from growlab.errors import UserError
 from growlab.growth import Demand, Depth, GrowthMethod
 from growlab.processes import is_first, started_elsewhere, world_size
+from growlab.ranks import gather
 from growlab.training.batch_fit import fit_batch_sizes
-from growlab.training.distributed import check_strategy, cluster_environment, gather
+from growlab.training.distributed import check_strategy, cluster_environment
 from growlab.training.plan import Plan, make_plan
 from growlab.training.trial_steps import TrialRun, TrialSteps
 from growlab.widths import WidthGraph

@@ -11,7 +11,7 @@ import pytest
 import growlab
 
 PACKAGE = Path(growlab.__file__).parent
-EVERYWHERE = {"errors", "files"}
+EVERYWHERE = {"errors", "files", "ranks"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ def rule(parts: str = "", packages: str | None = None) -> Rule:
 RULES = {
     "errors": rule(packages=""),
     "files": rule(packages=""),
+    "ranks": rule(packages="torch"),
     "networks": rule("widths", packages="torch"),
     "widths": rule("networks", packages="torch"),
     "growth": rule("widths networks", packages="torch"),

@@ -11,7 +11,7 @@ from growlab.analysis.flops import stage_flops
 from growlab.errors import UserError
 from growlab.growth import Bottleneck, Course, Demand, bottlenecks, measurable, out_of_reach
 from growlab.optim import running_gradients
-from growlab.training.distributed import gather
+from growlab.ranks import gather
 from growlab.training.looking import Batches, auxiliary, auxiliary_flops, measurement
 from growlab.training.objective import network_inputs
 from growlab.training.plan import Plan, climb

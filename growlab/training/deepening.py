@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from growlab.data import ImageData
 from growlab.errors import UserError
 from growlab.growth import Demand, Depth, FixedSize, GrowthMethod, WidthDecision
+from growlab.ranks import agreed
 from growlab.training.objective import network_inputs
-from growlab.training.rank_check import agreed
 from growlab.training.task import Task
 from growlab.widths import WidthGraph
 

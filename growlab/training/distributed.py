@@ -6,9 +6,7 @@ Two things here are not documented interfaces of Lightning: the arguments that `
 """
 
 import os
-from typing import Any
 
-import torch
 from lightning import Trainer
 from lightning.pytorch.plugins.environments import (
     ClusterEnvironment,
@@ -16,7 +14,6 @@ from lightning.pytorch.plugins.environments import (
     SLURMEnvironment,
 )
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from growlab.errors import UserError
@@ -88,57 +85,3 @@ def renew_wrapper(trainer: Trainer) -> None:
         # The old wrapper's hooks on parameters that stay go with it, before the new one adds its own.
         strategy.model = trainer.lightning_module
         strategy.configure_ddp()
-
-
-def broadcast_buffers(module: nn.Module) -> None:
-    """Give all ranks rank 0's buffers, as torch's wrapper does before every forward pass in training.
-
-    Without SyncBatchNorm each rank's running statistics follow its own images until then. So what is compared,
-    validated and saved is what rank 0 trains on with.
-    """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        for buffer in module.buffers():
-            torch.distributed.broadcast(buffer, 0)
-
-
-def stacked(tensor: Tensor) -> Tensor:
-    """Every rank's tensor of the same shape, [ranks, ...]."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return tensor[None]
-    everyone = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(everyone, tensor)
-    return torch.stack(everyone)
-
-
-def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """The sum of every rank's tensor, the same on all."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        tensor = tensor.clone()
-        torch.distributed.all_reduce(tensor)
-    return tensor
-
-
-def averaged(tensor: Tensor) -> Tensor:
-    """The mean over ranks of a tensor that each rank holds, of the same bits on all of them."""
-    return stacked(tensor.contiguous()).mean(0)
-
-
-def shared(tensor: Tensor) -> Tensor:
-    """Rank 0's content, where the tensor lies; tensors of the CPU pass through the device that ranks talk by."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return tensor
-    on_gpu = torch.distributed.get_backend() == "nccl"
-    sent = (
-        tensor.detach().to(torch.cuda.current_device() if on_gpu else tensor.device, copy=True).contiguous()
-    )
-    torch.distributed.broadcast(sent, 0)
-    return sent.to(tensor.device)
-
-
-def gather(content: Any) -> list[Any]:
-    """Plain content of every rank, in the order of ranks."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [content]
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, content)
-    return everyone

@@ -20,13 +20,14 @@ from growlab.growth import (
     open_classes,
 )
 from growlab.optim import Inheritance, follow, running_gradients
+from growlab.ranks import agreed, broadcast_buffers, gather
 from growlab.training.climbing import Climber
 from growlab.training.deepening import deepen
-from growlab.training.distributed import broadcast_buffers, gather, renew_wrapper
+from growlab.training.distributed import renew_wrapper
 from growlab.training.looking import Batches, auxiliary, measurement
 from growlab.training.objective import network_inputs
 from growlab.training.orthogonal import OldGradient
-from growlab.training.rank_check import RankCheck, agreed
+from growlab.training.rank_check import RankCheck
 from growlab.training.task import Task
 from growlab.widths import tensors_of
 

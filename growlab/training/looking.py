@@ -8,7 +8,7 @@ from torch import Tensor
 from growlab.errors import UserError
 from growlab.growth import Measurement
 from growlab.growth.weighted_norms import annealed
-from growlab.training.distributed import averaged, gather, shared
+from growlab.ranks import averaged, gather, shared
 from growlab.training.task import Task
 
 # Numbers near zero that training in half precision (twice its smallest), and in any other, does not take for zero.

@@ -13,7 +13,7 @@ from growlab.analysis.flops import forward_flops
 from growlab.data import ImageData
 from growlab.growth.parity import buffers_kept
 from growlab.optim import Orthogonalised
-from growlab.training.distributed import sum_over_ranks
+from growlab.ranks import sum_over_ranks
 from growlab.training.objective import network_inputs
 from growlab.training.task import Task
 from growlab.widths import WidthGraph

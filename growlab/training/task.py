@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from growlab.errors import UserError
 from growlab.growth import Depth, GrowthMethod, GrowthState, Schedule, WidthDecision, anneal_norms
 from growlab.optim import RateRule, Regional, Regions, weight_regions
+from growlab.ranks import stacked
 from growlab.training.checkpoints import HEADER, as_precise, differences, shapes
-from growlab.training.distributed import stacked
 from growlab.training.learning_rate import LearningRate
 from growlab.training.objective import Classification, Objective
 from growlab.training.weight_average import WeightAverage

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from growlab.data.translation import TranslationData
 from growlab.errors import UserError
-from growlab.training.distributed import gather
+from growlab.ranks import gather
 from growlab.training.objective import TokenPrediction
 from growlab.translation.bleu import bleu
 from growlab.translation.export import fairseq_checkpoint

@@ -12,15 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from growlab.errors import UserError
-from growlab.training.distributed import (
-    OneMachine,
-    broadcast_buffers,
-    check_strategy,
-    gather,
-    renew_wrapper,
-    stacked,
-)
-from growlab.training.rank_check import _differing, agreed, checksums
+from growlab.ranks import agreed, broadcast_buffers, checksums, differing, gather, stacked
+from growlab.training.distributed import OneMachine, check_strategy, renew_wrapper
 from growlab.training.sync_batchnorm import SynchroniseBatchNorm
 
 
@@ -152,10 +145,10 @@ def test_checksums_of_plain_values_tell_them_apart() -> None:
 
 
 def test_differing_tensors_are_named() -> None:
-    assert _differing([{"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 9, "c": 3}]) == "b"
+    assert differing([{"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 9, "c": 3}]) == "b"
     many = [dict.fromkeys("abcde", rank) for rank in (0, 1)]
-    assert _differing(many) == "a, b, c and 2 more"
-    assert _differing([{"a": 1}, {"a": 1, "b": 2}]) == "b (not on rank 0)"
+    assert differing(many) == "a, b, c and 2 more"
+    assert differing([{"a": 1}, {"a": 1, "b": 2}]) == "b (not on rank 0)"
 
 
 def test_alone_everything_is_agreed() -> None:
@@ -167,7 +160,7 @@ def test_alone_everything_is_agreed() -> None:
 
 def test_the_largest_number_counts_and_nan_above_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "growlab.training.rank_check.gather", lambda ours: [ours, [2.0, 0.0], [float("nan"), 5.0]]
+        "growlab.ranks.gather", lambda ours: [ours, [2.0, 0.0], [float("nan"), 5.0]]
     )
     one, other = agreed([1.0, 3.0])
     assert one != one and other == 5.0
