@@ -27,7 +27,7 @@ from growlab.growth import (
     CLASSES,
     Demand,
     GrowthMethod,
-    fold_output_factor,
+    finish,
     plant,
     sort_classes,
 )
@@ -48,7 +48,7 @@ from growlab.training.deepening import choose_depth
 from growlab.training.distributed import check_strategy, cluster_environment
 from growlab.training.layer_statistics import LayerStatistics, held_out
 from growlab.training.library_messages import plain_errors, quiet_libraries
-from growlab.training.loggers import WandbRecords, finish, run_name
+from growlab.training.loggers import WandbRecords, close_loggers, run_name
 from growlab.training.looking import auxiliary_flops
 from growlab.training.norm_annealing import NormAnnealing
 from growlab.training.objective import Objective, network_inputs
@@ -196,12 +196,12 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
         if trainer.is_global_zero:
             recorder.write(task)
         # Before the test, so that the accuracy is that of the very weights in model.pt.
-        for weights in _weights(task).values():
-            if task.class_order is not None:
+        if task.class_order is not None:
+            for weights in _weights(task).values():
                 sort_classes(weights, task.graph, task.class_order)
-            fold_output_factor(weights, task.graph, task.growth_state.output_factor)
-            method.finish(weights)
-        task.growth_state.output_factor, task.class_order = 1.0, None
+        task.class_order = None
+        averages = () if task.average is None else (task.average.module,)
+        finish(network, task.graph, method, task.growth_state, averages)
         trainer.test(task, datamodule=data, verbose=False)
         results = results_row(cfg, plan, task, recorder, trainer.world_size, trainer.num_nodes)
         recorder.on_result(trainer, results)
@@ -289,7 +289,7 @@ def _loggers(cfg: DictConfig, run_id: str) -> Iterator[list[Logger]]:
         yield loggers
         succeeded = True
     finally:
-        finish(loggers, succeeded)
+        close_loggers(loggers, succeeded)
 
 
 def _checkpoint_to_resume(cfg: DictConfig, run_dir: Path) -> Path | None:

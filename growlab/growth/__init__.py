@@ -9,11 +9,11 @@ from growlab.growth.event import (
     GrowthState,
     ParityError,
     anneal_norms,
-    fold_output_factor,
     grow,
     plant,
 )
 from growlab.growth.expressivity import Bottleneck, bottlenecks, measurable, out_of_reach
+from growlab.growth.finish import finish
 from growlab.growth.firefly import FireFly
 from growlab.growth.fixed import FixedSize
 from growlab.growth.gradmax import GradMax
@@ -70,7 +70,7 @@ __all__ = [
     "densify",
     "diagonalise",
     "diagonalise_partially",
-    "fold_output_factor",
+    "finish",
     "grow",
     "make_schedule",
     "measurable",

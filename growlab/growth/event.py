@@ -14,7 +14,7 @@ from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrowthMethod
 from growlab.growth.observation import Observation, watch
 from growlab.growth.parity import eps_bounds, evaluate, observe, relative_error, rounding
-from growlab.growth.rescale import rescale
+from growlab.growth.rescale import can_fold
 from growlab.growth.weighted_norms import annealed, carried_weights, weigh
 from growlab.widths import Carry, WidthGraph, replace_tensors, resize, restore_tensors, tensors_of
 
@@ -142,7 +142,7 @@ def plant(
         The state to hand to `grow`.
 
     Raises:
-        UserError: the method would leave a factor on the output that `fold_output_factor` could not take up.
+        UserError: the method would leave a factor on the output that `finish` could not fold.
     """
     if dict(widths) != graph.full_widths:
         resize(model, graph, graph.full_widths, widths)
@@ -157,7 +157,7 @@ def _check_output_scale(
     model: nn.Module, graph: WidthGraph, method: GrowthMethod, widths: Mapping[str, int], seed: int
 ) -> None:
     """Rehearse all growth as one event, where a factor on the output could not be folded at the end."""
-    if not method.output_multiplier or _can_fold(graph):
+    if not method.output_multiplier or can_fold(graph):
         return
     rehearsal = method.grow(Expansion(graph, tensors_of(model, graph), widths, graph.full_widths, seed, 1))
     if rehearsal.output_factor != 1.0:
@@ -165,11 +165,6 @@ def _check_output_scale(
             f"{method.name} rescales this network's output, whose scale no layer can take up at the end of "
             "training: end the network with a linear layer or a convolution, or set growth.output_multiplier=false."
         )
-
-
-def _can_fold(graph: WidthGraph) -> bool:
-    """Whether affine layers alone set the scale of the output."""
-    return graph.output_class not in graph.unit_classes
 
 
 def grow(
@@ -318,6 +313,9 @@ def grow(
 def anneal_norms(model: nn.Module, graph: WidthGraph, state: GrowthState, progress: float) -> None:
     """Bring weighted normalisations closer to plain ones, which they are from progress 1 on.
 
+    A loop of one's own calls it before each step of a stage's first part; `finish` refuses a network that has not
+    been brought to 1. Networks without layer, RMS or group normalisation of growing channels have nothing to anneal.
+
     Args:
         model: the network, or an average of it.
         graph: its width graph.
@@ -329,24 +327,3 @@ def anneal_norms(model: nn.Module, graph: WidthGraph, state: GrowthState, progre
         state.norm_weights, progress = {}, 0.0
     state.norm_progress = progress
     weigh(model, graph, state.widths, weights)
-
-
-def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> None:
-    """Multiply the network's output by `factor` for good, through the weights and biases that produce it.
-
-    Args:
-        model: changed in place; its parameters stay the same objects.
-        graph: its width graph.
-        factor: what the output is multiplied by.
-
-    Raises:
-        ValueError: the output does not come straight from affine layers.
-    """
-    if factor == 1.0:
-        return
-    if not _can_fold(graph):
-        raise ValueError("the output's scale cannot be folded: no affine layer alone sets it")
-    tensors = tensors_of(model, graph)
-    with torch.no_grad():
-        for name, new in rescale(graph, tensors, {graph.output_class: factor})[0].items():
-            tensors[name].copy_(new)

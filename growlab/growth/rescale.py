@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from growlab.widths import Norm, WidthGraph
+from growlab.errors import UserError
+from growlab.widths import Norm, WidthGraph, tensors_of
 
 
 def rescale(
@@ -41,6 +42,35 @@ def rescale(
             norm_scale[norm.name] = scale
             new.update(_rescaled_norm(norm, tensors, scale))
     return new, norm_scale
+
+
+def can_fold(graph: WidthGraph) -> bool:
+    """Whether affine layers alone set the scale of the output."""
+    return graph.output_class not in graph.unit_classes
+
+
+def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> None:
+    """Multiply the network's output by `factor` for good, through the weights and biases that produce it.
+
+    Args:
+        model: changed in place; its parameters stay the same objects.
+        graph: its width graph.
+        factor: what the output is multiplied by.
+
+    Raises:
+        UserError: the output does not come straight from affine layers.
+    """
+    if factor == 1.0:
+        return
+    if not can_fold(graph):
+        raise UserError(
+            f"the output's factor {factor:.4g} cannot be folded into the network: no affine layer alone sets the "
+            "scale of its output; grow with output_multiplier=False."
+        )
+    tensors = tensors_of(model, graph)
+    with torch.no_grad():
+        for name, new in rescale(graph, tensors, {graph.output_class: factor})[0].items():
+            tensors[name].copy_(new)
 
 
 def eps_ratio(variance: Tensor, scale: float, eps: float) -> Tensor:

@@ -125,8 +125,8 @@ def stack(site: Site) -> None:
         parent, _, place = path.rpartition(".")
         before = f"{parent}.{int(place) - len(site.paths)}".lstrip(".") if place.isdigit() else ""
         known = dict(site.network.named_modules())
-        source = dict(known[before].state_dict()) if before in known else {}
-        own = site.network.get_submodule(path).state_dict()
+        source = _tensors(known[before]) if before in known else {}
+        own = _tensors(known[path])
         if not own.keys() == source.keys() or any(own[name].shape != source[name].shape for name in own):
             raise UserError(
                 f"depth.start=stack: there is no block of the same shape before {path} to copy; let blocks come in "
@@ -134,6 +134,11 @@ def stack(site: Site) -> None:
             )
         for name, tensor in own.items():
             tensor.copy_(source[name])
+
+
+def _tensors(block: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, without the weights of channels in statistics that a state_dict may hold."""
+    return {name: t.detach() for name, t in (*block.named_parameters(), *block.named_buffers())}
 
 
 STARTS: dict[str, Start] = {"zero": zero, "identity": identity, "stack": stack}

@@ -7,7 +7,8 @@ have others. With a weight w_j per channel,
 
 they are what they were if new channels have weight 0, or if the copies of a channel share its weight. The weights then
 go to 1, over the first part of a stage: at the end it is the plain normalisation again. Weights other than 1 are no
-part of the network's parameters, buffers or classes: hooks on the normalising modules apply them.
+part of the network's parameters, buffers or classes: hooks on the normalising modules apply them. They are an entry of
+the `state_dict`, so that a network which is not plain yet does not load into a plain one unnoticed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ from growlab.widths import Carry, WidthGraph
 
 # The attribute of a module that holds its weights while they are not all alike.
 _ATTRIBUTE = "_weighted_statistics"
+# Their entry of the module's state_dict. Loaded into a plain network it is refused as an unexpected key.
+_KEY = "unfinished_growth_channel_weights"
 
 
 def carried_weights(
@@ -100,6 +103,11 @@ def weigh(
     return weighted
 
 
+def weighted_modules(model: nn.Module) -> list[str]:
+    """Paths of the modules whose statistics over channels are weighted."""
+    return [name for name, module in model.named_modules() if hasattr(module, _ATTRIBUTE)]
+
+
 class _Weighing:
     """Makes the normalisation that a module's forward calls a weighted one.
 
@@ -107,38 +115,64 @@ class _Weighing:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._weights = torch.empty(0)
+        self.weights = torch.empty(0)
         self._open: list[_Weighted] = []
         # The second is called after an error too.
         self._handles = (
             module.register_forward_pre_hook(self._enter),
             module.register_forward_hook(self._leave, always_call=True),
+            module.register_state_dict_post_hook(_save),
+            module.register_load_state_dict_pre_hook(self._load),
         )
 
     def set(self, weights: Tensor) -> None:
         """Weights from now on, float64 [channels]."""
-        if weights.shape == self._weights.shape:
+        if weights.shape == self.weights.shape:
             # The very same tensor, which a compiled forward has seen.
-            self._weights.copy_(weights)
+            self.weights.copy_(weights)
         else:
-            self._weights = weights
+            self.weights = weights
 
     def remove(self) -> None:
         """Let the module be a plain one again."""
         for handle in self._handles:
             handle.remove()
 
+    def _load(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        key = prefix + _KEY
+        saved = state.pop(key, None)
+        if saved is None:
+            missing.append(key)
+        elif saved.shape != self.weights.shape:
+            errors.append(f"{key} has {len(saved)} channels, the network has {len(self.weights)}.")
+        else:
+            self.weights.copy_(saved)
+
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         example = next(module.parameters(), inputs[0])
-        if self._weights.device != example.device:
-            self._weights = self._weights.to(example.device)
-        mode = _Weighted(self._weights)
+        if self.weights.device != example.device:
+            self.weights = self.weights.to(example.device)
+        mode = _Weighted(self.weights)
         mode.__enter__()
         self._open.append(mode)
 
     def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if self._open:
             self._open.pop().__exit__(None, None, None)
+
+
+def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[prefix + _KEY] = getattr(module, _ATTRIBUTE).weights
 
 
 class _Weighted(TorchFunctionMode):

@@ -125,7 +125,7 @@ def spectra(network: nn.Module) -> list[list[Any]]:
     return rows
 
 
-def finish(loggers: Sequence[Logger], succeeded: bool) -> None:
+def close_loggers(loggers: Sequence[Logger], succeeded: bool) -> None:
     """End the loggers' runs, so that the next run of the process begins its own.
 
     Lightning leaves a W&B run open, and the next logger of the process would write into it.

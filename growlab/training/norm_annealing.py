@@ -13,8 +13,8 @@ from growlab.training.task import Task
 class NormAnnealing(Callback):
     """Lets the weights of channels in statistics go to 1 before each step, in equal steps (`anneal_norms`).
 
-    How far they are depends on the number of steps since the growth event alone. It comes behind the callback that
-    grows.
+    How far they are depends on the number of steps since the growth event alone; before the last step of the training
+    they are plain. It comes behind the callback that grows.
 
     Args:
         part: of a stage's optimizer steps, after which normalisations are plain again; of an epoch's, where a method
@@ -41,7 +41,9 @@ class NormAnnealing(Callback):
             schedule = pl_module.schedule
             epochs = [e for e in range(schedule.total_epochs) if schedule.stage_at(e) == state.stage]
             steps = sum(pl_module.steps_in_epoch[e] for e in epochs)
-        wanted = floor(self._part * steps)
+        # At least the last step of the training is one of the plain network.
+        left = sum(pl_module.steps_in_epoch) - pl_module.events[-1]["step"] - 1
+        wanted = min(floor(self._part * steps), left)
         progress = min(1.0, done / wanted) if wanted else 1.0
         if progress == state.norm_progress:
             return

@@ -380,6 +380,7 @@ class Task(LightningModule):
                 if self.average is not None:
                     self.depth.restore(self.average.module, state.blocks, state.widths)
                     self.average.resize(self.graph, state, state)
+            anneal_norms(self.network, self.graph, state, state.norm_progress)
             other = differences(shapes(checkpoint["state_dict"]), shapes(self.state_dict()), "the shape of ")
         if other:
             more = f" and {len(other) - 3} more" if len(other) > 3 else ""
@@ -396,5 +397,4 @@ class Task(LightningModule):
         as_precise(self, checkpoint["state_dict"])
         self.growth_state, self.events = state, list(saved["events"])
         self.looks = list(saved.get("looks", []))
-        anneal_norms(self.network, self.graph, state, state.norm_progress)
         self._saved_sums = saved["train_sums"]

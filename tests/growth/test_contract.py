@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.growth import GrowthState, anneal_norms, fold_output_factor, grow, plant
+from growlab.growth import GrowthState, anneal_norms, finish, grow, plant
 from growlab.widths import WidthGraph, resize, tensors_of
 from tests.cases import METHODS, NETWORKS, PRESERVING, graph_of, outputs, roughen, widths_at
 
@@ -187,7 +187,7 @@ def test_full_width_loads_into_a_fresh_network(method: str, network: str) -> Non
     torch.testing.assert_close(
         outputs(fresh, run.case.inputs(seed=9), False) * run.state.output_factor, expected
     )
-    fold_output_factor(run.network, run.graph, run.state.output_factor)
+    finish(run.network, run.graph, run.method, run.state)
     fresh.load_state_dict(run.network.state_dict(), strict=True)
     torch.testing.assert_close(outputs(fresh, run.case.inputs(seed=9), False), expected)
 

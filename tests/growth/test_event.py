@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from growlab.errors import UserError
 from growlab.growth import (
     Expansion,
     FixedSize,
@@ -17,12 +18,12 @@ from growlab.growth import (
     ParityError,
     RandomGrowth,
     VarianceTransfer,
-    fold_output_factor,
     grow,
     plant,
 )
 from growlab.growth.method import generator
 from growlab.growth.parity import eps_bounds, observe, relative_error
+from growlab.growth.rescale import fold_output_factor
 from growlab.widths import Norm, trace
 from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
 
@@ -316,7 +317,7 @@ def test_a_factor_that_no_layer_can_take_is_refused():
     network = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     graph = trace(network, torch.randn(2, 4))
     fold_output_factor(network, graph, 1.0)
-    with pytest.raises(ValueError, match="cannot be folded"):
+    with pytest.raises(UserError, match="cannot be folded"):
         fold_output_factor(network, graph, 2.0)
 
 

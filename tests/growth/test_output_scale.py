@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.errors import UserError
-from growlab.growth import PairGrowth, fold_output_factor, grow, plant
+from growlab.growth import PairGrowth, finish, grow, plant
 from growlab.widths import WidthGraph, trace
 from tests.cases import METHODS, PRESERVING, outputs
 
@@ -73,7 +73,7 @@ def test_whatever_factor_is_left_can_be_folded(end: str, method: str) -> None:
         assert state.output_factor == 1.0
     elif method == "ours":
         assert state.output_factor == pytest.approx(4.0)
-    fold_output_factor(network, graph, state.output_factor)
+    finish(network, graph, growing, state)
     torch.testing.assert_close(outputs(network, x, training=False), before, rtol=1e-12, atol=1e-12)
 
 

@@ -1,11 +1,13 @@
 """Normalisations over channels that grow: exact at an event, plain at the end."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from growlab.errors import UserError
 from growlab.growth import (
     GrowthMethod,
     GrowthState,
@@ -14,6 +16,7 @@ from growlab.growth import (
     ParityError,
     VarianceTransfer,
     anneal_norms,
+    finish,
     grow,
     plant,
 )
@@ -183,6 +186,75 @@ def test_an_event_in_the_middle_of_the_way_goes_on_from_there() -> None:
     assert event.parity_error_eval < 1e-13
     torch.testing.assert_close(run.outputs(), before)
     assert set(run.state.norm_weights["conv"]) == {1.0, 0.4, 0.0}
+
+
+def trained_to_the_end(
+    progress: float | None,
+) -> tuple[Any, nn.Module, WidthGraph, GrowthMethod, GrowthState]:
+    """A Transformer layer after a loop like the README's, its normalisations annealed that far in each stage."""
+    case, graph, method = NETWORKS["transformer"], graph_of("transformer"), VarianceTransfer()
+    network, x = case.make(), case.inputs()
+    state = plant(network, graph, method, widths_at(graph, 0.4), seed=0)
+    roughen(network)
+    for part in (0.7, 1.0):
+        event = grow(network, graph, method, state, widths_at(graph, part), seed=0, probe=(x,))
+        assert event.weighted_norms == ["norm1", "norm2"]
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+        for step in range(4):
+            if progress is not None:
+                anneal_norms(network, graph, state, progress * (step + 1) / 4)
+            optimizer.zero_grad()
+            (network(x) * state.output_factor).square().mean().backward()
+            optimizer.step()
+    return case, network, graph, method, state
+
+
+def test_a_finished_network_loads_into_a_plain_one_and_computes_the_same() -> None:
+    case, network, graph, method, state = trained_to_the_end(1.0)
+    x = case.inputs(seed=7)
+    in_training = outputs(network, x, training=True) * state.output_factor
+    assert state.output_factor != 1.0
+    finish(network, graph, method, state)
+    for _ in range(2):
+        plain = case.make()
+        plain.load_state_dict(network.state_dict(), strict=True)
+        torch.testing.assert_close(outputs(plain, x, training=True), in_training, rtol=1e-10, atol=1e-10)
+        assert state.output_factor == 1.0
+        finish(network, graph, method, state)  # Nothing is left to finish.
+
+
+@pytest.mark.parametrize("progress", [None, 0.9])
+def test_what_is_not_annealed_is_neither_finished_nor_loaded_unnoticed(progress: float | None) -> None:
+    case, network, graph, method, state = trained_to_the_end(progress)
+    before, average = outputs(network, case.inputs(), False), copy.deepcopy(network)
+    with pytest.raises(
+        UserError, match=r"norm1 and 1 more still weight channels.*call anneal_norms"
+    ) as raised:
+        finish(network, graph, method, state)
+    assert "\n" not in str(raised.value)
+    torch.testing.assert_close(outputs(network, case.inputs(), False), before, rtol=0, atol=0)
+    plain = case.make()
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*norm1\.unfinished_growth_channel_weights"):
+        plain.load_state_dict(network.state_dict())
+    # Its average may lag behind.
+    anneal_norms(network, graph, state, 1.0)
+    with pytest.raises(UserError, match="norm1 and 1 more"):
+        finish(network, graph, method, state, [average])
+    assert state.output_factor != 1.0
+
+
+def test_a_state_dict_carries_weights_of_channels_to_where_it_is_loaded() -> None:
+    run, other = Grown(), Grown()
+    anneal_norms(run.network, run.graph, run.state, 0.4)
+    with torch.no_grad():
+        for parameter in run.network.parameters():
+            parameter.mul_(1.1)
+    other.network.load_state_dict(run.network.state_dict())
+    torch.testing.assert_close(other.outputs(), run.outputs(), rtol=0, atol=0)
+    plain = copy.deepcopy(run.network)
+    weigh(plain, run.graph, run.state.widths, {})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        run.network.load_state_dict(plain.state_dict())
 
 
 def test_weights_survive_a_checkpoint_and_a_copy() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from growlab.errors import UserError
-from growlab.growth import GrowthState, anneal_norms, fold_output_factor, grow, plant
+from growlab.growth import GrowthState, anneal_norms, finish, grow, plant
 from growlab.hypernets import Hyperfan, emitted
 from growlab.networks import MLP, CifarResNet
 from growlab.optim import SGD, NormRatio, follow, weight_regions
@@ -97,8 +97,7 @@ def test_the_function_is_preserved_and_the_plain_network_computes_it(
         assert max(error_train, event.parity_error_train) <= 1e-4 if dtype == torch.float32 else 1e-8
     anneal_norms(run.network, run.graph, run.state, 1.0)
     expected = outputs(run.network, x, False) * run.state.output_factor
-    fold_output_factor(run.network, run.graph, run.state.output_factor)
-    run.method.finish(run.network)
+    finish(run.network, run.graph, run.method, run.state)
     fresh = make(name, dtype)
     fresh.load_state_dict(run.network.state_dict(), strict=True)
     assert repr(fresh) == repr(run.network)
