@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from growlab.widths.groups import WidthGraph
 from growlab.widths.layout import Axis
+from growlab.widths.replaced import note_replaced, note_restored
 
 _Places = Mapping[str, tuple[nn.Module, str]]
 
@@ -38,7 +39,8 @@ def replace_tensors(
 
     Parameters become new `nn.Parameter`s (autograd keeps the old shape of an old one), with the old one's
     `requires_grad`, attributes, dtype, device and memory format; a tensor shared by several modules stays
-    shared. Hooks on a replaced parameter are lost with it.
+    shared. Hooks on a replaced parameter are lost with it. An optimizer that goes on with an old one is refused at its
+    next step.
 
     Args:
         model: changed in place.
@@ -55,6 +57,7 @@ def replace_tensors(
     old = {name: getattr(*places[name]) for name in tensors}
     new = {name: _like(content, old[name]) for name, content in tensors.items()}
     _place(model, places, graph, new)
+    note_replaced((name, old[name], new[name]) for name in tensors)
     return {name: (old[name], new[name]) for name in tensors}
 
 
@@ -70,6 +73,7 @@ def restore_tensors(
     """
     places = dict(_named_tensor_places(model))
     _place(model, places, graph, {name: old for name, (old, _) in replaced.items()})
+    note_restored(replaced.values())
 
 
 def resize(

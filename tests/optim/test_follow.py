@@ -7,18 +7,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from growlab.growth import Net2Net, PairGrowth, VarianceTransfer, grow, plant
+from growlab.errors import UserError
+from growlab.growth import Net2Net, PairGrowth, ParityError, VarianceTransfer, grow, plant
 from growlab.optim import (
     SGD,
     Adam,
     AvaGrad,
     BaseRate,
+    Muon,
     NormRatio,
     default_inheritance,
     follow,
     weight_regions,
 )
-from growlab.widths import resize, trace
+from growlab.widths import replaced, resize, trace
 
 
 def network():
@@ -255,3 +257,76 @@ def test_resumed_around_growth_equals_uninterrupted_bit_for_bit(make, method, at
     play(resumed, 9)
     for a, b in zip(whole.network.parameters(), resumed.network.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+class TestForgotten:
+    """An optimizer that goes on with parameters that are no longer in the network."""
+
+    def run(self, make, regional: bool = False) -> Run:
+        run = Run(make, PairGrowth(), regional=regional).steps(1)
+        run.event = grow(run.network, GRAPH, run.method, run.state, widths(1), 0, (torch.randn(4, 3, 4, 4),))
+        return run
+
+    def follow(self, run: Run) -> None:
+        event = run.event
+        follow(run.optimizer, event.replaced, GRAPH, event.widths_before, event.widths_after)
+
+    @pytest.mark.parametrize(
+        "make", [torch.optim.SGD, torch.optim.Adam, SGD, Muon], ids=lambda o: o.__module__
+    )
+    def test_follow(self, make, monkeypatch):
+        # Networks of other tests may wait for an optimizer yet.
+        monkeypatch.setattr(replaced, "_awaited", {})
+        replaced._stop_listening()
+        run = self.run(lambda p: make(p, lr=0.1))
+        for _ in range(2):
+            with pytest.raises(
+                UserError, match=rf"{make.__name__} steps \S+ and \d+ other .* call growlab.optim.follow"
+            ):
+                run.steps(1)
+        self.follow(run)
+        assert replaced._hook is not None
+        run.steps(1)
+        assert replaced._hook is None  # Steps cost what they did.
+
+    def test_follow_of_one_optimizer_in_two(self):
+        run = self.run(lambda p: torch.optim.SGD(list(p)[:2], lr=0.1))
+        self.follow(run)
+        other = torch.optim.Adam(
+            [old for old, _ in run.event.replaced.values() if isinstance(old, nn.Parameter)]
+        )
+        run.steps(1)
+        with pytest.raises(UserError, match="Adam steps"):
+            other.step()
+
+    def test_set_regions(self):
+        run = self.run(lambda p: SGD(p, 0.1, rule=NormRatio()), regional=True)
+        self.follow(run)
+        with pytest.raises(UserError, match=r"SGD has regions of .* call optimizer.set_regions"):
+            run.steps(1)
+        run.relabel()
+        run.steps(1)
+
+    def test_plant(self):
+        made = network()
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        plant(made, GRAPH, PairGrowth(), widths(0), seed=0)
+        with pytest.raises(UserError, match=r"make the optimizer after plant\(\)"):
+            optimizer.step()
+
+    def test_an_event_that_was_undone_has_replaced_nothing(self):
+        class Wrong(PairGrowth):
+            def expand(self, expansion, name, old):
+                return 2 * super().expand(expansion, name, old)
+
+        run = Run(lambda p: torch.optim.SGD(p, lr=0.1), PairGrowth(), regional=False).steps(1)
+        run.method = Wrong()
+        with pytest.raises(ParityError):
+            run.grow()
+        run.steps(1)
+
+    def test_other_networks_and_their_optimizers_are_left_alone(self):
+        run, other = (Run(lambda p: torch.optim.SGD(p, lr=0.1), PairGrowth(), regional=False) for _ in "ab")
+        run.grow()
+        other.steps(1)
+        run.steps(1)

@@ -159,9 +159,7 @@ def test_alone_everything_is_agreed() -> None:
 
 
 def test_the_largest_number_counts_and_nan_above_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "growlab.ranks.gather", lambda ours: [ours, [2.0, 0.0], [float("nan"), 5.0]]
-    )
+    monkeypatch.setattr("growlab.ranks.gather", lambda ours: [ours, [2.0, 0.0], [float("nan"), 5.0]])
     one, other = agreed([1.0, 3.0])
     assert one != one and other == 5.0
 
