@@ -85,9 +85,9 @@ def run(cfg: DictConfig) -> None:
     """
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
-        with plain_errors(), quiet_libraries():
+        with plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
             if cfg.study is None:
-                _run(cfg, run_dir)
+                _run(cfg, run_dir, ending)
             else:
                 _check(cfg)
                 run_study(cfg, run_dir)
@@ -101,7 +101,7 @@ def _resume_command(run_dir: Path) -> str:
     return shlex.join(["growlab", *overrides, "ckpt_path=last", f"hydra.run.dir={run_dir}"])
 
 
-def _run(cfg: DictConfig, run_dir: Path) -> None:
+def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
     _check(cfg)
     if is_first():
         for folder in (run_dir, last_checkpoint(run_dir).parent):
@@ -110,6 +110,8 @@ def _run(cfg: DictConfig, run_dir: Path) -> None:
     header = read_header(checkpoint) if checkpoint else {}
     run_id = header.get("run_id") or secrets.token_hex(4)
     data: ImageData = hydra.utils.instantiate(cfg.data)
+    # Lightning does so only for a run that succeeds.
+    ending.callback(data.teardown)
     data.setup()
     torch.set_num_threads(cfg.num_threads or _NUM_THREADS)
     lightning.seed_everything(cfg.seed, verbose=False)

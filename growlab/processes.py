@@ -190,7 +190,10 @@ def run_as_command(
 
 
 def follow_the_leash() -> None:
-    """End this process if the one that started it is gone: nobody would wait for it, and its folder may be taken."""
+    """End this process and its children if the one that started it is gone.
+
+    Nobody would wait for them, and the run's folder may be taken.
+    """
     if _LEASH not in os.environ:
         return
     leash = int(os.environ[_LEASH])
@@ -198,7 +201,8 @@ def follow_the_leash() -> None:
     def watch() -> None:
         # Returns only when the last writing end is closed: nothing is ever written.
         os.read(leash, 1)
-        os.kill(os.getpid(), signal.SIGKILL)
+        shutil.rmtree(Path(os.environ[_REPORT]).parent, ignore_errors=True)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -235,10 +239,10 @@ def _wait(processes: Sequence[Process]) -> list[int | None]:
 
 
 def _end(processes: Sequence[Process]) -> set[int]:
-    """Kill those that still run and say which."""
+    """Kill those that still run, with the processes that read data for them, and say which."""
     running = {rank for rank, process in enumerate(processes) if process.poll() is None}
     for rank in running:
-        os.kill(processes[rank].pid, signal.SIGKILL)
+        os.killpg(processes[rank].pid, signal.SIGKILL)
     return running
 
 

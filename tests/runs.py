@@ -4,10 +4,12 @@ Starting Python, torch and Lightning takes longer than a small run. So one proce
 for every run: exit codes, signals, what is printed and what is left behind are those of a real process.
 """
 
+import atexit
 import contextlib
 import csv
 import json
 import os
+import pkgutil
 import resource
 import shutil
 import signal
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +28,7 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 from torch import nn
 
+from growlab.errors import UserError
 from tests.rank_faults import RANK_FAULTS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,9 +129,11 @@ class CommandLine:
             print(json.dumps(order), file=self._server.stdin, flush=True)
             answer = self._server.stdout.readline()
             assert answer, "the process that forks the runs has died"
-            return Outcome(
-                json.loads(answer), *((Path(folder) / name).read_text() for name in ("stdout", "stderr"))
-            )
+            code, left = json.loads(answer)
+            outcome = Outcome(code, *((Path(folder) / name).read_text() for name in ("stdout", "stderr")))
+            # Whatever happens to a run.
+            assert not left, f"left behind: {left}\n{outcome.err}"
+            return outcome
 
     def close(self) -> None:
         """End the process that forks."""
@@ -377,6 +383,42 @@ def _weights_are_nan(step: int) -> None:
     GrowthCallback.on_before_optimizer_step = on_before_optimizer_step
 
 
+# Phases of a run, each with the function that is called in it.
+PHASES = {
+    "read": "growlab.data.readers._Batches._read",
+    "trace": "growlab.experiment.find_widths",
+    "step": "growlab.training.task.Task.training_step",
+    "event": "growlab.training.growth_callback.grow",
+    "checkpoint": "growlab.training.checkpoints.AtomicCheckpointIO.save_checkpoint",
+    "validation": "growlab.training.task.Task.validation_step",
+    "test": "growlab.training.task.Task.test_step",
+    "loggers": "growlab.experiment.finish",
+}
+
+
+def _fails(phase: str, call: int, sentence: str | None) -> None:
+    """The n-th call of a phase's function raises, and the time is left in a file `failed`.
+
+    Args:
+        phase: one of `PHASES`.
+        call: counted from 1, in each process.
+        sentence: of a `UserError`; None: a mistake of our own.
+    """
+    owner_name, _, name = PHASES[phase].rpartition(".")
+    owner = pkgutil.resolve_name(owner_name)
+    original, calls = getattr(owner, name), 0
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls < call:
+            return original(*arguments, **named)
+        Path("failed").write_text(str(time.time()))
+        raise RuntimeError("our own mistake") if sentence is None else UserError(sentence)
+
+    setattr(owner, name, failing)
+
+
 def _no_wandb() -> None:
     import lightning.pytorch.loggers.wandb as module
     from lightning_utilities.core.imports import RequirementCache
@@ -416,6 +458,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     "keep_checkpoints": _keep_checkpoints,
     "loss_is_nan": _loss_is_nan,
     "weights_are_nan": _weights_are_nan,
+    "fails": _fails,
     "no_wandb": _no_wandb,
     "with_figures": _with_figures,
     "together": _together,
@@ -424,16 +467,64 @@ FAULTS: dict[str, Callable[..., None]] = {
 }
 
 
+# How long a run and, when it is gone, the processes that it has started may take.
+_RUN_SEC, _LEFT_SEC = 120.0, 10.0
+
+
 def _serve() -> None:
-    """Fork for every line on standard input and answer with the exit code."""
+    """Fork for every line on standard input; answer with the exit code and what the run has left running."""
     _import_everything(sys.argv[1:])
     for line in sys.stdin:
         order = json.loads(line)
         child = os.fork()
         if child == 0:
-            os._exit(_run(order))
-        _, status = os.waitpid(child, 0)
-        print(json.dumps(os.waitstatus_to_exitcode(status)), flush=True)
+            # A session of its own tells its processes from others.
+            os.setsid()
+            _leave(_run(order))
+        print(json.dumps([_exit_code(child), _end_session(child)]), flush=True)
+
+
+def _exit_code(child: int) -> int:
+    """Of a run, which is killed if it has not come to an end."""
+    deadline = time.monotonic() + _RUN_SEC
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def _end_session(session: int) -> list[int]:
+    """Kill the processes of a session that do not end by themselves; which these are."""
+    deadline = time.monotonic() + _LEFT_SEC
+    while (members := _members(session)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in members:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return members
+
+
+def _members(session: int) -> list[int]:
+    """Processes of a session, those left out that have ended and are waited for."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, number, *_ = path.read_text().rpartition(")")[2].split()
+            if int(number) == session and state not in "ZX":
+                found.append(int(path.parent.name))
+    return found
+
+
+def _leave(code: int) -> None:
+    """End this process as the interpreter does: what waits for ever at its exit shows here too."""
+    with contextlib.suppress(BaseException):
+        threading._shutdown()
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    os._exit(code)
 
 
 def _import_everything(fairseq_modules: Sequence[str]) -> None:
@@ -477,7 +568,9 @@ class _Forked:
                     os.dup2(os.open(quiet, os.O_WRONLY | os.O_CREAT), number)
             os.environ.clear()
             os.environ.update(environment)
-            os._exit(_main([a for a in arguments if a not in ("--config-name", "config")]))
+            _leave(_main([a for a in arguments if a not in ("--config-name", "config")]))
+        with contextlib.suppress(OSError):
+            os.setpgid(self.pid, self.pid)
 
     def poll(self) -> int | None:
         if self._code is None:

@@ -2,14 +2,18 @@
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from growlab.data.augment import Augmentation
 from growlab.data.crops import RandomCrop
@@ -22,6 +26,8 @@ Batch = tuple[Tensor, Tensor]
 DIED = "DataLoader worker (pid"
 # More worker processes than this hardly pay for one training process.
 _MOST_WORKERS = 16
+# How long a worker process that is told to end may take to finish the batch it is reading.
+_GRACE_SEC = 1.0
 
 
 def workers_of_rank(num_ranks: int) -> int:
@@ -33,7 +39,8 @@ def workers_of_rank(num_ranks: int) -> int:
 class Readers:
     """Reads batches of one set in worker processes, which are kept from epoch to epoch.
 
-    A batch is a function of (positions, seed, epoch) alone, whatever the number of workers.
+    A batch is a function of (positions, seed, epoch) alone, whatever the number of workers. The workers end with
+    `close()`, with this object, and with this process, whatever ends it.
 
     Args:
         images: the set.
@@ -66,6 +73,7 @@ class Readers:
             worker_init_fn=_finish_what_is_begun,
         )
         self._readings = 0
+        self._end: Callable[[], object] | None = None
 
     def read(self, batches: Sequence[np.ndarray], epoch: int | None) -> Iterator[Batch]:
         """Yield (images uint8 [B, H, W, C], labels int64 [B]) of each batch, on the CPU.
@@ -84,6 +92,9 @@ class Readers:
         reading = self._readings
         self._requests.batches, self._requests.epoch = batches, epoch
         iterator = iter(self._loader)
+        if self._end is None and self._loader.num_workers:
+            # Not weakref.finalize: at the interpreter's exit multiprocessing waits for the workers before that runs.
+            self._end = Finalize(self, _end_workers, (iterator,), exitpriority=0)
         try:
             while reading == self._readings:
                 batch = next(iterator, None)
@@ -101,9 +112,38 @@ class Readers:
         raise RuntimeError("these batches are read no further: another reading has begun")
 
     def close(self) -> None:
-        """End the worker processes; nothing can be read any more."""
+        """End the worker processes, whatever they are doing; nothing can be read any more."""
         self._readings += 1
+        if self._end is not None:
+            self._end()
         del self._loader
+
+
+def _end_workers(iterator: Any) -> None:
+    """End the worker processes of a loader's iterator and wait until they are gone.
+
+    Anyone may still hold the iterator, such as the traceback of what went wrong. torch alone would wait for each worker
+    for five seconds and then send it SIGTERM, which workers do not listen to.
+
+    Args:
+        iterator: `torch.utils.data.dataloader._MultiProcessingDataLoaderIter`.
+    """
+    workers = list(iterator._workers)
+
+    def kill() -> None:
+        for worker in workers:
+            worker.kill()
+
+    # Else torch's handler of SIGCHLD would raise an error for each worker that is killed.
+    signal_handling._remove_worker_pids(id(iterator))
+    iterator._worker_pids_set = False
+    late = threading.Timer(_GRACE_SEC, kill)
+    late.start()
+    iterator._shutdown_workers()
+    late.cancel()
+    kill()
+    for worker in workers:
+        worker.join()
 
 
 def _finish_what_is_begun(worker: int) -> None:

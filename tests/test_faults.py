@@ -1,0 +1,56 @@
+"""A failure in any phase of a run, with and without data workers, on one and two ranks, ends all of its processes."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runs import MLP, PHASES, CommandLine, Outcome
+
+STREAMED = (*MLP, "data.in_memory=false", "trainer=cpu", "hydra.run.dir=run")
+TWO_RANKS = "trainer=ddp_cpu"
+SENTENCE = "the disk is gone."
+# Once a phase has failed, the run may take so long to end on a busy machine; alone it takes less than one second.
+SECONDS = 20.0
+# Few enough for the normal suite: with workers, on one rank; and where ranks differ.
+FAST = {("read", 2, 1), ("step", 2, 1), ("event", 2, 1), ("read", 2, 2)}
+
+
+def fail(
+    cli: CommandLine, folder: Path, phase: str, workers: int, ranks: int, sentence: str | None = SENTENCE
+) -> Outcome:
+    """A run that fails in its second call of a phase; on the second of two ranks."""
+    fault = ("fails", phase, 1 if phase in ("trace", "test", "loggers") else 2, sentence)
+    if ranks == 2:
+        # Rank 0 alone writes checkpoints.
+        fault = ("on_rank", 0 if phase == "checkpoint" else 1, *fault)
+    more = [TWO_RANKS] if ranks == 2 else []
+    # A run that leaves a process behind, or never ends, fails in here.
+    outcome = cli(*STREAMED, f"data.num_workers={workers}", *more, cwd=folder, fault=fault)
+    assert time.time() - float((folder / "failed").read_text()) < SECONDS
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("phase", "workers", "ranks"),
+    [
+        pytest.param(phase, workers, ranks, marks=[] if (phase, workers, ranks) in FAST else pytest.mark.slow)
+        for phase in PHASES
+        for workers in (0, 2)
+        for ranks in (1, 2)
+    ],
+)
+def test_a_failure_in_any_phase_ends_every_process_with_its_sentence(
+    cli: CommandLine, tmp_path: Path, phase: str, workers: int, ranks: int
+) -> None:
+    outcome = fail(cli, tmp_path, phase, workers, ranks)
+    assert (outcome.code, "Traceback" in outcome.err) == (2, False), outcome.err
+    assert outcome.err.splitlines()[-1] == f"error: {SENTENCE}"
+
+
+@pytest.mark.parametrize("phase", ["read", pytest.param("event", marks=pytest.mark.slow)])
+def test_a_mistake_of_our_own_beside_workers_is_a_traceback(
+    cli: CommandLine, tmp_path: Path, phase: str
+) -> None:
+    outcome = fail(cli, tmp_path, phase, 2, 1, sentence=None)
+    assert outcome.code == 1 and "RuntimeError: our own mistake" in outcome.err
