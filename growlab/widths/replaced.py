@@ -57,8 +57,9 @@ def _check(optimizer: Optimizer, arguments: Any, named: Any) -> None:
         optimizer,
         stepped,
         "steps",
-        "the network does not train: call growlab.optim.follow(optimizer, event.replaced, graph, event.widths_before, "
-        "event.widths_after, carry=event.carry) after each growth event, and make the optimizer after plant()",
+        "the network does not train: call Grower.follow(optimizer) once; without a Grower make the optimizer after "
+        "plant() and call growlab.optim.follow(optimizer, event.replaced, graph, event.widths_before, "
+        "event.widths_after, carry=event.carry) after each growth event",
     )
     regions = getattr(optimizer, "_regions", {})
     _refuse(

@@ -1,0 +1,124 @@
+"""Hooks that a growing network carries: the output's factor, and state_dicts that bring their own widths.
+
+They are no part of its parameters, buffers, class or state_dict keys, and go at the end of growth.
+"""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from growlab.growth.event import GrowthState
+from growlab.growth.parity import quietly
+from growlab.widths import WidthGraph
+
+#: Where a state_dict's metadata, which other code leaves alone, holds the state of growth.
+METADATA = "growlab"
+
+
+class Owner(Protocol):
+    """Who brings networks to the widths of what they are about to load."""
+
+    def arrive(
+        self, network: nn.Module, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None
+    ) -> None:
+        """Called before `network` loads `tensors`; `state` is `GrowthState.as_dict()` where it came along."""
+        ...
+
+
+class OutputScale:
+    """A forward hook that multiplies what a module puts out by the output factor of a growth state."""
+
+    def __init__(self, state: GrowthState) -> None:
+        self.state = state
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Multiply."""
+        factor = self.state.output_factor
+        return output if factor == 1.0 else output * factor
+
+
+class _WriteState:
+    """A state_dict hook that adds the state of growth to the metadata."""
+
+    def __init__(self, state: GrowthState) -> None:
+        self.state = state
+
+    def __call__(self, module: nn.Module, tensors: Any, prefix: str, metadata: dict[str, Any]) -> None:
+        metadata[METADATA] = self.state.as_dict()
+
+
+class _ReadState:
+    """A load_state_dict pre-hook that hands tensors on to the network's owner, before they are loaded."""
+
+    def __init__(self, owner: Owner | None) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
+
+    def __reduce__(self) -> Any:
+        # A pickled network leaves its owner behind.
+        return _ReadState, (None,)
+
+    def __deepcopy__(self, memo: Any) -> "_ReadState":
+        return _ReadState(None if self._owner is None else self._owner())
+
+    def __call__(
+        self,
+        module: nn.Module,
+        tensors: Mapping[str, Tensor],
+        prefix: str,
+        metadata: Mapping[str, Any],
+        *_: Any,
+    ) -> None:
+        owner = None if self._owner is None else self._owner()
+        if owner is not None:
+            own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            owner.arrive(module, own, metadata.get(METADATA))
+
+
+def attach(
+    network: nn.Module, graph: WidthGraph, state: GrowthState, owner: Owner, probe: tuple[Any, ...]
+) -> None:
+    """Let a network multiply its output by `state.output_factor`, and its state_dicts bring their widths.
+
+    A network that returns one tensor multiplies that. Of others (a dictionary of a loss and logits) the layers that
+    set the output's scale do, so that what is computed from it inside the network is right too.
+
+    Args:
+        network: the network, or a copy of it, which may have hooks of the original already.
+        graph: its width graph.
+        state: looked at in every forward pass and by every state_dict.
+        owner: held weakly.
+        probe: positional inputs.
+    """
+    detach(network)
+    scale = OutputScale(state)
+    with quietly(network):
+        network.eval()
+        output = network(*probe)
+    if isinstance(output, Tensor):
+        network.register_forward_hook(scale)
+    else:
+        names = {layer.name for layer in graph.layers if layer.scale_out == graph.output_class}
+        for name in sorted(names):
+            network.get_submodule(name).register_forward_hook(scale)
+    network.register_state_dict_post_hook(_WriteState(state))
+    network.register_load_state_dict_pre_hook(_ReadState(owner))
+
+
+def detach(network: nn.Module) -> None:
+    """Take away what `attach` added."""
+    for module in network.modules():
+        for hooks in (module._forward_hooks, module._state_dict_hooks, module._load_state_dict_pre_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "hook", hook), (OutputScale, _WriteState, _ReadState)):
+                    del hooks[key]
+
+
+def state_of(network: nn.Module) -> GrowthState | None:
+    """The state that a network's hooks go by: of a copy, its own."""
+    for module in network.modules():
+        for hook in module._forward_hooks.values():
+            if isinstance(hook, OutputScale):
+                return hook.state
+    return None

@@ -1,0 +1,71 @@
+"""An exponential moving average of the weights that grows with the network."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from growlab.errors import UserError
+from growlab.parts.part import Part
+from growlab.triggers import Run
+
+
+class Averages(Part):
+    """`a <- decay a + (1 - decay) w` after every optimizer step, statistics of normalisation included.
+
+    A growth event maps weights to `G(w)`, linear in the old ones plus what it draws. The average goes through the
+    same map, with the same draws and with scales that are decided by `w`. Since an average's coefficients add up to
+    one, `G(average of w) = average of G(w)`: it is the average that there would be had the network always been this
+    wide.
+
+    Args:
+        decay: between 0 and 1, such as 0.999.
+
+    Raises:
+        UserError: another decay.
+    """
+
+    name = "averages"
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0 < decay < 1:
+            raise UserError(f"a decay of {decay} of averaged weights must lie between 0 and 1.")
+        self._decay = decay
+        self._average: AveragedModel | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The averaged network, at the widths of the network.
+
+        Raises:
+            UserError: no network grows with it yet.
+        """
+        if self._average is None:
+            raise UserError("averaged weights are there once a Grower has them among its parts.")
+        return self._average.module
+
+    def begin(self, run: Run) -> None:
+        """Start as a copy of the seed."""
+        average = get_ema_multi_avg_fn(self._decay)
+        self._average = AveragedModel(run.network, multi_avg_fn=average, use_buffers=True)
+        self._average.requires_grad_(False)
+
+    def followers(self) -> Mapping[str, nn.Module]:
+        """The averaged network."""
+        return {} if self._average is None else {"average": self._average.module}
+
+    def after_step(self, run: Run) -> None:
+        """Average."""
+        if self._average is not None:
+            self._average.to(next(run.network.parameters()).device)
+            self._average.update_parameters(run.network)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averaged weights and how many steps are in them."""
+        return {} if self._average is None else self._average.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+        if self._average is not None:
+            self._average.load_state_dict(state)

@@ -1,0 +1,127 @@
+"""Triggers that know every stage beforehand: given widths at given moments, a schedule, no growth."""
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from growlab.errors import UserError
+from growlab.growth import Schedule
+from growlab.growth.schedule import Number, exact
+from growlab.triggers.trigger import Clock, Run, Trigger, Widths
+from growlab.widths import WidthGraph
+
+UNITS = ("epoch", "step", "cost")
+
+
+class At(Trigger):
+    """Grow to given widths at given moments.
+
+    Args:
+        widths: for each stage, the moment that it begins at and its width: a fraction of full width, or the width of
+            each group (groups that are left out keep theirs). The first moment is 0.
+        unit: what moments count: "epoch", "step" (optimizer steps) or "cost" (whatever the loop announces).
+        batch_sizes: global batch size of each stage, for front ends that can change it.
+
+    Raises:
+        UserError: the stages cannot be.
+
+    Example:
+        >>> trigger = At({0: 0.25, 1000: 0.5, 3000: 1.0}, unit="step")
+        >>> [trigger.stage_at(Clock(step=step)) for step in (0, 999, 1000, 5000)]
+        [0, 0, 1, 2]
+    """
+
+    def __init__(
+        self,
+        widths: Mapping[float, Any],
+        unit: str = "epoch",
+        batch_sizes: Sequence[int] | None = None,
+    ) -> None:
+        if unit not in UNITS:
+            raise UserError(f"unit={unit!r} of a trigger must be {', '.join(UNITS)}.")
+        self.starts = tuple(sorted(widths))
+        if not self.starts or self.starts[0] != 0:
+            raise UserError("a trigger's first stage must begin at 0, such as {0: 0.25, 10: 1.0}.")
+        self._widths = tuple(widths[start] for start in self.starts)
+        for width in self._widths:
+            if not isinstance(width, Mapping) and not 0 < width <= 1:
+                raise UserError(f"a width of {width} is no fraction of full width: above 0 and at most 1.")
+        if batch_sizes is not None and len(batch_sizes) != len(self.starts):
+            raise UserError(
+                f"{len(batch_sizes)} batch sizes do not fit {len(self.starts)} stages; give one each."
+            )
+        self.unit = unit
+        self.batch_sizes = None if batch_sizes is None else tuple(batch_sizes)
+
+    def forecast(self, graph: WidthGraph) -> list[Widths]:
+        """Width of each group at every stage.
+
+        Raises:
+            UserError: there is no such group.
+        """
+        stages: list[Widths] = []
+        for width in self._widths:
+            before = stages[-1] if stages else graph.full_widths
+            if isinstance(width, Mapping):
+                unknown = sorted(set(width) - set(graph.groups))
+                if unknown:
+                    raise UserError(
+                        f"the network has no width group {unknown[0]!r}, only {', '.join(graph.groups) or 'none'}."
+                    )
+                stages.append({**before, **width})
+            else:
+                fraction = exact(width)
+                given = Schedule((1,), (fraction,), (1,)).widths(graph)[0]
+                # Rounded one by one, a stream's pieces may shrink by a channel.
+                grown = bool(stages) and fraction >= self._largest_before(len(stages))
+                stages.append({g: max(w, before[g]) if grown else w for g, w in given.items()})
+        return stages
+
+    def _largest_before(self, stage: int) -> Fraction:
+        known = [exact(width) for width in self._widths[:stage] if not isinstance(width, Mapping)]
+        return max(known, default=Fraction(2))
+
+    def stage_at(self, clock: Clock) -> int:
+        """Stage that a moment belongs to."""
+        now = getattr(clock, self.unit)
+        return max(stage for stage, start in enumerate(self.starts) if start <= max(now, 0))
+
+    def next(self, run: Run) -> Widths | None:
+        """Widths of the next stage, once its moment has come."""
+        stage = run.state.stage
+        return self.forecast(run.graph)[stage + 1] if stage < self.stage_at(run.clock) else None
+
+
+class Scheduled(At):
+    """Grow as a schedule says, at the beginning of epochs; see `growlab.growth.make_schedule`.
+
+    Args:
+        schedule: stages, widths and batch sizes.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        stages: dict[float, Any] = dict(zip(schedule.starts, schedule.width_fractions, strict=True))
+        super().__init__(stages, batch_sizes=schedule.batch_sizes)
+        self.schedule = schedule
+
+    def forecast(self, graph: WidthGraph) -> list[Widths]:
+        """Width of each group at every stage."""
+        return list(self.schedule.widths(graph))
+
+
+class Never(At):
+    """Train one width from beginning to end.
+
+    Args:
+        width: fraction of full width. At 1 the network keeps the weights that its constructor drew.
+    """
+
+    def __init__(self, width: Number = 1) -> None:
+        super().__init__({0: width})
+
+
+def as_trigger(trigger: Trigger | Schedule | Mapping[float, Any]) -> Trigger:
+    """A trigger of a schedule, or of the epoch and width of each stage such as {0: 0.25, 10: 1.0}."""
+    if isinstance(trigger, Trigger):
+        return trigger
+    return Scheduled(trigger) if isinstance(trigger, Schedule) else At(trigger)

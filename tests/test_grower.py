@@ -1,0 +1,522 @@
+"""The engine in a plain loop: any optimizer, any checkpoint, anything that grows along."""
+
+import copy
+import gc
+import io
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from growlab import ranks
+from growlab.errors import UserError
+from growlab.grower import Grower
+from growlab.growth import (
+    GradMax,
+    Isotropic,
+    Net2Net,
+    PairGrowth,
+    VarianceTransfer,
+    finish,
+    grow,
+    make_schedule,
+    plant,
+)
+from growlab.networks import IsotropicMLP
+from growlab.optim import SGD, NormRatio, follow, weight_regions
+from growlab.parts import Averages, Part
+from growlab.triggers import At, Decided, Never
+from growlab.widths import WidthGraph, trace
+
+STEPS, EPOCHS = 3, 4
+STAGES = {0: 0.5, 1: 0.75, 3: 1.0}
+GRAPHS: dict[tuple[str, str], WidthGraph] = {}
+PROBE = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Networks of the same modules have the same graph, which takes longer to find than the rest of a test."""
+
+    def find(network: nn.Module, example: object, **settings: object) -> WidthGraph:
+        key = (str(network), str(settings))
+        if key not in GRAPHS:
+            GRAPHS[key] = trace(network, example, **settings)
+        return GRAPHS[key]
+
+    monkeypatch.setattr("growlab.grower.trace", find)
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    )
+
+
+def normed() -> nn.Sequential:
+    """Normalised over channels that grow."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    )
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(step)
+    return torch.randn(8, 6, generator=source), torch.randint(3, (8,), generator=source)
+
+
+def two_groups(network: nn.Module) -> torch.optim.Optimizer:
+    decayed = [p for p in network.parameters() if p.dim() > 1]
+    others = [p for p in network.parameters() if p.dim() < 2]
+    return torch.optim.AdamW(
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 0.02}], lr=0.01
+    )
+
+
+OPTIMIZERS = {
+    "growlab": lambda n: SGD(n.parameters(), lr=0.1, momentum=0.9, rule=NormRatio()),
+    "momentum": lambda n: torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9),
+    "groups": two_groups,
+}
+
+
+class Loop:
+    """A plain loop with a checkpoint: network, optimizer, schedule of the rate, grower."""
+
+    def __init__(self, make=OPTIMIZERS["growlab"], network=mlp, trigger=STAGES, **settings):
+        self.network = network()
+        settings = {"method": VarianceTransfer(noise_std=1e-3), "anneal_steps": 2, **settings}
+        self.grower = Grower(self.network, PROBE, trigger=trigger, **settings)
+        self.optimizer = make(self.network)
+        self.rate = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        self.grower.follow(self.optimizer)
+        self.done = 0
+
+    def train(self, until: int = STEPS * EPOCHS) -> "Loop":
+        while self.done < until:
+            self.grower.step(epoch=self.done // STEPS, step=self.done)
+            x, y = batch(self.done)
+            self.optimizer.zero_grad()
+            F.cross_entropy(self.network(x), y).backward()
+            self.optimizer.step()
+            self.done += 1
+            if self.done % STEPS == 0:
+                self.rate.step()
+        return self
+
+    @property
+    def parts(self):
+        return {
+            "network": self.network,
+            "optimizer": self.optimizer,
+            "rate": self.rate,
+            "grower": self.grower,
+        }
+
+    def saved(self) -> io.BytesIO:
+        file = io.BytesIO()
+        torch.save({"done": self.done, **{n: part.state_dict() for n, part in self.parts.items()}}, file)
+        file.seek(0)
+        return file
+
+    def resume(self, file: io.BytesIO, order=("network", "optimizer", "rate", "grower")) -> "Loop":
+        content = torch.load(file, weights_only=True)
+        for name in order:
+            self.parts[name].load_state_dict(content[name])
+        self.done = content["done"]
+        return self
+
+    def everything(self) -> list[object]:
+        """All that a run ends with, comparable bit for bit."""
+        state = self.optimizer.state_dict()
+        moments = [v for entry in state["state"].values() for v in entry.values()]
+        tensors = [*self.network.state_dict().values(), *(torch.as_tensor(m) for m in moments)]
+        events = [{n: v for n, v in e.items() if n != "seconds"} for e in self.grower.events]
+        return [*(t.tolist() for t in tensors), state["param_groups"], events, self.grower.state.as_dict()]
+
+
+def test_equals_the_loop_by_hand_bit_for_bit() -> None:
+    network, method = mlp(), VarianceTransfer(noise_std=1e-3)
+    graph = trace(network, PROBE)
+    schedule = make_schedule(EPOCHS, 8, epochs=[1, 2, 1], widths=[0.5, 0.75, 1.0])
+    widths = schedule.widths(graph)
+    state = plant(network, graph, method, widths[0], seed=0)
+    optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, rule=NormRatio())
+    for step in range(STEPS * EPOCHS):
+        if schedule.stage_at(step // STEPS) > state.stage:
+            event = grow(network, graph, method, state, widths[state.stage + 1], seed=0, probe=(PROBE,))
+            follow(
+                optimizer, event.replaced, graph, event.widths_before, event.widths_after, carry=event.carry
+            )
+            regions = weight_regions(graph, state.births)
+            optimizer.set_regions({p: regions[n] for n, p in network.named_parameters() if n in regions})
+        x, y = batch(step)
+        optimizer.zero_grad()
+        F.cross_entropy(network(x) * state.output_factor, y).backward()
+        optimizer.step()
+        if step % (2 * STEPS) == 2 * STEPS - 1:
+            optimizer.param_groups[0]["lr"] *= 0.5
+    finish(network, graph, method, state)
+    loop = Loop(trigger=schedule).train()
+    loop.grower.finish()
+    assert [e["stage"] for e in loop.grower.events] == [1, 2]
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(tensor, loop.network.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("network", [mlp, normed])
+def test_function_stays_at_every_event_and_in_the_plain_network_at_the_end(network) -> None:
+    loop = Loop(network=network, method=VarianceTransfer())
+    for epoch in range(EPOCHS):
+        loop.train(epoch * STEPS)
+        before = loop.network.eval()(PROBE)
+        loop.grower.step(epoch=epoch)
+        assert torch.allclose(loop.network(PROBE), before, atol=1e-5)
+        loop.network.train()
+    loop.train()
+    outputs = loop.network.eval()(PROBE)
+    assert loop.grower.finish() is loop.network
+    plain = network().eval()
+    plain.load_state_dict(copy.deepcopy(loop.network.state_dict()), strict=True)
+    assert torch.allclose(plain(PROBE), outputs, atol=1e-6)
+    assert not loop.network._forward_hooks and not loop.network._load_state_dict_pre_hooks
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("network", [mlp, normed])
+def test_resumed_at_any_step_it_is_the_uninterrupted_run(make, network) -> None:
+    whole = Loop(make, network)
+    files = [whole.train(killed).saved() for killed in range(STEPS * EPOCHS)]
+    wanted = whole.train().everything()
+    for killed, file in enumerate(files):
+        assert Loop(make, network).resume(file).train().everything() == wanted, killed
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("network", "optimizer", "grower"))))
+def test_parts_of_a_checkpoint_load_in_any_order(order) -> None:
+    make = OPTIMIZERS["groups"]
+    file = Loop(make, normed).train(7).saved()
+    resumed = Loop(make, normed).train(1).resume(file, (*order, "rate"))
+    assert resumed.train().everything() == Loop(make, normed).train().everything()
+
+
+def test_a_state_dict_brings_widths_ages_and_output_factor() -> None:
+    wide, narrow = Loop().train(), Loop()
+    weight = narrow.network[3].weight
+    narrow.network.load_state_dict(wide.network.state_dict(), strict=True)
+    assert narrow.grower.state == wide.grower.state and narrow.grower.state.output_factor > 1
+    held = {id(p) for group in narrow.optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in narrow.network.parameters()} and id(weight) not in held
+    assert torch.equal(narrow.network.eval()(PROBE), wide.network.eval()(PROBE))
+    # Of plain tensors the trigger says when channels came; a module around the network changes nothing.
+    plain = {f"inner.{name}": tensor for name, tensor in wide.network.state_dict().items()}
+    other = Loop()
+    nn.ModuleDict({"inner": other.network}).load_state_dict(plain)
+    assert other.grower.state.births == wide.grower.state.births and other.grower.state.stage == 2
+
+
+def test_tensors_of_another_network_are_left_to_torch() -> None:
+    loop = Loop()
+    other = nn.Sequential(
+        nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(7, 8), nn.ReLU(), nn.Linear(8, 3)
+    )
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        loop.network.load_state_dict(other.state_dict())
+    with pytest.raises(UserError, match="another network"):
+        Grower(normed()[:4], PROBE, method=PairGrowth(), trigger=Never()).load_state_dict(
+            loop.grower.state_dict()
+        )
+
+
+def test_copies_stay_as_they_are_while_the_network_grows() -> None:
+    loop = Loop().train(5)
+    best, outputs = copy.deepcopy(loop.network).eval(), loop.network.eval()(PROBE)
+    loop.network.train()
+    loop.train()
+    assert torch.equal(best(PROBE), outputs)
+    # A copy may load another stage, too.
+    best.load_state_dict(loop.network.state_dict())
+    assert torch.equal(best(PROBE), loop.network.eval()(PROBE))
+    with io.BytesIO() as file:
+        torch.save(loop.network, file)
+        file.seek(0)
+        assert torch.equal(torch.load(file, weights_only=False)(PROBE), best(PROBE))
+
+
+def test_an_optimizer_made_before_the_seed_follows() -> None:
+    network = mlp()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    grower = Grower(network, PROBE, method=VarianceTransfer(), trigger=STAGES)
+    grower.follow(optimizer)
+    before = [p.clone() for p in network.parameters()]
+    F.cross_entropy(network(batch(0)[0]), batch(0)[1]).backward()
+    optimizer.step()
+    assert all(not torch.equal(p, old) for p, old in zip(network.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_optimizer_that_does_not_follow_is_noticed(epoch) -> None:
+    network = mlp()
+    early = torch.optim.SGD(network.parameters(), lr=0.1)
+    grower = Grower(network, PROBE, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1) if epoch else early
+    grower.step(epoch=epoch)
+    F.cross_entropy(network(batch(0)[0]), batch(0)[1]).backward()
+    with pytest.raises(UserError, match=r"Grower.follow"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_one_of_two_networks_grows(shared) -> None:
+    """As a generator beside its discriminator, with an optimizer each or one for both."""
+    generator, critic = mlp(), nn.Linear(3, 1)
+    grower = Grower(generator, PROBE, method=PairGrowth(noise_std=1e-3), trigger={0: 0.5, 1: 1.0})
+    both = [*generator.parameters(), *critic.parameters()]
+    sets = [both] if shared else [list(generator.parameters()), list(critic.parameters())]
+    optimizers = [torch.optim.SGD(params, lr=0.1, momentum=0.9) for params in sets]
+    grower.follow(*optimizers)
+    for step in range(2):
+        momentum = [optimizers[-1].state[p].get("momentum_buffer") for p in critic.parameters()]
+        grower.step(epoch=step)
+        assert all(
+            optimizers[-1].state[p].get("momentum_buffer") is m
+            for p, m in zip(critic.parameters(), momentum, strict=True)
+        )
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        critic(generator(batch(step)[0])).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    states = [p for optimizer in optimizers for p in optimizer.state]
+    assert {id(p) for p in states} == {id(p) for p in (*generator.parameters(), *critic.parameters())}
+
+
+def test_scaled_gradients_and_clipping_go_on() -> None:
+    loop, scaler = Loop(OPTIMIZERS["momentum"]), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(6):
+        loop.grower.step(step=step, epoch=step // 3)
+        loop.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(loop.network(batch(step)[0]), batch(step)[1])
+        scaler.scale(loss).backward()
+        scaler.unscale_(loop.optimizer)
+        nn.utils.clip_grad_norm_(loop.network.parameters(), 1.0)
+        before = loop.network[0].weight.clone()
+        scaler.step(loop.optimizer)
+        scaler.update()
+        assert not torch.equal(loop.network[0].weight, before)
+    assert len(loop.grower.events) == 1
+
+
+def test_gradients_that_are_being_accumulated_become_the_grown_networks() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    grower = Grower(network, PROBE, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
+    grower.follow(torch.optim.SGD(network.parameters(), lr=0.1))
+    x, y = batch(0)[0].double(), batch(0)[1]
+    F.cross_entropy(network(x), y).backward()
+    grower.step(epoch=1)
+    carried = [p.grad.clone() for p in network.parameters()]
+    network.zero_grad()
+    F.cross_entropy(network(x), y).backward()
+    for own, gradient in zip(network.parameters(), carried, strict=True):
+        assert torch.allclose(own.grad, gradient, atol=1e-12)
+
+
+def test_averages_grow_along_as_a_part_or_as_a_module_of_ones_own() -> None:
+    average = Averages(decay=0.7)
+    loop = Loop(parts=[average])
+    own = AveragedModel(loop.network, multi_avg_fn=get_ema_multi_avg_fn(0.7), use_buffers=True)
+    loop.grower.follow(own)
+    loop.optimizer.register_step_post_hook(lambda *_: own.update_parameters(loop.network))
+    loop.train()
+    for name, tensor in own.module.state_dict().items():
+        assert torch.equal(average.module.state_dict()[name], tensor), name
+    assert all(e["average_parity_error_eval"] < 1e-5 for e in loop.grower.events)
+    outputs = average.module.eval()(PROBE)
+    loop.grower.finish()
+    plain = mlp().eval()
+    plain.load_state_dict(average.module.state_dict())
+    assert torch.allclose(plain(PROBE), outputs, atol=1e-6)
+
+
+@pytest.mark.parametrize("killed", [2, 3, 4, 9])
+def test_averages_resume(killed) -> None:
+    def loop() -> Loop:
+        return Loop(network=normed, parts=[Averages(decay=0.7)])
+
+    def average(loop: Loop) -> list[object]:
+        return [t.tolist() for t in loop.grower.parts[0].module.state_dict().values()]
+
+    resumed = loop().resume(loop().train(killed).saved()).train()
+    assert average(resumed) == average(loop().train())
+
+
+def test_parts_are_called_where_they_say() -> None:
+    class Witness(Part):
+        name = "witness"
+
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def before_growth(self, run, widths):
+            self.calls.append(f"before {run.state.stage}")
+            return {"seen": dict(widths)}
+
+        def after_growth(self, run, event):
+            self.calls.append(f"after {run.state.stage}")
+            return {}
+
+        def before_step(self, run):
+            self.calls.append("step")
+
+        def after_step(self, run):
+            self.calls.append("stepped")
+
+        def finish(self, run):
+            self.calls.append("finish")
+
+    witness = Witness()
+    loop = Loop(parts=[witness]).train(STEPS + 1)
+    loop.grower.finish()
+    assert witness.calls == [*["step", "stepped"] * STEPS, "before 0", "after 1", "step", "stepped", "finish"]
+    assert loop.grower.events[0]["seen"] == loop.grower.events[0]["widths_after"]
+
+
+@pytest.mark.parametrize(
+    ("trigger", "moments"),
+    [
+        (At({0: 0.5, 4: 1.0}, unit="step"), [{"step": 3}, {"step": 4}]),
+        (At({0: 0.5, 0.3: 1.0}, unit="cost"), [{"cost": 0.29, "epoch": 9}, {"cost": 0.3}]),
+        (At({0: {"0": 3, "3": 4}, 2: {"3": 8}, 3: 1.0}), [{"epoch": 0}, {"epoch": 2}]),
+    ],
+)
+def test_moments_are_epochs_steps_or_cost(trigger, moments) -> None:
+    grower = Grower(mlp(), PROBE, method=PairGrowth(), trigger=trigger)
+    assert [len(grower.step(**moment)) for moment in moments] == [0, 1]
+    assert grower.step(**moments[-1]) == []
+    assert grower.events[0]["widths_after"] == trigger.forecast(grower.graph)[1]
+
+
+def test_stages_that_were_missed_are_caught_up() -> None:
+    loop = Loop()
+    assert [event.stage for event in loop.grower.step(epoch=3)] == [1, 2]
+    assert loop.grower.state.widths == loop.grower.graph.full_widths
+
+
+def test_a_method_that_decides_by_itself_is_asked() -> None:
+    torch.manual_seed(0)
+    network = IsotropicMLP(6, [8], 3)
+    method = Isotropic()
+    grower = Grower(network, PROBE, method=method, trigger=Decided(0.5))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    grower.follow(optimizer)
+    for epoch in range(3):
+        grower.step(epoch=epoch, step=epoch)
+        optimizer.zero_grad()
+        F.cross_entropy(network(batch(epoch)[0]), batch(epoch)[1]).backward()
+        optimizer.step()
+    assert grower.state.asked >= 1
+    assert {id(p) for p in optimizer.state} == {id(p) for p in network.parameters()}
+
+
+def test_a_method_that_looks_at_data_is_given_some() -> None:
+    network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    grower = Grower(network, PROBE, method=GradMax(), trigger={0: 0.5, 1: 1.0})
+    with pytest.raises(UserError, match="look_at"):
+        grower.step(epoch=1)
+    grower.look_at(lambda number: [batch(n) for n in range(number)], F.cross_entropy)
+    assert grower.step(epoch=1)[0].parity_error_eval < 1e-5
+
+
+def test_compiled_anew_at_every_width() -> None:
+    compiled: list[int] = []
+
+    def backend(graph, inputs):
+        compiled.append(1)
+        return graph.forward
+
+    widths = {epoch: {"0": 2 + epoch // 2, "3": 2 + (epoch + 1) // 2} for epoch in range(11)}
+    loop = Loop(trigger=widths)
+    loop.network.compile(backend=backend, dynamic=False)
+    seen = []
+    for epoch in range(11):
+        loop.grower.step(epoch=epoch)
+        loop.network(batch(epoch)[0]).sum().backward()
+        seen.append(len(compiled))
+    assert seen == sorted(set(seen)), "a width ran without being compiled"
+
+
+def test_the_grower_may_go_before_the_network() -> None:
+    loop = Loop().train(4)
+    network, optimizer = loop.network, loop.optimizer
+    outputs = network.eval()(PROBE)
+    del loop
+    gc.collect()
+    assert torch.equal(network(PROBE), outputs)
+    network(PROBE).sum().backward()
+    optimizer.step()
+    network.load_state_dict(network.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("act", "sentence"),
+    [
+        (lambda: At({1: 0.5}), "begin at 0"),
+        (lambda: At({0: 2.0}), "fraction"),
+        (lambda: At({0: 1.0}, unit="hours"), "epoch, step, cost"),
+        (lambda: At({0: 1.0}, batch_sizes=[1, 2]), "2 batch sizes"),
+        (lambda: Averages(decay=1.0), "between 0 and 1"),
+        (lambda: Loop(trigger={0: {"nothing": 2}}), "no width group 'nothing', only 0, 3"),
+        (lambda: Loop(trigger={0: {"0": 0}}), "leaves no channel"),
+        (lambda: Loop(trigger={0: 1.0, 1: 0.5}).train(), "only widens"),
+        (lambda: Loop(trigger=Decided()).train(), "does not decide"),
+        (lambda: Loop().grower.follow(nn.Linear(2, 2)), "cannot grow along"),
+        (lambda: Loop().grower.follow("adam"), "cannot follow"),
+        (lambda: Loop(network=normed, anneal_steps=50).train().grower.finish(), "47 more optimizer steps"),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_sentence(act, sentence) -> None:
+    with pytest.raises(UserError, match=sentence):
+        act()
+
+
+def by_hand(rank: int, drift: bool) -> str:
+    """What a rank of two ends with; one of them goes its own way if told to."""
+    loop = Loop()
+    wrapped = nn.parallel.DistributedDataParallel(loop.network)
+    for step in range(STEPS * EPOCHS):
+        if drift and rank == 1 and step == 2:
+            nn.init.ones_(loop.network[0].bias)
+        if loop.grower.step(epoch=step // STEPS):
+            del wrapped
+            wrapped = nn.parallel.DistributedDataParallel(loop.network)
+        x, y = batch(2 * step + rank)
+        loop.optimizer.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        loop.optimizer.step()
+    # Statistics of normalisation are each rank's own until the wrapper's next forward pass.
+    ranks.broadcast_buffers(loop.network)
+    return str(loop.everything())
+
+
+def one_rank(rank: int, folder: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
+    (folder / f"{rank}.txt").write_text(by_hand(rank, drift=False))
+    with pytest.raises(UserError, match=r"ranks hold different values after growth to stage 1: 0.bias"):
+        by_hand(rank, drift=True)
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_end_with_the_same_bits_and_are_told_if_they_drift(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(one_rank, (tmp_path,), nprocs=2)
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
+    assert first == second and "output_factor" in first
