@@ -111,7 +111,7 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
     run_id = header.get("run_id") or secrets.token_hex(4)
     data: ImageData = hydra.utils.instantiate(cfg.data)
     # Lightning does so only for a run that succeeds.
-    ending.callback(data.teardown)
+    ending.callback(data.teardown, "test")
     data.setup()
     torch.set_num_threads(cfg.num_threads or _NUM_THREADS)
     lightning.seed_everything(cfg.seed, verbose=False)
