@@ -6,6 +6,7 @@ says which elements came when, `follow` carries the optimizer through a growth e
 
 from growlab.optim.adam import Adam, AdamW
 from growlab.optim.avagrad import AvaGrad
+from growlab.optim.decay import exempt_from_decay, without_decay
 from growlab.optim.lars import LARS
 from growlab.optim.muon import Muon
 from growlab.optim.orthogonal import Orthogonalised
@@ -31,7 +32,9 @@ __all__ = [
     "Regional",
     "Regions",
     "default_inheritance",
+    "exempt_from_decay",
     "follow",
     "running_gradients",
     "weight_regions",
+    "without_decay",
 ]

@@ -20,9 +20,19 @@ _POWERS = {
 }
 
 
-def default_inheritance(optimizer: torch.optim.Optimizer) -> Inheritance:
-    """What the paper does: SGD's momentum starts anew at a growth event, adaptive optimizers keep their state."""
-    return "reset" if isinstance(optimizer, (torch.optim.SGD, LARS)) else "inherit"
+def default_inheritance(optimizer: torch.optim.Optimizer, carry: Carry | None = None) -> Inheritance:
+    """The papers' choice at a growth event.
+
+    Yuan et al. (2023) start SGD's momentum anew and let adaptive optimizers keep their state. Where an isotropic
+    layer's basis was turned, momentum turns with it exactly and the same training goes on (Bird, Appendix D): SGD and
+    LARS keep it.
+
+    Args:
+        optimizer: any.
+        carry: the event's rule.
+    """
+    turned = carry is not None and bool(carry.bases)
+    return "reset" if isinstance(optimizer, (torch.optim.SGD, LARS)) and not turned else "inherit"
 
 
 def follow(
@@ -56,7 +66,7 @@ def follow(
     if inheritance not in INHERITANCES:
         raise ValueError(f"optimizer_state must be one of {', '.join(INHERITANCES)}, not {inheritance!r}.")
     if inheritance == "auto":
-        inheritance = default_inheritance(optimizer)
+        inheritance = default_inheritance(optimizer, carry)
     rule = carry if inheritance == "inherit" and carry is not None else Carry()
     places = {id(old): (name, new) for name, (old, new) in replaced.items()}
     states: dict[Tensor, dict[str, Any]] = {}

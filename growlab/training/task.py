@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from growlab.errors import UserError
 from growlab.growth import Depth, GrowthMethod, GrowthState, Schedule, WidthDecision, anneal_norms
-from growlab.optim import RateRule, Regional, Regions, weight_regions
+from growlab.optim import RateRule, Regional, Regions, exempt_from_decay, weight_regions
 from growlab.ranks import stacked
 from growlab.training.checkpoints import HEADER, as_precise, differences, shapes
 from growlab.training.learning_rate import LearningRate
@@ -45,13 +45,12 @@ class Task(LightningModule):
         method: the growth method.
         schedule: the run's stages.
         state: what `plant` returned.
-        make_optimizer: makes the optimizer from the parameters.
+        make_optimizer: makes the optimizer from the parameters; decay then spares `growlab.optim.without_decay`.
         steps_in_epoch: optimizer steps of each epoch.
         rate_adaptation: rates of regions; needs an optimizer of `growlab.optim`.
         learning_rate: the schedule of the rate.
         seed: of everything that a training step draws.
-        settings: what the run was configured with, in plain containers. They go into its checkpoints, and a
-            checkpoint of other settings is not resumed.
+        settings: the run's, in plain containers; a checkpoint of other settings is not resumed.
         run_id: a name for the run that survives interruptions, for loggers.
         ema_decay: of an average of the weights that is evaluated and saved beside them; None: no average.
         objective: loss and metrics; None: of classification.
@@ -139,6 +138,8 @@ class Task(LightningModule):
     def configure_optimizers(self) -> dict[str, Any]:
         """One optimizer over all parameters, its rate stepped after every batch."""
         optimizer = self._make_optimizer(self.network.parameters())
+        if self.depth is None:  # Else blocks that come in join a single group.
+            exempt_from_decay(optimizer, self.network)
         if self.rate_adaptation.rule is not None:
             known = self.rate_adaptation.optimizers
             if not isinstance(optimizer, Regional) or (known and type(optimizer).__name__ not in known):
@@ -286,7 +287,6 @@ class Task(LightningModule):
             UserError: naming the step and the tensor.
         """
         tensors = {n: t for n, t in self.network.state_dict().items() if t.is_floating_point()}
-        # Summed up on the device: one wait instead of one a tensor.
         finite = torch.stack([tensor.isfinite().all() for tensor in tensors.values()])
         finite = stacked(finite).all(0)
         if not bool(finite.all()):

@@ -12,6 +12,7 @@ from growlab.growth.neurons import IMPORTANCES
 from growlab.growth.observation import watch
 from growlab.growth.spectrum import decompose, incoming, producers
 from growlab.networks import IsotropicCNN, IsotropicMLP
+from growlab.optim import LARS, SGD, exempt_from_decay, follow
 from growlab.widths import WidthGraph, replace_tensors, rotate, tensors_of, trace
 from tests.cases import outputs, roughen
 from tests.growth.test_sparsify import OneByOne
@@ -344,6 +345,41 @@ def test_gradients_turn_with_the_basis(name: str) -> None:
         assert torch.allclose(old, carried, atol=1e-9), key
         squares = event.carry.carried(gradient.square(), key, graph, widths, wider, 2)
         assert squares.shape == carried.shape and (squares >= 0).all() and squares.sum() > 0
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, SGD, LARS])
+@pytest.mark.parametrize("name", ["mlp", "cnn chi"])
+def test_training_with_momentum_goes_on_as_if_nothing_had_happened(name: str, cls: type) -> None:
+    """Gradient descent knows no basis: with momentum that turns along, so do its trajectories (Appendix D)."""
+    alone, graph, x = made(name)
+    method, state = (
+        Isotropic(columns="zero"),
+        GrowthState(0, graph.full_widths, {g: [0] * w for g, w in graph.full_widths.items()}),
+    )
+    grown, events = copy.deepcopy(alone), []
+    for network in (alone, grown):
+        optimizer = cls(network.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+        exempt_from_decay(optimizer, network)
+        for step in range(9):
+            if network is grown and step in (3, 6):
+                # New neurons that carry nothing and are not read; then the same ones go.
+                wanted = {g: w + (2 if step == 3 else 0) for g, w in graph.full_widths.items()}
+                events.append(grow(network, graph, method, state, wanted, 0, (x,)))
+                follow(
+                    optimizer,
+                    events[-1].replaced,
+                    graph,
+                    events[-1].widths_before,
+                    events[-1].widths_after,
+                    carry=events[-1].carry,
+                )
+            optimizer.zero_grad()
+            network(x).square().mean().backward()
+            optimizer.step()
+    assert len(events) == 2 and optimizer.param_groups[1]["weight_decay"] == 0
+    for training in (False, True):
+        error = (outputs(grown, x, training) - outputs(alone, x, training)).abs().max()
+        assert error < 1e-10 * outputs(alone, x, training).abs().max()
 
 
 def test_second_moments_are_what_uncorrelated_gradients_would_have() -> None:

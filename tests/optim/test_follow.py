@@ -20,7 +20,7 @@ from growlab.optim import (
     follow,
     weight_regions,
 )
-from growlab.widths import replaced, resize, trace
+from growlab.widths import Carry, replaced, resize, trace
 
 
 def network():
@@ -83,6 +83,11 @@ class Run:
 def test_defaults_are_the_papers():
     weight = [nn.Parameter(torch.zeros(2, 2))]
     assert default_inheritance(SGD(weight)) == default_inheritance(torch.optim.SGD(weight)) == "reset"
+    turned = Carry(bases={"hidden.0": torch.eye(3)})
+    assert (
+        default_inheritance(SGD(weight), turned) == "inherit"
+        and default_inheritance(SGD(weight), Carry()) == "reset"
+    )
     assert default_inheritance(Adam(weight)) == default_inheritance(torch.optim.RMSprop(weight)) == "inherit"
 
 

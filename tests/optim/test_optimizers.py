@@ -8,7 +8,20 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.optim import LARS, SGD, Adam, AdamW, AvaGrad, BaseRate, MaxOne, Muon, NormRatio, Regions
+from growlab.networks import Blend, Isotropic
+from growlab.optim import (
+    LARS,
+    SGD,
+    Adam,
+    AdamW,
+    AvaGrad,
+    BaseRate,
+    MaxOne,
+    Muon,
+    NormRatio,
+    Regions,
+    exempt_from_decay,
+)
 from growlab.optim.blocks import BLOCK_ELEMENTS
 
 SHAPES = {"linear": (7, 5), "conv": (6, 4, 3, 3), "bias": (7,)}
@@ -509,3 +522,39 @@ def test_a_region_of_rounding_size_takes_the_base_rate() -> None:
     """New weights that rest beside zero (GradMax) would not move at a rate in proportion to their norm."""
     norms = torch.tensor([[2.0, 2.0**-100, 1.0, 0.0], [0.0, 1.0, 2.0**-100, 0.0]])
     assert NormRatio().factors(norms).tolist() == [[1.0, 1.0, 0.5, 1.0], [1.0, 1.0, 1.0, 1.0]]
+
+
+# Weight decay ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [SGD, Adam, AdamW, AvaGrad, LARS, Muon, torch.optim.AdamW])
+def test_weight_decay_spares_what_no_one_decays(cls):
+    """With a gradient of zero only decay moves: weights, biases and gains, but no logarithm, blend or slope."""
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        *(nn.Linear(3, 4), nn.LayerNorm(4), Isotropic("tanh", 0.1)),
+        *(nn.Linear(4, 1), Blend(nn.PReLU(), 0.5), nn.PReLU(1)),
+    )
+    nn.init.ones_(network[0].bias)
+    nn.init.ones_(network[1].bias)
+    optimizer = cls(network.parameters(), lr=0.1, weight_decay=0.1)
+    exempt_from_decay(optimizer, network)
+    exempt_from_decay(optimizer, network)
+    before = {name: p.detach().clone() for name, p in network.named_parameters()}
+    for p in network.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    kept = {name for name, p in network.named_parameters() if torch.equal(p, before[name])}
+    assert kept == {"2.log_length", "4.blend", "4.activation.weight", "5.weight"}
+    tracked = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert len(tracked) == len(set(tracked)) == len(before)
+
+
+def test_optimizers_that_do_not_decay_keep_one_group():
+    network = nn.Sequential(nn.Linear(3, 4), nn.PReLU())
+    for optimizer in (SGD(network.parameters(), lr=0.1), torch.optim.Rprop(network.parameters())):
+        exempt_from_decay(optimizer, network)
+        assert len(optimizer.param_groups) == 1
+    alone = AdamW(network[1].parameters(), weight_decay=0.1)
+    exempt_from_decay(alone, network[1])
+    assert [group["weight_decay"] for group in alone.param_groups] == [0.0]

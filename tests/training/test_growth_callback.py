@@ -113,3 +113,12 @@ def test_one_fit_equals_one_fit_for_each_stage(
         for key, value in one.state[mine].items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other.state[theirs][key])), key
     assert task.growth_state == reference.growth_state
+
+
+def test_weight_decay_spares_what_no_one_decays() -> None:
+    task, _ = new_run(adamw)
+    task.network.add_module("slope", torch.nn.PReLU())
+    decayed, spared = task.configure_optimizers()["optimizer"].param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
+    assert [*decayed["params"], *spared["params"]] == list(task.network.parameters())
+    assert spared["params"] == list(task.network.slope.parameters())
