@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from growlab.errors import UserError
 from growlab.growth.method import Expansion, Growth, GrowthMethod, WidthDecision
 from growlab.growth.neurons import IMPORTANCES, Change, Choices, Columns, Correction, change_width
-from growlab.growth.spectrum import decompose, incoming, producers
+from growlab.growth.spectrum import consumers, decompose, gain_columns, incoming, producers
 from growlab.widths import Carry, WidthGraph
 
 MODES = ("scaffold", "scheduled")
@@ -23,8 +23,9 @@ class Isotropic(GrowthMethod, WidthDecision):
     widths. How a neuron is added or removed: `growlab.growth.neurons.change_width`.
 
     **Preserves** the output exactly where neurons are only added, with the default choices. Removing one changes
-    it about as much as it carried: the receipt says what part of the incoming weights went (`removed_part`) and
-    by how much the output changed; beyond `max_pruning_error` the event is undone and the run stops.
+    it about as much as it carried, its bias included where no gain channel takes that up: the receipt says what part
+    of the incoming weights went (`removed_part`) and by how much the output changed; beyond `max_pruning_error` the
+    event is undone and the run stops.
 
     **Departs from the paper**: scores are relative to the largest of a layer by default, so that one threshold
     suits layers and moments of training with other scales; an event moves at most `neurons_per_event` neurons of
@@ -196,6 +197,7 @@ class Isotropic(GrowthMethod, WidthDecision):
                     for name, value in gradients.items()
                 }
         exact = self.choices.bias == 0 or self.choices.columns == "zero"
+        exact = exact or all(_reads_gains(expansion.graph, group, widths) for group in bases)
         return Growth(
             tensors,
             carry=Carry(bases=bases),
@@ -239,6 +241,10 @@ class Isotropic(GrowthMethod, WidthDecision):
         known = all(layer.weight in gradients for layer in producers(graph, group))
         gradient = incoming(graph, group, gradients, widths) if known and gradients else None
         return IMPORTANCES[self.importance](left, values, right, gradient)
+
+
+def _reads_gains(graph: WidthGraph, group: str, widths: Mapping[str, int]) -> bool:
+    return all(gain_columns(graph, group, layer, widths) for layer in consumers(graph, group))
 
 
 def adaptable(graph: WidthGraph) -> list[str]:

@@ -41,6 +41,8 @@ def watch(model: nn.Module, graph: WidthGraph, probe: Sequence[Tensor]) -> Mappi
     def record(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             x = inputs[0]
+            if name in with_gain and isinstance(output, Tensor):
+                output = output[:, :-1]
             if not isinstance(output, Tensor) or output.shape != x.shape:
                 return
             x_BN, f_BN = (tensor.double().movedim(1, -1).flatten(0, -2) for tensor in (x, output))
@@ -52,6 +54,7 @@ def watch(model: nn.Module, graph: WidthGraph, probe: Sequence[Tensor]) -> Mappi
         return hook
 
     known = dict(model.named_modules())
+    with_gain = {radius.name for radius in graph.radii if radius.gain_channel}
     names = [radius.name for radius in graph.radii if len(radius.groups) == 1]
     hooks = [known[name].register_forward_hook(record(name)) for name in names if name in known]
     try:

@@ -31,6 +31,30 @@ def decompose(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return left * signs, torch.nn.functional.pad(values, (0, missing)), right * signs
 
 
+def gather_constant(left: Tensor, values: Tensor, constant: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
+    """Turn the left singular vectors of the singular value 0 so that the first has all that they have of a vector.
+
+    Args:
+        left: U [n, n].
+        values: s [n], descending.
+        constant: [n], such as a bias.
+        rounding: relative to the largest singular value, below which one counts as 0.
+
+    Returns:
+        U and s, with zeros in place of values that count as such.
+    """
+    null = (values <= rounding * values[0]).nonzero().flatten()
+    along = left[:, null].T @ constant
+    if len(null) < 2 or not bool(along.any()):
+        return left, values
+    # A Householder reflection, which takes the first of them to the vector's direction.
+    mirror = along / torch.linalg.vector_norm(along)
+    mirror[0] += torch.copysign(torch.ones_like(mirror[0]), mirror[0])
+    basis = left[:, null]
+    turned = basis - torch.outer(basis @ mirror, mirror) * (2 / mirror.square().sum())
+    return left.index_copy(1, null, turned), values.index_fill(0, null, 0.0)
+
+
 def producers(graph: WidthGraph, group: str) -> list[Layer]:
     """The layers whose output carries the group's channels, one for each weight."""
     found = {
@@ -50,6 +74,26 @@ def consumers(graph: WidthGraph, group: str) -> list[Layer]:
         and group in graph.axes[layer.weight][1].groups
         and graph.axes[layer.weight][1].role == "in"
     ]
+
+
+def gain_columns(graph: WidthGraph, group: str, layer: Layer, widths: Mapping[str, int]) -> slice | None:
+    """The columns by which a consumer of a group reads the gain channel of the group's activation; None: it does not.
+
+    They lie behind the group's, one for each of a channel's: their weights are the vector psi of W f(x) + psi g + b.
+    """
+    radii = [radius for radius in graph.radii if group in radius.groups]
+    # What is a sum of several layers, or goes through several activations, may have something else there.
+    if len(radii) != 1 or not radii[0].gain_channel or len(producers(graph, group)) != 1:
+        return None
+    parts = graph.axes[layer.weight][1].parts
+    places = [index for index, part in enumerate(parts) if part.group == group]
+    if len(places) != 1 or places[0] + 1 == len(parts):
+        return None
+    own, behind = parts[places[0]], parts[places[0] + 1]
+    if own.outer != 1 or behind.group is not None or behind.length(widths) < own.inner:
+        return None
+    start = sum(part.length(widths) for part in parts[: places[0] + 1])
+    return slice(start, start + own.inner)
 
 
 def incoming(

@@ -76,6 +76,9 @@ class Isotropic(nn.Module):
         kind: the gain g, a name in `GAINS`; "tanh" is Eq. 37.
         length: the intrinsic length o > 0 at the beginning, trained as `log_length` = ln o. None leaves it out:
             o = 0 for good, and a pruned channel's bias has nowhere to go.
+        gain_channel: put out g itself as one more channel, behind the others: a neuron that is constant, but for
+            its gain. What reads it (`add_gain_column`) then has a vector psi beside its bias, W f(x) + psi g + b, as
+            in the author's later code: it takes up exactly what a removed neuron's bias contributed.
 
     Raises:
         ValueError: there is no such gain, or the length is not positive.
@@ -85,14 +88,15 @@ class Isotropic(nn.Module):
     True
     """
 
-    def __init__(self, kind: str = "tanh", length: float | None = 0.01) -> None:
+    def __init__(self, kind: str = "tanh", length: float | None = 0.01, gain_channel: bool = False) -> None:
         super().__init__()
         if kind not in GAINS:
             raise ValueError(f"an isotropic activation is one of {', '.join(GAINS)}, not {kind!r}")
         if length is not None and not 0 < length < math.inf:
             raise ValueError(f"an intrinsic length must be above 0, or None to leave it out; not {length}")
         self.kind = kind
-        # Growth finds the intrinsic length by this name (`growlab.widths.rules.rotation`).
+        # Growth finds the gain channel and the intrinsic length by these names (`growlab.widths.rules.rotation`).
+        self.gain_channel = gain_channel
         self.log_length = None if length is None else nn.Parameter(torch.tensor(math.log(length)))
 
     def gain(self, x: Tensor) -> Tensor:
@@ -103,12 +107,25 @@ class Isotropic(nn.Module):
         return GAINS[self.kind](square)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply every vector of channels by its gain; shape and dtype as given."""
-        return cast(self.gain(x) * x, x.dtype)
+        """Multiply every vector of channels by its gain; dtype and shape as given, or [B, n + 1, ...] with the gain."""
+        gain = self.gain(x)
+        y = gain * x
+        return cast(torch.cat([y, gain], 1) if self.gain_channel else y, x.dtype)
 
     def extra_repr(self) -> str:
         """What `print` shows."""
-        return f"{self.kind!r}, length={None if self.log_length is None else float(self.log_length.detach().exp()):.3g}"
+        length = "None" if self.log_length is None else f"{float(self.log_length.detach().exp()):.3g}"
+        return f"{self.kind!r}, length={length}{', gain_channel=True' if self.gain_channel else ''}"
+
+
+def add_gain_column(layer: nn.Linear | nn.Conv2d) -> None:
+    """Let a layer read a gain channel behind its other inputs, with weights psi of zero: it computes what it did."""
+    if isinstance(layer, nn.Linear):
+        layer.in_features += 1
+    else:
+        layer.in_channels += 1
+    weight = layer.weight.detach()
+    layer.weight = nn.Parameter(torch.cat([weight, torch.zeros_like(weight[:, :1])], 1))
 
 
 class Blend(nn.Module):
@@ -117,10 +134,15 @@ class Blend(nn.Module):
     Args:
         activation: f.
         start: a at the beginning.
+
+    Raises:
+        ValueError: the activation puts out a gain channel, which x has no counterpart of.
     """
 
     def __init__(self, activation: nn.Module, start: float = 1.0) -> None:
         super().__init__()
+        if getattr(activation, "gain_channel", False):
+            raise ValueError("a blend needs an activation without a gain channel")
         self.activation = activation
         self.blend = nn.Parameter(torch.tensor(float(start)))
 

@@ -6,16 +6,25 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from growlab.networks.isotropic import GAINS, ChiNorm, Isotropic, cast
+from growlab.networks.isotropic import GAINS, ChiNorm, Isotropic, add_gain_column, cast
 
 # What an isotropic activation is compared with: the same network with a function of each channel.
 _ELEMENTWISE = {"elementwise_tanh": nn.Tanh, "elementwise_relu": nn.ReLU, "elementwise_leaky": nn.LeakyReLU}
 
 
-def _activation(name: str, length: float | None) -> nn.Module:
+def _activation(name: str, length: float | None, gain_channel: bool) -> nn.Module:
     if name not in GAINS and name not in _ELEMENTWISE:
         raise ValueError(f"activation must be one of {', '.join([*GAINS, *_ELEMENTWISE])}, not {name!r}")
-    return _ELEMENTWISE[name]() if name in _ELEMENTWISE else Isotropic(name, length)
+    if name in _ELEMENTWISE and gain_channel:
+        raise ValueError(f"{name} has no gain: take gain_channel=false")
+    return _ELEMENTWISE[name]() if name in _ELEMENTWISE else Isotropic(name, length, gain_channel)
+
+
+def _read_gains(layers: list[nn.Module], classifier: nn.Linear) -> None:
+    """Let every layer but the first read the gain of the activation before it."""
+    readers = [layer for layer in layers if isinstance(layer, (nn.Linear, nn.Conv2d))]
+    for layer in [*readers[1:], classifier] if readers else []:
+        add_gain_column(layer)
 
 
 class IsotropicMLP(nn.Module):
@@ -29,11 +38,12 @@ class IsotropicMLP(nn.Module):
             "elementwise_tanh", "elementwise_relu", "elementwise_leaky".
         length: intrinsic length of each activation at the beginning, or None for none.
         chi_norm: put a Chi-normaliser before each activation.
+        gain_channel: let layers read each activation's gain, see `Isotropic`; with weights of zero at first.
 
     Layers are drawn as torch draws them.
 
     Raises:
-        ValueError: there is no such activation.
+        ValueError: there is no such activation, or it has no gain.
     """
 
     def __init__(
@@ -44,6 +54,7 @@ class IsotropicMLP(nn.Module):
         activation: str = "tanh",
         length: float | None = 0.01,
         chi_norm: bool = False,
+        gain_channel: bool = False,
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
@@ -52,10 +63,12 @@ class IsotropicMLP(nn.Module):
             layers.append(nn.Linear(width_in, width))
             if chi_norm:
                 layers.append(ChiNorm(width))
-            layers.append(_activation(activation, length))
+            layers.append(_activation(activation, length, gain_channel))
             width_in = width
         self.hidden = nn.Sequential(*layers)
         self.classifier = nn.Linear(width_in, num_classes)
+        if gain_channel:
+            _read_gains(layers, self.classifier)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map samples [B, ...] to logits [B, num_classes]."""
@@ -75,9 +88,10 @@ class IsotropicCNN(nn.Module):
         activation: as for `IsotropicMLP`.
         length: likewise.
         chi_norm: likewise.
+        gain_channel: likewise.
 
     Raises:
-        ValueError: there is no such activation, or `channels` and `pools` differ in length.
+        ValueError: there is no such activation, it has no gain, or `channels` and `pools` differ in length.
     """
 
     def __init__(
@@ -89,6 +103,7 @@ class IsotropicCNN(nn.Module):
         activation: str = "tanh",
         length: float | None = 0.01,
         chi_norm: bool = True,
+        gain_channel: bool = False,
     ) -> None:
         super().__init__()
         if len(channels) != len(pools):
@@ -101,12 +116,14 @@ class IsotropicCNN(nn.Module):
             layers.append(nn.Conv2d(width_in, width, 3, padding=1))
             if chi_norm:
                 layers.append(ChiNorm(width))
-            layers.append(_activation(activation, length))
+            layers.append(_activation(activation, length, gain_channel))
             if pool > 1:
                 layers.append(nn.AvgPool2d(pool))
             width_in = width
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Linear(width_in, num_classes)
+        if gain_channel:
+            _read_gains(layers, self.classifier)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images [B, C, H, W] to logits [B, num_classes]."""
@@ -186,13 +203,13 @@ def nested(network: IsotropicMLP) -> NestedNetwork:
     """The nested network that computes what a dense isotropic network does (Eqs. 39-45).
 
     Args:
-        network: without Chi-normalisers.
+        network: without Chi-normalisers and gain channels.
 
     Raises:
-        ValueError: an activation is not isotropic, or something else stands between the layers.
+        ValueError: an activation is not isotropic or has a gain channel, or something else stands between the layers.
     """
     layers = [module for module in network.hidden if isinstance(module, nn.Linear)]
-    activations = [module for module in network.hidden if isinstance(module, Isotropic)]
+    activations = [m for m in network.hidden if isinstance(m, Isotropic) and not m.gain_channel]
     if len(layers) + len(activations) != len(network.hidden) or len(layers) != len(activations):
         raise ValueError("only linear layers with isotropic activations have a nested form")
     layers.append(network.classifier)
@@ -224,6 +241,7 @@ def isotropic_mlp(
     activation: str = "tanh",
     length: float | None = 0.01,
     chi_norm: bool = False,
+    gain_channel: bool = False,
 ) -> IsotropicMLP:
     """The paper's MLP [pixels, width, classes] (Section 4), or with `depth` hidden layers.
 
@@ -235,9 +253,10 @@ def isotropic_mlp(
         activation: as for `IsotropicMLP`.
         length: likewise.
         chi_norm: likewise.
+        gain_channel: likewise.
     """
     pixels = torch.Size(image_shape).numel()
-    return IsotropicMLP(pixels, [width] * depth, num_classes, activation, length, chi_norm)
+    return IsotropicMLP(pixels, [width] * depth, num_classes, activation, length, chi_norm, gain_channel)
 
 
 def isotropic_cnn(
@@ -248,6 +267,7 @@ def isotropic_cnn(
     activation: str = "tanh",
     length: float | None = 0.01,
     chi_norm: bool = True,
+    gain_channel: bool = False,
 ) -> IsotropicCNN:
     """Blocks of width, 2 width, 4 width, ... channels, each pooled by its factor.
 
@@ -259,9 +279,12 @@ def isotropic_cnn(
         activation: as for `IsotropicCNN`.
         length: likewise.
         chi_norm: likewise.
+        gain_channel: likewise.
     """
     channels = [width * 2**block for block in range(len(pools))]
-    return IsotropicCNN(image_shape[0], channels, pools, num_classes, activation, length, chi_norm)
+    return IsotropicCNN(
+        image_shape[0], channels, pools, num_classes, activation, length, chi_norm, gain_channel
+    )
 
 
 def isotropic_nested(

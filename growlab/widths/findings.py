@@ -9,7 +9,7 @@ from growlab.widths.atoms import Atoms, Run, Runs, ScaleClasses
 from growlab.widths.groups import Attention, ChannelNorm, Group, Layer, Norm, Radius, WidthGraph
 from growlab.widths.layout import Axis, Part, Role
 from growlab.widths.places import written_sizes
-from growlab.widths.rules.rotation import LENGTH
+from growlab.widths.rules.rotation import GAIN_CHANNEL, LENGTH
 
 
 class Findings:
@@ -119,7 +119,8 @@ class Findings:
     def _radius(self, module: str, axis: Runs, names: Mapping[int, str]) -> Radius:
         length = f"{module}.{LENGTH}" if module else LENGTH
         known = self._parameters.get(length)
-        return Radius(module, self._groups_on(axis, names), length if known == [] else None)
+        has_gain = bool(getattr(self._model.get_submodule(module), GAIN_CHANNEL, False))
+        return Radius(module, self._groups_on(axis, names), length if known == [] else None, has_gain)
 
     def _groups_on(self, axis: Runs, names: Mapping[int, str]) -> tuple[str, ...]:
         atoms = (run.atom for run in self.atoms.resolve(axis))

@@ -133,11 +133,13 @@ class Radius:
         groups: the groups whose channels it runs over.
         length: name of the parameter that holds ln o, where the module adds an intrinsic length o to the square
             of the norm; or None.
+        gain_channel: whether the module puts out what it multiplies vectors by as one more channel, behind them.
     """
 
     name: str
     groups: tuple[str, ...]
     length: str | None = None
+    gain_channel: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Neurons of isotropic layers come without changing anything and go as gently as their singular value is small."""
 
 import copy
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -22,10 +23,10 @@ from tests.networks.test_isotropic import rotation
 class Flattened(nn.Module):
     """Convolutions, flattened: each channel is read at several positions."""
 
-    def __init__(self) -> None:
+    def __init__(self, gain: bool = False) -> None:
         super().__init__()
-        self.features = IsotropicCNN(2, [4, 5], [1, 2], 3, chi_norm=False).features
-        self.classifier = nn.Linear(5 * 4, 3)
+        self.features = IsotropicCNN(2, [4, 5], [1, 2], 3, chi_norm=False, gain_channel=gain).features
+        self.classifier = nn.Linear((6 if gain else 5) * 4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(torch.flatten(self.features(x), 1))
@@ -37,6 +38,10 @@ NETWORKS = {
     "cnn chi": (lambda: IsotropicCNN(2, [4, 6], [2, 1], 3), (2, 4, 4)),
     "flattened": (Flattened, (2, 4, 4)),
     "residual": (OneByOne, (2, 4, 4)),
+    "mlp gain": (lambda: IsotropicMLP(6, [5, 8, 4], 3, gain_channel=True), (6,)),
+    "cnn gain": (lambda: IsotropicCNN(2, [4, 6], [2, 1], 3, "leaky", 0.3, False, True), (2, 4, 4)),
+    "flattened gain": (lambda: Flattened(gain=True), (2, 4, 4)),
+    "chi gain": (lambda: IsotropicMLP(6, [5, 4], 3, chi_norm=True, gain_channel=True), (6,)),
 }
 
 
@@ -79,7 +84,10 @@ def silence(network: nn.Module, graph: WidthGraph, group: str, size: float, dire
 SINGLE = [("mlp", "hidden.0"), ("mlp", "hidden.2"), ("mlp", "hidden.4"), ("mlp chi", "hidden.0")]
 SINGLE += [("mlp chi", "hidden.3"), ("cnn chi", "features.0"), ("flattened", "features.0")]
 SINGLE += [("flattened", "features.2"), ("residual", "branch")]
-LAYERS = [*SINGLE, ("residual", "cnn.3")]
+WITH_GAIN = [("mlp gain", "hidden.0"), ("mlp gain", "hidden.2"), ("mlp gain", "hidden.4")]
+WITH_GAIN += [("cnn gain", "features.0"), ("cnn gain", "features.3"), ("flattened gain", "features.0")]
+WITH_GAIN += [("flattened gain", "features.2")]
+LAYERS = [*SINGLE, *WITH_GAIN, ("residual", "cnn.3"), ("chi gain", "hidden.3")]
 
 
 @pytest.mark.parametrize("columns", ["orthogonal", "zero", "copy", "random"])
@@ -156,6 +164,63 @@ def test_removing_a_neuron_that_carries_nothing_changes_nothing(name, group, cor
     assert torch.allclose(outputs(pruned, x, False), expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("correction", ["bias", "batch"])
+@pytest.mark.parametrize(("name", "group"), WITH_GAIN)
+def test_a_gain_channel_takes_up_a_removed_bias_exactly(name: str, group: str, correction: str) -> None:
+    """b* of 2 along the removed direction; the biases behind it alone, which know E[g], leave an error."""
+    network, graph, x = made(name)
+    silence(network, graph, group, 0.0)
+    left, _, _ = decompose(network.get_submodule(group).weight.flatten(1))
+    with torch.no_grad():
+        network.get_submodule(group).bias.add_(2.0 * left[:, -1])
+    width = graph.full_widths[group]
+    fresh = 3 * torch.randn_like(x)
+    pruned = changed(network, graph, group, width - 1, x, choices=Choices(correction=correction))
+    assert torch.allclose(
+        outputs(pruned, fresh, False), outputs(network, fresh, False), rtol=1e-12, atol=1e-13
+    )
+    if group == "hidden.2":
+        return  # Eight neurons on six inputs: another one that carries nothing keeps the bias.
+    unread = [replace(radius, gain_channel=False) for radius in graph.radii]
+    approximate = changed(network, replace(graph, radii=tuple(unread)), group, width - 1, x)
+    assert (outputs(approximate, fresh, False) - outputs(network, fresh, False)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("bias", [0.6, -0.9])
+@pytest.mark.parametrize(("name", "group"), WITH_GAIN)
+def test_growth_with_a_bias_is_exact_with_a_gain_channel(name: str, group: str, bias: float) -> None:
+    network, graph, x = made(name)
+    grown = changed(network, graph, group, graph.full_widths[group] + 2, x, choices=Choices("random", bias))
+    fresh = 3 * torch.randn_like(x)
+    assert torch.allclose(
+        outputs(grown, fresh, False), outputs(network, fresh, False), rtol=1e-12, atol=1e-13
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("correction", ["bias", "batch"])
+def test_one_of_several_neurons_that_carry_nothing_keeps_their_biases(
+    correction: str, dtype: torch.dtype
+) -> None:
+    """Nine neurons on four inputs: of five singular values of 0 four go exactly; of nine all but one."""
+    torch.manual_seed(0)
+    for scale, smallest in ((1.0, 5), (0.0, 1)):
+        network = IsotropicMLP(4, [9], 3).to(dtype)
+        with torch.no_grad():
+            network.hidden[0].weight.mul_(scale)
+            network.hidden[0].bias.mul_(4)
+        x = torch.randn(16, 4, dtype=dtype)
+        graph = trace(network, x, follow_norms=True)
+        expected = outputs(network, 3 * x, False)
+        errors = {}
+        for width in range(8, 0, -1):
+            pruned = changed(network, graph, "hidden.0", width, x, choices=Choices(correction=correction))
+            errors[width] = float((outputs(pruned, 3 * x, False) - expected).abs().max())
+        limit = 1e-13 if dtype is torch.float64 else 2e-6
+        assert all(error < limit for width, error in errors.items() if width >= smallest), errors
+        assert smallest == 1 or errors[4] > 1e-3
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", [0.0, 1e-16, 1e-12, 1e-8])
 def test_rounding_in_the_batchs_mean_squares_makes_no_nan(size: float, seed: int) -> None:
@@ -228,9 +293,9 @@ def test_corrections_and_stand_ins_help() -> None:
     network, graph, _ = made("mlp")
     fresh = torch.randn(256, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.5
     seen = torch.randn(256, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64) + 0.5
-    silence(network, graph, "hidden.2", 0.3)
+    silence(network, graph, "hidden.4", 0.3)
     with torch.no_grad():
-        network.hidden[2].bias.add_(1.0)
+        network.hidden[4].bias.add_(1.0)
     expected = outputs(network, fresh, False)
     errors = {}
     for name, choices in {
@@ -239,7 +304,7 @@ def test_corrections_and_stand_ins_help() -> None:
         "batch": Choices(correction="batch"),
         "least squares": Choices(correction="batch", least_squares=True),
     }.items():
-        pruned = changed(network, graph, "hidden.2", 7, seen, choices=choices)
+        pruned = changed(network, graph, "hidden.4", 3, seen, choices=choices)
         errors[name] = float((outputs(pruned, fresh, False) - expected).square().mean())
     assert errors["least squares"] <= errors["batch"] < errors["none"], errors
     assert errors["bias"] < errors["none"], errors

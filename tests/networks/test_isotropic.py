@@ -177,6 +177,23 @@ def test_a_nested_network_holds_the_dense_one(depth, kind):
     assert torch.allclose(nested(dense)(x), dense(x), atol=1e-13)
 
 
+@pytest.mark.parametrize("make", [isotropic_mlp, isotropic_cnn])
+def test_a_gain_channel_changes_nothing_at_first_and_is_read_then(make):
+    """W f(x) + psi g + b with psi = 0 at first, which has a gradient; the last channel put out is g."""
+    networks, x = [], torch.randn(5, 2, 8, 8)
+    for gain_channel in (False, True):
+        torch.manual_seed(0)
+        networks.append(make((2, 8, 8), 3, width=4, gain_channel=gain_channel))
+    plain, network = networks
+    assert torch.allclose(network(x), plain(x), atol=1e-6)
+    network(x).sum().backward()
+    assert network.classifier.weight.grad[:, -1].abs().min() > 0
+    f, inputs = Isotropic("tanh", 0.3, gain_channel=True), torch.randn(5, 4, 2)
+    assert torch.equal(f(inputs)[:, :4], f.gain(inputs) * inputs) and torch.equal(
+        f(inputs)[:, 4:], f.gain(inputs)
+    )
+
+
 def test_the_nested_network_is_its_formula():
     """Eq. 47 written out for two hidden levels of different widths."""
     torch.manual_seed(0)
@@ -220,6 +237,12 @@ def test_networks_learn(make):
         (lambda: Isotropic("relu"), "one of tanh, softsign, soft_relu, leaky"),
         (lambda: Isotropic(length=0.0), "above 0"),
         (lambda: isotropic_mlp((1, 2, 2), 2, activation="tan"), "elementwise_tanh"),
+        (
+            lambda: isotropic_mlp((1, 2, 2), 2, activation="elementwise_tanh", gain_channel=True),
+            "has no gain",
+        ),
+        (lambda: Blend(Isotropic(gain_channel=True)), "without a gain channel"),
+        (lambda: nested(isotropic_mlp((1, 2, 2), 2, gain_channel=True)), "have a nested form"),
         (lambda: IsotropicCNN(3, [4, 8], [2], 10), "2 widths of blocks and 1 pooling"),
         (lambda: NestedNetwork(4, [3], 2, products="all"), "first or last"),
         (lambda: nested(isotropic_mlp((1, 2, 2), 2, chi_norm=True)), "have a nested form"),

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Name of the parameter, in the module that takes the norm, that holds the logarithm of the intrinsic length.
 LENGTH = "log_length"
+# Name of the attribute of that module that says whether it puts out the gain as one more channel, behind the others.
+GAIN_CHANNEL = "gain_channel"
 
 # They move channels as a whole or combine them linearly with other positions' same channels.
 _EQUIVARIANT = frozenset(
