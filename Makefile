@@ -12,7 +12,7 @@ ARGS ?=
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-translation run test test-slow test-translation test-gpu lint format chaos digests bench notebooks clean clean-all
+.PHONY: help setup setup-translation run test test-slow test-translation test-gpu lint format chaos digests bench docs notebooks clean clean-all
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,14 +72,14 @@ digests: $(READY)  ## fingerprints of runs that use every feature (ARGS=FILE, la
 bench: $(READY)  ## measure what growing and rate adaptation cost
 	$(PY) -m pytest --override-ini=python_files='bench_*.py' -m "" -s tests/benchmarks $(ARGS)
 
-docs: $(READY)  ## the API reference, into site/; a broken link is an error
+docs: notebooks  ## the guide, the notebooks and the API reference, into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q -f notebooks/docs/mkdocs.yml
 
-notebooks: $(READY)  ## run every notebook anew, in place
-	$(VENV)/bin/jupyter-execute --inplace notebooks/*.ipynb
+notebooks: $(READY)  ## run a copy of every notebook, into build/notebooks/ (the notebooks stay as they are)
+	$(PY) notebooks/docs/notebooks.py
 
 clean:  ## remove caches and build outputs (keeps .venv and runs)
-	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 clean-all: clean  ## remove .venv as well

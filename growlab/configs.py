@@ -12,6 +12,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from omegaconf import MISSING, OmegaConf
 
+from growlab import naming
+
+# On import: a process that a sweep's launcher starts imports this for the schemas, and then resolves its folder's name.
+naming.register()
+
 # Members are strings: classes take them as the plain words that they are.
 Rule = StrEnum("Rule", ["ratio", "constraint"])
 NewWeights = StrEnum("NewWeights", ["fan_in", "hyperfan_in", "hyperfan_out"])

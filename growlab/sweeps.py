@@ -124,8 +124,11 @@ def name_group(cfg: DictConfig) -> None:
     """
     job = HydraConfig.get()
     if job.mode == RunMode.MULTIRUN:
-        folder = Path(job.sweep.dir).name
-        os.environ.setdefault("WANDB_RUN_GROUP", folder if folder == cfg.name else f"{cfg.name} {folder}")
+        folder = Path(job.sweep.dir)
+        # A job over several networks or data sets has a name of its own; the default folder lies in the sweep's.
+        name = folder.parent.name if folder.name.startswith("sweep_") else cfg.name
+        group = folder.name if folder.name == name else f"{name} {folder.name}"
+        os.environ.setdefault("WANDB_RUN_GROUP", group)
 
 
 def forget_failure(run_dir: Path) -> None:

@@ -11,6 +11,7 @@ import hydra
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
@@ -80,10 +81,13 @@ SWEEPS = [e for e in EXPERIMENTS if "sweeper:" in (CONF / "experiment" / f"{e}.y
 
 
 @pytest.mark.parametrize("experiment", SWEEPS)
-def test_every_job_of_a_sweep_is_an_experiment_of_its_own(experiment: str) -> None:
+def test_every_job_of_a_sweep_is_an_experiment_of_its_own(
+    experiment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All values of a preset compose, no two jobs are the same, and their folder is the same each time."""
     cfg = compose(PRIMARY, overrides=[f"experiment={experiment}", "name=given"], return_hydra_config=True)
     params = {key: str(values).split(",") for key, values in cfg.hydra.sweeper.params.items()}
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
     assert cfg.hydra.sweep.dir == f"runs/{experiment}"
     expected = int(prod(map(len, params.values())))
     assert 6 <= expected <= 44
@@ -91,6 +95,32 @@ def test_every_job_of_a_sweep_is_an_experiment_of_its_own(experiment: str) -> No
         jobs = [composed(f"experiment={experiment}", "name=given", f"{key}={value}") for value in values]
         distinct = {OmegaConf.to_yaml(job) for job in jobs}
         assert len(distinct) == len(values)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ((), "digits"),
+        (("growth=net2net", "data.batch_size=3", "seed=1"), "digits"),
+        (("data=cifar10",), "resnet20_on_cifar10"),
+        (("model=mlp8", "data=mnist"), "mlp8_on_mnist"),
+        (("model=custom", "model._target_=my.package.Network"), "Network_on_digits"),
+        (("model=timm", "model.name=resnet50.a1_in1k"), "resnet50_a1_in1k_on_digits"),
+        (("experiment=resnet20_cifar10",), "resnet20_cifar10"),
+        (("experiment=resnet20_cifar10", "data=cifar100"), "resnet20_cifar10_on_cifar100"),
+        (("experiment=figure6", "model=vgg11", "data=mnist"), "figure6_with_vgg11_on_mnist"),
+        # Its own sweep is over networks.
+        (("experiment=table3", "model=vgg19"), "table3"),
+        (("model=mlp8", "data=mnist", "name=mine"), "mine"),
+    ],
+)
+def test_a_run_is_named_after_what_it_runs(
+    overrides: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = compose(PRIMARY, overrides=list(overrides), return_hydra_config=True)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
+    assert cfg.name == name
+    assert Path(cfg.hydra.run.dir).parent == Path("runs") / name
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The API reference builds with every link and name resolved, and leaves out no package."""
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -45,6 +46,14 @@ def test_every_public_name_has_an_entry(site: Path, package: str) -> None:
 def test_the_example_is_the_readmes(site: Path) -> None:
     text = re.sub(r"<[^>]+>", "", (site / "own_loop" / "index.html").read_text())
     assert "make_schedule(total_epochs=6, batch_size=64, num_stages=3)" in text
+
+
+def test_every_notebook_is_a_page(site: Path) -> None:
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        cells = json.loads(path.read_text())["cells"]
+        title = "".join(cells[0]["source"]).partition("\n")[0].removeprefix("# ")
+        page = (site / "notebooks" / path.stem / "index.html").read_text()
+        assert f"{title}</h1>" in re.sub(r"<a [^>]*>[^<]*</a>", "", page) and "load_runs" in page
 
 
 def test_every_page_is_a_package_or_named_in_the_contents() -> None:

@@ -1,6 +1,7 @@
 """Whole runs of the command line: against independent references, and on bad input."""
 
 import json
+import re
 import signal
 from collections.abc import Callable
 from itertools import accumulate
@@ -196,6 +197,27 @@ def test_a_sweep_leaves_no_state_behind(
     assert outcome.code == 0, outcome.err
     alone = finished(*SHORT, "seed=1", folder="alone")
     assert Left.by(tmp_path / "sweep" / "1").differences(Left.by(alone)) == []
+
+
+def test_stages_and_epochs_have_the_same_numbers_on_the_screen_and_in_all_files(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    """From 0: of three stages the last is 2."""
+    outcome = cli(*MLP, "data=digits", "hydra.run.dir=run", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    run, (title, *lines) = tmp_path / "run", outcome.out.splitlines()
+    assert title.strip() == "mlp8_on_digits: ours, seed 0"
+    rows = table(run / "metrics.csv")
+    shown = re.findall(r"^stage (\d)/2 .* epoch (\d)/4 ", outcome.err, re.MULTILINE)
+    assert shown == [(row["stage"], row["epoch"]) for row in rows]
+    assert [stage for stage, _ in shown] == ["0", "0", "1", "2", "2"]
+    results = json.loads((run / "results.json").read_text())
+    stages = [stage["stage"] for stage in results["stages"]]
+    assert [int(cells[1]) for line in lines if (cells := line.split("│"))[1:]] == stages == [0, 1, 2]
+    events = [event["stage"] for event in json.loads((run / "growth.json").read_text())["events"]]
+    assert [int(n) for n in re.findall(r"^grew to stage (\d)", outcome.err, re.MULTILINE)] == events == [1, 2]
+    assert {row["region"] for row in table(run / "rates.csv")} <= {"0", "1", "2"}
+    assert results["experiment"] == "mlp8_on_digits"
 
 
 def test_batches_may_be_limited_and_accumulated(finished: Callable[..., Path]) -> None:

@@ -100,7 +100,7 @@ def sweep(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_sweep_of_four_jobs_is_one_group_of_four_named_runs(sweep: Path) -> None:
     runs = runs_below(sweep)
-    assert {run.group for run in runs} == {"digits grid"}
+    assert {run.group for run in runs} == {"mlp8_on_digits grid"}
     assert len({run.id for run in runs}) == len({run.name for run in runs}) == 4
     for run in runs:
         assert run.name.startswith(f"model=mlp8 growth={run.job_type} seed={run.config['seed']} ")

@@ -45,7 +45,7 @@ def resources(runs: Sequence[Run]) -> Figure:
         for axes, quantity in zip(panels, quantities, strict=True):
             handles = _bars(axes, quantity, grown) + _lines(axes, quantity, fixed, epochs)
             axes.set_xlabel("stage")
-            axes.set_xticks(range(len(epochs)), [str(i + 1) for i in range(len(epochs))])
+            axes.set_xticks(range(len(epochs)), [str(stage) for stage in range(len(epochs))])
             axes.set_ylim(bottom=0)
         for axes, quantity in zip(panels, quantities, strict=True):
             axes.set_ylabel(

@@ -28,7 +28,7 @@ def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | 
     for stage in results["stages"]:
         widths = sorted(set(stage["widths"].values()))
         table.add_row(
-            str(stage["stage"] + 1),
+            str(stage["stage"]),
             str(stage["epochs"]),
             _span(widths),
             f"{stage['num_params']:,}",

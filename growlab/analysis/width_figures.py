@@ -189,7 +189,7 @@ def silhouettes(run: Run) -> Figure:
         axes.set_xlim(-widest / 2, (num_stages - 1) * (widest + gap) + widest / 2)
         centres = [stage * (widest + gap) for stage in range(num_stages)]
         heads = [
-            f"stage {i + 1}" + (f"\n{n:g} epoch{'s' * (n != 1)}" if n else "") for i, n in enumerate(lengths)
+            f"stage {i}" + (f"\n{n:g} epoch{'s' * (n != 1)}" if n else "") for i, n in enumerate(lengths)
         ]
         axes.set_xticks(centres, heads, fontsize=7 if num_stages < 7 else 6)
         axes.set_yticks([0, num_rows - 1], ["input", "output"], fontsize=7)

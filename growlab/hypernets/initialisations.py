@@ -128,6 +128,22 @@ class Initialisation:
             return 1.0 / features
         return self._output(features, num_outputs)
 
+    def plain(self, emission: Emission) -> float:
+        """Variance of the weights of a plain layer, which no hypernetwork emits.
+
+        Hyperfan's are those that it lets a hypernetwork emit, r / d_j or r / d_i.
+
+        Raises:
+            UserError: the initialisation is about a hypernetwork alone.
+        """
+        if self.name in ("kaiming_tenth", "constant_embedding"):
+            raise UserError(
+                f"{self.name} initialises hypernetworks: choose another for a network without one."
+            )
+        if self.name.startswith("hyperfan"):
+            return emission.gain / (emission.fan_in if self.name == "hyperfan_in" else emission.fan_out)
+        return self._classical(emission.fan_in, emission.fan_out)
+
     def embedding(self, shape: tuple[int, ...], emission: Emission, source: torch.Generator) -> Tensor:
         """Embeddings: uniform on [-sqrt(3), sqrt(3)], of variance 1, or M4's constants."""
         if self.name == "constant_embedding":

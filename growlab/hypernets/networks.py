@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
-from growlab.hypernets.parametrise import Hypernet, parametrise
+from growlab.hypernets.parametrise import Hypernet, initialise, parametrise
 
 
 class MonteCarlo(nn.Module):
@@ -45,7 +45,7 @@ def hypernetwork(
         num_classes: number of logits.
         network: makes the main network from `image_shape` and `num_classes`.
         monte_carlo_samples: passes that are averaged in eval mode, for noisy embeddings.
-        hypernet: see `Hypernet`; with `sharing="none"` the network stays a classical one.
+        hypernet: see `Hypernet`; with `sharing="none"` the network stays a classical one, drawn by the initialisation.
 
     Raises:
         UserError: a setting is impossible.
@@ -53,7 +53,8 @@ def hypernetwork(
     if monte_carlo_samples < 1:
         raise UserError(f"model.monte_carlo_samples={monte_carlo_samples} must be at least 1.")
     made = network(image_shape=image_shape, num_classes=num_classes)
+    seed = int(torch.randint(2**31, ()))
     if hypernet.get("sharing") == "none":
-        return made
-    parametrise(made, Hypernet(**hypernet), seed=int(torch.randint(2**31, ())))
+        return initialise(made, Hypernet(**{**hypernet, "sharing": "layer"}), seed)
+    parametrise(made, Hypernet(**hypernet), seed)
     return made if monte_carlo_samples == 1 else MonteCarlo(made, monte_carlo_samples)

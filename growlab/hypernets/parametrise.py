@@ -1,7 +1,7 @@
 """Let a hypernetwork emit the weights of any network, and turn the result into a plain network again."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -27,10 +27,11 @@ class Hypernet:
     """A kind of hypernetwork.
 
     Attributes:
-        sharing: "layer": every tensor has a hypernetwork of its own. "size": tensors of equal shape share one, with
-            an embedding each. "network": one embedding and one h for all, an output layer for each tensor.
-            "chunk": Ha et al.'s (2016), an embedding and an input layer for each chunk of a weight, an output layer
-            shared by all weights of the same receptive field.
+        sharing: "layer": every tensor has a hypernetwork of its own. "size": layers of equal shape whose variances by
+            Table 1 are equal too share one for weights and one for biases, with an embedding each. "network": one
+            embedding and one h for all, an output layer for each tensor. "chunk": Ha et al.'s (2016), an embedding and
+            an input layer for each chunk of a weight, an output layer shared by all weights of the same receptive
+            field.
         initialisation: see `growlab.hypernets.initialisations`.
         distribution: "uniform" or "normal".
         embedding_features: size of an embedding.
@@ -112,8 +113,9 @@ class Layer:
 def parametrise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Module:
     """Let a hypernetwork emit the weights of every linear layer and convolution.
 
-    The weights that the layers had are lost. Emitted tensors keep their names (`layer.weight` is computed when it is
-    read); what is trained stands in `layer.parametrizations`.
+    The weights that the layers had are lost; biases that are not emitted start at 0 (Section 4.1, Case 1). Emitted
+    tensors keep their names (`layer.weight` is computed when it is read); what is trained stands in
+    `layer.parametrizations`.
 
     Args:
         network: changed in place.
@@ -131,7 +133,38 @@ def parametrise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Mod
         _parametrise_by_chunks(layers, hypernet, seed)
     else:
         _parametrise_by_tensors(layers, hypernet, seed)
+    _zero_biases(layer for layer in layers if "bias" not in layer.tensors(hypernet))
     return network
+
+
+def initialise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Module:
+    """Draw a plain network's weights as the classical network beside hypernetworks has them; biases are 0.
+
+    Args:
+        network: changed in place: the weights of every linear layer and convolution.
+        hypernet: initialisation, distribution and gains; the rest does not matter.
+        seed: of the draws.
+
+    Returns:
+        The network.
+
+    Raises:
+        UserError: there is no such layer, or the initialisation is about a hypernetwork alone.
+    """
+    layers = list(find_layers(network, hypernet))
+    with torch.no_grad():
+        for layer in layers:
+            weight, variance = layer.module.weight, hypernet.variances.plain(layer.emission)
+            source = generator(seed, 0, f"weight of {layer.name}")
+            weight.copy_(hypernet.variances.draw(tuple(weight.shape), variance, source))
+    _zero_biases(layers)
+    return network
+
+
+def _zero_biases(layers: Iterable[Layer]) -> None:
+    for layer in layers:
+        if layer.module.bias is not None:
+            nn.init.zeros_(layer.module.bias)
 
 
 def materialize(network: nn.Module) -> nn.Module:
@@ -209,7 +242,9 @@ def _parametrise_by_tensors(layers: Sequence[Layer], hypernet: Hypernet, seed: i
         for tensor_name in layer.tensors(hypernet):
             tensor = getattr(layer.module, tensor_name)
             own = f"{layer.name}.{tensor_name}"
-            of_output = (tensor_name, tuple(tensor.shape)) if hypernet.sharing == "size" else own
+            # Not a bias's own shape: its variance depends on the layer's fan-in too.
+            alike = (tensor_name, tuple(layer.module.weight.shape), layer.emission)
+            of_output = alike if hypernet.sharing == "size" else own
             of_hidden = "network" if hypernet.sharing == "network" else of_output
             of_embedding = "network" if hypernet.sharing == "network" else own
 

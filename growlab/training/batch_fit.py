@@ -62,7 +62,7 @@ def fit_batch_sizes(
         size = agree(sizes[found - 1] if found else 0)
         if size == 0:
             raise UserError(
-                f"not even {SMALLEST} images on each device fit into memory in stage {stage + 1} of {num_stages}; "
+                f"not even {SMALLEST} images on each device fit into memory in stage {stage} of 0 to {num_stages - 1}; "
                 "raise schedule.max_memory_gib_per_device, or choose a smaller network or smaller images."
             )
         return size

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains."""
+"""Progress of a run on the screen; stages and epochs count from 0 as in its files: "epoch 9/9" is the last of ten."""
 
 import sys
 import time
@@ -109,7 +109,7 @@ class GrowthProgress(Callback):
         verb = "grew" if receipt["num_params"] >= receipt["num_params_before"] else "shrank"
         blocks = f"{len(receipt['inserted'])} blocks came in, " if "inserted" in receipt else ""
         line = (
-            f"{verb} to stage {receipt['stage'] + 1}: {blocks}widths {_span(before)} -> {_span(after)}, parameters "
+            f"{verb} to stage {receipt['stage']}: {blocks}widths {_span(before)} -> {_span(after)}, parameters "
             f"{receipt['num_params_before']:,} -> {receipt['num_params']:,}, batch {receipt['batch_size']}, "
             f"output error {receipt['parity_error_eval']:.1e}, {receipt['seconds']:.2f} s"
         )
@@ -133,11 +133,11 @@ class GrowthProgress(Callback):
 
     def _describe(self, trainer: Trainer, task: Task) -> str:
         schedule = task.schedule
-        # How many there will be is not known where widths are decided on the way.
-        stages = "" if task.decides_widths else f"/{schedule.num_stages}"
+        # The last stage is not known where widths are decided on the way.
+        last = "" if task.decides_widths else f"/{schedule.num_stages - 1}"
         return (
-            f"stage {task.growth_state.stage + 1}{stages}  widths {_span(task.growth_state.widths)}"
-            f"  epoch {trainer.current_epoch + 1}/{schedule.total_epochs}"
+            f"stage {task.growth_state.stage}{last}  widths {_span(task.growth_state.widths)}"
+            f"  epoch {trainer.current_epoch}/{schedule.total_epochs - 1}"
         )
 
     def _left(self, done: float, now: float) -> float:

@@ -213,7 +213,7 @@ class RunRecorder(Callback):
             training_sec = sum(plan.samples[row["epoch"]] / row["samples_per_sec"] for row in rows)
             stages.append(
                 {
-                    "stage": stage,
+                    "stage": number,
                     "epochs": schedule.epochs[stage],
                     "batch_size": schedule.batch_sizes[stage],
                     "widths": plan.widths[stage],

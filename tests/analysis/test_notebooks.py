@@ -1,8 +1,12 @@
 """Notebooks run on run folders alone, and are kept without outputs."""
 
+import base64
+import importlib.util
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -25,19 +29,31 @@ def test_outputs_are_stripped_and_nothing_is_trained(path):
             assert word not in source
 
 
-def execute(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list:
-    """All outputs of a notebook that runs in a folder."""
-    nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
+@pytest.fixture(scope="module")
+def docs() -> ModuleType:
+    """What runs notebooks and makes pages of them: no part of a package."""
+    spec = importlib.util.spec_from_file_location("notebook_pages", ROOT / "notebooks/docs/notebooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def execute(docs, tmp_path, monkeypatch) -> Callable[[Path], list]:
+    """All outputs of a notebook that runs in its own folder, which is left as it is."""
+    for package in ("nbformat", "nbclient", "ipykernel"):
+        pytest.importorskip(package)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    notebook = nbformat.read(path, as_version=4)
-    # "python3" is the kernel of the Python that runs this, whatever else is registered.
-    nbclient.NotebookClient(
-        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    ).execute()
-    return [out for cell in notebook.cells for out in cell.get("outputs", [])]
+
+    def run(path: Path) -> list:
+        before, target = path.read_bytes(), tmp_path / "executed" / path.name
+        docs.execute(path, target)
+        assert path.read_bytes() == before
+        cells = json.loads(target.read_text(encoding="utf-8"))["cells"]
+        return [out for cell in cells for out in cell.get("outputs", [])]
+
+    return run
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::DeprecationWarning:zmq")
@@ -51,18 +67,18 @@ def execute(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list:
         ("06_hyperfan", 5, 1),
     ],
 )
-def test_the_others_run_on_the_results_that_are_kept(name, num_images, num_tables, monkeypatch):
-    outputs = execute(ROOT / "notebooks" / f"{name}.ipynb", ROOT / "notebooks", monkeypatch)
+def test_the_others_run_on_the_results_that_are_kept(name, num_images, num_tables, execute):
+    outputs = execute(ROOT / "notebooks" / f"{name}.ipynb")
     data = [out.get("data", {}) for out in outputs]
     assert sum("image/png" in d for d in data) == num_images
-    tables = [d["text/markdown"] for d in data if "text/markdown" in d]
+    tables = ["".join(d["text/markdown"]) for d in data if "text/markdown" in d]
     assert len(tables) == num_tables and all(table.count("\n|") > 1 for table in tables)
-    assert not [out for out in outputs if out.output_type == "stream" and out.name == "stderr"]
+    assert not [out for out in outputs if out["output_type"] == "stream" and out["name"] == "stderr"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::DeprecationWarning:zmq")
 @pytest.mark.parametrize("lr_adapt", ["stagewise_norm", "none"])
-def test_first_growth_runs_on_run_folders_beside_it(tmp_path, monkeypatch, lr_adapt):
+def test_first_growth_runs_on_run_folders_beside_it(tmp_path, execute, lr_adapt):
     for seed in range(2):
         write_run(
             tmp_path / "results" / "digits" / f"ours{seed}",
@@ -72,10 +88,62 @@ def test_first_growth_runs_on_run_folders_beside_it(tmp_path, monkeypatch, lr_ad
         )
     write_run(tmp_path / "results" / "digits" / "fixed", growth="none", lr_adapt="none", stage_epochs=(4,))
     shutil.copy(ROOT / "notebooks" / "01_first_growth.ipynb", tmp_path)
-    outputs = execute(tmp_path / "01_first_growth.ipynb", tmp_path, monkeypatch)
+    outputs = execute(tmp_path / "01_first_growth.ipynb")
     data = [out.get("data", {}) for out in outputs]
     assert sum("image/png" in d for d in data) == (4 if lr_adapt != "none" else 3)
-    tables = [d["text/markdown"] for d in data if "text/markdown" in d]
+    tables = ["".join(d["text/markdown"]) for d in data if "text/markdown" in d]
     assert "fixed-size" in tables[0] and "82.00 ± 0.00 (2)" in tables[0]
     assert "| 1 | 1 | " in tables[1] and "2.1e-07 | 3.4e-07" in tables[1]
-    assert not [out for out in outputs if out.output_type == "stream" and out.name == "stderr"]
+    assert not [out for out in outputs if out["output_type"] == "stream" and out["name"] == "stderr"]
+
+
+PNG = base64.b64encode(b"a figure").decode()
+SHOWN = {
+    "cells": [
+        {"cell_type": "markdown", "source": ["# A title\n", "and text"]},
+        {
+            "cell_type": "code",
+            "source": ["draw()"],
+            "outputs": [
+                {"data": {"image/png": PNG, "text/plain": ["<Figure>"]}},
+                {"data": {"text/markdown": ["| a |\n", "|-|"], "text/plain": ["object"]}},
+                {"output_type": "stream", "name": "stdout", "text": ["told\n"]},
+            ],
+        },
+    ]
+}
+
+
+def test_a_page_shows_code_tables_text_and_figures(docs):
+    text, images = docs.page(SHOWN, "shown")
+    assert text.split("\n\n") == [
+        "# A title\nand text",
+        "```python\ndraw()\n```",
+        "![shown, figure 1](shown_0.png)",
+        "| a |\n|-|",
+        "```text\ntold\n```\n",
+    ]
+    assert images == {"shown_0.png": b"a figure"}
+
+
+def test_outputs_of_other_cells_are_not_shown(docs, tmp_path):
+    source, executed = tmp_path / "source.ipynb", tmp_path / "executed.ipynb"
+    cells = [{**cell, "outputs": []} for cell in SHOWN["cells"]]
+    source.write_text(json.dumps({"cells": cells}))
+    assert docs.outputs_of(source, executed)["cells"] == cells
+    executed.write_text(json.dumps(SHOWN))
+    assert docs.outputs_of(source, executed) == SHOWN
+    cells[1]["source"] = ["draw(2)"]
+    source.write_text(json.dumps({"cells": cells}))
+    assert docs.outputs_of(source, executed)["cells"] == cells
+
+
+def test_make_notebooks_writes_into_the_build_folder_alone(docs, tmp_path, monkeypatch):
+    """In place it would leave outputs in the checkout, which the first test here refuses."""
+    recipe = (ROOT / "Makefile").read_text().split("\nnotebooks: ")[1].split("\n\n")[0]
+    assert "$(PY) notebooks/docs/notebooks.py" in recipe and "inplace" not in recipe
+    assert docs.EXECUTED == ROOT / "build" / "notebooks" and docs.SOURCES == ROOT / "notebooks"
+    calls = []
+    monkeypatch.setattr(docs, "execute", lambda source, target: calls.append((source, target)))
+    docs.main()
+    assert calls == [(path, ROOT / "build" / "notebooks" / path.name) for path in NOTEBOOKS]

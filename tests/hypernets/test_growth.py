@@ -76,7 +76,12 @@ def even_mlp(kind: dict, part: float = 0.25) -> Run:
     torch.manual_seed(0)
     network = MLP(6, [16, 8, 24], 4).double()
     x = torch.randn(8, 6, dtype=torch.float64)
-    return Run(network, trace(network, x[:2]), x, Hyperfan(**kind), part)
+    run = Run(network, trace(network, x[:2]), x, Hyperfan(**kind), part)
+    # As after some training: so narrow a network without biases may have no unit that is awake.
+    for module in run.network.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.uniform_(module.bias, -0.4, 0.4)
+    return run
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

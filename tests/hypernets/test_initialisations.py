@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from growlab.errors import UserError
 from growlab.hypernets import INITIALISATIONS, Hypernet, Initialisation, emitted, parametrise
+from growlab.hypernets.parametrise import initialise
 from growlab.networks import MLP, AllConv, mobilenetv1, resnet20
 
 E, F = 40, 30  # sizes of an embedding and of what the output layer of chunks reads
@@ -112,6 +113,72 @@ def test_weights_and_biases(init: str, gain: float) -> None:
     for measured, wanted in zip((wide, narrow), expected, strict=True):
         assert measured[0] == pytest.approx(wanted[0], rel=0.1)
         assert measured[1] == pytest.approx(wanted[1], rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("init", "gain", "weights", "biases"),
+    [
+        # Fan-ins 50, 500, 500, fan-outs 500, 500, 500: Table 1 shares the variance of what the two add up to.
+        ("hyperfan_in", 1.0, [1 / 100, 1 / 1000, 1 / 1000, 1 / 1000], [0.5, 0.5, 0.5, 0.5]),
+        ("hyperfan_out", 1.0, [1 / 500, 1 / 500, 1 / 500, 1 / 500], [0.9, 0.0, 0.0, 0.0]),
+        ("hyperfan_out", 2.0, [2 / 500, 2 / 500, 2 / 500, 1 / 500], [1.8, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_layers_that_share_a_hypernetwork_have_each_their_own_variances(
+    init: str, gain: float, weights: list[float], biases: list[float]
+) -> None:
+    """Three biases have one shape and two fan-ins, and the last layer has the hidden ones' shape and another gain."""
+    net = MLP(50, [500, 500, 500], 500)
+    hypernet = Hypernet("size", init, embedding_features=400, biases=True, gain=gain)
+    parametrise(net, hypernet, seed=3)
+    layers = [net.hidden[0], net.hidden[2], net.hidden[4], net.classifier]
+    # The spread of a mean of n squares, and of the embedding's.
+    for layer, weight, bias in zip(layers, weights, biases, strict=True):
+        assert layer.weight.square().mean().item() == pytest.approx(weight, rel=0.2)
+        assert layer.bias.square().mean().item() == pytest.approx(bias, rel=0.3)
+    shared = [layer.parametrizations["weight"][0].output for layer in layers]
+    assert shared[1] is shared[2] and (shared[3] is shared[1]) == (gain == 1)
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "normal"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_network_without_a_hypernetwork_has_the_initialisation_in_every_layer(
+    network: str, distribution: str
+) -> None:
+    """The last one too, whatever its constructor drew."""
+    variances: dict[str, Callable[[int, int], float]] = {
+        "xavier_in": lambda j, i: 1 / j,
+        "xavier_out": lambda j, i: 1 / i,
+        "xavier_harmonic": lambda j, i: 2 / (i + j),
+        "kaiming_in": lambda j, i: 2 / j,
+        "small_random": lambda j, i: 1e-4,
+        "hyperfan_in": lambda j, i: 3 / j,
+        "hyperfan_out": lambda j, i: 3 / i,
+    }
+    for init, variance in variances.items():
+        hypernet = Hypernet("layer", init, distribution, gain=3.0, output_gain=3.0)
+        net = initialise(NETWORKS[network](), hypernet, seed=5)
+        for module in (m for m in net.modules() if isinstance(m, nn.Linear | nn.Conv2d)):
+            expected, number = variance(*fans(module)), module.weight.numel()
+            assert abs(module.weight.var().item() / expected - 1) < 5 * sqrt(2 / number), (init, module)
+            # Uniform numbers fill an interval that ends at sqrt(3) deviations; the normal one has no end there.
+            largest = module.weight.abs().max().item() / sqrt(3 * expected)
+            assert (0.9 < largest <= 1 + 1e-6) == (distribution == "uniform"), (init, module)
+            assert module.bias is None or not module.bias.any()
+
+
+@pytest.mark.parametrize("sharing", ["layer", "size", "network", "chunk"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_biases_that_are_not_emitted_start_at_zero(network: str, sharing: str) -> None:
+    net = parametrise(NETWORKS[network](), Hypernet(sharing), seed=5)
+    biases = [m.bias for m in net.modules() if isinstance(m, nn.Linear | nn.Conv2d) and m.bias is not None]
+    assert biases and not any(bias.any() for bias in biases)
+
+
+@pytest.mark.parametrize("init", ["kaiming_tenth", "constant_embedding"])
+def test_what_is_about_hypernetworks_alone_is_refused_without_one(init: str) -> None:
+    with pytest.raises(UserError, match=f"{init} initialises hypernetworks"):
+        initialise(MLP(3, [4], 2), Hypernet(initialisation=init))
 
 
 @pytest.mark.parametrize("hidden", [(30,), (50, 20)])

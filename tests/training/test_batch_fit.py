@@ -73,8 +73,8 @@ def test_the_largest_size_is_found_to_an_eighth_of_an_octave(limit: int, at_most
 @pytest.mark.parametrize(
     ("limits", "changes", "told"),
     [
-        ([100, 1], {}, "not even 2 images on each device fit into memory in stage 2 of 2"),
-        ([1, 100], {}, "not even 2 images on each device fit into memory in stage 1 of 2"),
+        ([100, 1], {}, "not even 2 images on each device fit into memory in stage 1 of 0 to 1;"),
+        ([1, 100], {}, "not even 2 images on each device fit into memory in stage 0 of 0 to 1;"),
         ([9, 9], {"max_batch_size": 7, "processes": 4}, "room for 2 images on each of 4 devices"),
         ([9, 9], {"batch_sizes": [4, 2]}, "leave schedule.batch_sizes out"),
     ],

@@ -1,0 +1,104 @@
+"""Runs copies of the notebooks, and makes pages of them for the docs; the notebooks themselves stay without outputs.
+
+`python notebooks/docs/notebooks.py` writes executed copies into build/notebooks. MkDocs loads this file as a hook: each
+notebook becomes a page, with outputs where an executed copy of the same cells lies there.
+"""
+
+import base64
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES, EXECUTED = ROOT / "notebooks", ROOT / "build" / "notebooks"
+_TIMEOUT_SEC = 600
+_UNTOUCHED = "!!! note\n    Outputs are left out here: `make docs` runs the notebooks first.\n"
+
+
+def execute(source: Path, target: Path) -> None:
+    """Run a notebook in its own folder and write what came of it into another file."""
+    # Imported here: the docs build without them.
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(source, as_version=4)
+    # "python3" is the kernel of the Python that runs this, whatever else is registered.
+    resources = {"metadata": {"path": str(source.parent)}}
+    NotebookClient(notebook, timeout=_TIMEOUT_SEC, kernel_name="python3", resources=resources).execute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(notebook, target)
+
+
+def page(notebook: dict[str, Any], stem: str) -> tuple[str, dict[str, bytes]]:
+    """A notebook as Markdown, and its images by the names of their files.
+
+    Args:
+        notebook: the content of an .ipynb file.
+        stem: of the names of images.
+    """
+    parts: list[str] = []
+    images: dict[str, bytes] = {}
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+        elif cell["cell_type"] == "code":
+            parts.append(_fenced(source, "python"))
+            for output in cell["outputs"]:
+                data = output.get("data", {})
+                if "image/png" in data:
+                    name = f"{stem}_{len(images)}.png"
+                    images[name] = base64.b64decode("".join(data["image/png"]))
+                    parts.append(f"![{stem}, figure {len(images)}]({name})")
+                elif "text/markdown" in data:
+                    parts.append("".join(data["text/markdown"]))
+                elif "text/plain" in data or "text" in output:
+                    parts.append(_fenced("".join(data.get("text/plain") or output["text"]), "text"))
+    return "\n\n".join(parts) + "\n", images
+
+
+def outputs_of(source: Path, executed: Path) -> dict[str, Any]:
+    """The executed copy of a notebook if it has the same cells, else the notebook itself."""
+    notebook = json.loads(source.read_text(encoding="utf-8"))
+    if executed.exists():
+        copy = json.loads(executed.read_text(encoding="utf-8"))
+        if _cells(copy) == _cells(notebook):
+            return copy
+    return notebook
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """MkDocs' hook: add the pages and their images."""
+    from mkdocs.structure.files import File
+
+    for source in sorted(SOURCES.glob("*.ipynb")):
+        notebook = outputs_of(source, EXECUTED / source.name)
+        text, images = page(notebook, source.stem)
+        if not any(cell.get("outputs") for cell in notebook["cells"]):
+            title, _, rest = text.partition("\n")
+            text = f"{title}\n\n{_UNTOUCHED}\n{rest}"
+        files.append(File.generated(config, f"notebooks/{source.stem}.md", content=text))
+        for name, content in images.items():
+            files.append(File.generated(config, f"notebooks/{name}", content=content))
+    return files
+
+
+def _cells(notebook: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(cell["cell_type"], "".join(cell["source"])) for cell in notebook["cells"]]
+
+
+def _fenced(text: str, language: str) -> str:
+    return f"```{language}\n{text.rstrip()}\n```"
+
+
+def main() -> None:
+    """Run a copy of every notebook."""
+    for path in sorted(SOURCES.glob("*.ipynb")):
+        print(f"running {path.name}", file=sys.stderr)
+        execute(path, EXECUTED / path.name)
+    print(f"executed copies: {EXECUTED}; make docs puts them into the docs")
+
+
+if __name__ == "__main__":
+    main()
