@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -285,8 +285,13 @@ def grow(
             # Every channel is now made up of old ones: none is younger than another.
             births[:] = [min(births)] * len(births)
         births.extend([stage] * (new_widths[group] - len(births)))
+    carry = growth.carry
     if method.output_multiplier:
         state.output_factor *= growth.output_factor
+    else:
+        # Outputs z become z' = z / factor for good. To first order the loss has the slope there that it had: dL/dz'
+        # of the grown network is dL/dz, not dL/dz * factor as it is where the output is multiplied again.
+        carry = replace(carry, every=carry.every / growth.output_factor)
     return GrowthEvent(
         stage=stage,
         method=method.name,
@@ -305,7 +310,7 @@ def grow(
         seconds=time.perf_counter() - began,
         parity_sec=parity_sec,
         replaced=replaced,
-        carry=growth.carry,
+        carry=carry,
         observed=expansion.observed,
     )
 

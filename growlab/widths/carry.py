@@ -15,7 +15,7 @@ from growlab.widths.resize import grid
 class Carry:
     """How the gradient of a grown network follows from the gradient g of the network before.
 
-        g'[i, j, ...] = scale * rows[i] * g[sources(i), sources(j), ...]
+        g'[i, j, ...] = every * scale * rows[i] * g[sources(i), sources(j), ...]
 
     and therefore first moments likewise, second moments with the factors squared. Derivation: if a method writes
     the old parameters as p = p(p') with the loss unchanged, the gradient follows by the chain rule. Entries that
@@ -35,12 +35,14 @@ class Carry:
             different channels were uncorrelated, the squares of the matrix applied to them. New channels, which
             have no gradient yet, take the mean of the old ones' instead of 0, which would make their first steps
             too long.
+        every: a factor on the gradients of all parameters, those that the event leaves alone included.
     """
 
     sources: Mapping[str, Tensor] = field(default_factory=dict)
     rows: Mapping[str, Tensor] = field(default_factory=dict)
     scales: Mapping[str, float | Tensor] = field(default_factory=dict)
     bases: Mapping[str, Tensor] = field(default_factory=dict)
+    every: float = 1.0
 
     def carried(
         self,
@@ -61,7 +63,7 @@ class Carry:
             widths_after: and after.
             power: how the tensor scales with the gradient: 1, 2 for second moments, 0 for neither.
         """
-        tensor = old
+        tensor = old if self.every == 1.0 else old * self.every**power
         if name in self.scales and power:
             scale = self.scales[name]
             scale = scale.to(old) if isinstance(scale, Tensor) else scale
@@ -100,7 +102,9 @@ class Carry:
                 for group, one in found.items()
             }
 
-        return Carry(longer(self.sources, -1), longer(self.rows, 1.0), self.scales, longer(self.bases, 0.0))
+        return Carry(
+            longer(self.sources, -1), longer(self.rows, 1.0), self.scales, longer(self.bases, 0.0), self.every
+        )
 
     def _source(self, group: str, before: Mapping[str, int], after: Mapping[str, int]) -> Tensor:
         if group in self.sources:

@@ -1,6 +1,7 @@
 """Carrying a gradient and its moments to the grown network equals computing them on the grown network."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from growlab.growth import Net2Net, PairGrowth, VarianceTransfer, grow, plant
+from growlab.optim import follow
 from growlab.widths import Carry, trace
 
 
@@ -79,6 +81,47 @@ def old_entries(name):
     ones = torch.ones(GRAPH.shape(name, BEFORE))
 
     return Carry().carried(ones, name, GRAPH, BEFORE, AFTER, 0).bool()
+
+
+class Halving(PairGrowth):
+    """Pairs that halve the logits through the head alone."""
+
+    def __init__(self, output_multiplier: bool) -> None:
+        super().__init__()
+        self.output_multiplier = output_multiplier
+
+    def grow(self, expansion):
+        growth = super().grow(expansion)
+        halved = {name: growth.tensors[name] / 2 for name in ("classifier.weight", "classifier.bias")}
+        carry = replace(growth.carry, scales=dict.fromkeys(halved, 2.0))
+        return replace(growth, tensors={**growth.tensors, **halved}, output_factor=2.0, carry=carry)
+
+
+BATCH = torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(4)).double()
+LABELS = torch.tensor([0, 0, 1, 0, 2, 0, 3, 0])
+
+
+def gradients(network, loss):
+    """Of the loss of the batch's logits, by parameter name."""
+    named = dict(network.named_parameters())
+    return dict(zip(named, torch.autograd.grad(loss(network(BATCH)), list(named.values())), strict=True))
+
+
+def trained(method, logits=1.0):
+    """A seed network, its state and an optimizer that has one gradient in its moments, at unchanged weights."""
+    torch.manual_seed(0)
+    network = Everything()
+    state = plant(network, GRAPH, method, BEFORE, seed=1)
+    network.double().eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(6)))
+        network.classifier.weight.mul_(logits)
+        network.classifier.bias.mul_(logits)
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.0)
+    F.cross_entropy(network(BATCH), LABELS).backward()
+    optimizer.step()
+    return network, state, optimizer
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -169,17 +212,42 @@ def test_variance_transfer_by_the_constraint_divides_by_the_measured_scale():
         )
 
 
-def test_the_literal_output_rule_changes_the_gradient_so_no_rule_can_be_exact():
-    """Logits shrink, so the loss is another function: the carried gradient keeps its direction only about."""
-    small, large, event, _ = grown(VarianceTransfer(output_multiplier=False, noise_std=0.0))
-    before, after = moments(small)["gradient"][0], moments(large)["gradient"][0]
-    old = old_entries("hidden.weight")
-    got, expected = (
-        carried(event, "hidden.weight", before["hidden.weight"], 1)[old],
-        after["hidden.weight"][old],
-    )
-    assert F.cosine_similarity(got, expected, dim=0) > 0.9
-    assert (got - expected).norm() > 0.05 * expected.norm()
+@pytest.mark.parametrize("method", [VarianceTransfer, Halving], ids=lambda m: m.__name__)
+def test_without_the_multiplier_all_state_follows_the_logits_that_shrink(method):
+    """Exact where the loss is linear in the logits, for parameters too that the event leaves alone."""
+    network, state, optimizer = trained(method(output_multiplier=False))
+    small = copy.deepcopy(network)
+    event = grow(network, GRAPH, method(output_multiplier=False), state, AFTER, 0, (BATCH,))
+    assert state.output_factor == 1.0 != event.output_factor
+    follow(optimizer, event.replaced, GRAPH, BEFORE, AFTER, carry=event.carry)
+    assert any(a is b for a in network.parameters() for b in optimizer.state if b.shape == (4,))
+    weight = torch.randn(4, generator=torch.Generator().manual_seed(5)).double()
+    for training, tolerance in ((False, 1e-9), (True, 1e-3)):
+        before = gradients(small.train(training), lambda z: (z * weight).sum())
+        after = gradients(network.train(training), lambda z: (z * weight).sum())
+        for name, gradient in before.items():
+            old = old_entries(name)
+            for power in (1, 2):
+                got, expected = carried(event, name, gradient**power, power)[old], after[name][old] ** power
+                error = (got - expected).norm() / (expected.norm() + 1e-9)
+                assert error < tolerance, f"{name}, power {power}, training={training}: {error:.1e}"
+
+
+def test_without_the_multiplier_a_curved_loss_is_followed_to_first_order():
+    """Logits shrink, so the loss has another slope: the smaller they were, the less it has changed."""
+    method, worst = VarianceTransfer(output_multiplier=False), []
+    for size in (0.01, 0.001):
+        network, state, optimizer = trained(method, size)
+        event = grow(network, GRAPH, method, state, AFTER, 0, (BATCH,))
+        follow(optimizer, event.replaced, GRAPH, BEFORE, AFTER, carry=event.carry)
+        after = gradients(network, lambda z: F.cross_entropy(z, LABELS))
+        errors = []
+        for name, parameter in network.named_parameters():
+            old = old_entries(name)
+            moment = optimizer.state[parameter]["exp_avg"][old] / (1 - 0.9)
+            errors.append(float((moment - after[name][old]).norm() / after[name][old].norm()))
+        worst.append(max(errors))
+    assert worst[0] < 0.2 and 0.05 < worst[1] / worst[0] < 0.2, worst
 
 
 def test_channels_that_come_behind_an_event_have_no_gradient() -> None:
