@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from growlab.errors import UserError
 from growlab.networks import Blend, Isotropic
 from growlab.optim import (
     LARS,
@@ -518,10 +519,65 @@ def test_diagnostics_give_norms_of_weights_and_gradients():
     assert optimizer.factors(params["bias"]) is None
 
 
-def test_a_region_of_rounding_size_takes_the_base_rate() -> None:
+def test_factors_are_bounded_and_have_no_jump() -> None:
     """New weights that rest beside zero (GradMax) would not move at a rate in proportion to their norm."""
-    norms = torch.tensor([[2.0, 2.0**-100, 1.0, 0.0], [0.0, 1.0, 2.0**-100, 0.0]])
-    assert NormRatio().factors(norms).tolist() == [[1.0, 1.0, 0.5, 1.0], [1.0, 1.0, 1.0, 1.0]]
+    rule = NormRatio()
+    norms = torch.tensor([[2.0, 2.0**-100, 1.0, 0.0, 20.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    assert rule.factors(norms).tolist() == [[1.0, 1.0, 0.5, 1.0, 10.0], [1.0] * 5]
+    # From 1 at zero down to 0.001, then the ratio itself, then the bound.
+    ratios = torch.logspace(-16, 0.99, 2000, dtype=torch.float64)
+    factors = rule.factors(torch.stack([torch.ones_like(ratios), ratios], 1))[:, 1]
+    usual = ratios >= 1e-3
+    assert torch.equal(factors[usual], ratios[usual])
+    assert float(factors[0]) == pytest.approx(1.0) and bool((factors.diff()[~usual[1:]] <= 0).all())
+    near = torch.tensor([[1.0, 1e-3 * (1 - 1e-9)], [1.0, 1e-3]], dtype=torch.float64)
+    assert abs(float(rule.factors(near)[:, 1].diff())) < 1e-8
+
+
+@pytest.mark.parametrize(
+    ("rule", "norms", "held"),
+    [
+        (NormRatio(), [1e-12, 1.0], [1.0, 10.0]),
+        (NormRatio(max_factor=2.0), [0.0, 1.0], [1.0, 2.0]),
+        (NormRatio(), [[1.0, 3.0], [1.0, 11.0]], [[1.0, 3.0], [1.0, 10.0]]),
+        (MaxOne(), [0.5, 1e12], [1.0, 100.0]),
+    ],
+    ids=str,
+)
+def test_a_bound_that_binds_is_told_once(rule, norms: list, held: list) -> None:
+    with pytest.warns(
+        UserWarning, match=rf"{type(rule).__name__} asks for .* max_factor={rule.max_factor:g}:"
+    ):
+        assert rule.factors(torch.tensor(norms)).tolist() == held
+    assert rule.factors(torch.tensor(norms)).tolist() == held
+
+
+@pytest.mark.parametrize("rule", [NormRatio(), MaxOne()], ids=lambda rule: type(rule).__name__)
+def test_factors_of_norms_that_are_not_numbers_are_none(rule) -> None:
+    factors = rule.factors(torch.tensor([[1.0, torch.nan, 2.0], [torch.nan, 1.0, 3.0]]))
+    assert factors[0, 0] == 1.0 and factors[0, 2] == 2.0
+    assert bool(factors[0, 1].isnan()) and bool(factors[1, 0].isnan())
+
+
+@pytest.mark.parametrize("rule", [NormRatio, MaxOne])
+@pytest.mark.parametrize("bound", [0.5, -1.0, float("nan")])
+def test_a_bound_below_the_base_rate_is_refused(rule, bound: float) -> None:
+    with pytest.raises(UserError, match="must be at least 1"):
+        rule(max_factor=bound)
+
+
+def test_training_beside_a_tiny_oldest_region_stays_finite() -> None:
+    """Unbounded, the new region's rate is 1e9 times too large at first."""
+    weight = nn.Parameter(torch.cat([torch.full((1, 4), 1e-9), torch.ones(3, 4)]))
+    optimizer = SGD([weight], lr=0.05, rule=NormRatio())
+    optimizer.set_regions({weight: Regions(torch.tensor([0, 1, 1, 1]), torch.zeros(4, dtype=torch.long))})
+    target = torch.linspace(-1, 1, 16).view(4, 4)
+    with pytest.warns(UserWarning, match="max_factor=10"):
+        for _ in range(60):
+            optimizer.zero_grad()
+            (weight - target).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(weight.detach(), target, rtol=0, atol=0.05)
 
 
 # Weight decay ------------------------------------------------------------------------------------------------
