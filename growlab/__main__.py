@@ -127,8 +127,15 @@ def _interrupted(error: BaseException | None) -> bool:
     return False
 
 
+def _import_from_here() -> None:
+    """Let `growlab` import modules in the current folder, as `python -m growlab` can."""
+    if os.getcwd() not in sys.path and not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())
+
+
 def main() -> int:
     """Run what the command line says and return the exit code."""
+    _import_from_here()
     # With this set Hydra raises what went wrong instead of printing it. A user who sets it sees tracebacks
     # as well as sentences.
     with_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from growlab.errors import UserError
+from growlab.errors import UserError, how_to_install
 
 _STEP = "trainer/global_step"
 
@@ -137,7 +137,7 @@ def build(entity: str, project: str) -> tuple[Any, Any]:
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
         raise UserError(
-            "a dashboard needs a package that is not installed: pip install 'growlab[dashboard]'."
+            f"a dashboard needs a package that is not installed: {how_to_install('dashboard')}."
         ) from error
     sections = [
         workspaces.Section(name=name, panels=[_panel(reports, panel) for panel in panels], is_open=True)

@@ -1,5 +1,7 @@
 """The exceptions that a user is meant to read."""
 
+import importlib.metadata
+import re
 import signal
 
 
@@ -27,3 +29,24 @@ class Stopped(BaseException):
     def __init__(self, number: int, sentence: str) -> None:
         super().__init__(sentence)
         self.signal, self.sentence = signal.Signals(number), sentence
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs the packages of one of growlab's extras.
+
+    It names the packages themselves: growlab may come from a checkout, and then there is no `growlab[EXTRA]` to install
+    from.
+
+    Example:
+        >>> how_to_install("no such extra")
+        "pip install -e '.[no such extra]' in growlab's checkout"
+    """
+    try:
+        requirements = importlib.metadata.requires("growlab") or []
+    except importlib.metadata.PackageNotFoundError:
+        requirements = []
+    wanted = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]$""")
+    packages = [line.partition(";")[0].strip() for line in requirements if wanted.search(line)]
+    if not packages:
+        return f"pip install -e '.[{extra}]' in growlab's checkout"
+    return "pip install " + " ".join(f"'{package}'" for package in packages)

@@ -32,9 +32,11 @@ from growlab.growth import (
     sort_classes,
 )
 from growlab.outcome import results_row
+from growlab.pairing import make_network, make_objective
 from growlab.planning import learning_rate, optimizer_maker, plan_run
 from growlab.processes import is_first, started_elsewhere, world_size
 from growlab.studies.running import run_study
+from growlab.trainer_options import check_trainer_options
 from growlab.training import GrowthCallback, GrowthProgress, RunRecorder, Task
 from growlab.training.checkpoints import (
     AtomicCheckpointIO,
@@ -51,7 +53,7 @@ from growlab.training.library_messages import plain_errors, quiet_libraries
 from growlab.training.loggers import WandbRecords, close_loggers, run_name
 from growlab.training.looking import auxiliary_flops
 from growlab.training.norm_annealing import NormAnnealing
-from growlab.training.objective import Objective, network_inputs
+from growlab.training.objective import network_inputs
 from growlab.training.orthogonal import OldGradient
 from growlab.training.plan import Plan, carried_out, find_widths, grow_head
 from growlab.training.rank_check import RankCheck
@@ -115,7 +117,7 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
     data.setup()
     torch.set_num_threads(cfg.num_threads or _NUM_THREADS)
     lightning.seed_everything(cfg.seed, verbose=False)
-    network = hydra.utils.instantiate(cfg.model, **data.network_arguments)
+    network = make_network(cfg.model, data)
     method: GrowthMethod = hydra.utils.instantiate(cfg.growth)
     graph = find_widths(network, data.probe_batch(2), method, list(cfg.opaque))
     demand: Demand | None = hydra.utils.instantiate(cfg.schedule.demand)
@@ -129,8 +131,7 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
     state = plant(network, graph, method, plan.widths[0], cfg.seed)
 
     data.batch_size_at_epoch = plan.schedule.batch_size_at
-    objective: Objective = hydra.utils.instantiate(cfg.objective)
-    objective.bind(data)
+    objective = make_objective(cfg.objective, data)
     task = Task(
         network,
         graph,
@@ -263,9 +264,13 @@ def _own_callbacks(cfg: DictConfig) -> list[lightning.Callback]:
     """Callbacks that the user has added to the trainer's configuration.
 
     Raises:
-        UserError: one of them averages weights without growing the average.
+        UserError: one is no callback, or averages weights without growing the average.
     """
     own = hydra.utils.instantiate(cfg.trainer.get("callbacks") or [], _convert_="all")
+    if not isinstance(own, list) or not all(isinstance(callback, lightning.Callback) for callback in own):
+        raise UserError(
+            "trainer.callbacks must be a list of Lightning's callbacks, [{_target_: CLASS, ...}]."
+        )
     for callback in own:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise UserError(
@@ -281,11 +286,20 @@ def _loggers(cfg: DictConfig, run_id: str) -> Iterator[list[Logger]]:
     loggers: list[Logger] = []
     succeeded = False
     try:
-        for settings in cfg.logger.values():
+        for name, settings in cfg.logger.items():
+            if not isinstance(settings, DictConfig):
+                raise UserError(
+                    f"logger.{name}={settings} is no logger: give it a _target_ and its arguments."
+                )
             # The same identity after an interruption, where a logger has one.
             known = {"id": run_id, "name": run_name(HydraConfig.get().overrides.task, cfg.name)}
             own = {key: value for key, value in known.items() if key in settings and settings[key] is None}
-            loggers.append(hydra.utils.instantiate(settings, **own))
+            logger = hydra.utils.instantiate(settings, **own)
+            if not isinstance(logger, Logger):
+                raise UserError(
+                    f"logger.{name} makes a {type(logger).__name__}, not one of Lightning's loggers."
+                )
+            loggers.append(logger)
         for logger in loggers:
             logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
         yield loggers
@@ -319,6 +333,7 @@ def deciding_settings(cfg: DictConfig) -> dict[str, Any]:
 
 def _check(cfg: DictConfig) -> None:
     """Refuse what would only fail later."""
+    check_trainer_options(cfg.trainer)
     if not 0 <= cfg.seed <= _MAX_SEED:
         raise UserError(f"seed={cfg.seed} must lie between 0 and {_MAX_SEED}.")
     if cfg.num_threads is not None and cfg.num_threads < 1:

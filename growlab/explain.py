@@ -31,7 +31,8 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from growlab.errors import UserError
+from growlab.errors import UserError, how_to_install
+from growlab.trainer_options import INSTEAD, refused
 
 _EXTRAS = {
     "wandb": "wandb",
@@ -130,7 +131,7 @@ def _missing_option(error: MissingConfigException, overrides: Sequence[str]) -> 
     options = list(error.options or ())
     text = _then(f"there is no {group} '{name}'{where}{did_you_mean(name, options)}", "Choices", options)
     if group in ("hydra/launcher", "hydra/sweeper"):
-        text += f"; more come with pip install 'growlab[{'ray' if name == 'ray' else 'sweeps'}]'"
+        text += f"; more come with {how_to_install('ray' if name == 'ray' else 'sweeps')}"
     return text
 
 
@@ -181,6 +182,8 @@ def _unknown_name(error: OmegaConfBaseException, conf: Path | None) -> str:
     full_key = error.full_key or key
     siblings = [str(name) for name in parent] if isinstance(parent, DictConfig) else []
     where = full_key.removesuffix(key).rstrip(".")
+    if where == "trainer" and key in INSTEAD:
+        return refused(key)
     groups = [] if where else _groups(conf)
     near = did_you_mean(key, siblings + groups)
     if not near and isinstance(parent, DictConfig):
@@ -262,7 +265,7 @@ def _constructor(error: InstantiationException, overrides: Sequence[str]) -> str
         extra = next((e for module, e in _EXTRAS.items() if re.search(rf"\b{module}\b", str(cause))), None)
         if extra:
             what = name or (target[1] if target else "this")
-            return f"{what} needs a package that is not installed: pip install 'growlab[{extra}]'"
+            return f"{what} needs a package that is not installed: {how_to_install(extra)}"
     if text.startswith("Error locating target") and target:
         reason = str(cause) if cause is not None else "no such name"
         return (

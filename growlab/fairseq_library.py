@@ -7,9 +7,9 @@ from types import ModuleType
 
 from hydra.core.config_store import ConfigStore
 
-from growlab.errors import UserError
+from growlab.errors import UserError, how_to_install
 
-EXTRA = "needs a package that is not installed: pip install 'growlab[translation]'"
+EXTRA = f"needs a package that is not installed: {how_to_install('translation')}"
 
 
 def fairseq_module(name: str) -> ModuleType:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError
+from growlab.errors import UserError, how_to_install
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def timm_network(
     try:
         import timm
     except ImportError as error:
-        raise UserError("model=timm needs timm; pip install 'growlab[timm]'.") from error
+        raise UserError(f"model=timm needs timm: {how_to_install('timm')}.") from error
     _check_one(pretrained, weights)
     try:
         network = timm.create_model(

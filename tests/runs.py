@@ -63,6 +63,16 @@ def plain_mlp(image_shape: Sequence[int], num_classes: int, batch_norm: bool = F
     return nn.Sequential(*layers, nn.Linear(8, num_classes))
 
 
+def spatial(image_shape: Sequence[int], num_classes: int) -> nn.Module:
+    """A network that somebody forgot to pool: [batch, classes, height, width]."""
+    return nn.Sequential(nn.Conv2d(image_shape[0], 8, 3), nn.ReLU(), nn.Conv2d(8, num_classes, 1))
+
+
+def narrow_head(image_shape: Sequence[int], num_classes: int) -> nn.Module:
+    """A network with five outputs, whatever the number of classes."""
+    return plain_mlp(image_shape, 5)
+
+
 class HungryMlp(nn.Sequential):
     """A network that trains on a device of little memory: so many images times channels, in $HUNGRY by rank."""
 

@@ -57,8 +57,10 @@ def test_a_missing_package_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
     monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)
     assert main(["team/growlab"]) == 2
-    expected = "error: a dashboard needs a package that is not installed: pip install 'growlab[dashboard]'.\n"
-    assert capsys.readouterr().err == expected
+    told = capsys.readouterr().err
+    assert told.startswith(
+        "error: a dashboard needs a package that is not installed: pip install 'wandb-workspaces>="
+    )
 
 
 def test_a_refusal_is_one_sentence(monkeypatch, capsys):

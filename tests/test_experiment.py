@@ -304,6 +304,38 @@ def one_sentence(outcome: Outcome) -> str:
         (("trainer.limit_train_batches=0",), "leaves none to train on"),
         (("trainer.limit_train_batches=1.5",), "trainer.limit_train_batches=1.5"),
         (("trainer.accumulate_grad_batches=0",), "trainer.accumulate_grad_batches=0 must be at least 1"),
+        (
+            ("trainer.accumulate_grad_batches=null",),
+            "trainer.accumulate_grad_batches=null must be at least 1",
+        ),
+        (("trainer.limit_train_batches=abc",), "trainer.limit_train_batches=abc must be a number from 0"),
+        (("trainer.gradient_clip_val=-1",), "trainer.gradient_clip_val=-1 must be a number from 0"),
+        (("trainer.max_epochs=3",), "schedule.total_epochs=N says how many epochs"),
+        (("+trainer.max_epochs=3",), "schedule.total_epochs=N says how many epochs"),
+        (("+trainer.max_steps=3",), "trainer.limit_train_batches=N how many steps each"),
+        (("+trainer.fast_dev_run=true",), "to try a run out set trainer.limit_train_batches=1"),
+        (("+trainer.callbacks=[3]",), "trainer.callbacks must be a list of Lightning's callbacks"),
+        (
+            ("+trainer.callbacks=[{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val_los}]",),
+            "use any of the following: `train_loss`",
+        ),
+        (("lr_adapt.rule=3",), "lr_adapt.rule=3 is no rule"),
+        (("+logger.x=3",), "logger.x=3 is no logger"),
+        (("+logger.x._target_=torch.nn.Identity",), "logger.x makes a Identity"),
+        (("study={}",), "study={} is no study"),
+        (("objective._target_=torch.nn.CrossEntropyLoss",), "is no objective"),
+        (("objective=characters",), "images go with objective=classification"),
+        (
+            ("model=custom", "model._target_=tests.runs.spatial"),
+            "takes outputs [batch, classes] and targets [batch], not",
+        ),
+        (("model=custom", "model._target_=tests.runs.narrow_head"), "has no output: the network has 5"),
+        (("data=text", "data.limit_characters=3000"), "text goes with model=gpt objective=characters"),
+        (
+            ("model=gpt", "data=text", "data.limit_characters=3000", "lr_adapt=none"),
+            "text goes with model=gpt",
+        ),
+        (("model=gpt",), "does not take image_shape and num_classes, which the data give: images go with"),
         (("schedule.learning_rate.warmup_epochs=-1",), "must be 0 or more"),
         (("schedule.learning_rate.warmup_epochs=45",), "leaves none of 45 epochs"),
         (("schedule.learning_rate.shape=cosin",), "did you mean 'cosine'?"),
@@ -357,14 +389,14 @@ def test_ctrl_c(cli: CommandLine, tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_stopped_early_has_no_result(cli: CommandLine, tmp_path: Path) -> None:
-    outcome = cli(*MLP, "+trainer.max_steps=7", "hydra.run.dir=run", cwd=tmp_path)
+    outcome = cli(*MLP, "+trainer.max_time=00:00:00:00", "hydra.run.dir=run", cwd=tmp_path)
     assert "training was stopped after" in one_sentence(outcome)
     assert not (tmp_path / "run" / "results.json").exists()
 
 
 def test_a_missing_logger_is_told(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(*SHORT, "logger=wandb", "hydra.run.dir=run", cwd=tmp_path, fault=("no_wandb",))
-    assert "pip install 'growlab[wandb]'" in one_sentence(outcome)
+    assert "pip install 'wandb>=" in one_sentence(outcome)
 
 
 # Every experiment -----------------------------------------------------------------------------------------

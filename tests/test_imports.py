@@ -47,7 +47,8 @@ RULES = {
     "configs": rule("naming", packages="hydra omegaconf"),
     "naming": rule(packages="hydra omegaconf"),
     "configuration": rule("configs", packages="hydra omegaconf"),
-    "explain": rule(packages="hydra omegaconf yaml"),
+    "trainer_options": rule(packages=""),
+    "explain": rule("trainer_options", packages="hydra omegaconf yaml"),
     "library": rule(packages="torch torchvision timm safetensors"),
     "widths.__main__": rule("survey", packages=""),
     "survey": rule("networks widths growth analysis", packages="torch"),
@@ -58,8 +59,10 @@ RULES = {
     "sweeps": rule("analysis processes experiment training", packages="hydra omegaconf torch"),
     "outcome": rule("training", packages="hydra omegaconf"),
     "planning": rule("widths growth data training processes"),
+    "pairing": rule("training", packages="torch hydra omegaconf"),
     "experiment": rule(
-        "studies networks widths growth optim data training analysis configuration processes outcome planning"
+        "studies networks widths growth optim data training analysis configuration processes outcome planning "
+        "pairing trainer_options"
     ),
     "__main__": rule(
         "configuration explain experiment resuming processes sweeps", packages="hydra omegaconf"
@@ -71,6 +74,7 @@ CONFIGURED = {
     # Keeps Hydra's store as it was when fairseq puts its own configurations there.
     "fairseq_library",
     "__main__",
+    "pairing",
     "planning",
     "experiment",
     "configuration",

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 import growlab.__main__ as command_line
 from growlab.configuration import config_dir
-from growlab.errors import UserError
+from growlab.errors import UserError, how_to_install
 from growlab.explain import explain
 
 FILES = {
@@ -69,7 +69,7 @@ FILES = {
     "experiment/torn.yaml": "a: [1\nb: 2",
 }
 CONSTRUCTORS = """
-from growlab.errors import UserError
+from growlab.errors import UserError, how_to_install
 def refuse(): raise UserError("the initial width must be at least 1")
 def negative(): raise ValueError("Invalid learning rate: -1")
 def broken(): raise RuntimeError("our own mistake")
@@ -255,7 +255,11 @@ def test_bad_input_is_one_sentence(
             'part cannot be made with part.size=abc: can only concatenate str (not "int") to str '
             "(HYDRA_FULL_ERROR=1 shows where).",
         ),
-        ("part=wandb", None, "part needs a package that is not installed: pip install 'growlab[wandb]'."),
+        (
+            "part=wandb",
+            None,
+            f"part needs a package that is not installed: {how_to_install('wandb')}.",
+        ),
         (
             "+part.denominatr=2",
             None,
@@ -332,6 +336,30 @@ def test_ctrl_c(growlab: Callable[..., Outcome], by_lightning: bool) -> None:
     outcome = growlab(job=job)
     assert outcome.code == 130
     assert outcome.err.startswith("interrupted") and outcome.err.count("\n") == 1
+
+
+def test_modules_in_the_current_folder_can_be_imported(
+    growlab: Callable[..., Outcome], conf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `python -m growlab`; the script `growlab` alone has its own folder first."""
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if Path(p or ".").resolve() != conf.parent])
+    (conf.parent / "users_module.py").write_text("def made(): return 1")
+    made = []
+    outcome = growlab(job=lambda cfg: made.append(hydra.utils.instantiate({"_target_": "users_module.made"})))
+    assert (outcome.code, made) == (0, [1]), outcome.err
+
+
+def test_what_to_install_is_named_by_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """growlab itself may come from a checkout: there is nothing to install `growlab[wandb]` from."""
+    declared = [
+        "torch>=2",
+        "wandb>=0.18; extra == 'all'",
+        "wandb>=0.18; extra == 'wandb'",
+        "a>1; extra == 'two'",
+    ]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: [*declared, 'b; extra == "two"'])
+    assert how_to_install("wandb") == "pip install 'wandb>=0.18'"
+    assert how_to_install("two") == "pip install 'a>1' 'b'"
 
 
 def test_an_exit_of_the_job_stays_what_it_is(growlab: Callable[..., Outcome]) -> None:

@@ -73,6 +73,11 @@ class ImageData(LightningDataModule):
         UserError: an argument cannot be used; from `setup()` also, the data cannot be found or read.
     """
 
+    goes_with = (
+        "images go with objective=classification and networks that take image_shape and num_classes and return "
+        "[batch, num_classes], such as model=resnet20"
+    )
+
     def __init__(
         self,
         name: str,

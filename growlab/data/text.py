@@ -70,6 +70,8 @@ class TextData(LightningDataModule):
         UserError: an argument cannot be used; from `setup()` also, the text cannot be read or is too short.
     """
 
+    goes_with = "text goes with model=gpt objective=characters"
+
     def __init__(
         self,
         path: str | None = None,

@@ -8,6 +8,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from growlab.errors import UserError
 from growlab.files import write_json, write_text
 from growlab.training.provenance import git_commit, machine, versions
 
@@ -18,7 +19,12 @@ def run_study(cfg: DictConfig, run_dir: Path) -> None:
     Args:
         cfg: the composed configuration of `conf/config.yaml`.
         run_dir: the run's folder.
+
+    Raises:
+        UserError: `cfg.study` names no function.
     """
+    if not isinstance(cfg.study, DictConfig) or "_target_" not in cfg.study:
+        raise UserError(f"study={cfg.study} is no study: give it a _target_ and its arguments, or null.")
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
     torch.manual_seed(cfg.seed)

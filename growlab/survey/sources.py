@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from growlab.errors import UserError
+from growlab.errors import UserError, how_to_install
 
 _NUM_CLASSES = 1000
 # In train mode its auxiliary head has a kernel larger than what 224 pixels leave.
@@ -54,7 +54,7 @@ def load(
         try:
             timm = importlib.import_module("timm")
         except ImportError as error:
-            raise UserError("timm is not installed; pip install 'growlab[timm]'.") from error
+            raise UserError(f"timm is not installed: {how_to_install('timm')}.") from error
         try:
             network = timm.create_model(model, pretrained=False)
             if network.num_classes > _NUM_CLASSES:

@@ -25,6 +25,8 @@ def plain_errors() -> Iterator[None]:
             raise UserError(
                 f"a process that reads images died ({reason}); if memory ran out, lower data.num_workers."
             ) from error
+        if isinstance(error, RuntimeError) and str(error).startswith("Early stopping conditioned on metric"):
+            raise UserError(" ".join(str(error).split())) from error
         # Such as a key that is missing for an online run.
         if type(error).__module__.partition(".")[0] == "wandb":
             raise UserError(" ".join(str(error).split())) from error

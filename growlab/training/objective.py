@@ -57,6 +57,28 @@ class Objective(Protocol):
         """Further files of the run's folder by name: text, or what `torch.save` takes; the network is model.pt's."""
 
 
+def check_shapes(objective: Any, takes: tuple[str, ...], logits: Any, target: Tensor) -> None:
+    """Refuse outputs and targets of other dimensions than an objective takes.
+
+    Args:
+        objective: names itself; its `goes_with`, if it has one, says what the data go with.
+        takes: names of the dimensions of logits; targets have all but the last.
+        logits: what the network returned.
+        target: the last member of the batch.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    if isinstance(logits, Tensor) and logits.dim() == len(takes) and target.shape == logits.shape[:-1]:
+        return
+    outputs = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+    advice = getattr(objective, "goes_with", "")
+    raise UserError(
+        f"{type(objective).__name__} takes outputs [{', '.join(takes)}] and targets [{', '.join(takes[:-1])}], not "
+        f"outputs {outputs} and targets {list(target.shape)}" + (f": {advice}." if advice else ".")
+    )
+
+
 class Classification:
     """Cross-entropy of one class for each sample; accuracy.
 
@@ -71,8 +93,18 @@ class Classification:
     uneven = False
 
     def __call__(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean loss of logits [B, C] and classes [B]; sums of loss, hits and samples."""
-        loss = F.cross_entropy(logits, target)
+        """The mean loss of logits [B, C] and classes [B]; sums of loss, hits and samples.
+
+        Raises:
+            UserError: they have other shapes, or a class has no output.
+        """
+        check_shapes(self, ("batch", "classes"), logits, target)
+        try:
+            loss = F.cross_entropy(logits, target)
+        except IndexError as error:
+            raise UserError(
+                f"class {int(target.max())} has no output: the network has {logits.shape[1]}, counted from 0."
+            ) from error
         correct = (logits.detach().argmax(1) == target).sum()
         count = torch.tensor(len(target)).to(correct)
         return loss, torch.stack([loss.detach().float() * len(target), correct.float(), count])
@@ -83,7 +115,8 @@ class Classification:
         return {"loss": loss / count, "accuracy": correct / count}
 
     def bind(self, data: Any) -> None:
-        """Nothing to learn."""
+        """Learn what the data go with, for an error message."""
+        self.goes_with = getattr(data, "goes_with", "")
 
     def evaluate(self, task: Any, split: str, epoch: int | None) -> dict[str, Any]:
         """Nothing more."""
@@ -122,7 +155,12 @@ class TokenPrediction:
         self.label_smoothing, self.padding = label_smoothing, padding
 
     def __call__(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean loss of logits [B, T, V] and tokens [B, T]; sums of loss, hits, likelihood and tokens."""
+        """The mean loss of logits [B, T, V] and tokens [B, T]; sums of loss, hits, likelihood and tokens.
+
+        Raises:
+            UserError: they have other shapes.
+        """
+        check_shapes(self, ("batch", "positions", "tokens"), logits, target)
         # In float32: sums over a vocabulary lose too much in half precision.
         log_probability = (
             logits.float().log_softmax(-1) if logits.dtype != torch.float64 else logits.log_softmax(-1)
@@ -147,7 +185,8 @@ class TokenPrediction:
         return {"loss": loss / count, "accuracy": correct / count, "perplexity": perplexity}
 
     def bind(self, data: Any) -> None:
-        """Nothing to learn."""
+        """Learn what the data go with, for an error message."""
+        self.goes_with = getattr(data, "goes_with", "")
 
     def evaluate(self, task: Any, split: str, epoch: int | None) -> dict[str, Any]:
         """Nothing more."""

@@ -29,11 +29,18 @@ class RateAdaptation:
         rule: factors from norms, or None for one global rate.
         output_fan_in: divide the output layers' rate by their fan-in in the seed (Table 1: 1 / C_0).
         optimizers: class names of the optimizers it is for; empty for all of `growlab.optim`.
+
+    Raises:
+        UserError: the rule is none.
     """
 
     rule: RateRule | None = None
     output_fan_in: bool = False
     optimizers: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.rule is not None and not hasattr(self.rule, "factors"):
+            raise UserError(f"lr_adapt.rule={self.rule} is no rule; choose one with lr_adapt=..., or null.")
 
 
 class Task(LightningModule):

@@ -1,0 +1,72 @@
+"""The network and the objective of a run, made for its data; what does not go together is told."""
+
+import inspect
+from typing import Any
+
+import hydra
+from hydra.utils import get_object
+from omegaconf import DictConfig
+from torch import nn
+
+from growlab.errors import UserError
+from growlab.training.objective import Objective
+
+_OF_AN_OBJECTIVE = ("metric_names", "evaluated_names", "uneven", "bind", "metrics", "evaluate", "exports")
+
+
+def make_network(model: DictConfig, data: Any) -> nn.Module:
+    """The network at full width.
+
+    Args:
+        model: the configuration's `model`.
+        data: set up.
+
+    Raises:
+        UserError: the network is not for such data, or no network.
+    """
+    given = data.network_arguments
+    unknown = [name for name in given if not _takes(model._target_, name)]
+    if unknown:
+        raise UserError(
+            f"model._target_={model._target_} does not take {' and '.join(unknown)}, which the data give"
+            + _advice(data)
+        )
+    network = hydra.utils.instantiate(model, **given)
+    if not isinstance(network, nn.Module):
+        raise UserError(f"model._target_={model._target_} makes a {type(network).__name__}, not a network.")
+    return network
+
+
+def make_objective(objective: DictConfig, data: Any) -> Objective:
+    """The objective, bound to the data.
+
+    Args:
+        objective: the configuration's `objective`.
+        data: set up.
+
+    Raises:
+        UserError: it is none, or not for such data.
+    """
+    made = hydra.utils.instantiate(objective)
+    missing = [name for name in _OF_AN_OBJECTIVE if not hasattr(made, name)]
+    if missing or not callable(made):
+        raise UserError(
+            f"objective._target_={objective._target_} is no objective, which has {', '.join(_OF_AN_OBJECTIVE)}, as "
+            f"growlab.training.Classification (cross-entropy) does{_advice(data)}"
+        )
+    made.bind(data)
+    return made
+
+
+def _takes(target: str, name: str) -> bool:
+    """Whether a callable has a parameter of this name; True too for one that cannot be imported or asked."""
+    try:
+        parameters = inspect.signature(get_object(target)).parameters
+    except Exception:  # Whatever is wrong with the user's own module, making the network tells it.
+        return True
+    return name in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+
+
+def _advice(data: Any) -> str:
+    goes_with = getattr(data, "goes_with", "")
+    return f": {goes_with}." if goes_with else "."
