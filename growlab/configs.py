@@ -19,6 +19,7 @@ naming.register()
 
 # Members are strings: classes take them as the plain words that they are.
 Rule = StrEnum("Rule", ["ratio", "constraint"])
+FullWidth = StrEnum("FullWidth", ["constructor", "standard", "mup"])
 NewWeights = StrEnum("NewWeights", ["fan_in", "hyperfan_in", "hyperfan_out"])
 Sharing = StrEnum("Sharing", ["layer", "chunk"])
 Embedding = StrEnum("Embedding", ["fixed", "trained"])
@@ -45,6 +46,8 @@ class FixedSizeConfig:
 
     _target_: str = "growlab.growth.FixedSize"
     width_multiple: float = MISSING
+    initialisation: FullWidth = MISSING
+    gain: float = MISSING
 
 
 @dataclass

@@ -368,6 +368,11 @@ def _check_data(cfg: DictConfig, data: ImageData, task: Task) -> None:
 
 def _check_pretrained(cfg: DictConfig, plan: Plan, graph: WidthGraph) -> None:
     for key in ("pretrained", "weights"):
+        if cfg.model.get(key) and str(cfg.growth.get("initialisation", "constructor")) != "constructor":
+            raise UserError(
+                f"model.{key}={cfg.model.get(key)} are weights to go on from, but "
+                f"growth.initialisation={cfg.growth.initialisation} draws others: leave one of them out."
+            )
         if cfg.model.get(key) and plan.widths[0] != graph.full_widths:
             raise UserError(
                 f"model.{key}={cfg.model.get(key)} are weights of the full-width network, but this run starts "

@@ -90,7 +90,7 @@ def test_every_job_of_a_sweep_is_an_experiment_of_its_own(
     monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
     assert cfg.hydra.sweep.dir == f"runs/{experiment}"
     expected = int(prod(map(len, params.values())))
-    assert 6 <= expected <= 44
+    assert 6 <= expected <= 77
     for key, values in params.items():
         jobs = [composed(f"experiment={experiment}", "name=given", f"{key}={value}") for value in values]
         distinct = {OmegaConf.to_yaml(job) for job in jobs}

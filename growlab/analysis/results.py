@@ -39,9 +39,12 @@ _NOT_A_DIFFERENCE = {
 }
 # What a choice means beyond the fields of a group.
 _MEANS = {
-    "method=equal_flops": "schedule.equal_flops=true",
-    "method=ours_osgd": "osgd.anneal=stage",
-    "method=ours_without_state": "optimizer_state=reset",
+    "method=equal_flops": ("schedule.equal_flops=true",),
+    "method=equal_flops_mup": ("schedule.equal_flops=true", "growth.initialisation=mup"),
+    "method=fixed_size_mup": ("growth.initialisation=mup",),
+    "method=mup": ("growth.initialisation=mup",),
+    "method=ours_osgd": ("osgd.anneal=stage",),
+    "method=ours_without_state": ("optimizer_state=reset",),
 }
 _NOT_A_DIFFERENCE_BELOW = ("hydra.", "hydra/", "trainer.", "logger.")
 
@@ -244,8 +247,9 @@ def distinguishing_overrides(overrides: Iterable[str]) -> tuple[str, ...]:
     `trainer.compile` and the like are kept, because compiled and eager seconds must not share a row.
     """
     kept: dict[str, str] = {}
-    for override in overrides:
-        key, equals, value = _MEANS.get(str(override), str(override)).partition("=")
+    meant = [part for override in overrides for part in _MEANS.get(str(override), (str(override),))]
+    for override in meant:
+        key, equals, value = override.partition("=")
         deleted = key.startswith("~")
         key = key.lstrip("+~").strip()
         compiled = key.rpartition(".")[2] == "compile"

@@ -134,7 +134,8 @@ def plant(
     Args:
         model: the full-width network that `graph` was traced from.
         graph: its width graph.
-        method: draws the seed's weights. At full width the network's own initialisation stays.
+        method: draws the seed's weights. At full width the network's own initialisation stays, unless the method
+            `draws_full_width`.
         widths: width of each group in the seed.
         seed: the run's seed.
 
@@ -144,7 +145,7 @@ def plant(
     Raises:
         UserError: the method would leave a factor on the output that `finish` could not fold.
     """
-    if dict(widths) != graph.full_widths:
+    if dict(widths) != graph.full_widths or method.draws_full_width:
         resize(model, graph, graph.full_widths, widths)
         # The old tensors serve as the example of how bare parameters are spread.
         expansion = Expansion(graph, tensors_of(model, graph), widths, widths, seed, 0)

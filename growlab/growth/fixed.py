@@ -1,24 +1,46 @@
 """No growth: the fixed-size baseline."""
 
-from growlab.growth.method import Expansion, Growth, GrowthMethod
+from growlab.errors import UserError
+from growlab.growth.method import Expansion, Growth, GrowthMethod, NewWeights
+
+# Exponent of the output layers' fan-in in the variance of their weights.
+_OUTPUT_POWER = {"constructor": 1, "standard": 1, "mup": 2}
 
 
 class FixedSize(GrowthMethod):
     """Trains one width from beginning to end.
 
+    What its weights are drawn with, where C is a layer's fan-in:
+
+        constructor    at full width the network keeps what its own constructor gave it; at others as "standard"
+        standard       hidden layers N(0, gain / C), output layers N(0, 1 / C)
+        mup            hidden layers N(0, gain / C), output layers N(0, 1 / C^2), as the seed of growth=ours
+
+    The last is Yang et al.'s (2021) as Yuan et al. (2023) use it in Figure 3 and Table 1. With SGD its output layers'
+    rate goes with 1 / C: `lr_adapt=mup`. As with growing, tensors without a growing axis keep what they have.
+
     Args:
-        width_multiple: width of every group relative to full width; may be above 1. At 1 the network keeps
-            the initialisation that its own constructor gave it.
+        width_multiple: width of every group relative to full width; may be above 1.
+        initialisation: "constructor", "standard" or "mup".
+        gain: of hidden layers; 2 suits ReLU.
 
     Raises:
         ValueError: the multiple is not positive.
+        UserError: there is no such initialisation.
     """
 
-    def __init__(self, width_multiple: float = 1.0) -> None:
-        super().__init__()
+    def __init__(
+        self, width_multiple: float = 1.0, initialisation: str = "constructor", gain: float = 2.0
+    ) -> None:
+        super().__init__(gain=gain)
         if width_multiple <= 0:
             raise ValueError(f"growth.width_multiple must be above 0, not {width_multiple}.")
+        if initialisation not in _OUTPUT_POWER:
+            known = ", ".join(_OUTPUT_POWER)
+            raise UserError(f"growth.initialisation must be one of {known}, not {initialisation!r}.")
         self.width_multiple = width_multiple
+        self.draws_full_width = initialisation != "constructor"
+        self.new_weights = NewWeights(gain, output_power=_OUTPUT_POWER[initialisation])
 
     def grow(self, expansion: Expansion) -> Growth:
         """A fixed-size run has one stage and never grows."""

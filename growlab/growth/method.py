@@ -229,6 +229,7 @@ class GrowthMethod(ABC):
         observes: wants to know what isotropic activations do on the probe batch.
         wants_gradients: wants the optimizer's running means of gradients.
         batches: training batches that it wants to see at an event.
+        draws_full_width: a seed of full width is drawn as any other, in place of keeping the network's own weights.
     """
 
     preserves: bool = True
@@ -238,6 +239,7 @@ class GrowthMethod(ABC):
     observes: bool = False
     wants_gradients: bool = False
     batches: int = 0
+    draws_full_width: bool = False
 
     def __init__(self, noise_std: float = 0.0, gain: float = 2.0, new_weights: str = "fan_in") -> None:
         if noise_std < 0:

@@ -5,9 +5,10 @@ from growlab.training.growth_callback import GrowthCallback
 from growlab.training.learning_rate import LearningRate
 from growlab.training.objective import Classification, Objective, TokenPrediction
 from growlab.training.progress import GrowthProgress
+from growlab.training.rate_adaptation import RateAdaptation
 from growlab.training.recorder import RunRecorder
 from growlab.training.saving import SavePolicy
-from growlab.training.task import RateAdaptation, Task
+from growlab.training.task import Task
 
 __all__ = [
     "CharacterPrediction",

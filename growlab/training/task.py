@@ -1,7 +1,6 @@
 """The Lightning task: train a network that grows towards an objective."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,37 +9,16 @@ from torch import Tensor, nn
 
 from growlab.errors import UserError
 from growlab.growth import Depth, GrowthMethod, GrowthState, Schedule, WidthDecision, anneal_norms
-from growlab.optim import RateRule, Regional, Regions, exempt_from_decay, weight_regions
+from growlab.optim import Regional, Regions, exempt_from_decay, weight_regions
 from growlab.ranks import stacked
 from growlab.training.checkpoints import HEADER, as_precise, differences, shapes
 from growlab.training.learning_rate import LearningRate
 from growlab.training.objective import Classification, Objective
+from growlab.training.rate_adaptation import RateAdaptation
 from growlab.training.weight_average import WeightAverage
 from growlab.widths import WidthGraph, resize
 
 _CHECK_LOSS_EVERY = 50  # steps: reading the loss stalls a GPU, and ranks have to agree
-
-
-@dataclass(frozen=True)
-class RateAdaptation:
-    """How the rates of regions follow their norms; see `growlab.optim`.
-
-    Attributes:
-        rule: factors from norms, or None for one global rate.
-        output_fan_in: divide the output layers' rate by their fan-in in the seed (Table 1: 1 / C_0).
-        optimizers: class names of the optimizers it is for; empty for all of `growlab.optim`.
-
-    Raises:
-        UserError: the rule is none.
-    """
-
-    rule: RateRule | None = None
-    output_fan_in: bool = False
-    optimizers: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        if self.rule is not None and not hasattr(self.rule, "factors"):
-            raise UserError(f"lr_adapt.rule={self.rule} is no rule; choose one with lr_adapt=..., or null.")
 
 
 class Task(LightningModule):

@@ -105,6 +105,9 @@ def test_overrides_that_say_nothing_of_the_method_are_dropped_and_the_rest_spell
     assert distinguishing_overrides(["growth.noise_std=0.0", "b=True"]) == ("b=true", "growth.noise_std=0")
     assert distinguishing_overrides(["b='True'", "++growth.noise_std=0"]) == ("b=true", "growth.noise_std=0")
     assert distinguishing_overrides(["optimizer.lr=0.1", "optimizer.lr=2e-1"]) == ("optimizer.lr=0.2",)
+    mup = ("growth.initialisation=mup",)
+    assert distinguishing_overrides(["method=fixed_size_mup"]) == distinguishing_overrides(mup) == mup
+    assert distinguishing_overrides(["method=equal_flops_mup"]) == (*mup, "schedule.equal_flops=true")
     assert distinguishing_overrides(["trainer.compile=true"]) == ("trainer.compile=true",)
     assert distinguishing_overrides(["~optimizer.nesterov"]) == ("~optimizer.nesterov",)
 

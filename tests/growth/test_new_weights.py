@@ -5,7 +5,17 @@ from math import prod, sqrt
 import pytest
 import torch
 
-from growlab.growth import Expansion, NewWeights, PairGrowth, RandomGrowth, VarianceTransfer, grow, plant
+from growlab.errors import UserError
+from growlab.growth import (
+    Expansion,
+    FixedSize,
+    NewWeights,
+    PairGrowth,
+    RandomGrowth,
+    VarianceTransfer,
+    grow,
+    plant,
+)
 from growlab.widths import tensors_of, trace
 from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
 
@@ -71,3 +81,31 @@ def test_methods_draw_with_it(method: type, rule: str) -> None:
 def test_a_wrong_rule_is_refused() -> None:
     with pytest.raises(ValueError, match=r"growth\.new_weights must be fan_in, hyperfan_in, hyperfan_out"):
         PairGrowth(new_weights="fan")
+
+
+@pytest.mark.parametrize("initialisation", ["constructor", "standard", "mup"])
+@pytest.mark.parametrize("multiple", [0.5, 1.0, 2.0])
+def test_a_fixed_size_network_is_drawn_as_asked(initialisation: str, multiple: float) -> None:
+    """Hidden layers gain / C; output layers 1 / C or, with muP, 1 / C^2 (Yuan et al. 2023, Table 1)."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Conv2d(3, 40, 3), torch.nn.BatchNorm2d(40), torch.nn.ReLU())
+    network += torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(360, 60), torch.nn.Linear(60, 30))
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    graph, method = trace(network, torch.randn(2, 3, 5, 5)), FixedSize(multiple, initialisation, gain=3.0)
+    widths = {name: round(multiple * group.full_width) for name, group in graph.groups.items()}
+    plant(network, graph, method, widths, seed=4)
+    if initialisation == "constructor" and multiple == 1:
+        assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+        return
+    outputs_in = network[5].in_features
+    expected = {
+        "0.weight": 3.0 / 27,
+        "4.weight": 3.0 / network[4].in_features,
+        "5.weight": 1.0 / outputs_in ** (2 if initialisation == "mup" else 1),
+    }
+    for name, variance in expected.items():
+        drawn = network.get_parameter(name).detach()
+        assert abs(float(drawn.var()) / variance - 1) < 5 * sqrt(2 / drawn.numel()), name
+    assert not any(network.get_parameter(name).any() for name in ("0.bias", "4.bias"))
+    with pytest.raises(UserError, match="must be one of constructor, standard, mup"):
+        FixedSize(initialisation="He")

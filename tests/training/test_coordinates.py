@@ -1,0 +1,77 @@
+"""Coordinate check (Yang et al. 2021, as in microsoft/mup): do activations keep their size while widths grow?"""
+
+from math import log2
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from growlab.errors import UserError
+from growlab.growth import FixedSize, make_schedule, plant
+from growlab.networks import MLP
+from growlab.optim import SGD, BaseRate
+from growlab.training import RateAdaptation, Task
+from growlab.widths import trace
+
+WIDTHS, STEPS, SEEDS, RATE = (64, 128, 256), 4, 2, 0.002
+MUP_RATES = RateAdaptation(BaseRate(), output_fan_in=True)
+
+
+def sizes_of_changes(initialisation: str, rates: RateAdaptation, width: int, seed: int) -> list[float]:
+    """Mean size of what training has changed in each hidden layer's activations and in the logits."""
+    torch.manual_seed(seed)
+    network = MLP(20, [width, width, width], 10).double()
+    torch.nn.init.zeros_(network.classifier.bias)
+    x, y = torch.randn(32, 20, dtype=torch.float64), torch.arange(32) % 10
+    graph = trace(network, x[:2])
+    state = plant(network, graph, FixedSize(initialisation=initialisation), graph.full_widths, seed)
+    schedule = make_schedule(total_epochs=1, batch_size=32, epochs=[1], widths=[1])
+    make = lambda parameters: SGD(parameters, RATE)  # noqa: E731
+    task = Task(network, graph, FixedSize(), schedule, state, make, [STEPS], rates)
+    optimizer = task.configure_optimizers()["optimizer"]
+
+    def activations() -> list[torch.Tensor]:
+        found = [x]
+        for layer in network.hidden:
+            found.append(layer(found[-1]))
+        return [*(a.detach() for a in found[2::2]), network.classifier(found[-1]).detach()]
+
+    before = activations()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        optimizer.step()
+    return [float((b - a).abs().mean()) for a, b in zip(before, activations(), strict=True)]
+
+
+def slopes(initialisation: str, rates: RateAdaptation) -> np.ndarray:
+    """Exponent of the width that each size goes with: 0 if it stays put, 1 if it doubles with the width."""
+    logs = [
+        np.mean([np.log2(sizes_of_changes(initialisation, rates, width, seed)) for seed in range(SEEDS)], 0)
+        for width in WIDTHS
+    ]
+    return np.polyfit([log2(width) for width in WIDTHS], np.stack(logs), 1)[0]
+
+
+def test_with_mup_training_changes_activations_by_as_much_at_any_width() -> None:
+    """Behind the first layer, whose rate Table 1 leaves alone: its changes fade as 1 / width, which harms nothing."""
+    first, *hidden, logits = slopes("mup", MUP_RATES)
+    assert np.abs(hidden).max() < 0.15 and abs(logits) < 0.15
+    assert first == pytest.approx(-1, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("initialisation", "rates"),
+    [("standard", RateAdaptation()), ("standard", MUP_RATES), ("mup", RateAdaptation())],
+)
+def test_without_either_half_of_it_logits_move_further_the_wider_the_network(
+    initialisation: str, rates: RateAdaptation
+) -> None:
+    assert slopes(initialisation, rates)[-1] > 0.4
+
+
+def test_rates_of_output_layers_need_a_rule() -> None:
+    """They went unheard with lr_adapt=none."""
+    with pytest.raises(UserError, match="choose lr_adapt=mup"):
+        RateAdaptation(None, output_fan_in=True)
