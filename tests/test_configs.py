@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from growlab import configs
 from growlab.configuration import PRIMARY, config_dir, register_schemas
-from growlab.growth import VarianceTransfer
+from growlab.growth import VarianceTransfer, make_schedule
 from growlab.optim import state
 from growlab.training import LearningRate
 
@@ -95,6 +95,28 @@ def test_every_job_of_a_sweep_is_an_experiment_of_its_own(
         jobs = [composed(f"experiment={experiment}", "name=given", f"{key}={value}") for value in values]
         distinct = {OmegaConf.to_yaml(job) for job in jobs}
         assert len(distinct) == len(values)
+
+
+def test_every_schedule_of_figure_6_is_possible_and_the_papers_own_is_among_them() -> None:
+    """Those of the sweep and of each further command in the file's head."""
+    keys = ("schedule.initial_epochs", "schedule.epoch_growth_rate", "schedule.width_growth_rate")
+    cfg = compose(PRIMARY, overrides=["experiment=figure6"], return_hydra_config=True)
+    swept = {key: str(cfg.hydra.sweeper.params[key]) for key in keys}
+    head = (CONF / "experiment" / "figure6.yaml").read_text().split("defaults:")[0]
+    commands = [line.split() for line in head.splitlines() if "-m experiment=figure6" in line]
+    sweeps, settings = [], OmegaConf.to_container(cfg.schedule)
+    for command in commands:
+        if "method=fixed_size" not in command:
+            own = dict(word.split("=") for word in command if word.startswith("schedule."))
+            assert set(own) <= set(keys)
+            values = [({**swept, **own})[key].split(",") for key in keys]
+            sweeps.append([tuple(map(float, chosen)) for chosen in product(*values)])
+    assert [len(sweep) for sweep in sweeps] == [48, 12, 12, 16]
+    assert (8, 0.2, 0.2) in sweeps[0]
+    for initial, epoch_rate, width_rate in (chosen for sweep in sweeps for chosen in sweep):
+        rates = {"epoch_growth_rate": epoch_rate, "width_growth_rate": width_rate}
+        schedule = make_schedule(160, 128, num_stages=settings["num_stages"], initial_epochs=initial, **rates)
+        assert schedule.num_stages == 9 and min(schedule.epochs) >= 1
 
 
 @pytest.mark.parametrize(
