@@ -108,8 +108,9 @@ class AvaGrad(Regional):
             else:
                 keys.append([(own, stage) for stage in regions.stages.tolist()])
                 sums = list(regions.sums(rate.double().square()).unbind(0))
-                inner = rate.numel() // regions.index_OI.numel()
-                numbers = [n * inner for n in torch.bincount(regions.index_OI.flatten()).tolist()]
+                counts_K = regions.counts
+                inner = rate.numel() // int(counts_K.sum())
+                numbers = [n * inner for n in counts_K.tolist()]
             for key, total, number in zip(keys[-1], sums, numbers, strict=True):
                 squares[key] = squares[key] + total
                 counts[key] += number

@@ -46,7 +46,9 @@ class Pieces:
         starts = [i for i, birth in enumerate(rows) if i == 0 or birth != rows[i - 1]]
         self.channels_last = not tensor.is_contiguous()
         fits = tensor.is_contiguous() or (
-            tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+            tensor.dim() == 4
+            and tensor.is_contiguous(memory_format=torch.channels_last)
+            and regions.num_column_axes == 1
         )
         self.whole = whole or tensor.device.type != "cpu" or not fits or len(starts) > _MAX_RUNS
         self.sizes: list[int] = []
@@ -75,7 +77,7 @@ class Pieces:
                 one_hot = torch.nn.functional.one_hot(run_of, len(own)).T.to(dtype).contiguous()
                 self._runs.append((here, run_of, one_hot))
         self.elements = [size * num_columns for size in self.sizes]
-        self.index_RI = regions.index_OI[first_rows]
+        self.index_RI = regions.index_of(regions.rows_O[first_rows])
         self._inner = num_columns // len(regions.columns_I)
         one_hot_of = torch.nn.functional.one_hot
         births, column_of = torch.unique(regions.columns_I, return_inverse=True)

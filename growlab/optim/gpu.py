@@ -57,11 +57,11 @@ class Table:
         """As `of`, whatever the device."""
         contiguous = weight.is_contiguous()
         last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
+        last = last and regions.num_column_axes == 1
         if not 0 < weight.numel() < 2**31 - _BLOCK_ELEMENTS or not (contiguous or last):
             return None
         births, kinds = torch.unique(regions.rows_O, return_inverse=True)
-        first_of_kind = [int((kinds == kind).nonzero()[0]) for kind in range(len(births))]
-        index_KI = regions.index_OI[first_of_kind].int()
+        index_KI = regions.index_of(births).int()
         inner = weight.numel() // (len(kinds) * index_KI.shape[1])
         index = index_KI.repeat_interleave(inner, 1) if contiguous else index_KI.repeat(1, inner)
         columns = index.shape[1]

@@ -72,12 +72,12 @@ class Table:
             return None
         contiguous = weight.is_contiguous()
         last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
+        last = last and regions.num_column_axes == 1
         if weight.numel() == 0 or not (contiguous or last):
             return None
         rows = regions.rows_O.tolist()
         births, kind_of = torch.unique(regions.rows_O, return_inverse=True)
-        first_of_kind = [rows.index(birth) for birth in births.tolist()]
-        index_KI = regions.index_OI[first_of_kind].int()
+        index_KI = regions.index_of(births).int()
         inner = weight.numel() // (len(rows) * index_KI.shape[1])
         index = index_KI.repeat_interleave(inner, 1) if contiguous else index_KI.repeat(1, inner)
         starts = [i for i, birth in enumerate(rows) if i == 0 or birth != rows[i - 1]]

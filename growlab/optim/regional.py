@@ -25,8 +25,8 @@ class Regional(torch.optim.Optimizer):
         W_k <- W_k + scale * factor_k * d_k,    factor_k = rule(||W_0||, ||W_1||, ...)_k
 
     (Yuan et al. 2023, Eq. 5). The rate multiplies the update, so weight decay is scaled with it. Vectors (biases,
-    norm parameters) keep the base rate. Parameters without regions, and weights with a single one, are updated by
-    torch's own function.
+    norm parameters) and tensors of no layer (embeddings, tables) keep the base rate. Parameters without regions, and
+    weights with a single one, are updated by torch's own function.
 
     Args:
         args: as for torch's optimizer.
@@ -82,15 +82,15 @@ class Regional(torch.optim.Optimizer):
             if not region.fits(param):
                 shape = (len(region.rows_O), len(region.columns_I))
                 raise ValueError(f"regions of {shape} do not fit a weight of {tuple(param.shape)}")
-            if param.is_complex():
+            if param.is_complex() and region.has_rates(param):
                 raise ValueError("complex parameters have no regional rates; leave them out of the regions")
-        self._regions = {param: region.to(param.device) for param, region in regions.items()}
+        self._regions = {p: region.to(p.device) for p, region in regions.items() if not p.is_complex()}
         self._scales = dict(scales or {})
         self._pieces, self._tables, self._square_sums, self._joint_sums = {}, {}, {}, {}
 
     def factors(self, param: Tensor) -> Tensor | None:
-        """Rate factor of each region of a weight now, [K]; None for vectors and where there are no regions."""
-        if self._rule is None or param not in self._regions or param.dim() < 2:
+        """Rate factor of each region of a weight now, [K]; None for vectors and others at the base rate."""
+        if self._rule is None or param not in self._regions or not self._regions[param].has_rates(param):
             return None
         return self._rule.factors(self._norms(param)) * self._scales.get(param, 1.0)
 
@@ -166,7 +166,7 @@ class Regional(torch.optim.Optimizer):
 
     def _is_regional(self, param: Tensor) -> bool:
         regions = self._regions.get(param)
-        if regions is None or self._rule is None or param.dim() < 2:
+        if regions is None or self._rule is None or not regions.has_rates(param):
             return False
         if self._scales.get(param, 1.0) != 1.0 or not self._spares_one:
             return True
@@ -175,14 +175,18 @@ class Regional(torch.optim.Optimizer):
     def _factors(self, params: Sequence[Tensor]) -> Tensor:
         """Rate factors of regions, [P, K]; rows of parameters with fewer regions are padded."""
         assert self._rule is not None
-        factors_PK = self._rule.factors(self._norms_of_all(params))
-        device = factors_PK.device
+        norms_PK = self._norms_of_all(params)
+        device = norms_PK.device
+        unrated = [i for i, p in enumerate(params) if not self._regions[p].has_rates(p)]
+        if unrated:
+            rows = gpu.handed_over(torch.tensor(unrated), device)
+            norms_PK = norms_PK.index_fill(0, rows, 1.0)
+        factors_PK = self._rule.factors(norms_PK)
         if self._scales:
             scales = torch.tensor([self._scales.get(p, 1.0) for p in params], dtype=factors_PK.dtype)
             factors_PK = factors_PK * gpu.handed_over(scales, device)[:, None]
-        vectors = [i for i, p in enumerate(params) if p.dim() < 2]
-        if vectors:
-            factors_PK = factors_PK.index_fill(0, gpu.handed_over(torch.tensor(vectors), device), 1.0)
+        if unrated:
+            factors_PK = factors_PK.index_fill(0, rows, 1.0)
         return factors_PK
 
     def _norms_of_all(self, params: Sequence[Tensor]) -> Tensor:

@@ -70,12 +70,12 @@ def follow(
     rule = carry if inheritance == "inherit" and carry is not None else Carry()
     places = {id(old): (name, new) for name, (old, new) in replaced.items()}
     states: dict[Tensor, dict[str, Any]] = {}
-    left_alone: list[tuple[Tensor, float]] = []
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         if inheritance == "reset" or param not in optimizer.state:
             continue
         if id(param) not in places:
-            left_alone += _rescaled(optimizer.state[param], param, rule.every)
+            if rule.every != 1.0:
+                states[param] = _rescaled(optimizer.state[param], param, rule.every)
             continue
         name, new = places[id(param)]
         states[new] = {}
@@ -95,8 +95,6 @@ def follow(
                 states[new][key] = value
     if inheritance == "reset":
         optimizer.state.clear()
-    for value, factor in left_alone:
-        value.mul_(factor)
     for group in optimizer.param_groups:
         for index, param in enumerate(group["params"]):
             if id(param) in places:
@@ -116,13 +114,14 @@ def running_gradients(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
     return found
 
 
-def _rescaled(state: Mapping[str, Any], param: Tensor, every: float) -> list[tuple[Tensor, float]]:
-    """State of a parameter that was not replaced, and what it is to be multiplied by."""
-    return [
-        (value, every ** (_power(key) or 0))
+def _rescaled(state: Mapping[str, Any], param: Tensor, every: float) -> dict[str, Any]:
+    """State of a parameter that was not replaced, while its gradient has changed by a factor."""
+    return {
+        key: value * every ** (_power(key) or 0)
+        if isinstance(value, Tensor) and value.shape == param.shape
+        else value
         for key, value in state.items()
-        if every != 1.0 and isinstance(value, Tensor) and value.shape == param.shape
-    ]
+    }
 
 
 def _power(key: str) -> int | None:

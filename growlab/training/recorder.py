@@ -133,7 +133,7 @@ class RunRecorder(Callback):
         parameters = dict(pl_module.network.named_parameters())
         for name, regions in pl_module.regions.items():
             parameter = parameters[name]
-            if parameter.dim() < 2 or not parameter.requires_grad:
+            if not regions.has_rates(parameter) or not parameter.requires_grad:
                 continue
             norms, grad = regions.norms(parameter), parameter.grad
             factors = optimizer.factors(parameter) if isinstance(optimizer, Regional) else None

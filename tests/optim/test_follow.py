@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from growlab.errors import UserError
-from growlab.growth import Net2Net, PairGrowth, ParityError, VarianceTransfer, grow, plant
+from growlab.growth import Net2Net, PairGrowth, ParityError, RandomGrowth, VarianceTransfer, grow, plant
 from growlab.optim import (
     SGD,
     Adam,
@@ -21,6 +21,7 @@ from growlab.optim import (
     weight_regions,
 )
 from growlab.widths import Carry, replaced, resize, trace
+from tests.cases import NETWORKS, graph_of, widths_at
 
 
 def network():
@@ -262,6 +263,77 @@ def test_resumed_around_growth_equals_uninterrupted_bit_for_bit(make, method, at
     play(resumed, 9)
     for a, b in zip(whole.network.parameters(), resumed.network.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+class Sequences(nn.Module):
+    """An embedding, a table of positions and a bare parameter whose third axis grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(5, 8), nn.Parameter(0.1 * torch.randn(1, 4, 8))
+        self.shift = nn.Parameter(0.1 * torch.randn(4, 8))
+        self.hidden, self.head = nn.Linear(8, 12), nn.Linear(12, 3)
+
+    def forward(self, x):
+        x = torch.tanh(self.words(x) + self.positions) + self.shift
+        return self.head(torch.relu(self.hidden(x)).mean(1))
+
+
+def test_new_columns_of_embeddings_and_tables_take_steps_as_long_as_those_of_weights():
+    """A first step of Adam is lr long where bias correction has the entries' own age, else 2.9 lr and more."""
+    torch.manual_seed(0)
+    made, x, y = Sequences(), torch.arange(20).view(5, 4) % 5, torch.tensor([0, 1, 2, 0, 1])
+    graph = trace(made, x)
+    half = {name: group.full_width // 2 for name, group in graph.groups.items()}
+    state = plant(made, graph, RandomGrowth(), half, seed=0)
+    optimizer = Adam(made.parameters(), lr=0.01, rule=BaseRate())
+
+    def step():
+        regions = weight_regions(graph, state.births)
+        optimizer.set_regions({p: regions[n] for n, p in made.named_parameters() if n in regions})
+        optimizer.zero_grad()
+        F.cross_entropy(made(x), y).backward()
+        optimizer.step()
+
+    for _ in range(20):
+        step()
+    event = grow(made, graph, RandomGrowth(), state, graph.full_widths, 0, (x,))
+    follow(optimizer, event.replaced, graph, half, graph.full_widths, carry=event.carry)
+    before = {name: p.detach().clone() for name, p in made.named_parameters()}
+    step()
+    for name in ("words.weight", "positions", "shift"):
+        moved = (made.get_parameter(name) - before[name])[..., 4:].abs()
+        torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=1e-2, atol=0)
+    norms = Adam(made.parameters(), rule=NormRatio())
+    norms.set_regions(optimizer._regions)
+    rated = {name for name, p in made.named_parameters() if norms.factors(p) is not None}
+    assert rated == {"hidden.weight", "head.weight"}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_tensor_that_grows_has_regions(name):
+    """Stage of each element: the latest of its channels'."""
+    graph, seed = graph_of(name), widths_at(graph_of(name), 0.4)
+    births = {
+        group: [0] * seed[group] + [1 + c % 2 for c in range(found.full_width - seed[group])]
+        for group, found in graph.groups.items()
+    }
+    regions = weight_regions(graph, births)
+    by_group = {group: torch.tensor(stages) for group, stages in births.items()}
+    for tensor, axes in graph.axes.items():
+        if not graph.grows(tensor):
+            continue
+        expected = torch.zeros(graph.shape(tensor, graph.full_widths), dtype=torch.long)
+        for dim, axis in enumerate(axes):
+            own = axis.spread(by_group, graph.full_widths, fixed=0).long()
+            expected = torch.maximum(expected, own.view(-1, *[1] * (expected.dim() - dim - 1)))
+        found = regions[tensor]
+        assert found.fits(expected)
+        assert torch.equal(found.spread(found.stages, expected.dim()).expand_as(expected), expected), tensor
+        inner = expected.numel() // int(found.counts.sum())
+        assert [inner * n for n in found.counts.tolist()] == [
+            int((expected == k).sum()) for k in found.stages
+        ]
 
 
 class TestForgotten:

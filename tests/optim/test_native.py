@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.optim import SGD, Adam, AdamW, BaseRate, MaxOne, NormRatio, Regions, native
+from growlab.optim import LARS, SGD, Adam, AdamW, AvaGrad, BaseRate, MaxOne, Muon, NormRatio, Regions, native
 
 pytestmark = pytest.mark.skipif(
     not (os.environ.get("CC") or shutil.which("cc")) or os.environ.get("GROWLAB_NATIVE") == "0",
@@ -202,3 +202,37 @@ def test_copies_do_not_share_what_was_cut():
     optimizer.step()
     other.step()
     assert torch.equal(weight, theirs) and weight is not theirs
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("cls", [SGD, AdamW, AvaGrad, LARS, Muon], ids=lambda cls: cls.__name__)
+def test_columns_over_several_axes_are_those_of_the_flattened_tensor(cls, compiled, monkeypatch):
+    """[O, I, K, 2] whose second and third axis have grown, against the matrix [O, 2 I K]."""
+    rows, columns = torch.tensor([0, 0, 1, 2]), torch.tensor([[0, 0, 1], [2, 2, 2]]).flatten()
+    deep = Regions(rows, columns, (2, 3))
+    flat = Regions(rows, columns.repeat_interleave(2))
+    value = torch.randn(4, 2, 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    if not compiled:
+        monkeypatch.setattr(native, "library", lambda dtype: None)
+    found = []
+    for shape, regions, last in (
+        (value.shape, deep, False),
+        (value.shape, deep, True),
+        ((4, 12), flat, False),
+    ):
+        weight = nn.Parameter(value.reshape(shape).clone())
+        if last:
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+        optimizer = cls([weight], lr=0.1, rule=NormRatio())
+        assert regions.fits(weight) and not regions.fits(weight[:, 1:])
+        optimizer.set_regions({weight: regions})
+        for step in range(3):
+            source = torch.Generator().manual_seed(step)
+            gradient = torch.randn(4, 12, generator=source, dtype=torch.float64).view(shape)
+            weight.grad = torch.empty_like(weight).copy_(gradient)
+            optimizer.step()
+        found.append(weight.detach().reshape(4, 12))
+        torch.testing.assert_close(optimizer.region_norms(weight)[1], flat.norms(found[-1]))
+    assert not torch.allclose(found[2], value.reshape(4, 12))
+    torch.testing.assert_close(found[0], found[2], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[1], found[2], rtol=1e-12, atol=1e-12)

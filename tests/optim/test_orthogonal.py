@@ -1,6 +1,8 @@
 """Dynamic orthogonalised SGD against Eq. 21 computed apart."""
 
 from functools import cache
+from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from growlab.growth import PairGrowth, grow, plant
 from growlab.optim import Orthogonalised
+from growlab.training.orthogonal import OldGradient
 from growlab.widths import trace
 
 
@@ -85,3 +88,33 @@ def test_nothing_remembered_and_a_zero_gradient_change_nothing() -> None:
     orthogonalised.remember({"weight": torch.ones(2, 3)})
     orthogonalised.project(1.0)
     assert network.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("anneal", "step", "strength"),
+    [
+        # Two epochs of three steps, one of four, two of four; the first event before step 6, the second before 10.
+        *(("stage", step, 1 - (step - 6) / 3) for step in (6, 7, 8, 9)),
+        *(("stage", step, 1 - (step - 10) / 7) for step in (10, 13, 17)),
+        *(("run", step, 1 - (step - 6) / 11) for step in (6, 9, 10, 17)),
+    ],
+)
+def test_what_is_taken_out_falls_evenly_from_all_after_an_event_to_nothing(
+    anneal: Literal["stage", "run"], step: int, strength: float
+) -> None:
+    layer = nn.Linear(2, 1, bias=False)
+    old = OldGradient(layer, anneal, [3, 3, 4, 4, 4])
+    old.load_state_dict({"gradients": {"weight": torch.tensor([[2.0, 0.0]])}})
+    events = [{"step": 6}, {"step": 10}][: 1 + (step >= 10)]
+    task = SimpleNamespace(
+        events=events,
+        growth_state=SimpleNamespace(stage=len(events)),
+        schedule=SimpleNamespace(starts=[0, 2, 3], epochs=[2, 1, 2]),
+    )
+    layer.weight.grad = torch.tensor([[5.0, 3.0]])
+    old.on_before_optimizer_step(SimpleNamespace(global_step=step), task, None)
+    torch.testing.assert_close(layer.weight.grad, torch.tensor([[5.0 * (1 - strength), 3.0]]))
+    task.events = []
+    layer.weight.grad = torch.tensor([[5.0, 3.0]])
+    old.on_before_optimizer_step(SimpleNamespace(global_step=step), task, None)
+    assert layer.weight.grad.tolist() == [[5.0, 3.0]]

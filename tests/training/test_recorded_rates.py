@@ -74,3 +74,10 @@ def test_with_rate_adaptation_factors_are_the_ratios_of_the_recorded_norms(
         ratio = float(row["weight_norm"]) / oldest[row["step"]]
         assert float(row["rate_factor"]) == pytest.approx(ratio, rel=1e-4)
     assert any(row["rate_factor"] != "1" for row in rows)
+    # The output layer's is divided by its fan-in in the seed at every stage (Table 1: 1 / C_0).
+    rows = [row for row in rates(tmp_path / "run") if row["parameter"] == "classifier.weight"]
+    oldest = {row["step"]: float(row["weight_norm"]) for row in rows if row["region"] == "0"}
+    assert {int(row["stage"]) for row in rows} == {0, 1, 2}
+    for row in rows:
+        ratio = float(row["weight_norm"]) / oldest[row["step"]]
+        assert float(row["rate_factor"]) == pytest.approx(ratio / 6, rel=1e-4)
