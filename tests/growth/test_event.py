@@ -271,6 +271,23 @@ def test_relative_error():
     assert relative_error(before, before / 2, factor=2.0) == 0
     assert relative_error(before, torch.tensor([1.0, -3.0])) == 0.25
     assert math.isnan(relative_error(before, torch.tensor([1.0, math.nan])))
+    zeros = torch.zeros(2)
+    assert relative_error(zeros, before) == 4 and relative_error(zeros, zeros) == 0
+    assert math.isnan(relative_error(zeros, torch.tensor([0.0, math.nan])))
+
+
+@pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer()])
+def test_a_head_that_starts_at_zero_grows(method):
+    """Its outputs are 0 before the event and 0 up to rounding after it: no scale to be wrong by."""
+    torch.manual_seed(0)
+    network, x = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 4)), torch.randn(8, 6)
+    graph = trace(network, x[:2])
+    state = plant(network, graph, method, widths_at(graph, 0.25), seed=0)
+    nn.init.zeros_(network[2].weight)
+    nn.init.zeros_(network[2].bias)
+    event = grow(network, graph, method, state, graph.full_widths, 0, (x,))
+    assert 0 < network(x).abs().max() < 1e-6
+    assert max(event.parity_error_eval, event.parity_error_train) < 1e-6
 
 
 def test_the_eps_bound_counts_what_the_fold_leaves():
