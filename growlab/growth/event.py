@@ -16,7 +16,15 @@ from growlab.growth.observation import Observation, watch
 from growlab.growth.parity import eps_bounds, evaluate, observe, relative_error, rounding
 from growlab.growth.rescale import can_fold
 from growlab.growth.weighted_norms import annealed, carried_weights, weigh
-from growlab.widths import Carry, WidthGraph, replace_tensors, resize, restore_tensors, tensors_of
+from growlab.widths import (
+    Carry,
+    WidthGraph,
+    avoid_unsafe_kernels,
+    replace_tensors,
+    resize,
+    restore_tensors,
+    tensors_of,
+)
 
 _NOT_IN_RECEIPT = ("parity_sec", "replaced", "carry", "observed")
 
@@ -145,6 +153,7 @@ def plant(
     Raises:
         UserError: the method would leave a factor on the output that `finish` could not fold.
     """
+    avoid_unsafe_kernels(model)
     if dict(widths) != graph.full_widths or method.draws_full_width:
         resize(model, graph, graph.full_widths, widths)
         # The old tensors serve as the example of how bare parameters are spread.

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from growlab.widths.groups import WidthGraph
 from growlab.widths.layout import Axis
+from growlab.widths.memory_format import avoid_unsafe_kernels
 from growlab.widths.replaced import note_replaced, note_restored
 
 _Places = Mapping[str, tuple[nn.Module, str]]
@@ -99,6 +100,7 @@ def resize(
         if graph.changes(name, widths, new_widths)
     }
     replace_tensors(model, graph, tensors)
+    avoid_unsafe_kernels(model)
 
 
 def resized(
