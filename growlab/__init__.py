@@ -1,1 +1,71 @@
 """growlab grows neural networks while they train: from a narrow seed to the ordinary full-width network."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from growlab.frontends.lightning import Growth
+    from growlab.grower import Grower
+    from growlab.growth import (
+        FireFly,
+        GradMax,
+        Isotropic,
+        Net2Net,
+        PairGrowth,
+        RandomGrowth,
+        Splitting,
+        Tiny,
+        VarianceTransfer,
+        make_schedule,
+    )
+    from growlab.parts import Averages, Part
+    from growlab.triggers import At, Decided, Never, Scheduled, Trigger
+    from growlab.widths import trace
+
+__all__ = [
+    "At",
+    "Averages",
+    "Decided",
+    "FireFly",
+    "GradMax",
+    "Grower",
+    "Growth",
+    "Isotropic",
+    "Net2Net",
+    "Never",
+    "PairGrowth",
+    "Part",
+    "RandomGrowth",
+    "Scheduled",
+    "Splitting",
+    "Tiny",
+    "Trigger",
+    "VarianceTransfer",
+    "make_schedule",
+    "optim",
+    "trace",
+]
+
+# Nothing is imported before it is used: torch and Lightning take seconds.
+_MODULES = {
+    "growlab.frontends.lightning": "Growth",
+    "growlab.grower": "Grower",
+    "growlab.growth": "FireFly GradMax Isotropic Net2Net PairGrowth RandomGrowth Splitting Tiny VarianceTransfer "
+    "make_schedule",
+    "growlab.parts": "Averages Part",
+    "growlab.triggers": "At Decided Never Scheduled Trigger",
+    "growlab.widths": "trace",
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return importlib.import_module("growlab.optim")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'growlab' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -98,11 +98,9 @@ class Grower:
         self._followers.forget(full)
         for part in self.parts:
             part.check(self)
-        attach(self.network, self.graph, self.state, self, self._probe())
         for part in self.parts:
             part.begin(self)
-        for copy in self._copies().values():
-            attach(copy, self.graph, self.state, self, self._probe())
+        self.reopen()
 
     # In a loop ---------------------------------------------------------------------------------------------
 
@@ -194,6 +192,18 @@ class Grower:
         for part in self.parts:
             part.finish(self)
         return self.network
+
+    def withdraw(self) -> None:
+        """Leave the network at the widths that it was traced at, without hooks; new channels are zero."""
+        full = self.graph.full_widths
+        self._adopt(GrowthState(0, full, {group: [0] * width for group, width in full.items()}))
+        detach(self.network)
+        self._followers.release()
+
+    def reopen(self) -> None:
+        """Bring the hooks back that `finish` took away, so that checkpoints of earlier stages load again."""
+        for network in (self.network, *self._copies().values()):
+            attach(network, self.graph, self.state, self, self._probe())
 
     # Checkpoints -------------------------------------------------------------------------------------------
 

@@ -38,10 +38,11 @@ RULES = {
     "triggers": rule("widths growth", packages="torch"),
     "parts": rule("widths growth triggers", packages="torch"),
     "grower": rule("widths growth optim triggers parts", packages="torch"),
+    "frontends": rule("widths growth optim triggers parts grower", packages="torch lightning transformers"),
     "data": rule("fairseq_library"),
     "fairseq_library": rule(packages="hydra"),
     "analysis": rule("widths"),
-    "training": rule("widths growth optim analysis data"),
+    "training": rule("widths growth optim analysis data frontends"),
     "studies": rule("hypernets networks growth analysis training", packages="torch hydra omegaconf"),
     "translation": rule("fairseq_library data training", packages="torch"),
     "configs": rule("naming", packages="hydra omegaconf"),
@@ -67,7 +68,7 @@ RULES = {
     "__main__": rule(
         "configuration explain experiment resuming processes sweeps", packages="hydra omegaconf"
     ),
-    "__init__": rule(packages=""),
+    "__init__": rule("frontends grower growth parts triggers widths", packages=""),
 }
 CONFIGURED = {
     "studies",
@@ -90,7 +91,7 @@ CONFIGURED = {
 RESERVED = {
     "hydra": CONFIGURED,
     "omegaconf": CONFIGURED,
-    "lightning": {"training", "data", "experiment", "planning"},
+    "lightning": {"frontends", "training", "data", "experiment", "planning"},
     "pytorch_lightning": set(),
     "wandb": set(),
     "tensorboard": set(),

@@ -1,8 +1,7 @@
-"""All that leans on how Lightning and torch run one process per device: the environment, the strategy, the wrapper.
+"""All that leans on how Lightning and torch run one process per device: the environment and the strategy.
 
-Two things here are not documented interfaces of Lightning: the arguments that `DDPStrategy` keeps for torch's wrapper
-(`_ddp_kwargs`), and that assigning `strategy.model` and calling `strategy.configure_ddp()` makes a new wrapper.
-`tests/training/test_distributed.py` says so if a version changes either.
+The arguments that `DDPStrategy` keeps for torch's wrapper (`_ddp_kwargs`) are not a documented interface of Lightning;
+`tests/training/test_distributed.py` says so if a version changes them.
 """
 
 import os
@@ -14,7 +13,6 @@ from lightning.pytorch.plugins.environments import (
     SLURMEnvironment,
 )
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torch.nn.parallel import DistributedDataParallel
 
 from growlab.errors import UserError
 
@@ -73,15 +71,3 @@ def check_strategy(trainer: Trainer) -> None:
             raise UserError(
                 f"trainer.strategy.{option}=false would let {what} differ between ranks; leave it out."
             )
-
-
-def renew_wrapper(trainer: Trainer) -> None:
-    """Wrap the module anew after its parameters were replaced: torch's wrapper holds on to the old ones.
-
-    The new wrapper's constructor sends rank 0's parameters and buffers to all ranks. Nothing to do on one device.
-    """
-    strategy = trainer.strategy
-    if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
-        # The old wrapper's hooks on parameters that stay go with it, before the new one adds its own.
-        strategy.model = trainer.lightning_module
-        strategy.configure_ddp()

@@ -10,6 +10,7 @@ from lightning import Callback, Trainer
 from torch import Tensor
 
 from growlab.errors import UserError
+from growlab.frontends.lightning import renew_wrapper
 from growlab.growth import (
     CLASSES,
     GrowthEvent,
@@ -23,7 +24,6 @@ from growlab.optim import Inheritance, follow, running_gradients
 from growlab.ranks import agreed, broadcast_buffers, gather
 from growlab.training.climbing import Climber
 from growlab.training.deepening import deepen
-from growlab.training.distributed import renew_wrapper
 from growlab.training.looking import Batches, auxiliary, measurement
 from growlab.training.objective import network_inputs
 from growlab.training.orthogonal import OldGradient

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from growlab.errors import UserError
+from growlab.frontends.lightning import renew_wrapper
 from growlab.ranks import agreed, broadcast_buffers, checksums, differing, gather, stacked
-from growlab.training.distributed import OneMachine, check_strategy, renew_wrapper
+from growlab.training.distributed import OneMachine, check_strategy
 from growlab.training.sync_batchnorm import SynchroniseBatchNorm
 
 

@@ -1,0 +1,1 @@
+"""Front ends: training loops of other libraries that drive a `growlab.Grower`."""

@@ -1,0 +1,307 @@
+"""Growth in Lightning: a callback for any LightningModule, and the renewed wrapper of distributed training.
+
+Assigning `strategy.model` and calling `strategy.configure_ddp()` makes a new wrapper, which is not documented;
+neither is where a loop keeps its data (`_data_source`). Tests say so if a version changes them.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+
+from growlab.errors import UserError
+from growlab.frontends.example import captured
+from growlab.grower import Grower
+from growlab.growth import GrowthMethod, Schedule
+from growlab.optim import Inheritance
+from growlab.parts.part import Part
+from growlab.triggers import Clock, Never, Trigger, as_trigger
+
+log = logging.getLogger(__name__)
+
+_PROBE = 8  # samples that growth is checked on
+_STEPS = {"fit": "training", "validate": "validation", "test": "test", "predict": "predict"}
+
+
+def renew_wrapper(trainer: Trainer) -> None:
+    """Wrap the module anew after its parameters were replaced: torch's wrapper holds on to the old ones.
+
+    The new wrapper's constructor sends rank 0's parameters and buffers to all ranks. Nothing to do on one device.
+    """
+    strategy = trainer.strategy
+    if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
+        # The old wrapper's hooks on parameters that stay go with it, before the new one adds its own.
+        strategy.model = trainer.lightning_module
+        strategy.configure_ddp()
+
+
+class Growth(Callback):
+    """Grows a network of any LightningModule while it trains.
+
+    The module becomes a seed before its optimizers are made, grows before the batches that the trigger says, and ends
+    as the ordinary network. Optimizers, their schedules and other callbacks stay; checkpoints bring their widths.
+
+    Args:
+        network: name of the submodule that grows, "" for the module itself; None: the only one with parameters.
+        method: what new entries are and how old ones are rescaled.
+        trigger: which widths come next, and when; see `growlab.Grower`. Batch sizes that it says are put into the
+            data module's `batch_size`.
+        parts: features beside growing; see `growlab.parts`.
+        example: the submodule's input or tuple of positional inputs, [B, ...] with B >= 2; None: the module's
+            `example_input_array` if the module itself grows, else what the first training batch leads to.
+        seed: of everything that growth draws.
+        optimizer_state: see `growlab.optim.follow`.
+        anneal_steps: see `growlab.Grower`.
+
+    Attributes:
+        grower: the engine, from `setup` on.
+
+    Raises:
+        UserError: there is no such submodule, or it cannot be traced; the strategy shards parameters.
+
+    Example:
+        `Trainer(callbacks=[Growth(method=VarianceTransfer(), trigger={0: 0.25, 10: 0.5, 20: 1.0})])`
+    """
+
+    def __init__(
+        self,
+        network: str | None = None,
+        *,
+        method: GrowthMethod,
+        trigger: Trigger | Schedule | Mapping[float, Any],
+        parts: Sequence[Part] = (),
+        example: Tensor | tuple[Any, ...] | None = None,
+        seed: int = 0,
+        optimizer_state: Inheritance = "auto",
+        anneal_steps: int = 100,
+    ) -> None:
+        self._network, self._example, self._trigger = network, example, as_trigger(trigger)
+        self._make = partial(
+            Grower,
+            method=method,
+            parts=parts,
+            seed=seed,
+            optimizer_state=optimizer_state,
+            anneal_steps=anneal_steps,
+        )
+        self.grower: Grower | None = None
+        self._planted = False
+
+    @property
+    def state_key(self) -> str:
+        """Checkpoints tell callbacks of different submodules apart by it."""
+        return self._generate_state_key(network=self._network)
+
+    # Beginning and end -------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Trace the network, and make it a seed if it is to be trained."""
+        strategy = trainer.strategy
+        # Not isinstance: DeepSpeed's strategy is a DDPStrategy too.
+        if not isinstance(strategy, SingleDeviceStrategy) and type(strategy) is not DDPStrategy:
+            raise UserError(
+                f"{type(strategy).__name__} does not go with growth, which needs every parameter whole on each device; "
+                "take strategy='ddp'."
+            )
+        self._open(pl_module, stage, partial(self._seen, trainer, pl_module, stage))
+        if stage == "fit":
+            self._change_batch_sizes(trainer)
+
+    def _open(self, module: LightningModule, stage: str, seen: Callable[[nn.Module], Any]) -> Grower:
+        network = self._find(module)
+        known = self.grower
+        if known is not None and known.network is getattr(network, "_orig_mod", network):
+            known.reopen()
+            if stage != "fit" or self._planted:
+                return known
+            # It was only evaluated so far, maybe at a checkpoint's widths.
+            known.withdraw()
+        example = seen(network) if self._example is None else self._example
+        # What is only evaluated keeps the weights that it has.
+        trigger = self._trigger if stage == "fit" else Never()
+        self.grower, self._planted = self._make(network, example, trigger=trigger), stage == "fit"
+        return self.grower
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let all optimizers follow, which have been made by now."""
+        assert self.grower is not None
+        self.grower.follow(*trainer.optimizers)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Grow if the trigger says so."""
+        self._step(trainer)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Grow if the trigger says so; a run resumed at the end of an epoch begins with a batch."""
+        self._step(trainer)
+
+    def _step(self, trainer: Trainer) -> None:
+        assert self.grower is not None
+        events = self.grower.step(epoch=trainer.current_epoch, step=trainer.global_step)
+        for event in events:
+            log.info(
+                "stage %d: %s parameters, relative output error %.0e",
+                event.stage,
+                f"{event.num_params:,}",
+                event.parity_error_eval,
+            )
+        if events:
+            renew_wrapper(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave an ordinary network behind."""
+        self._finish()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave an ordinary network behind that was evaluated at a checkpoint's weights."""
+        if stage != "fit":
+            self._finish()
+
+    def _finish(self) -> None:
+        assert self.grower is not None
+        try:
+            self.grower.finish()
+        except UserError as error:
+            # Training is done, and its checkpoints are there: go on with more epochs.
+            log.warning("%s", error)
+
+    # Checkpoints -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of growth, for Lightning's checkpoints."""
+        return {} if self.grower is None else self.grower.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint; the module has loaded its weights already."""
+        assert self.grower is not None
+        self.grower.load_state_dict(state_dict)
+
+    def load(self, module: LightningModule, path: str | Path) -> LightningModule:
+        """Load a checkpoint of any stage without a trainer, in place of `load_from_checkpoint`.
+
+        Args:
+            module: made as for training, at full width.
+            path: of a checkpoint that was written with this callback.
+
+        Returns:
+            The module at the checkpoint's widths, an ordinary one.
+
+        Raises:
+            UserError: the callback was not given an `example`.
+        """
+        grower = self._open(module, "test", partial(self._told, module))
+        content = torch.load(path, map_location=module.device, weights_only=True)
+        module.load_state_dict(content["state_dict"])
+        grower.finish()
+        return module
+
+    # What the network is called with -------------------------------------------------------------------------
+
+    def _find(self, module: LightningModule) -> nn.Module:
+        names = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
+        name = self._network
+        if name is None:
+            if len(names) != 1:
+                listed = ", ".join(f"Growth({name!r}, ...)" for name in names)
+                raise UserError(
+                    f"{type(module).__name__} has {len(names)} submodules with parameters: say which one grows"
+                    f"{listed and f', {listed}'}, or Growth('', ...) for the module as a whole."
+                )
+            name = names[0]
+        try:
+            return module.get_submodule(name)
+        except AttributeError:
+            raise UserError(
+                f"{type(module).__name__} has no submodule {name!r}, only {', '.join(names) or 'none'}."
+            ) from None
+
+    def _told(self, module: LightningModule, network: nn.Module) -> tuple[Any, ...]:
+        example = module.example_input_array
+        if example is None:
+            raise UserError(
+                "give Growth an example of the network's input, such as example=torch.randn(2, 3, 32, 32)."
+            )
+        call = partial(module, **example) if isinstance(example, dict) else partial(module, *_tuple(example))
+        return captured(call, network, module) or _tuple(example)
+
+    def _seen(
+        self, trainer: Trainer, module: LightningModule, stage: str, network: nn.Module
+    ) -> tuple[Any, ...]:
+        """What a step calls the network with on a few samples of its data."""
+        if module.example_input_array is not None:
+            return self._told(module, network)
+        stage = getattr(stage, "value", stage)
+        loop = getattr(trainer, f"{stage}_loop")
+        kind = f"{_STEPS[stage]}_step"
+        with torch.random.fork_rng():
+            batch = _samples(loop._data_source.dataloader())
+        step = getattr(module, kind)
+        arguments = (batch, 0)[: len(inspect.signature(step).parameters)]
+        try:
+            example = captured(partial(step, *arguments), network, module)
+        except Exception as error:
+            raise UserError(
+                f"Growth cannot see what the network is called with, as {kind} of a few samples ended before it "
+                f"({type(error).__name__}: {error}); give it an example of the network's input."
+            ) from error
+        if example is None:
+            raise UserError(
+                f"{kind} does not call the network that is to grow; give Growth an example of its input."
+            )
+        return example
+
+    # Batch sizes -------------------------------------------------------------------------------------------
+
+    def _change_batch_sizes(self, trainer: Trainer) -> None:
+        sizes, data = self._trigger.batch_sizes, getattr(trainer, "datamodule", None)
+        if sizes is None or len(set(sizes)) == 1:
+            return
+        if not hasattr(data, "batch_size"):
+            log.warning("the trigger's batch sizes %s are left out: the data module has no batch_size", sizes)
+            return
+        uneven = [size for size in sizes if size % trainer.world_size]
+        if uneven:
+            raise UserError(f"a batch of {uneven[0]} does not divide among {trainer.world_size} processes.")
+        original = inspect.unwrap(data.train_dataloader)
+
+        @wraps(original)
+        def train_dataloader() -> Any:
+            stage = self._trigger.stage_at(Clock(epoch=trainer.current_epoch))
+            data.batch_size = sizes[stage or 0] // trainer.world_size
+            return original()
+
+        data.train_dataloader = train_dataloader
+        trainer.reload_dataloaders_every_n_epochs = 1
+
+
+def _samples(loaders: Any) -> Any:
+    """A batch of a few samples; a loader's sampler and workers are left alone where it has a dataset to index."""
+    if isinstance(loaders, DataLoader) and not isinstance(loaders.dataset, IterableDataset):
+        number = min(_PROBE, len(loaders.dataset))  # type: ignore[arg-type]
+        return loaders.collate_fn([loaders.dataset[index] for index in range(number)])
+    # Resumable loaders know where they are, and are not to begin later for it.
+    combined = CombinedLoader(loaders, "max_size_cycle")
+    places = [
+        (loader, loader.state_dict()) for loader in combined.flattened if hasattr(loader, "load_state_dict")
+    ]
+    batch = next(islice(combined, 1))[0]
+    for loader, place in places:
+        loader.load_state_dict(place)
+    return batch
+
+
+def _tuple(example: Any) -> tuple[Any, ...]:
+    return tuple(example) if isinstance(example, (tuple, list)) else (example,)

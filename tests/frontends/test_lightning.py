@@ -1,0 +1,364 @@
+"""Modules that know nothing of growlab, trained by Lightning with the callback."""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab.errors import UserError
+from growlab.frontends.lightning import Growth
+from growlab.growth import GrowthMethod, VarianceTransfer, make_schedule
+from growlab.optim import SGD, NormRatio
+from growlab.parts import Averages
+from growlab.triggers import At
+
+# Checkpoints were written with a callback that saves, which resumed and evaluated runs go without.
+pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+
+EPOCHS, STEPS, SIZE = 4, 3, 8
+STAGES = {0: 0.5, 1: 0.75, 3: 1.0}
+SOURCE = torch.Generator().manual_seed(5)
+IMAGES, LABELS = torch.randn(48, 6, generator=SOURCE), torch.randint(3, (48,), generator=SOURCE)
+
+
+class Loader:
+    """Batches that are a function of epoch and place, and a place that a checkpoint keeps."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.epoch, self.at, self.rank, self.ranks = 0, 0, rank, ranks
+
+    def __len__(self) -> int:
+        return STEPS
+
+    @property
+    def sampler(self) -> "Loader":
+        return self
+
+    batch_sampler = None
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.at = epoch, 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(IMAGES), generator=torch.Generator().manual_seed(self.epoch))
+        self.at %= STEPS
+        while self.at < STEPS:
+            first = (self.at * self.ranks + self.rank) * SIZE % len(IMAGES)
+            self.at += 1
+            yield IMAGES[order[first : first + SIZE]], LABELS[order[first : first + SIZE]]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+def body() -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    )
+
+
+class Plain(L.LightningModule):
+    """One network, a loss of its own, a rate that falls by epochs."""
+
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = body()
+        self.criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+        self.make_optimizer = optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = self.criterion(self.network(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.network.parameters(), lr=0.02)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
+
+
+class Validated(Plain):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.criterion(self.network(batch[0]), batch[1]), on_epoch=True)
+
+
+class TwoOptimizers(L.LightningModule):
+    """A generator that grows, a critic that does not; an optimizer each, stepped by hand; one rate falls by epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator, self.critic = body(), nn.Linear(3, 1)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        made = self.generator(x)
+        first, second = self.optimizers()
+        real = F.one_hot(y, 3).float()
+        for optimizer, loss in (
+            (first, F.softplus(-self.critic(made)).mean()),
+            (second, (F.softplus(self.critic(made.detach())) + F.softplus(-self.critic(real))).mean()),
+        ):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        every_step, every_epoch = self.lr_schedulers()
+        every_step.step()
+        if self.trainer.is_last_batch:
+            every_epoch.step()
+
+    def configure_optimizers(self) -> Any:
+        first = SGD(self.generator.parameters(), lr=0.05, momentum=0.9, rule=NormRatio())
+        second = torch.optim.Adam(self.critic.parameters(), lr=0.01)
+        return [first, second], [
+            torch.optim.lr_scheduler.CosineAnnealingLR(first, EPOCHS * STEPS),
+            torch.optim.lr_scheduler.StepLR(second, 1, 0.5),
+        ]
+
+
+MODULES: dict[str, Callable[[], tuple[L.LightningModule, Growth]]] = {
+    "automatic": lambda: (Plain(), growth(parts=[Averages(decay=0.7)])),
+    "two optimizers": lambda: (TwoOptimizers(), growth("generator", example=IMAGES[:8])),
+}
+
+
+def growth(network: str | None = None, **settings: Any) -> Growth:
+    method: GrowthMethod = VarianceTransfer(noise_std=1e-3)
+    return Growth(network, **{"method": method, "trigger": STAGES, "anneal_steps": 2, **settings})
+
+
+class Save(L.Callback):
+    """Checkpoints after every step and every epoch: a run that is killed there leaves nothing else behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.paths = folder, list[Path]()
+
+    def save(self, trainer: L.Trainer, name: str) -> None:
+        self.paths.append(self.folder / f"{name}.ckpt")
+        trainer.save_checkpoint(self.paths[-1])
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.save(trainer, f"step{len(self.paths) - trainer.current_epoch}")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.save(trainer, f"epoch{trainer.current_epoch}")
+
+
+def trainer_of(folder: Path, *callbacks: L.Callback, **settings: Any) -> L.Trainer:
+    usual = {"enable_checkpointing": False, "accelerator": "cpu", "max_epochs": EPOCHS, "logger": False}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    return L.Trainer(default_root_dir=folder, callbacks=list(callbacks), **{**usual, **quiet, **settings})
+
+
+def outcome(module: L.LightningModule, growth: Growth, trainer: L.Trainer) -> list[Any]:
+    """All that a run ends with, comparable bit for bit."""
+    assert growth.grower is not None
+    optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
+    moments = [v for o in optimizers for entry in o["state"].values() for v in entry.values()]
+    tensors = [*module.state_dict().values(), *(torch.as_tensor(moment) for moment in moments)]
+    for part in growth.grower.parts:
+        tensors += part.state_dict().values()
+    events = [{n: v for n, v in event.items() if n != "seconds"} for event in growth.grower.events]
+    return [*(t.tolist() for t in tensors), [o["param_groups"] for o in optimizers], events]
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_killed_at_any_step_and_resumed_it_is_the_uninterrupted_run(kind: str, tmp_path: Path) -> None:
+    module, growth = MODULES[kind]()
+    save = Save(tmp_path)
+    trainer = trainer_of(tmp_path, growth, save)
+    trainer.fit(module, Loader())
+    wanted = outcome(module, growth, trainer)
+    assert [event["epoch"] for event in growth.grower.events] == [1, 3]
+    assert len(save.paths) == EPOCHS * STEPS + EPOCHS
+    for path in save.paths[:-1]:
+        module, growth = MODULES[kind]()
+        trainer = trainer_of(tmp_path, growth)
+        trainer.fit(module, Loader(), ckpt_path=path)
+        assert outcome(module, growth, trainer) == wanted, path.name
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_the_result_is_an_ordinary_module(kind: str, tmp_path: Path) -> None:
+    module, growth = MODULES[kind]()
+    trainer_of(tmp_path, growth).fit(module, Loader())
+    network = growth.grower.network
+    assert growth.grower.state.output_factor == 1.0 and not network._forward_hooks
+    fresh, _ = MODULES[kind]()
+    fresh.load_state_dict(module.state_dict(), strict=True)
+    again = fresh.get_submodule("network" if kind == "automatic" else "generator")
+    assert torch.equal(again.eval()(IMAGES), network.eval()(IMAGES))
+    assert [p.shape for p in network.parameters()] == [p.shape for p in body().parameters()]
+
+
+def test_checkpoints_of_any_stage_are_evaluated_and_loaded(tmp_path: Path) -> None:
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(IMAGES, LABELS), 16)
+    module, callback = Validated(), growth()
+    trainer = trainer_of(tmp_path, callback, Save(tmp_path))
+    trainer.fit(module, Loader(), data)
+    losses = {}
+    for path in sorted(tmp_path.glob("epoch*.ckpt")):
+        # With the trainer that has trained, with a new one, and without any.
+        (first,) = trainer.validate(module, data, ckpt_path=path, verbose=False)
+        fresh = Validated()
+        (second,) = trainer_of(tmp_path, growth()).validate(fresh, data, ckpt_path=path, verbose=False)
+        loaded = growth(example=IMAGES[:8]).load(Validated(), path) if path.stem != "epoch1" else None
+        assert first == second
+        losses[path.stem] = second["val_loss"]
+        if loaded is not None:
+            (third,) = trainer_of(tmp_path).validate(loaded, data, verbose=False)
+            assert third["val_loss"] == pytest.approx(second["val_loss"], rel=1e-4)
+    assert len(set(losses.values())) == EPOCHS
+    # Evaluating leaves the weights of a module alone, and training goes on to grow it.
+    module, callback = Validated(), growth()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    trainer = trainer_of(tmp_path, callback)
+    trainer.validate(module, data, verbose=False)
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    trainer.fit(module, Loader(), data)
+    assert len(callback.grower.events) == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "bf16-mixed", "gradient_clip_val": 0.5},
+        {"precision": "bf16-true"},
+        {"accumulate_grad_batches": 2},
+    ],
+    ids=str,
+)
+def test_precision_clipping_and_accumulation(settings: dict[str, Any], tmp_path: Path) -> None:
+    module, callback = Plain(), growth()
+    trainer = trainer_of(tmp_path, callback, **settings)
+    trainer.fit(module, Loader())
+    assert len(callback.grower.events) == 2
+    assert {id(p) for p in trainer.optimizers[0].state} == {id(p) for p in module.network.parameters()}
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+# Told by torch's compiler behind a graph break, which weighted statistics are.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_network_grows(tmp_path: Path) -> None:
+    module, callback = Plain(), growth()
+    module.network.compile(backend="eager")
+    trainer_of(tmp_path, callback).fit(module, Loader())
+    plain, by_itself = Plain(), growth()
+    trainer_of(tmp_path, by_itself).fit(plain, Loader())
+    for own, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(own, other, atol=1e-4)
+
+
+class Data(L.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 1
+        self.seen: list[int] = []
+
+    def train_dataloader(self) -> Any:
+        self.seen.append(self.batch_size)
+        data = torch.utils.data.TensorDataset(IMAGES, LABELS)
+        return torch.utils.data.DataLoader(data, self.batch_size)
+
+
+def test_batch_sizes_go_through_the_data_module(tmp_path: Path) -> None:
+    schedule = make_schedule(3, 8, epochs=[1, 2], widths=[0.5, 1.0], batch_sizes=[16, 8])
+    data, module = Data(), Plain()
+    trainer = trainer_of(tmp_path, growth(trigger=schedule), Save(tmp_path), max_epochs=3)
+    trainer.fit(module, datamodule=data)
+    assert trainer.global_step == 3 + 6 + 6 and data.seen[-3:] == [16, 8, 8]
+    resumed, again = Data(), Plain()
+    trainer = trainer_of(tmp_path, growth(trigger=schedule), max_epochs=3)
+    trainer.fit(again, datamodule=resumed, ckpt_path=tmp_path / "epoch1.ckpt")
+    assert trainer.global_step == 15 and resumed.seen[-1] == 8
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), module.parameters(), strict=True))
+
+
+class ByName(L.LightningModule):
+    """A module whose layers are its own, and whose network is called by names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.hidden, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.head(F.relu(self.hidden(x))) * scale
+
+    def training_step(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(x=batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_module_may_grow_as_a_whole(tmp_path: Path) -> None:
+    module, callback = ByName(), growth("", trigger=At({0: 0.25, 4: 1.0}, unit="step"))
+    trainer_of(tmp_path, callback).fit(module, Loader())
+    assert [event["step"] for event in callback.grower.events] == [4]
+    ByName().load_state_dict(module.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "callback", "sentence"),
+    [
+        (
+            TwoOptimizers,
+            lambda: growth(),
+            r"2 submodules .*Growth\('generator', ...\), Growth\('critic', ...\)",
+        ),
+        (TwoOptimizers, lambda: growth("body"), "no submodule 'body', only generator, critic"),
+        (TwoOptimizers, lambda: growth("generator"), "training_step .* ended before|give it an example"),
+    ],
+)
+def test_what_cannot_be_is_told(module: Any, callback: Any, sentence: str, tmp_path: Path) -> None:
+    if sentence.startswith("training_step"):
+        module = type(
+            "Early", (TwoOptimizers,), {"training_step": lambda self, batch, index: self.optimizers()[0]}
+        )
+    with pytest.raises(UserError, match=sentence):
+        trainer_of(tmp_path, callback()).fit(module(), Loader())
+
+
+def one_rank(rank: int, folder: Path) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=(folder / "port").read_text(),
+        NODE_RANK="0",
+        LOCAL_RANK=str(rank),
+    )
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", TORCHELASTIC_RUN_ID="x", GROUP_RANK="0")
+    settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    module, callback = Plain(), growth(parts=[Averages(decay=0.7)])
+    trainer = trainer_of(folder, callback, Save(folder), **settings)
+    trainer.fit(module, Loader(rank, 2))
+    parameters = [p.tolist() for p in module.parameters()]
+    again, resumed = Plain(), growth(parts=[Averages(decay=0.7)])
+    trainer = trainer_of(folder, resumed, **settings)
+    trainer.fit(again, Loader(rank, 2), ckpt_path=folder / "step7.ckpt")
+    assert [p.tolist() for p in again.parameters()] == parameters
+    (folder / f"{rank}.txt").write_text(repr(parameters))
+
+
+def test_two_ranks_end_with_the_same_bits_and_resume(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        (tmp_path / "port").write_text(str(free.getsockname()[1]))
+    torch.multiprocessing.spawn(one_rank, (tmp_path,), nprocs=2)
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
+    assert first == second
