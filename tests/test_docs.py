@@ -45,7 +45,7 @@ def test_every_public_name_has_an_entry(site: Path, package: str) -> None:
 
 def test_the_example_is_the_readmes(site: Path) -> None:
     text = re.sub(r"<[^>]+>", "", (site / "own_loop" / "index.html").read_text())
-    assert "make_schedule(total_epochs=6, batch_size=64, num_stages=3)" in text
+    assert "trigger={0: 0.25, 2: 0.5, 4: 1.0}" in text
 
 
 def test_every_notebook_is_a_page(site: Path) -> None:
@@ -57,4 +57,4 @@ def test_every_notebook_is_a_page(site: Path) -> None:
 
 
 def test_every_page_is_a_package_or_named_in_the_contents() -> None:
-    assert {path.stem for path in PAGES.glob("*.md")} == {*PACKAGES, "index", "own_loop"}
+    assert {path.stem for path in PAGES.glob("*.md")} == {*PACKAGES, "engine", "index", "own_loop"}

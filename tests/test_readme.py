@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning
 import pytest
+import torch
 
 import growlab.analysis.__main__
 import growlab.dashboard
@@ -154,7 +156,14 @@ def test_tools_run_as_written(
 
 
 def test_a_loop_of_ones_own_needs_neither_lightning_nor_hydra() -> None:
-    (program,) = [block for language, block in BLOCKS if language == "python" and "make_schedule" in block]
+    (program,) = [block for language, block in BLOCKS if language == "python" and "Grower(" in block]
+    lines = [line for line in program.splitlines() if line and not line.startswith(("import", "from", "#"))]
+    assert len(lines) <= 12
+    program += """
+for event in grower.events:
+    print(f"stage {event['stage']}: {event['num_params']:,} parameters, error {event['parity_error_eval']}")
+resnet20((3, 32, 32), 10).load_state_dict(network.state_dict(), strict=True)
+"""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", BLOCKED + program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
@@ -162,6 +171,35 @@ def test_a_loop_of_ones_own_needs_neither_lightning_nor_hydra() -> None:
     events = re.findall(r"stage (\d): ([\d,]+) parameters, error (\S+)", done.stdout)
     assert [stage for stage, _, _ in events] == ["1", "2"] and events[-1][1] == "269,722"
     assert all(float(error) < 1e-5 for _, _, error in events)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = torch.nn.Sequential(
+            torch.nn.Linear(4, 8),
+            torch.nn.ReLU(),
+            torch.nn.Linear(8, 8),
+            torch.nn.ReLU(),
+            torch.nn.Linear(8, 3),
+        )
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_the_callback_takes_five_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (program,) = [block for language, block in BLOCKS if language == "python" and "growlab.Growth" in block]
+    assert len([line for line in program.splitlines() if line]) <= 5
+    monkeypatch.chdir(tmp_path)
+    data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randint(3, (16,)))
+    names = {"module": Module(), "loader": torch.utils.data.DataLoader(data, 8)}
+    exec(program, names)
+    assert [event["epoch"] for event in names["growth"].grower.events] == [1, 2]
+    Module().load_state_dict(names["module"].state_dict(), strict=True)
 
 
 def test_pictures_and_files_that_it_names_are_there() -> None:
