@@ -1,0 +1,197 @@
+"""Growth in Hugging Face's Trainer: a callback for any model that it trains."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from growlab.errors import UserError
+from growlab.frontends.example import positional
+from growlab.grower import Grower
+from growlab.growth import GrowthMethod, Schedule
+from growlab.optim import Inheritance
+from growlab.parts.part import Part
+from growlab.triggers import Trigger, as_trigger
+
+log = logging.getLogger(__name__)
+
+# Beside the Trainer's own files of a checkpoint.
+_FILE = "growlab.pt"
+
+
+class Growth(TrainerCallback, ExportableState):
+    """Grows the Trainer's model, or a submodule of it, while it trains.
+
+    The model becomes a seed when the Trainer is made, which is to be given the callback: `Trainer(callbacks=[...])`.
+    Checkpoints are resumed with `trainer.train(resume_from_checkpoint=...)`; at the end the model has its full
+    configuration's shapes again.
+
+    Args:
+        network: name of the submodule that grows; "" for the model itself.
+        method: what new entries are and how old ones are rescaled.
+        trigger: which widths come next, and when; see `growlab.Grower`. Batch sizes stay the Trainer's.
+        parts: features beside growing; see `growlab.parts`.
+        example: the network's input or tuple of positional inputs, [B, ...] with B >= 2; None: the model's
+            `dummy_inputs`.
+        seed: of everything that growth draws.
+        optimizer_state: see `growlab.optim.follow`.
+        anneal_steps: see `growlab.Grower`.
+
+    Attributes:
+        grower: the engine, once the Trainer is made.
+    """
+
+    def __init__(
+        self,
+        network: str = "",
+        *,
+        method: GrowthMethod,
+        trigger: Trigger | Schedule | Mapping[float, Any],
+        parts: Sequence[Part] = (),
+        example: Tensor | tuple[Any, ...] | None = None,
+        seed: int = 0,
+        optimizer_state: Inheritance = "auto",
+        anneal_steps: int = 100,
+    ) -> None:
+        self._network, self._example = network, example
+        self._make = partial(
+            Grower,
+            method=method,
+            trigger=as_trigger(trigger),
+            parts=parts,
+            seed=seed,
+            optimizer_state=optimizer_state,
+            anneal_steps=anneal_steps,
+        )
+        self.grower: Grower | None = None
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **_: Any,
+    ) -> None:
+        """Trace the model and make it a seed.
+
+        Raises:
+            UserError: the Trainer is set up for what growth cannot do, or the model cannot be traced.
+        """
+        if args.world_size > 1 or args.n_gpu > 1:
+            raise UserError(
+                "growth in Hugging Face's Trainer is for one process on one device, as the Trainer keeps its wrapper "
+                "of the model to itself; take growlab.Growth with Lightning, or growlab.Grower in a loop of your own."
+            )
+        if args.load_best_model_at_end:
+            raise UserError(
+                "load_best_model_at_end loads weights of an earlier stage without what else belongs to it; turn it "
+                "off, and resume from that checkpoint instead."
+            )
+        if args.restore_callback_states_from_checkpoint:
+            raise UserError(
+                "restore_callback_states_from_checkpoint makes callbacks anew from plain arguments, which a method is "
+                "not; leave it out, as Growth restores itself."
+            )
+        if model is None:
+            raise UserError("growth needs the Trainer's model: give it as model=, not as model_init=.")
+        network = model.get_submodule(self._network)
+        example = self._example
+        if example is None:
+            inputs = getattr(network, "dummy_inputs", None)
+            if inputs is None:
+                raise UserError(
+                    f"{type(network).__name__} has no dummy_inputs; give Growth an example of its input."
+                )
+            example = positional(network, (), dict(inputs))
+        self.grower = self._make(network, example)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Optimizer | None = None,
+        **_: Any,
+    ) -> None:
+        """Let the optimizer follow, and go on where a checkpoint was written."""
+        if self.grower is None:
+            raise UserError(
+                "give Growth to the Trainer as it is made: Trainer(..., callbacks=[Growth(...)])."
+            )
+        saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes")
+        if state.global_step and saved:
+            self.grower.load_state_dict({**saved, "parts": self._saved_parts(_folder(args, state))})
+        if optimizer is not None:
+            # accelerate's optimizer is a wrapper.
+            self.grower.follow(getattr(optimizer, "optimizer", optimizer))
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Grow if the trigger says so."""
+        self._step(state)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Grow if the trigger says so."""
+        self._step(state)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Put the state of parts, which may be tensors, beside the Trainer's own files."""
+        if self.grower is not None and self.grower.parts:
+            torch.save(self.grower.state_dict()["parts"], _folder(args, state) / _FILE)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Leave an ordinary model behind."""
+        assert self.grower is not None
+        try:
+            self.grower.finish()
+        except UserError as error:
+            # Training is done, and its checkpoints are there: go on with more epochs.
+            log.warning("%s", error)
+
+    def state(self) -> dict[str, Any]:
+        """State of growth but for its parts, for the checkpoint's trainer_state.json."""
+        if self.grower is None:
+            return {"args": {}, "attributes": {}}
+        saved = self.grower.state_dict()
+        del saved["parts"]
+        return {"args": {}, "attributes": saved}
+
+    def _saved_parts(self, folder: Path) -> dict[str, Any]:
+        assert self.grower is not None
+        if not self.grower.parts:
+            return {}
+        if not (folder / _FILE).is_file():
+            raise UserError(
+                f"the state of {', '.join(part.name for part in self.grower.parts)} is not in {folder / _FILE}; "
+                "resume from a checkpoint in the Trainer's output_dir."
+            )
+        return torch.load(folder / _FILE, map_location="cpu", weights_only=True)
+
+    def _step(self, state: TrainerState) -> None:
+        assert self.grower is not None
+        for event in self.grower.step(epoch=int(state.epoch or 0), step=state.global_step):
+            log.info(
+                "stage %d: %s parameters, relative output error %.0e",
+                event.stage,
+                f"{event.num_params:,}",
+                event.parity_error_eval,
+            )
+
+
+def _folder(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
