@@ -143,7 +143,7 @@ def test_a_network_goes_from_weighted_to_plain_without_a_jump() -> None:
     assert gaps == sorted(gaps, reverse=True)
     assert gaps[0] > 1e-2
     assert gaps[-1] == 0
-    assert run.state.norm_weights == {}
+    assert run.state.norm_weights == {} and run.state.norm_progress == 0.0
     # Nothing of it is left: an ordinary network.
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in run.network.modules())
     assert vars(run.network.rms).keys() == vars(nn.RMSNorm(2)).keys()

@@ -1,5 +1,6 @@
 """An optimizer through growth events: tracked parameters, carried state, refused state, ages, resumed runs."""
 
+import gc
 import io
 
 import pytest
@@ -18,6 +19,7 @@ from growlab.optim import (
     NormRatio,
     default_inheritance,
     follow,
+    running_gradients,
     weight_regions,
 )
 from growlab.widths import Carry, replaced, resize, trace
@@ -104,6 +106,17 @@ def test_every_parameter_is_tracked_once_and_none_is_stale(inheritance):
     before = [p.detach().clone() for p in run.network.parameters()]
     run.steps(1)
     assert all(not torch.equal(a, b) for a, b in zip(before, run.network.parameters(), strict=True))
+
+
+def test_running_means_of_gradients_are_first_moments_alone():
+    run = Run(lambda p: Adam(p, 0.01), PairGrowth()).steps(2)
+    found = running_gradients(run.optimizer)
+    assert {id(p) for p in found} == {id(p) for p in run.network.parameters()}
+    assert all(found[p] is run.optimizer.state[p]["exp_avg"] for p in found)
+    assert (
+        running_gradients(Run(lambda p: torch.optim.SGD(p, 0.01), PairGrowth(), regional=False).optimizer)
+        == {}
+    )
 
 
 def test_zero_new_keeps_old_entries_and_inherit_follows_the_method():
@@ -383,6 +396,16 @@ class TestForgotten:
             run.steps(1)
         run.relabel()
         run.steps(1)
+
+    def test_networks_that_are_gone_are_not_waited_for(self, monkeypatch):
+        for name in ("_awaited", "_replaced"):
+            monkeypatch.setattr(replaced, name, {})
+        run = self.run(lambda p: torch.optim.SGD(p, lr=0.1))
+        assert len(replaced._awaited) == len(run.event.replaced) - 2  # Without running statistics.
+        assert replaced._awaited.keys() & replaced._replaced.keys() == set()
+        del run
+        gc.collect()
+        assert replaced._awaited == replaced._replaced == {}
 
     def test_plant(self):
         made = network()
