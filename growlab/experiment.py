@@ -20,6 +20,7 @@ from torch import nn
 
 from growlab.analysis.figures import write_run_figures
 from growlab.analysis.run_table import print_results
+from growlab.argument_types import check_types
 from growlab.data import ImageData
 from growlab.errors import Stopped, UserError
 from growlab.files import remove_unfinished, write_json, write_text
@@ -334,6 +335,7 @@ def deciding_settings(cfg: DictConfig) -> dict[str, Any]:
 def _check(cfg: DictConfig) -> None:
     """Refuse what would only fail later."""
     check_trainer_options(cfg.trainer)
+    check_types(OmegaConf.to_container(cfg, resolve=True))
     if not 0 <= cfg.seed <= _MAX_SEED:
         raise UserError(f"seed={cfg.seed} must lie between 0 and {_MAX_SEED}.")
     if cfg.num_threads is not None and cfg.num_threads < 1:

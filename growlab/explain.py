@@ -279,7 +279,7 @@ def _constructor(error: InstantiationException, overrides: Sequence[str]) -> str
     # One frame (Hydra's own): the call itself failed, so the arguments do not fit the signature.
     at_the_call = cause.__traceback__ is not None and cause.__traceback__.tb_next is None
     if isinstance(cause, TypeError) and at_the_call and target:
-        return _signature(what, target[1], str(cause))
+        return _signature(what, target[1], str(cause), overrides)
     if isinstance(cause, ValueError):
         said = _first_lines(str(cause))
         # A constructor that knows the setting's full name has named it already.
@@ -294,14 +294,18 @@ def _constructor(error: InstantiationException, overrides: Sequence[str]) -> str
     return None
 
 
-def _signature(what: str, target: str, message: str) -> str:
+def _signature(what: str, target: str, message: str, overrides: Sequence[str]) -> str:
     unexpected = re.search(r"unexpected keyword argument '([^']+)'", message)
     if not unexpected:
         return f"{what}: {message}"
     parameters = inspect.signature(get_object(target)).parameters.values()
     by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     names = [name for name in by_name if name != "self" and not name.startswith("_")]
-    near = did_you_mean(unexpected[1], names)
+    full_name = f"{what}.{unexpected[1]}"
+    if any(override.lstrip("+").startswith(f"{full_name}=") for override in overrides):
+        near = did_you_mean(unexpected[1], names)
+    else:
+        near = f", which a configuration file sets (such as the experiment's): leave it out with ~{full_name}"
     text = _sentence(f"{what} has no '{unexpected[1]}'{near}")
     return f"{text} {target} takes: {', '.join(names)}"
 

@@ -48,6 +48,7 @@ RULES = {
     "configs": rule("naming", packages="hydra omegaconf"),
     "naming": rule(packages="hydra omegaconf"),
     "configuration": rule("configs", packages="hydra omegaconf"),
+    "argument_types": rule(packages="hydra omegaconf"),
     "trainer_options": rule(packages=""),
     "explain": rule("trainer_options", packages="hydra omegaconf yaml"),
     "library": rule(packages="torch torchvision timm safetensors"),
@@ -63,7 +64,7 @@ RULES = {
     "pairing": rule("training", packages="torch hydra omegaconf"),
     "experiment": rule(
         "studies networks widths growth optim data training analysis configuration processes outcome planning "
-        "pairing trainer_options"
+        "argument_types pairing trainer_options"
     ),
     "__main__": rule(
         "configuration explain experiment resuming processes sweeps", packages="hydra omegaconf"
@@ -75,6 +76,7 @@ CONFIGURED = {
     # Keeps Hydra's store as it was when fairseq puts its own configurations there.
     "fairseq_library",
     "__main__",
+    "argument_types",
     "pairing",
     "planning",
     "experiment",

@@ -245,6 +245,12 @@ def test_bad_input_is_one_sentence(
 @pytest.mark.parametrize(
     ("override", "job", "sentence"),
     [
+        (
+            "part=linear part._target_=constructors.deep",
+            None,
+            "part has no 'numerator', which a configuration file sets (such as the experiment's): leave it out with "
+            "~part.numerator. constructors.deep takes: size.",
+        ),
         ("seed=0", lambda cfg: cfg.needed, "needed has no value: give needed=VALUE."),
         ("seed=0", lambda cfg: cfg.refers, "refers refers to 'nowhere', which does not exist."),
         ("part=refusing", None, "the initial width must be at least 1."),

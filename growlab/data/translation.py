@@ -87,7 +87,7 @@ class TranslationData(LightningDataModule):
         UserError: an argument cannot be used; from `setup()` also, the data cannot be found or read.
     """
 
-    goes_with = "sentence pairs go with objective=translation and model=fairseq_transformer or model=torch_transformer"
+    goes_with = "sentence pairs go with model=fairseq_transformer objective=translation"
 
     def __init__(
         self,

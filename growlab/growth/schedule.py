@@ -93,7 +93,7 @@ def stage_epochs(
         growth_rate: p_t; with 0 every stage but the last is as long as the first.
 
     Raises:
-        ValueError: the stages before the last take all epochs or more.
+        ValueError: the stages before the last take all epochs or more, T_0 is negative, or p_t is not above -1.
     """
     if total_epochs < num_stages:
         raise ValueError(
@@ -101,6 +101,11 @@ def stage_epochs(
             "raise schedule.total_epochs or lower schedule.num_stages."
         )
     first, factor = exact(initial_epochs), 1 + exact(growth_rate)
+    if first < 0 or factor <= 0:
+        raise ValueError(
+            f"a first stage of {initial_epochs} epochs that grows by {growth_rate} a stage is none; set "
+            "schedule.initial_epochs or schedule.initial_fraction from 0 and schedule.epoch_growth_rate above -1."
+        )
     epochs = [max(1, floor(first * factor**stage)) for stage in range(num_stages - 1)]
     rest = total_epochs - sum(epochs)
     if rest < 1:

@@ -17,7 +17,7 @@ class RateAdaptation:
         optimizers: class names of the optimizers it is for; empty for all of `growlab.optim`.
 
     Raises:
-        UserError: the rule is none, or the output layers' rate is to be divided, but nothing sets rates by region.
+        UserError: the output layers' rate is to be divided, but nothing sets rates by region.
     """
 
     rule: RateRule | None = None
@@ -25,8 +25,6 @@ class RateAdaptation:
     optimizers: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if self.rule is not None and not hasattr(self.rule, "factors"):
-            raise UserError(f"lr_adapt.rule={self.rule} is no rule; choose one with lr_adapt=..., or null.")
         if self.output_fan_in and self.rule is None:
             raise UserError(
                 "lr_adapt.output_fan_in=true needs rates by region: choose lr_adapt=mup for one rate."

@@ -159,6 +159,9 @@ def test_explicit_lists():
     [
         ({"total_epochs": 5}, "5 epochs cannot hold 9 stages"),
         ({"total_epochs": 20, "initial_epochs": 8}, "leave none for the last"),
+        ({"initial_epochs": -1}, "schedule.initial_epochs or schedule.initial_fraction from 0"),
+        ({"initial_fraction": -0.1}, "schedule.initial_epochs or schedule.initial_fraction from 0"),
+        ({"epoch_growth_rate": -1}, "schedule.epoch_growth_rate above -1"),
         ({"initial_width": 0}, "schedule.initial_width above 0"),
         ({"initial_width": 1.5}, "schedule.initial_width above 0"),
         ({"width_growth_rate": -0.1}, "width_growth_rate must not be negative"),

@@ -1,0 +1,47 @@
+"""Values of open groups are checked against what takes them."""
+
+import pytest
+
+from growlab.argument_types import check_types
+from growlab.errors import UserError
+
+DATA = {"_target_": "growlab.data.ImageData", "name": "digits"}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"in_memory": "abc"}, "data.in_memory must be true or false or null, not 'abc'."),
+        ({"download": 1}, "data.download must be true or false, not 1."),
+        ({"seed": None}, "data.seed must be an integer, not null."),
+        ({"seed": True}, "data.seed must be an integer, not True."),
+        ({"batch_size": 1e9}, "data.batch_size must be an integer, not 1000000000.0."),
+        ({"validation_fraction": "half"}, "data.validation_fraction must be a number, not 'half'."),
+        ({"mean": 0.5}, "data.mean must be a list with a number in each place or null, not 0.5."),
+        ({"mean": [0.5, "x"]}, "data.mean must be a list with a number in each place or null"),
+        ({"name": 3}, "data.name must be text, not 3."),
+        ({"class_schedule": 3}, "data.class_schedule must be a mapping or null, not 3."),
+        ({"incremental": 3}, "data.incremental must be a mapping with a _target_ or null, not 3."),
+    ],
+    ids=lambda value: next(iter(value.items())) if isinstance(value, dict) else "",
+)
+def test_a_value_of_another_type_is_refused(given: dict, told: str) -> None:
+    with pytest.raises(UserError) as raised:
+        check_types({"data": {**DATA, **given}})
+    assert str(raised.value).startswith(told)
+
+
+def test_what_fits_and_what_nobody_knows_passes() -> None:
+    fits = {
+        "mean": [0, 1.5],
+        "in_memory": None,
+        "validation_fraction": 1,
+        "class_schedule": {0: [1]},
+        "root": "???",
+    }
+    check_types({"data": {**DATA, **fits, "unknown": 3}})
+    check_types({"model": {"_target_": "torch.nn.Linear", "in_features": "many"}})
+    check_types({"model": {"_target_": "growlab.nowhere.Net", "width": "wide"}, "list": [1, {"a": 2}]})
+    nested = {"network": {"_target_": "growlab.networks.mlp5", "_partial_": True, "width": "wide"}}
+    with pytest.raises(UserError, match=r"model.network.width must be an integer, not 'wide'"):
+        check_types({"model": {"_target_": "growlab.hypernets.hypernetwork", **nested}})
