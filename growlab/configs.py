@@ -124,7 +124,9 @@ class OursConfig:
     _target_: str = "growlab.growth.VarianceTransfer"
     rule: Rule = MISSING
     output_multiplier: bool = MISSING
+    layer_multipliers: bool = MISSING
     rescale_unnormalised: bool = MISSING
+    literal: bool = MISSING
     noise_std: float = MISSING
     gain: float = MISSING
     new_weights: NewWeights = MISSING

@@ -21,9 +21,11 @@ from growlab.growth import (
     finish,
     grow,
     plant,
+    restore,
 )
 from growlab.growth.attached import attach, detach, state_of
-from growlab.growth.weighted_norms import annealed, weigh
+from growlab.growth.multipliers import saved_multipliers
+from growlab.growth.weighted_norms import annealed
 from growlab.optim import Inheritance
 from growlab.optim.followers import Followers
 from growlab.parts.part import Part
@@ -252,13 +254,13 @@ class Grower:
         known = GrowthState.from_dict(state) if state is not None and state["widths"] == widths else None
         if network is self.network:
             if known is not None or widths != self.state.widths:
-                self._adopt(known or self._state_at(widths))
+                self._adopt(known or replace(self._state_at(widths), multipliers=saved_multipliers(tensors)))
             return
         self._resize(network, widths)
         own = state_of(network)
         if known is not None and own is not None and own is not self.state:
             vars(own).update(vars(known))
-            weigh(network, self.graph, widths, annealed(known.norm_weights, known.norm_progress))
+            restore(network, self.graph, known)
 
     # What triggers and parts ask -----------------------------------------------------------------------------
 
@@ -358,7 +360,7 @@ class Grower:
         past = dict(self.network.named_parameters())
         for network in (self.network, *self._copies().values()):
             self._resize(network, state.widths)
-            weigh(network, self.graph, state.widths, annealed(state.norm_weights, state.norm_progress))
+            restore(network, self.graph, state)
         # The same object: hooks look at it.
         vars(self.state).update(vars(state))
         self._followers.exchange(past, self.state.births)

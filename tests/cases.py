@@ -371,6 +371,12 @@ METHODS = {
     "ours rescaled": MethodCase(lambda noise: VarianceTransfer(rescale_unnormalised=True, noise_std=noise)),
     "ours constraint": MethodCase(lambda noise: VarianceTransfer("constraint", noise_std=noise)),
     "ours literal": MethodCase(lambda noise: VarianceTransfer(output_multiplier=False, noise_std=noise)),
+    "ours without multipliers": MethodCase(
+        lambda noise: VarianceTransfer(layer_multipliers=False, noise_std=noise)
+    ),
+    "ours by Table 1 alone": MethodCase(
+        lambda noise: VarianceTransfer(literal=True, noise_std=noise), preserves=False
+    ),
 }
 PRESERVING = [name for name, case in METHODS.items() if case.preserves]
 

@@ -147,7 +147,7 @@ def test_the_model_is_an_ordinary_one_with_the_reported_accuracy(
     if "growth=none" not in arguments:
         # The output multiplier has been folded: the last checkpoint's weights are others.
         checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
-        assert checkpoint["growlab"]["state"]["output_factor"] != 1.0
+        assert checkpoint["growlab"]["state"]["multipliers"]
 
 
 class _InDouble(torch.nn.Module):

@@ -206,11 +206,11 @@ def test_parts_of_a_checkpoint_load_in_any_order(order) -> None:
     assert resumed.train().everything() == Loop(make, normed).train().everything()
 
 
-def test_a_state_dict_brings_widths_ages_and_output_factor() -> None:
+def test_a_state_dict_brings_widths_ages_and_multipliers() -> None:
     wide, narrow = Loop().train(), Loop()
     weight = narrow.network[3].weight
     narrow.network.load_state_dict(wide.network.state_dict(), strict=True)
-    assert narrow.grower.state == wide.grower.state and narrow.grower.state.output_factor > 1
+    assert narrow.grower.state == wide.grower.state and narrow.grower.state.multipliers
     held = {id(p) for group in narrow.optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in narrow.network.parameters()} and id(weight) not in held
     assert torch.equal(narrow.network.eval()(PROBE), wide.network.eval()(PROBE))

@@ -11,6 +11,7 @@ from growlab.growth.event import (
     anneal_norms,
     grow,
     plant,
+    restore,
 )
 from growlab.growth.expressivity import Bottleneck, bottlenecks, measurable, out_of_reach
 from growlab.growth.finish import finish
@@ -77,6 +78,7 @@ __all__ = [
     "open_classes",
     "out_of_reach",
     "plant",
+    "restore",
     "sort_classes",
     "sparsify",
     "spectra",

@@ -6,17 +6,33 @@ from math import sqrt
 from growlab.growth.method import Expansion, Growth
 
 
-def with_attention_scale(expansion: Expansion, growth: Growth) -> Growth:
+def with_attention_scale(expansion: Expansion, growth: Growth, by_multipliers: bool = False) -> Growth:
     """The same growth, with queries that undo the change of the scale 1 / sqrt(d) (Yuan et al. 2023, Section 3.1).
 
     Attention divides the products of queries and keys by the root of their dimension. From d to d' the tensors that
     queries are linear in are multiplied by sqrt(d' / d), and their gradients divided by it.
+
+    Args:
+        expansion: the event.
+        growth: what the method gave back.
+        by_multipliers: multiply old rows of weights in the forward (see `multipliers`), in place of the weights, whose
+            variance stays what the method has made it.
     """
     tensors, scales = dict(growth.tensors), dict(growth.carry.scales)
+    rescaled, multipliers = dict(growth.report.get("rescaled", {})), dict(growth.multipliers)
+    weights = {layer.weight for layer in expansion.graph.layers} if by_multipliers else set()
     for name, factor in attention_factors(expansion).items():
+        if name in weights:
+            multipliers[name] = multipliers.get(name, 1.0) * factor
+            scales[name] = scales.get(name, 1.0) / factor**2
+            continue
         tensors[name] = tensors[name] * factor
         scales[name] = scales.get(name, 1.0) / factor
-    return replace(growth, tensors=tensors, carry=replace(growth.carry, scales=scales))
+        rescaled[name] = rescaled.get(name, 1.0) * factor
+    told = {"rescaled": rescaled, "multipliers": multipliers}
+    report = {**growth.report, **(told if rescaled or multipliers else {})}
+    carry = replace(growth.carry, scales=scales)
+    return replace(growth, tensors=tensors, carry=carry, multipliers=multipliers, report=report)
 
 
 def attention_factors(expansion: Expansion) -> dict[str, float]:

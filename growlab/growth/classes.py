@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from growlab.growth.event import GrowthState
 from growlab.growth.method import Expansion, GrowthMethod
-from growlab.widths import Axis, Group, Part, WidthGraph, grid, replace_tensors, tensors_of
+from growlab.growth.multipliers import carried_multipliers, fold_multipliers, multiply
+from growlab.widths import Axis, Carry, Group, Part, WidthGraph, grid, replace_tensors, tensors_of
 
 #: The group whose channels are the network's outputs.
 CLASSES = "classes"
@@ -67,19 +68,25 @@ def open_classes(
         old = expansion.old[name]
         new[name] = method.new_weights.draw(expansion, name).to(old)
         new[name][grid(expansion.kept(name), old.device)] = old
+    state.multipliers = carried_multipliers(graph, state.multipliers, {}, Carry(), before, widths)
     state.widths = widths
     state.births[CLASSES] = state.births[CLASSES] + [state.stage] * (count - before[CLASSES])
-    return replace_tensors(model, graph, new)
+    replaced = replace_tensors(model, graph, new)
+    multiply(model, graph, state.multipliers)
+    return replaced
 
 
 def sort_classes(model: nn.Module, graph: WidthGraph, order: Sequence[int]) -> None:
     """Bring the head's rows from the order in which classes appeared into that of the labels, in place.
+
+    What the forward multiplies rows of weights by is written into them first.
 
     Args:
         model: with all classes.
         graph: with the group of classes.
         order: the class that each row is of.
     """
+    fold_multipliers(model)
     tensors = tensors_of(model, graph)
     with torch.no_grad():
         for name in _rows(graph):

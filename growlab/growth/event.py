@@ -12,6 +12,7 @@ from growlab.errors import UserError
 from growlab.growth.attention_scale import with_attention_scale
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrowthMethod
+from growlab.growth.multipliers import carried_multipliers, multiply
 from growlab.growth.observation import Observation, watch
 from growlab.growth.parity import eps_bounds, evaluate, observe, relative_error, rounding
 from growlab.growth.rescale import can_fold
@@ -47,6 +48,8 @@ class GrowthState:
             where they are not all 1: see `weighted_norms`.
         norm_progress: how far they have gone from there to 1; `anneal_norms` moves it.
         blocks: the stage that each block came with which was left out at first.
+        multipliers: what the forward multiplies the rows of weights by, by the weight's name, where they are not all 1:
+            see `growlab.growth.multipliers`.
     """
 
     stage: int
@@ -57,6 +60,7 @@ class GrowthState:
     norm_weights: dict[str, list[float]] = field(default_factory=dict)
     norm_progress: float = 0.0
     blocks: dict[str, int] = field(default_factory=dict)
+    multipliers: dict[str, list[float]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain containers, for a checkpoint."""
@@ -69,6 +73,7 @@ class GrowthState:
             "norm_weights": {group: list(weights) for group, weights in self.norm_weights.items()},
             "norm_progress": self.norm_progress,
             "blocks": dict(self.blocks),
+            "multipliers": {name: list(rows) for name, rows in self.multipliers.items()},
         }
 
     @classmethod
@@ -83,6 +88,7 @@ class GrowthState:
             {group: list(weights) for group, weights in content["norm_weights"].items()},
             float(content["norm_progress"]),
             dict(content.get("blocks", {})),
+            {name: list(rows) for name, rows in content.get("multipliers", {}).items()},
         )
 
 
@@ -244,12 +250,16 @@ def grow(
         if leading is None
         else ({name: new.detach() for name, (_, new) in leading.replaced.items()}, leading.carry),
     )
-    growth = with_attention_scale(expansion, method.grow(expansion))
+    growth = with_attention_scale(expansion, method.grow(expansion), method.layer_multipliers)
     weights_before = annealed(state.norm_weights, state.norm_progress)
     norm_weights = carried_weights(graph, weights_before, growth.carry, state.widths, new_widths)
+    multipliers = carried_multipliers(
+        graph, state.multipliers, growth.multipliers, growth.carry, state.widths, new_widths
+    )
     changed = {name: new for name, new in growth.tensors.items() if new is not expansion.old[name]}
     replaced = replace_tensors(model, graph, changed)
     weighted_norms = weigh(model, graph, new_widths, norm_weights)
+    multiply(model, graph, multipliers)
     checking = time.perf_counter()
     try:
         after = observe(model, probe)
@@ -284,11 +294,13 @@ def grow(
     except BaseException:
         restore_tensors(model, graph, replaced)
         weigh(model, graph, state.widths, weights_before)
+        multiply(model, graph, state.multipliers)
         raise
     parity_sec += time.perf_counter() - checking
     widths_before = dict(state.widths)
     state.stage, state.widths = stage, dict(new_widths)
     state.norm_weights, state.norm_progress = norm_weights, 0.0
+    state.multipliers = multipliers
     for group, births in state.births.items():
         del births[new_widths[group] :]
         if group in growth.carry.bases:
@@ -342,3 +354,15 @@ def anneal_norms(model: nn.Module, graph: WidthGraph, state: GrowthState, progre
         state.norm_weights, progress = {}, 0.0
     state.norm_progress = progress
     weigh(model, graph, state.widths, weights)
+
+
+def restore(model: nn.Module, graph: WidthGraph, state: GrowthState) -> None:
+    """Let a network that has a state's widths and tensors compute what it computed: weighted norms and multipliers.
+
+    Args:
+        model: the network as it is built and resized, or an average of it.
+        graph: its width graph.
+        state: of a checkpoint.
+    """
+    weigh(model, graph, state.widths, annealed(state.norm_weights, state.norm_progress))
+    multiply(model, graph, state.multipliers)

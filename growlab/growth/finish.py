@@ -21,7 +21,8 @@ def finish(
 ) -> None:
     """Make the ordinary network of a grown one, in place: its plain copy computes what training has seen.
 
-    The factor on the output is folded into the last layers, and what the method prepared is undone. Weighted
+    The factor on the output is folded into the last layers, what the forward multiplies rows of weights by into the
+    weights, and what the method prepared is undone. Weighted
     normalisations have no plain equal with the same shapes, so they have to be annealed while the network still
     trains (`anneal_norms`). A second call does nothing.
 
@@ -29,7 +30,7 @@ def finish(
         model: the network; its parameters stay the same objects, unless the method held its weights differently.
         graph: its width graph.
         method: the growth method.
-        state: of the network; `output_factor` is 1 afterwards.
+        state: of the network; `output_factor` is 1 afterwards, and there are no `multipliers`.
         averages: averages of the network's weights, which are finished alike.
 
     Raises:
@@ -49,4 +50,4 @@ def finish(
     for network in networks:
         fold_output_factor(network, graph, state.output_factor)
         method.finish(network)
-    state.output_factor = 1.0
+    state.output_factor, state.multipliers = 1.0, {}

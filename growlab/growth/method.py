@@ -117,10 +117,8 @@ class Expansion:
 
     @cached_property
     def output_layers(self) -> frozenset[str]:
-        """Weights of the layers whose output has the scale of the network's output."""
-        return frozenset(
-            layer.weight for layer in self.graph.layers if layer.scale_out == self.graph.output_class
-        )
+        """Weights of the last affine layers, such as the classifier."""
+        return frozenset(layer.weight for layer in self.graph.layers if layer.is_output)
 
 
 @dataclass(frozen=True)
@@ -204,6 +202,7 @@ class Growth:
         allowed_error: relative output error beyond rounding that the event may make; None: any. Only a method
             that `preserves` is held to it.
         report: more of the event for its receipt, in plain containers.
+        multipliers: for each weight whose old rows the forward has to multiply anew, by how much; see `multipliers`.
     """
 
     tensors: dict[str, Tensor]
@@ -212,6 +211,7 @@ class Growth:
     carry: Carry = field(default_factory=Carry)
     allowed_error: float | None = 0.0
     report: Mapping[str, Any] = field(default_factory=dict)
+    multipliers: Mapping[str, float] = field(default_factory=dict)
 
 
 class GrowthMethod(ABC):
@@ -224,6 +224,7 @@ class GrowthMethod(ABC):
         noise_std: deviation of the noise that breaks symmetries among new entries, relative to the
             initialisation's own.
         output_multiplier: whether the run multiplies the output by `output_factor`.
+        layer_multipliers: whether the forward may multiply rows of weights, see `growlab.growth.multipliers`.
         shrinks: events may narrow groups too.
         follows_norms: knows what to do with channels whose norm is taken; see `trace`.
         observes: wants to know what isotropic activations do on the probe batch.
@@ -234,6 +235,7 @@ class GrowthMethod(ABC):
 
     preserves: bool = True
     output_multiplier: bool = True
+    layer_multipliers: bool = False
     shrinks: bool = False
     follows_norms: bool = False
     observes: bool = False

@@ -6,11 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
+from growlab.growth.multipliers import fold_multipliers
 from growlab.widths import Norm, WidthGraph, tensors_of
 
 
 def rescale(
-    graph: WidthGraph, tensors: Mapping[str, Tensor], classes: Mapping[int, float]
+    graph: WidthGraph,
+    tensors: Mapping[str, Tensor],
+    classes: Mapping[int, float],
+    weights: Mapping[str, float] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Multiply every activation by the factor of its scale class.
 
@@ -21,6 +25,7 @@ def rescale(
         graph: the width graph.
         tensors: parameters and buffers by name.
         classes: factor of each scale class; 1 where absent.
+        weights: factors of weights, by name, that take the place of b / a: something else makes up for the rest.
 
     Returns:
         The tensors that change, by name, and for each batch normalisation whose input was rescaled, by how much.
@@ -30,7 +35,7 @@ def rescale(
     # A shared tensor belongs to several layers, always with the same factor: it is computed, not accumulated.
     for layer in graph.layers:
         scale = classes.get(layer.scale_out, 1.0)
-        factor = scale / classes.get(layer.scale_in, 1.0)
+        factor = (weights or {}).get(layer.weight, scale / classes.get(layer.scale_in, 1.0))
         for name in (layer.weight, layer.offset):
             if factor != 1.0 and name is not None and name in tensors:
                 new[name] = tensors[name] * factor
@@ -52,6 +57,8 @@ def can_fold(graph: WidthGraph) -> bool:
 def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> None:
     """Multiply the network's output by `factor` for good, through the weights and biases that produce it.
 
+    What the forward multiplies rows of weights by (`GrowthState.multipliers`) is written into them too.
+
     Args:
         model: changed in place; its parameters stay the same objects.
         graph: its width graph.
@@ -60,13 +67,14 @@ def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> No
     Raises:
         UserError: the output does not come straight from affine layers.
     """
-    if factor == 1.0:
-        return
-    if not can_fold(graph):
+    if factor != 1.0 and not can_fold(graph):
         raise UserError(
             f"the output's factor {factor:.4g} cannot be folded into the network: no affine layer alone sets the "
             "scale of its output; grow with output_multiplier=False."
         )
+    fold_multipliers(model)
+    if factor == 1.0:
+        return
     tensors = tensors_of(model, graph)
     with torch.no_grad():
         for name, new in rescale(graph, tensors, {graph.output_class: factor})[0].items():

@@ -1,5 +1,6 @@
 """How a block begins that comes into a network: as nothing, as the identity, or as a copy of the one before it."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
+from growlab.growth.multipliers import fold_multipliers
 from growlab.growth.parity import buffers_kept, quietly
 from growlab.widths import WidthGraph
 
@@ -125,7 +127,12 @@ def stack(site: Site) -> None:
         parent, _, place = path.rpartition(".")
         before = f"{parent}.{int(place) - len(site.paths)}".lstrip(".") if place.isdigit() else ""
         known = dict(site.network.named_modules())
-        source = _tensors(known[before]) if before in known else {}
+        source = {}
+        if before in known:
+            # The copy computes what the block does whose rows the network multiplies.
+            block = copy.deepcopy(known[before])
+            fold_multipliers(block)
+            source = _tensors(block)
         own = _tensors(known[path])
         if not own.keys() == source.keys() or any(own[name].shape != source[name].shape for name in own):
             raise UserError(

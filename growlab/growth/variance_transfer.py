@@ -9,7 +9,7 @@ from torch import Tensor
 from growlab.growth.method import Expansion, Growth, NewWeights
 from growlab.growth.pairs import PairGrowth
 from growlab.growth.rescale import rescale
-from growlab.widths import Carry, WidthGraph
+from growlab.widths import Carry, Layer, WidthGraph
 
 
 class VarianceTransfer(PairGrowth):
@@ -25,24 +25,35 @@ class VarianceTransfer(PairGrowth):
     instead (Theorem A.1). A batch normalisation after a layer rescaled by c gets mean c mu, variance c^2 v and
     weight times sqrt((c^2 v + eps) / (c^2 (v + eps))), which makes eval mode exact.
 
-    Hidden layers without a batch normalisation behind them keep their scale: nothing would undo c there, so the
-    old activations would shrink by the product of all c along the depth beside new ones of full size, and the
-    multiplier that keeps the function would blow up their gradients and those of the biases (an 8-layer MLP is
-    lost at the first event). Unit variance, which Theorem A.1 asks for, needs no c there: old rows go on summing
-    the C inputs that they summed before. `rescale_unnormalised=True` rescales them all the same: later biases
-    follow the scale, where streams meet all producers take the first one's, and a scale that would enter a
-    function which is not positively homogeneous (tanh, GELU) is not applied.
+    What undoes c decides what else changes, so that the network computes what it did:
 
-    **Preserves** exactly in eval mode, up to `output_factor`, which undoes what scale is left on the logits;
-    in train mode up to batch normalisation's eps: about eps (1/c^2 - 1) / (2 v) with batch variance v.
-    **Departs from the paper**: the output multiplier (`output_multiplier=False` is the literal rule, whose
-    logits shrink by C / C' at each event), the fold into the norm's weight, and hidden layers without a norm.
+    - batch normalisation behind the layer, as above. A stream that several layers write to takes the scale of those
+      whose fan-in grows; the others (a stem) make up for the difference by a multiplier.
+    - elsewhere a multiplier 1 / c on the layer's old rows: the layer computes m_i W_i x + b_i, see
+      `growlab.growth.multipliers`. This holds behind and before layer, RMS and group normalisation (queries, keys,
+      values and fc1 read a normalised stream; their outputs enter a softmax, a gate or another stream), in networks
+      without normalisation, and for the last layer, whatever stands behind it. Layer normalisation would undo a c of
+      the whole stream, but for its eps, which no weight can take up as batch normalisation's running statistics let
+      it: not exactly. `finish` writes m_i W_i into the weights at the end.
+
+    With unit-variance inputs and W at its initialisation, rows sum to unit variance before and after the event, new
+    ones as well as old ones, as Theorem A.1 asks for.
+
+    **Preserves** exactly in eval mode; in train mode up to batch normalisation's eps: about eps (1/c^2 - 1) / (2 v)
+    with batch variance v. Up to `output_factor` without multipliers; nothing if `literal`.
+    **Departs from the paper**: multipliers (what they do to steps: see `growlab.growth.multipliers`) and the fold into
+    the norm's weight. Theorem A.1 itself asks for sqrt(1 / (C Var[W])), which is 1 for weights at their
+    initialisation: that is the multiplied weight; Table 1's sqrt(C / C') is the stored one.
 
     Args:
         rule: "ratio" (Table 1) or "constraint" (Theorem A.1).
-        output_multiplier: undo the scale of the logits by a multiplier m on the output. A step then moves the logits
-            m^2 times as far through the last layer: m is 4 once a quarter of the width has become the whole.
-        rescale_unnormalised: rescale hidden layers without a batch normalisation behind them too.
+        output_multiplier: undo the scale of the logits. False: they shrink by C / C' at each event, as in the paper.
+        layer_multipliers: multiply rows of weights where nothing else undoes c. False: hidden layers without a batch
+            normalisation behind them keep their scale, and the logits' is left to `output_factor`.
+        rescale_unnormalised: let activations without a batch normalisation behind them change their scale too, as far
+            as positively homogeneous functions lead; later biases follow. Without multipliers this shrinks old
+            activations by the product of all c along the depth beside new ones of full size.
+        literal: rescale every layer as Table 1 says and leave it at that: the receipt shows the error.
         noise_std: see `GrowthMethod`.
         gain: see `NewWeights`.
         new_weights: its rule.
@@ -55,7 +66,9 @@ class VarianceTransfer(PairGrowth):
         self,
         rule: Literal["ratio", "constraint"] = "ratio",
         output_multiplier: bool = True,
+        layer_multipliers: bool = True,
         rescale_unnormalised: bool = False,
+        literal: bool = False,
         noise_std: float = 0.0,
         gain: float = 2.0,
         new_weights: str = "fan_in",
@@ -64,31 +77,47 @@ class VarianceTransfer(PairGrowth):
         if rule not in ("ratio", "constraint"):
             raise ValueError(f"growth.rule must be ratio or constraint, not {rule!r}.")
         self.rule = rule
-        self.output_multiplier = output_multiplier
-        self.rescale_unnormalised = rescale_unnormalised
+        self.literal, self.preserves = literal, not literal
+        self.output_multiplier = output_multiplier and not literal
+        self.layer_multipliers = layer_multipliers and not literal
+        self.rescale_unnormalised = rescale_unnormalised or literal
         self.new_weights = NewWeights(gain, output_power=2, rule=new_weights)
 
     def grow(self, expansion: Expansion) -> Growth:
         """Compute every tensor at the new widths."""
-        classes = self._classes(expansion)
-        rescaled, norm_scale = rescale(expansion.graph, expansion.old, classes)
+        graph = expansion.graph
+        wanted = {layer.weight: self._wanted(expansion, layer.weight) for layer in graph.layers}
+        classes = _scales(graph, wanted, self._rescaled_classes(graph))
+        # What the weight's scale has to change by for its input's and its output's.
+        needed = {layer.weight: classes[layer.scale_out] / classes[layer.scale_in] for layer in graph.layers}
+        stored = wanted if self.layer_multipliers or self.literal else needed
+        rescaled, norm_scale = rescale(graph, expansion.old, classes, stored)
         tensors = {
             name: self.expand(expansion, name, rescaled.get(name, old)) for name, old in expansion.old.items()
         }
-        carry = Carry(scales=_gradient_scales(expansion.graph, expansion.old, classes))
-        return Growth(tensors, 1.0 / classes.get(expansion.graph.output_class, 1.0), norm_scale, carry)
+        multipliers = {
+            name: needed[name] / factor
+            for name, factor in stored.items()
+            if self.layer_multipliers and factor != needed[name]
+        }
+        told = {name: factor for name, factor in stored.items() if factor != 1.0}
+        return Growth(
+            tensors,
+            1.0 if self.literal else 1.0 / classes.get(graph.output_class, 1.0),
+            norm_scale,
+            Carry(scales=_gradient_scales(graph, expansion.old, classes, stored, multipliers)),
+            multipliers=multipliers,
+            report={"rescaled": told, "multipliers": multipliers} if told or multipliers else {},
+        )
 
-    def _classes(self, expansion: Expansion) -> dict[int, float]:
-        """By how much the activations of each scale class change."""
-        classes = dict.fromkeys(expansion.graph.unit_classes, 1.0)
-        undone = {norm.scale_in for norm in expansion.graph.norms} | {expansion.graph.output_class}
-        for layer in expansion.graph.layers:
-            if layer.scale_out in classes:
-                continue
-            classes[layer.scale_out] = classes.get(layer.scale_in, 1.0)
-            if layer.scale_out in undone or self.rescale_unnormalised:
-                classes[layer.scale_out] *= self._wanted(expansion, layer.weight)
-        return classes
+    def _rescaled_classes(self, graph: WidthGraph) -> frozenset[int]:
+        """Scale classes whose scale may become another than that of what they are computed from."""
+        if self.rescale_unnormalised:
+            return frozenset(layer.scale_out for layer in graph.layers)
+        normalised = {norm.scale_in for norm in graph.norms}
+        if self.layer_multipliers and self.output_multiplier:
+            return frozenset(normalised - {graph.output_class})
+        return frozenset({*normalised, graph.output_class})
 
     def _wanted(self, expansion: Expansion, weight: str) -> float:
         layer = expansion.layers.get(weight)
@@ -105,12 +134,67 @@ class VarianceTransfer(PairGrowth):
         return sqrt(self.new_weights.gain / (before * variance)) if variance > 0 else 1.0
 
 
+def _scales(graph: WidthGraph, wanted: Mapping[str, float], rescaled: frozenset[int]) -> dict[int, float]:
+    """Factor on the activations of each scale class: that of its input times what a layer wants for its weight.
+
+    Where several layers make a class, the first whose fan-in grows decides. In a stream whose own scale enters its
+    branches (without normalisation) no factor but that of its other producers is consistent.
+
+    Args:
+        graph: the width graph.
+        wanted: factor that each layer wants for its weight.
+        rescaled: classes whose scale may change; the others take on that of their input.
+    """
+    producers: dict[int, list[Layer]] = {}
+    for layer in graph.layers:
+        producers.setdefault(layer.scale_out, []).append(layer)
+    for layers in producers.values():
+        layers.sort(key=lambda layer: wanted[layer.weight] == 1.0)
+    known = dict.fromkeys(graph.unit_classes, 1.0)
+    visiting: set[int] = set()
+
+    def factor(scale: int) -> float | None:
+        """None: it depends on a class that is being visited."""
+        if scale in known:
+            return known[scale]
+        if scale in visiting:
+            return None
+        visiting.add(scale)
+        found = None
+        for layer in producers.get(scale, []):
+            before = factor(layer.scale_in)
+            if before is not None:
+                found = before * (wanted[layer.weight] if scale in rescaled else 1.0)
+                break
+        visiting.discard(scale)
+        if found is None and visiting:
+            return None
+        known[scale] = 1.0 if found is None else found
+        return known[scale]
+
+    for layer in graph.layers:
+        factor(layer.scale_in)
+        factor(layer.scale_out)
+    return known
+
+
 def _gradient_scales(
-    graph: WidthGraph, tensors: Mapping[str, Tensor], classes: Mapping[int, float]
+    graph: WidthGraph,
+    tensors: Mapping[str, Tensor],
+    classes: Mapping[int, float],
+    stored: Mapping[str, float],
+    multipliers: Mapping[str, float],
 ) -> dict[str, Tensor]:
-    """What the gradient of each rescaled parameter is multiplied by: with w' = c w and the same loss, 1 / c."""
+    """Factor on the gradient of each rescaled parameter.
+
+    With w' = c w and the same loss it is 1 / c. With a multiplier that becomes q times as large, and a gradient that is
+    divided by its square, it is 1 / (c q^2).
+    """
     statistics = {name for norm in graph.norms for name in (norm.running_mean, norm.running_var)}
     # A single one stands for a tensor of ones: what is asked for is what it is multiplied by.
     ones = {name: tensor if name in statistics else tensor.new_ones(()) for name, tensor in tensors.items()}
-    factors, _ = rescale(graph, ones, classes)
-    return {name: 1.0 / factor for name, factor in factors.items() if name not in statistics}
+    factors, _ = rescale(graph, ones, classes, stored)
+    scales = {name: 1.0 / factor for name, factor in factors.items() if name not in statistics}
+    for name, multiplier in multipliers.items():
+        scales[name] = scales.get(name, ones[name]) / multiplier**2
+    return scales

@@ -114,7 +114,9 @@ class Hyperfan(VarianceTransfer):
         noise_std: float = 0.0,
         gain: float = 2.0,
     ) -> None:
-        super().__init__("ratio", output_multiplier, rescale_unnormalised, noise_std, gain)
+        super().__init__(
+            "ratio", output_multiplier, False, rescale_unnormalised, noise_std=noise_std, gain=gain
+        )
         for what, value, known in (("new_weights", new_weights, _RULES), ("sharing", sharing, _SHARINGS)):
             if value not in known:
                 raise UserError(

@@ -18,6 +18,7 @@ from growlab.growth import (
     RandomGrowth,
     VarianceTransfer,
     anneal_norms,
+    finish,
     grow,
     make_schedule,
     plant,
@@ -50,6 +51,7 @@ class Report:
         error: why it was refused or what went wrong; None if it grows to full width.
         groups: name -> full width.
         fixed: module path -> reason why its channels keep their width.
+        last: modules of the last affine layers, such as the classifier -> the scale of what they put out may change.
         growing_share: parameters in tensors that grow, over all parameters.
         seed_params, full_params: number of parameters.
         seed_flops, full_flops: forward FLOPs per sample.
@@ -64,6 +66,7 @@ class Report:
     error: str | None = None
     groups: dict[str, int] = field(default_factory=dict)
     fixed: dict[str, str] = field(default_factory=dict)
+    last: dict[str, bool] = field(default_factory=dict)
     growing_share: float = 0.0
     seed_params: int = 0
     full_params: int = 0
@@ -110,6 +113,7 @@ def examine(
     report = Report(name, trace_sec=time.process_time() - began)
     report.groups = graph.full_widths
     report.fixed = dict(graph.fixed)
+    report.last = graph.last_layers
     tensors = dict(network.named_parameters())
     report.full_params = sum(p.numel() for p in tensors.values())
     growing = sum(p.numel() for n, p in tensors.items() if graph.grows(n))
@@ -197,6 +201,7 @@ def _parity(
         worst["eval"] = max(worst["eval"], event.parity_error_eval)
         worst["train"] = max(worst["train"], event.parity_error_train)
         anneal_norms(grown, graph, state, 1.0)
+    finish(grown, graph, method, state)
     expected = observe(grown, probe).eval
     network.load_state_dict(grown.state_dict(), strict=True)
     return {**worst, "loaded": relative_error(expected, observe(network, probe).eval)}

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from growlab.training.task import Task
+from growlab.widths import WidthGraph
 
 # Reading the loss waits for the device, and no one reads faster than this.
 _REFRESH_SEC = 0.5
@@ -42,6 +43,8 @@ class GrowthProgress(Callback):
         """Open the bar."""
         if not trainer.is_global_zero:
             return
+        if pl_module.graph.groups and trainer.global_step == 0:
+            print(_told_before(pl_module.graph), file=sys.stderr, flush=True)
         self._began = self._epoch_began = time.perf_counter()
         epoch, self._began_at = trainer.current_epoch, 0.0
         if trainer.fit_loop.restarted_mid_epoch:
@@ -143,6 +146,16 @@ class GrowthProgress(Callback):
     def _left(self, done: float, now: float) -> float:
         new = done - self._resumed_at
         return (now - self._began) * (sum(self._effort) - done) / new if new > 0 else 0.0
+
+
+def _told_before(graph: WidthGraph) -> str:
+    """The line at a run's beginning: what growth has found."""
+    last = [
+        name if free else f"{name} (something behind it fixes its scale)"
+        for name, free in graph.last_layers.items()
+    ]
+    found = f"output layers: {', '.join(last)}" if last else "no output layer was found"
+    return f"{len(graph.groups)} width groups grow; {found}"
 
 
 def _span(widths: dict[str, int]) -> str:

@@ -8,7 +8,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from growlab.errors import UserError
-from growlab.growth import Depth, GrowthMethod, GrowthState, Schedule, WidthDecision, anneal_norms
+from growlab.growth import Depth, GrowthMethod, GrowthState, Schedule, WidthDecision, restore
 from growlab.optim import Regional, Regions, exempt_from_decay, weight_regions
 from growlab.ranks import stacked
 from growlab.training.checkpoints import HEADER, as_precise, differences, shapes
@@ -153,7 +153,7 @@ class Task(LightningModule):
         scales = {}
         if self.rate_adaptation.output_fan_in:
             for layer in self.graph.layers:
-                if layer.scale_out == self.graph.output_class:
+                if layer.is_output:
                     scale = 1.0 / self.graph.fan_in(layer, self._seed_widths)
                     names = (layer.weight, *layer.emitters)
                     scales |= {parameters[name]: scale for name in names if name in parameters}
@@ -365,7 +365,7 @@ class Task(LightningModule):
                 if self.average is not None:
                     self.depth.restore(self.average.module, state.blocks, state.widths)
                     self.average.resize(self.graph, state, state)
-            anneal_norms(self.network, self.graph, state, state.norm_progress)
+            restore(self.network, self.graph, state)
             other = differences(shapes(checkpoint["state_dict"]), shapes(self.state_dict()), "the shape of ")
         if other:
             more = f" and {len(other) - 3} more" if len(other) > 3 else ""

@@ -4,8 +4,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from growlab.errors import UserError
-from growlab.growth import GrowthState
-from growlab.growth.weighted_norms import annealed, weigh
+from growlab.growth import GrowthState, restore
 from growlab.widths import WidthGraph, resize
 
 
@@ -35,4 +34,4 @@ class WeightAverage(AveragedModel):
     def resize(self, graph: WidthGraph, before: GrowthState, after: GrowthState) -> None:
         """Bring it to the widths that a checkpoint's tensors have."""
         resize(self.module, graph, before.widths, after.widths)
-        weigh(self.module, graph, after.widths, annealed(after.norm_weights, after.norm_progress))
+        restore(self.module, graph, after)

@@ -34,6 +34,12 @@ def describe(report: Report) -> str:
         lines.append("  grows       (layer that makes the channels: full width)")
         named = [(name, str(width)) for name, width in report.groups.items()]
         lines += [f"    {names}: {width}" for names, width in _alike(named)]
+    if report.last:
+        named = [
+            (name, "" if free else " (something behind it fixes its scale)")
+            for name, free in report.last.items()
+        ]
+        lines.append("  last        affine layers: " + ", ".join(f"{n}{why}" for n, why in _alike(named)))
     if report.fixed:
         lines.append("  stays       at full width, because")
         lines += [f"    {names}: {reason}" for names, reason in _alike(report.fixed.items())]

@@ -75,7 +75,7 @@ class Carry:
             widths_before = {**widths_before, **{group: len(basis) for group, basis in self.bases.items()}}
         positions = []
         for axis in axes:
-            maps = {group: self._source(group, widths_before, widths_after) for group in axis.groups}
+            maps = {group: self.source(group, widths_before, widths_after) for group in axis.groups}
             positions.append(axis.lift(maps, widths_after, widths_before))
         result = tensor[grid([p.clamp(min=0) for p in positions], tensor.device)].clone()
         for dim, (axis, position) in enumerate(zip(axes, positions, strict=True)):
@@ -106,7 +106,8 @@ class Carry:
             longer(self.sources, -1), longer(self.rows, 1.0), self.scales, longer(self.bases, 0.0), self.every
         )
 
-    def _source(self, group: str, before: Mapping[str, int], after: Mapping[str, int]) -> Tensor:
+    def source(self, group: str, before: Mapping[str, int], after: Mapping[str, int]) -> Tensor:
+        """The channel before that each channel of a group follows from, or -1 for none: int64 [new width]."""
         if group in self.sources:
             return self.sources[group]
         channels = torch.arange(after[group])

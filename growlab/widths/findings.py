@@ -26,6 +26,10 @@ class Findings:
         self._parameters: dict[str, list[Runs]] = {}
         self._roles: dict[str, list[Role | None]] = {}
         self._layers: list[Layer] = []
+        # By weight: paths of modules that apply it. Weights that another layer follows, and those behind the output.
+        self._callers: dict[str, dict[str, None]] = {}
+        self._followed: set[str] = set()
+        self._reaching: set[str] = set()
         self._norms: list[Norm] = []
         self._channel_norms: list[tuple[str, Runs, Mapping[str, str | None]]] = []
         self._attentions: list[tuple[Runs, frozenset[str]]] = []
@@ -58,7 +62,13 @@ class Findings:
             if not rows_grow and name.endswith("weight") and self._roles[name][:1] == ["out"]:
                 fixed_because[name.rpartition(".")[0]] = self.atoms.why_fixed(runs[0]) or "a single channel"
         layers = [
-            replace(x, scale_in=self._scale(x.scale_in), scale_out=self._scale(x.scale_out))
+            replace(
+                x,
+                scale_in=self._scale(x.scale_in),
+                scale_out=self._scale(x.scale_out),
+                is_output=x.weight in self._reaching - self._followed,
+                callers=tuple(self._callers.get(x.weight, ())),
+            )
             for x in self._layers
         ]
         norms = [replace(norm, scale_in=self._scale(norm.scale_in)) for norm in self._norms]

@@ -44,6 +44,9 @@ class Layer:
         outputs_per_entry: likewise outputs, for an entry of a column.
         variance_per_entry: variance of a drawn entry relative to that of what it emits.
         transposed: the weight is [in, out, ...] instead: a transposed convolution.
+        is_output: the network's output depends on it, and no other affine layer does: a last layer, such as the
+            classifier, whatever functions stand behind it.
+        callers: paths of the modules whose forwards apply the weight.
     """
 
     name: str
@@ -58,6 +61,8 @@ class Layer:
     outputs_per_entry: float = 1.0
     variance_per_entry: float = 1.0
     transposed: bool = False
+    is_output: bool = False
+    callers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,11 @@ class WidthGraph:
     def emitters(self) -> frozenset[str]:
         """Tensors that say what is emitted, not how large: see `Layer.emitters`."""
         return frozenset(name for layer in self.layers for name in layer.emitters)
+
+    @property
+    def last_layers(self) -> dict[str, bool]:
+        """Module paths of the last affine layers -> whether the scale of what they put out may change."""
+        return {x.name: x.scale_out not in self.unit_classes for x in self.layers if x.is_output}
 
     def fan_in(self, layer: Layer, widths: Mapping[str, int]) -> int:
         """Number of inputs that one output of the layer sums, the receptive field included."""

@@ -13,7 +13,7 @@ from growlab.widths.findings import Findings
 from growlab.widths.groups import Layer, Norm, WidthGraph
 from growlab.widths.layout import Role
 from growlab.widths.places import module_of, place_of
-from growlab.widths.rules import RULES, Value, keep_full_width, linear_in, values_in
+from growlab.widths.rules import AFFINE, MIXING, RULES, Value, keep_full_width, linear_in, values_in
 from growlab.widths.rules.rotation import individuated
 
 # What torch.export wraps around a part of the program that runs under a setting; the part's inputs come last.
@@ -61,6 +61,7 @@ class Tracer(Findings):
         output_class = self.scales.new()
         for value in values_in(self._visit(self._program.graph_module, [])):
             output_class = self.scales.union(output_class, value.scale)
+            self._reaching |= value.made_by
             for axis in value.axes:
                 self.atoms.freeze(axis, "the network's output")
         return self._collect(output_class)
@@ -166,6 +167,7 @@ class Tracer(Findings):
 
     def affine(
         self,
+        node: Any,
         weight: Value,
         bias: Value | None,
         depthwise: bool,
@@ -178,6 +180,7 @@ class Tracer(Findings):
         """Record an affine map and return its output."""
         if bias is not None:
             self.parameter_axis(bias, "out", axes[channel_axis])
+        self._followed |= x.made_by | weight.made_by
         if weight.name is None or (bias is not None and bias.name is None):
             self.scales.pin(x.scale)
             return Value(shape, axes, self.scales.new(unit=True))
@@ -196,7 +199,8 @@ class Tracer(Findings):
             )
         names = frozenset(tensor for tensor in (weight.name, bias_name) if tensor is not None)
         self._calls.update(names)
-        return Value(shape, axes, scale, linear_in=names)
+        self._callers.setdefault(weight.name, {})[module_of(node)] = None
+        return Value(shape, axes, scale, linear_in=names, made_by=frozenset((weight.name,)))
 
     def attend(self, query: Value, key: Value, value: Value) -> bool:
         """Let the dimension grow over which queries and keys are multiplied and summed, if that can be exact.
@@ -287,6 +291,11 @@ class Tracer(Findings):
         schema = getattr(node.target, "_schema", None)
         names = ["a", "b"] if schema is None else [argument.name for argument in schema.arguments]
         named = {**dict(zip(names, args, strict=False)), **kwargs}
+        result = self._apply(node, operation, named)
+        return result if operation in AFFINE else self._with_makers(operation, named, result)
+
+    def _apply(self, node: Any, operation: str, named: dict[str, Any]) -> Any:
+        """What the operation's channel rule says of these arguments."""
         if operation in self._opaque:
             return keep_full_width(self, node, named)
         if operation not in RULES:
@@ -307,6 +316,24 @@ class Tracer(Findings):
                 return replace(result, linear_in=linear)
             return [replace(value, linear_in=linear) for value in result]
         return result
+
+    def _with_makers(self, operation: str, args: Mapping[str, Any], result: Any) -> Any:
+        """The same result, which the layers behind the arguments have made."""
+        operands = list(values_in(args))
+        made_by = frozenset[str]().union(*(value.made_by for value in operands))
+        mixed = operation in self._opaque or operation in MIXING or operation not in RULES
+        if mixed and any(self._is_matrix(value) for value in operands):
+            # An affine map that is no layer of the graph.
+            self._followed |= made_by
+            return result
+        if isinstance(result, Value):
+            return replace(result, made_by=made_by)
+        if isinstance(result, list):
+            return [replace(v, made_by=made_by) if isinstance(v, Value) else v for v in result]
+        return result
+
+    def _is_matrix(self, value: Value) -> bool:
+        return value.name is not None and value.name not in self._buffers and len(value.shape) > 1
 
     def _is_fixed(self, args: Mapping[str, Any]) -> bool:
         runs = [run for value in values_in(args) for axis in value.axes for run in self.atoms.resolve(axis)]

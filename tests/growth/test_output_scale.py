@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.errors import UserError
-from growlab.growth import PairGrowth, finish, grow, plant
+from growlab.growth import PairGrowth, finish, grow, make_schedule, plant
+from growlab.optim import SGD, NormRatio
+from growlab.training import RateAdaptation, Task
 from growlab.widths import WidthGraph, trace
 from tests.cases import METHODS, PRESERVING, outputs
 
@@ -45,6 +47,10 @@ PINNED = {
     "batch norm": lambda net, h: net.last_norm(net.classifier(h)),
     "product": lambda net, h: net.classifier(h) * net.other(h),
     "normalised": lambda net, h: F.normalize(net.classifier(h)),
+    "softmax": lambda net, h: net.classifier(h).softmax(1),
+    "clamp": lambda net, h: net.classifier(h).clamp(-1, 1),
+    "cap": lambda net, h: 30 * torch.tanh(net.classifier(h) / 30),
+    "plus one": lambda net, h: net.classifier(h) + 1,
     "mean": lambda net, h: h.mean(1, keepdim=True),
 }
 ENDS = FOLDED | PINNED
@@ -69,9 +75,9 @@ def test_whatever_factor_is_left_can_be_folded(end: str, method: str) -> None:
     for widths in stages[1:]:
         grow(network, graph, growing, state, widths, 0, (x,))
     before = outputs(network, x, training=False) * state.output_factor
-    if end in PINNED:
+    if end in PINNED or method == "ours":
         assert state.output_factor == 1.0
-    elif method == "ours":
+    elif method == "ours without multipliers":
         assert state.output_factor == pytest.approx(4.0)
     finish(network, graph, growing, state)
     torch.testing.assert_close(outputs(network, x, training=False), before, rtol=1e-12, atol=1e-12)
@@ -98,3 +104,65 @@ def test_a_factor_that_could_not_be_folded_is_refused_before_training(end: str) 
     network, graph, _ = made(end)
     method.output_multiplier = False
     plant(network, graph, method, widths, 0)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_last_layers_are_found_whatever_stands_behind_them(end: str) -> None:
+    """New weights have variance 1 / C'^2, old ones are rescaled by C / C', their rate is divided by C_0."""
+    network, graph, x = made(end)
+    found = {layer.weight for layer in graph.layers if layer.is_output}
+    several = end in ("sum", "concatenation", "product")
+    last = "second" if end == "mean" else "classifier"
+    assert found == {f"{last}.weight", *(["other.weight"] if several else [])}
+    assert graph.last_layers[last] is (end in FOLDED or end in ("batch norm", "mean"))
+    method = METHODS["ours"].make(0.0)
+    state = plant(network, graph, method, dict.fromkeys(graph.groups, 4), 0)
+    before = outputs(network, x, training=False)
+    old = {name: network.get_parameter(name).detach().clone() for name in found}
+    event = grow(network, graph, method, state, dict.fromkeys(graph.groups, 8), 0, (x,))
+    assert event.parity_error_eval < 1e-10
+    torch.testing.assert_close(outputs(network, x, training=False), before, rtol=1e-10, atol=1e-12)
+    for name in found:
+        assert event.report["rescaled"][name] == pytest.approx(0.5)
+        new = network.get_parameter(name).detach()
+        torch.testing.assert_close(new[:, :4], old[name] / 2)
+        assert 0.3 < float(new[:, 4:6].square().mean()) * 8**2 < 3.0
+    task = Task(
+        network,
+        graph,
+        method,
+        make_schedule(1, 4, num_stages=1),
+        state,
+        lambda parameters: SGD(parameters, 0.1),
+        [1],
+        RateAdaptation(NormRatio(), output_fan_in=True),
+    )
+    optimizer = task.configure_optimizers()["optimizer"]
+    for name in found:
+        # The task was made at width 8.
+        factors = optimizer.factors(network.get_parameter(name))
+        assert float(factors[0]) == pytest.approx(1 / 8)
+
+
+class Tail(nn.Module):
+    """A layer that others follow in one way or another."""
+
+    def __init__(self, follow: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 8)
+        self.matrix, self.recurrent = nn.Parameter(torch.randn(8, 3)), nn.GRU(8, 3, batch_first=True)
+        self.follow = follow
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.first(x))
+        if self.follow == "itself":
+            return self.last(F.relu(self.last(h)))
+        h = self.last(h)
+        return h @ self.matrix if self.follow == "matrix" else self.recurrent(h)[0]
+
+
+@pytest.mark.parametrize("follow", ["itself", "matrix", "recurrent"])
+def test_a_layer_that_another_map_follows_is_not_the_last(follow: str) -> None:
+    torch.manual_seed(0)
+    graph = trace(Tail(follow), torch.randn(4, 5, 6))
+    assert graph.last_layers == {}

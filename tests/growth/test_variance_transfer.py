@@ -120,7 +120,7 @@ def test_fan_in_counts_the_receptive_field():
     # 2x2 positions a channel are flattened into the classifier.
     new = grown.new["classifier.weight"][:, 64:96]
     assert variance(new) == pytest.approx(1 / (32 * 4) ** 2, rel=5 * sqrt(2 / new.numel()))
-    assert grown.event.output_factor == pytest.approx(2.0)
+    assert grown.event.report["multipliers"] == pytest.approx({"classifier.weight": 2.0})
 
 
 def test_norm_statistics_follow_and_eval_mode_is_exact():
@@ -137,8 +137,8 @@ def test_norm_statistics_follow_and_eval_mode_is_exact():
     torch.testing.assert_close(after, before, rtol=1e-13, atol=0)
     # The first norm's input keeps its scale, the last layer's factor is what the logits lose.
     assert torch.equal(grown.new["hidden.1.running_var"][:4], grown.old["hidden.1.running_var"])
-    assert grown.event.output_factor == pytest.approx(6 / 4)
-    torch.testing.assert_close(grown.output_after * grown.event.output_factor, grown.output_before)
+    assert grown.event.report["multipliers"] == pytest.approx({"classifier.weight": 6 / 4})
+    torch.testing.assert_close(grown.output_after, grown.output_before)
 
 
 @given(st.floats(0.05, 100), st.floats(0.3, 1))
@@ -205,7 +205,8 @@ def test_the_constraint_restores_unit_variance():
 
 def test_tanh_keeps_its_input():
     torch.manual_seed(0)
-    grown = Grown(MLP(6, [8, 8], 3, activation="tanh"), torch.randn(4, 6), 4, 6, VarianceTransfer())
+    method = VarianceTransfer(layer_multipliers=False, rescale_unnormalised=True)
+    grown = Grown(MLP(6, [8, 8], 3, activation="tanh"), torch.randn(4, 6), 4, 6, method)
     assert torch.equal(grown.new["hidden.2.weight"][:4, :4], grown.old["hidden.2.weight"])
     assert torch.equal(grown.new["hidden.2.bias"][:4], grown.old["hidden.2.bias"])
     assert grown.event.output_factor == pytest.approx(6 / 4)
@@ -242,8 +243,9 @@ def test_settings_are_checked():
     assert VarianceTransfer().new_weights == NewWeights(2.0, output_power=2)
 
 
-def test_hidden_layers_without_a_norm_keep_their_scale():
-    grown = Grown(MLP(20, [16, 16, 16], 3), torch.randn(8, 20), 8, 12, VarianceTransfer())
+def test_hidden_layers_without_a_norm_keep_their_scale_without_multipliers():
+    method = VarianceTransfer(layer_multipliers=False)
+    grown = Grown(MLP(20, [16, 16, 16], 3), torch.randn(8, 20), 8, 12, method)
     for name in ("hidden.0", "hidden.2", "hidden.4"):
         old = grown.old[f"{name}.weight"]
         torch.testing.assert_close(grown.new[f"{name}.weight"][:8, : old.shape[1]], old, rtol=0, atol=0)

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from growlab.growth import Net2Net, VarianceTransfer, anneal_norms, grow, make_schedule, plant
+from growlab.growth import (
+    Net2Net,
+    VarianceTransfer,
+    anneal_norms,
+    finish,
+    grow,
+    make_schedule,
+    plant,
+)
 from growlab.growth.parity import quietly
 from growlab.networks import CausalTransformer, EncoderDecoder
 from growlab.widths import trace
@@ -105,6 +113,9 @@ def test_all_of_a_transformer_grows_exactly(name: str, method, dtype: torch.dtyp
         whole = isinstance(method, Net2Net) and all(stage[g] % widths[number][g] == 0 for g in normed)
         assert bool(event.weighted_norms) is not whole
         anneal_norms(network, graph, state, 1.0)
+    before = outputs(network, held_out)
+    finish(network, graph, method, state)
+    torch.testing.assert_close(outputs(network, held_out), before)
     fresh = made(name).to(dtype)
     fresh.load_state_dict(network.state_dict(), strict=True)
     assert repr(fresh) == repr(network)

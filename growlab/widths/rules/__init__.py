@@ -1,9 +1,13 @@
 """Channel rules, one module for each kind of operation."""
 
 from growlab.widths.rules import affine, attention, elementwise, norms, opaque, pooling, rotation, shapes
+from growlab.widths.rules.affine import AFFINE
+from growlab.widths.rules.opaque import MIXING
 from growlab.widths.rules.registry import RULES, Value, keep_full_width, linear_in, values_in
 
 __all__ = [
+    "AFFINE",
+    "MIXING",
     "RULES",
     "Value",
     "affine",

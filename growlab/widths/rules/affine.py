@@ -8,6 +8,9 @@ from growlab.widths.rules.registry import Arguments, Value, freeze_windows, rule
 if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
 
+#: Operations whose rules record an affine layer.
+AFFINE = frozenset(("linear", *(f"conv{kind}{d}d" for kind in ("", "_transpose") for d in (1, 2, 3))))
+
 
 @rule("conv1d", "conv2d", "conv3d")
 def convolution(tracer: "Tracer", node: Any, args: Arguments) -> Value:
@@ -33,7 +36,7 @@ def convolution(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         tracer.atoms.unify(columns, x.axes[channels], "input of a convolution")
     shape = tracer.shape(node)
     axes = (*x.axes[:channels], rows, *map(fixed, shape[channels + 1 :]))
-    return tracer.affine(weight, bias, depthwise, x, shape, axes, channel_axis=channels)
+    return tracer.affine(node, weight, bias, depthwise, x, shape, axes, channel_axis=channels)
 
 
 @rule("linear")
@@ -46,7 +49,9 @@ def linear(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         times = weight.shape[0] // weight.shape[1]
         tracer.atoms.unify(rows, tracer.atoms.nest(columns, times, 1), "attention as wide as its stream")
     shape = tracer.shape(node)
-    return tracer.affine(weight, bias, False, x, shape, (*x.axes[:-1], rows), channel_axis=len(shape) - 1)
+    return tracer.affine(
+        node, weight, bias, False, x, shape, (*x.axes[:-1], rows), channel_axis=len(shape) - 1
+    )
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -70,7 +75,7 @@ def transposed_convolution(tracer: "Tracer", node: Any, args: Arguments) -> Valu
     shape = tracer.shape(node)
     axes = (*x.axes[:channels], rows, *map(fixed, shape[channels + 1 :]))
     return tracer.affine(
-        weight, bias, depthwise, x, shape, axes, channel_axis=channels, transposed=not depthwise
+        node, weight, bias, depthwise, x, shape, axes, channel_axis=channels, transposed=not depthwise
     )
 
 

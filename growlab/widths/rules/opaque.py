@@ -59,5 +59,8 @@ OPAQUE = (
 # One operation that runs a whole module.
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
 
+#: Operations that may multiply channels by a parameter without being a layer of the width graph.
+MIXING = frozenset(("matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", *RECURRENT))
+
 for name in (*OPAQUE, *RECURRENT):
     RULES.setdefault(name, keep_full_width)

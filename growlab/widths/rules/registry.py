@@ -28,6 +28,7 @@ class Value:
         name: parameter or buffer name, or None for activations.
         linear_in: names of the parameters of one layer that it is linear in, if it is a layer's output, scaled,
             rearranged or summed with itself.
+        made_by: weights of the affine layers that it is computed from with no other affine layer in between.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +36,7 @@ class Value:
     scale: int
     name: str | None = None
     linear_in: frozenset[str] = frozenset()
+    made_by: frozenset[str] = frozenset()
 
 
 Rule = Callable[["Tracer", Any, Arguments], Any]

@@ -1,0 +1,244 @@
+"""Multipliers on the rows of weights, for layers whose scale nothing else in the network undoes.
+
+Variance transfer rescales an old row W_i by c. Batch normalisation undoes that; elsewhere the forward multiplies the
+row by m_i = 1 / c again, so that the layer computes
+
+    y_i = m_i W_i x + b_i
+
+Stored weights then have the variance of their fan-in, and activations stay what they were. Rows that an event adds have
+m_i = 1. Multipliers are no part of the network's parameters, buffers or classes: hooks on the modules that apply the
+weights multiply them, and `fold_multipliers` writes m_i W_i into the weights for good. They are an entry of the
+`state_dict`, so that a network which is not finished does not load into a plain one unnoticed.
+
+**Gradient.** A step of gradient descent on W_i moves the product m_i W_i m_i^2 times as far as a step on the product
+itself. The gradient that reaches W_i is therefore divided by m_i^2: optimizers whose step scales with the gradient
+(SGD) move the product as if there were no multiplier, at whatever rate, momentum and weight decay; those that
+normalise the gradient (Adam) do not notice the division.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from growlab.widths import Carry, Layer, WidthGraph
+
+# The attribute of a module that holds the multipliers of weights that it applies.
+_ATTRIBUTE = "_row_multipliers"
+# Their entry of the state_dict, behind the weight's name. Loaded into a plain network it is an unexpected key.
+_KEY = "_unfinished_growth_multipliers"
+
+
+def carried_multipliers(
+    graph: WidthGraph,
+    multipliers: Mapping[str, Sequence[float]],
+    factors: Mapping[str, float],
+    carry: Carry,
+    before: Mapping[str, int],
+    after: Mapping[str, int],
+) -> dict[str, list[float]]:
+    """Multipliers of the rows of weights after an event.
+
+    Args:
+        graph: the network's width graph.
+        multipliers: before, by the name of the weight; 1 for weights that are left out.
+        factors: what the event multiplies those of old rows by, likewise.
+        carry: of the event: a row that is a copy takes the multiplier of its source.
+        before: width of each group before.
+        after: width of each group after.
+
+    Returns:
+        Multipliers of weights where they are not all 1. New rows have 1.
+    """
+    layers = {layer.weight: layer for layer in graph.layers}
+    result = {name: list(rows) for name, rows in multipliers.items() if name not in layers}
+    for name in dict.fromkeys((*multipliers, *factors)):
+        if name not in layers:
+            continue
+        axis = graph.axes[name][_rows(layers[name])]
+        known = torch.tensor(multipliers.get(name, [1.0] * axis.length(before)), dtype=torch.float64)
+        maps = {group: carry.source(group, before, after) for group in axis.groups}
+        source = axis.lift(maps, after, before)
+        rows = torch.where(source >= 0, known[source.clamp(min=0)] * factors.get(name, 1.0), 1.0)
+        if not bool((rows == 1).all()):
+            result[name] = rows.tolist()
+    return result
+
+
+def multiply(model: nn.Module, graph: WidthGraph, multipliers: Mapping[str, Sequence[float]]) -> None:
+    """Let a network multiply rows of weights from now on, in place of what it multiplied before.
+
+    Args:
+        model: its parameters, buffers and classes stay as they are.
+        graph: its width graph.
+        multipliers: of the rows of each weight, by name; 1 for weights that are left out.
+    """
+    for known in _attached(model).values():
+        known.remove()
+    modules = dict(model.named_modules())
+    chosen: dict[str, list[_Weight]] = {}
+    for layer in graph.layers:
+        if layer.weight in multipliers:
+            path, _, attribute = layer.weight.rpartition(".")
+            weight = _Weight(modules[path], attribute, multipliers[layer.weight], _rows(layer))
+            for caller in dict.fromkeys((path, *layer.callers)):
+                chosen.setdefault(caller, []).append(weight)
+    for path, weights in chosen.items():
+        setattr(modules[path], _ATTRIBUTE, _Multiplying(modules[path], weights))
+
+
+def fold_multipliers(model: nn.Module) -> None:
+    """Write what a network multiplies rows of weights by into the weights, which stay the same parameters."""
+    folded = set()
+    with torch.no_grad():
+        for known in _attached(model).values():
+            for weight in known.weights:
+                parameter = weight.parameter
+                if id(parameter) not in folded:
+                    parameter.mul_(weight.rows.to(parameter))
+                    folded.add(id(parameter))
+            known.remove()
+
+
+def saved_multipliers(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Multipliers of rows of weights that came along in a network's state_dict, by the weight's name."""
+    return {name.removesuffix(_KEY): t.tolist() for name, t in tensors.items() if name.endswith(_KEY)}
+
+
+def _rows(layer: Layer) -> int:
+    return 1 if layer.transposed else 0
+
+
+def _attached(model: nn.Module) -> dict[nn.Module, "_Multiplying"]:
+    return {module: getattr(module, _ATTRIBUTE) for module in model.modules() if hasattr(module, _ATTRIBUTE)}
+
+
+class _Weight:
+    """A weight and the multipliers of its rows."""
+
+    def __init__(self, owner: nn.Module, attribute: str, rows: Sequence[float], dim: int) -> None:
+        self.owner, self.attribute = owner, attribute
+        self._beside = self.parameter.dim() - 1 - dim
+        self.set(torch.tensor(list(rows), dtype=torch.float64))
+
+    def set(self, rows: Tensor) -> None:
+        """Multipliers from now on, float64 [rows]."""
+        self.rows = rows.detach().double().cpu().view(-1, *[1] * self._beside)
+        self._ready: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return getattr(self.owner, self.attribute)
+
+    def prepare(self) -> nn.Parameter:
+        """Bring the multipliers to where the weight is, and return the weight."""
+        parameter = self.parameter
+        ready = self._ready
+        if ready is None or ready[0].device != parameter.device or ready[0].dtype != parameter.dtype:
+            inverse = 1.0 / self.rows
+            self._ready = inverse.to(parameter), (self.rows - inverse).to(parameter)
+        return parameter
+
+    def multiplied(self) -> Tensor:
+        """The product m W, as W / m + (m - 1 / m) W with a constant second part: the gradient is divided by m^2."""
+        assert self._ready is not None
+        inverse, rest = self._ready
+        parameter = self.parameter
+        # A module around this one may multiply what it finds to be the weight, too.
+        with torch._C.DisableTorchFunction():
+            return parameter * inverse + parameter.detach() * rest
+
+
+class _Multiplying:
+    """Makes a module's forward use multiplied weights.
+
+    It stays with its module in a deep copy, hooks and multipliers included.
+    """
+
+    def __init__(self, module: nn.Module, weights: Sequence[_Weight]) -> None:
+        self.weights = list(weights)
+        self._module = module
+        self._open: list[_Multiplied] = []
+        # The second is called after an error too.
+        self._handles = (
+            module.register_forward_pre_hook(self._enter),
+            module.register_forward_hook(self._leave, always_call=True),
+            module.register_state_dict_post_hook(_save),
+            module.register_load_state_dict_pre_hook(self._load),
+        )
+
+    def remove(self) -> None:
+        """Let the module use its weights as they are again."""
+        for handle in self._handles:
+            handle.remove()
+        delattr(self._module, _ATTRIBUTE)
+
+    @property
+    def own(self) -> list[_Weight]:
+        """Those of the weights that are the module's own parameters."""
+        return [weight for weight in self.weights if weight.owner is self._module]
+
+    def _load(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        for weight in self.own:
+            key = prefix + weight.attribute + _KEY
+            saved = state.pop(key, None)
+            if saved is None:
+                missing.append(key)
+            elif saved.numel() != weight.rows.numel():
+                errors.append(f"{key} has {len(saved)} rows, the network has {len(weight.rows)}.")
+            else:
+                weight.set(saved)
+
+    def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        mode = _Multiplied([(weight.prepare(), weight) for weight in self.weights])
+        mode.__enter__()
+        self._open.append(mode)
+
+    def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+
+
+def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for weight in getattr(module, _ATTRIBUTE).own:
+        state[prefix + weight.attribute + _KEY] = weight.rows.flatten()
+
+
+class _Multiplied(TorchFunctionMode):
+    """Puts multiplied weights in the place of weights that operations are called with.
+
+    What it hands on is not the weight itself: where a module around this one has a mode too, it is multiplied once.
+    """
+
+    def __init__(self, weights: Sequence[tuple[nn.Parameter, _Weight]]) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "__get__":
+            # A shape or a device is asked for.
+            return func(*args, **kwargs)
+        return func(*map(self._used, args), **{name: self._used(value) for name, value in kwargs.items()})
+
+    def _used(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)) and any(isinstance(item, Tensor) for item in value):
+            return [self._used(item) for item in value]
+        for parameter, weight in self._weights:
+            if value is parameter:
+                return weight.multiplied()
+        return value

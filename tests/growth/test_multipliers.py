@@ -1,0 +1,302 @@
+"""Multipliers on rows: variance transfer where no batch normalisation undoes it, and what they do to steps."""
+
+import copy
+from dataclasses import replace
+from functools import cache
+from math import sqrt
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab.growth import (
+    GrowthEvent,
+    GrowthMethod,
+    GrowthState,
+    Net2Net,
+    PairGrowth,
+    VarianceTransfer,
+    anneal_norms,
+    finish,
+    grow,
+    plant,
+    restore,
+)
+from growlab.growth.multipliers import fold_multipliers
+from growlab.networks import MLP, CausalTransformer, EncoderDecoder, WideResNet
+from growlab.networks.transformer import Attention
+from growlab.widths import WidthGraph, resize, tensors_of, trace
+from tests.cases import roughen
+
+
+class ViT(nn.Module):
+    """Patches, attention, a layer of torch's own encoder, whose width stays, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.norm1 = nn.Conv2d(3, 16, 2, 2), nn.LayerNorm(16)
+        self.attention, self.norm2 = Attention(16, 2, 8), nn.LayerNorm(16)
+        self.fc1, self.fc2, self.norm3 = nn.Linear(16, 24), nn.Linear(24, 16), nn.LayerNorm(16)
+        self.inside = nn.Linear(16, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 24, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = x + self.attention(self.norm1(x))
+        x = x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+        return self.head(self.layer(self.inside(self.norm3(x)))).mean(1)
+
+
+class ConvNeXt(nn.Module):
+    """Blocks of depthwise convolution, layer normalisation, two linear layers and a scale per channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.spatial = nn.Conv2d(3, 12, 2, 2), nn.Conv2d(12, 12, 3, padding=1, groups=12)
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(12), nn.Linear(12, 20), nn.Linear(20, 12)
+        self.scale = nn.Parameter(torch.rand(12))
+        self.last_norm, self.head = nn.LayerNorm(12), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        branch = self.norm(self.spatial(x).permute(0, 2, 3, 1))
+        x = x + (self.fc2(F.gelu(self.fc1(branch))) * self.scale).permute(0, 3, 1, 2)
+        return self.head(self.last_norm(x.mean((2, 3))))
+
+
+def images(seed: int) -> tuple[Tensor, ...]:
+    return (torch.randn(4, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)),)
+
+
+def tokens(seed: int) -> tuple[Tensor, ...]:
+    return (torch.randint(2, 11, (3, 7), generator=torch.Generator().manual_seed(seed)),)
+
+
+SIZES: dict[str, int] = {"num_layers": 1, "width": 16, "num_heads": 2, "head_dim": 8, "hidden": 20}
+NETWORKS: dict[str, tuple[Any, Any, int]] = {
+    # How it is made, its inputs, and how many weights variance transfer rescales where pairs leave them.
+    "encoder-decoder": (
+        lambda: EncoderDecoder(11, 12, 1, dropout=0.0, **SIZES),
+        lambda seed: (*tokens(seed), *tokens(seed + 1)),
+        17,
+    ),
+    "decoder": (lambda: CausalTransformer(11, 9, rotary_dim=2, **SIZES), tokens, 8),
+    "vision transformer": (ViT, images, 8),
+    "convnext": (ConvNeXt, images, 3),
+    "wide resnet": (lambda: WideResNet(1, 1, 3, 5), images, 9),
+    "wide resnet without norms": (lambda: WideResNet(1, 1, 3, 5, batch_norm=False), images, 9),
+    "mlp8": (lambda: MLP(192, [24] * 8, 5), images, 8),
+}
+
+
+@cache
+def graph_of(name: str) -> WidthGraph:
+    make, inputs, _ = NETWORKS[name]
+    return trace(make().double(), inputs(0))
+
+
+class Grown:
+    """A network on its way from a quarter of its widths."""
+
+    def __init__(self, name: str, method: GrowthMethod) -> None:
+        make, self.inputs, _ = NETWORKS[name]
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.network: nn.Module = make().double()
+        self.make, self.method = make, method
+        self.graph = graph_of(name)
+        self.state: GrowthState = plant(self.network, self.graph, method, self.widths(0.25), seed=3)
+        roughen(self.network)
+
+    def widths(self, part: float) -> dict[str, int]:
+        return {name: max(2, int(group.full_width * part)) for name, group in self.graph.groups.items()}
+
+    def grow(self, part: float) -> GrowthEvent:
+        return grow(self.network, self.graph, self.method, self.state, self.widths(part), 3, self.inputs(0))
+
+    def output(self) -> Tensor:
+        with torch.no_grad():
+            return self.network.eval()(*self.inputs(7)) * self.state.output_factor
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_ours_and_pairs_differ_in_every_layer_whose_fan_in_grows(name: str) -> None:
+    ours, pairs = Grown(name, VarianceTransfer()), Grown(name, PairGrowth())
+    pairs.network.load_state_dict(ours.network.state_dict())
+    for part in (0.5, 1.0):
+        before, widths = ours.output(), dict(ours.state.widths)
+        old = {n: t.clone() for n, t in tensors_of(ours.network, ours.graph).items()}
+        event = ours.grow(part)
+        pairs.grow(part)
+        assert max(event.parity_error_eval, 0.0) <= 1e-10
+        torch.testing.assert_close(ours.output(), before, rtol=0, atol=1e-10 * float(before.abs().max()))
+        rescaled = event.report["rescaled"]
+        for layer in ours.graph.layers:
+            fans = [ours.graph.fan_in(layer, w) for w in (widths, ours.state.widths)]
+            power = 1.0 if layer.is_output else 0.5
+            expected = (fans[0] / fans[1]) ** power
+            assert rescaled.get(layer.weight, 1.0) == pytest.approx(expected)
+            kept = [axis.kept(widths, ours.state.widths) for axis in ours.graph.axes[layer.weight]]
+            new = tensors_of(ours.network, ours.graph)[layer.weight][torch.meshgrid(*kept, indexing="ij")]
+            torch.testing.assert_close(new, old[layer.weight] * expected, rtol=1e-12, atol=0)
+    differing = [
+        n
+        for n, tensor in ours.network.named_parameters()
+        if tensor.dim() > 1 and not torch.equal(tensor, pairs.network.get_parameter(n))
+    ]
+    assert len(differing) == NETWORKS[name][2]
+    # Written into the weights, it is the network as it is built.
+    anneal_norms(ours.network, ours.graph, ours.state, 1.0)
+    expected = ours.output()
+    finish(ours.network, ours.graph, ours.method, ours.state)
+    assert not ours.state.multipliers
+    torch.testing.assert_close(ours.output(), expected, rtol=1e-10, atol=1e-12)
+    fresh = ours.make().double().eval()
+    fresh.load_state_dict(ours.network.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(fresh(*ours.inputs(7)), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch_norm", [True, False])
+@pytest.mark.parametrize("rescale_unnormalised", [True, False])
+def test_weights_of_a_wide_resnet_end_at_the_variance_of_their_fan_in(
+    batch_norm: bool, rescale_unnormalised: bool
+) -> None:
+    """A stream takes the scale of those whose fan-in grows, not that of its first producer, the stem."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = WideResNet(1, 4, 3, 10, batch_norm=batch_norm)
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    graph, method = trace(network, x), VarianceTransfer(rescale_unnormalised=rescale_unnormalised)
+    widths = [{n: int(g.full_width * part) for n, g in graph.groups.items()} for part in (0.25, 0.5, 1.0)]
+    state = plant(network, graph, method, widths[0], 0)
+    for stage in widths[1:]:
+        event = grow(network, graph, method, state, stage, 0, (x,))
+        assert event.parity_error_eval < 1e-4
+    for layer in graph.layers:
+        weight = network.get_parameter(layer.weight).detach()
+        fan_in = graph.fan_in(layer, state.widths)
+        target = 1 / fan_in**2 if layer.is_output else 2 / fan_in
+        assert float(weight.square().mean()) == pytest.approx(target, rel=0.35), layer.weight
+
+
+@pytest.mark.parametrize("layer_multipliers", [True, False])
+def test_the_stream_of_a_wide_resnet_with_batch_norm_follows_what_grows(layer_multipliers: bool) -> None:
+    run = Grown("wide resnet", VarianceTransfer(layer_multipliers=layer_multipliers))
+    rescaled = run.grow(0.5).report["rescaled"]
+    assert rescaled["blocks.0.conv2.weight"] == pytest.approx(sqrt(0.5))
+    # The stem makes up for it, or goes along.
+    assert rescaled.get("conv1.weight", 1.0) == pytest.approx(1.0 if layer_multipliers else sqrt(0.5))
+
+
+def test_a_copy_takes_the_multiplier_of_its_source() -> None:
+    run = Grown("mlp8", VarianceTransfer())
+    run.grow(0.5)
+    before = run.output()
+    run.method = Net2Net()
+    run.grow(1.0)
+    torch.testing.assert_close(run.output(), before, rtol=1e-10, atol=1e-12)
+
+
+def test_an_event_that_fails_leaves_the_multipliers() -> None:
+    class Broken(VarianceTransfer):
+        def grow(self, expansion: Any) -> Any:
+            growth = super().grow(expansion)
+            return growth.__class__(growth.tensors, multipliers={"hidden.2.weight": 3.0})
+
+    run = Grown("mlp8", VarianceTransfer())
+    run.grow(0.5)
+    before, known = run.output(), copy.deepcopy(run.state.multipliers)
+    run.method = Broken()
+    with pytest.raises(RuntimeError, match="changed the output"):
+        run.grow(1.0)
+    assert run.state.multipliers == known
+    assert torch.equal(run.output(), before)
+
+
+@pytest.mark.parametrize("name", ["mlp8", "vision transformer", "decoder"])
+def test_a_state_brings_a_fresh_network_to_the_same_outputs(name: str) -> None:
+    """As a resumed run does: shapes, then tensors, then what the state says beyond them."""
+    run = Grown(name, VarianceTransfer())
+    run.grow(0.5)
+    state = GrowthState.from_dict(run.state.as_dict())
+    assert state == run.state
+    fresh = run.make().double()
+    resize(fresh, run.graph, run.graph.full_widths, state.widths)
+    restore(
+        fresh,
+        run.graph,
+        replace(state, multipliers={n: [1.0] * len(m) for n, m in state.multipliers.items()}),
+    )
+    # They come with the tensors, too.
+    fresh.load_state_dict(run.network.state_dict())
+    copied = copy.deepcopy(run.network)
+    with torch.no_grad():
+        for network in (fresh, copied):
+            assert torch.equal(network.eval()(*run.inputs(7)), run.output())
+    assert len([h for m in copied.modules() for h in m._forward_pre_hooks]) == len(
+        [h for m in run.network.modules() for h in m._forward_pre_hooks]
+    )
+
+
+def stepped(run: Grown, make_optimizer: Any) -> dict[str, Tensor]:
+    """What a few steps make of the products of weights and multipliers."""
+    network = copy.deepcopy(run.network).train()
+    optimizer = make_optimizer(network.parameters())
+    for seed in (11, 12, 13):
+        optimizer.zero_grad()
+        F.cross_entropy(network(*run.inputs(seed)), torch.arange(4)).backward()
+        optimizer.step()
+    fold_multipliers(network)
+    return {name: tensor.detach() for name, tensor in network.named_parameters()}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_steps_of_sgd_move_products_as_if_there_were_no_multipliers(momentum: float) -> None:
+    run = Grown("mlp8", VarianceTransfer())
+    run.grow(0.5)
+    run.grow(1.0)
+    folded = copy.copy(run)
+    folded.network = copy.deepcopy(run.network)
+    fold_multipliers(folded.network)
+    made = lambda p: torch.optim.SGD(p, 0.1, momentum=momentum, weight_decay=1e-2)  # noqa: E731
+    one, other = stepped(run, made), stepped(folded, made)
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-9, atol=1e-12)
+
+
+def test_steps_of_adam_move_the_weight_by_its_rate() -> None:
+    run = Grown("mlp8", VarianceTransfer())
+    run.grow(1.0)
+    (rows,) = {tuple(run.state.multipliers["classifier.weight"])}
+    before = run.network.get_parameter("classifier.weight").detach().clone()
+    network = copy.deepcopy(run.network).train()
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, eps=0.0)
+    F.cross_entropy(network(*run.inputs(1)), torch.arange(4)).backward()
+    optimizer.step()
+    weight = network.get_parameter("classifier.weight")
+    moved = (weight.detach() - before).abs()[weight.grad != 0]
+    assert rows[0] == pytest.approx(4.0)
+    torch.testing.assert_close(moved, torch.full_like(moved, 1e-3))
+
+
+def test_the_literal_rule_changes_the_function_and_its_receipt_says_by_how_much() -> None:
+    run = Grown("mlp8", VarianceTransfer(literal=True))
+    event = run.grow(0.5)
+    assert event.parity_tolerance_eval is None
+    assert event.parity_error_eval > 0.1
+    assert not run.state.multipliers
+    assert run.state.output_factor == 1.0
+    assert event.report["rescaled"]["hidden.2.weight"] == pytest.approx(sqrt(0.5))
+
+
+def test_modules_are_found_that_apply_weights_of_others() -> None:
+    run = Grown("vision transformer", VarianceTransfer())
+    callers = {layer.weight: layer.callers for layer in run.graph.layers}
+    assert callers["attention.query.weight"] == ("attention.query",)
+    assert callers["head.weight"] == ("head",)
+    # torch's own attention uses the weight of the layer inside of it.
+    assert callers["layer.self_attn.out_proj.weight"] == ("layer.self_attn",)
