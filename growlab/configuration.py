@@ -31,9 +31,9 @@ def config_dir(package: Path | None = None) -> Path:
 def register_schemas() -> None:
     """Store growlab's structured configs, so that composing checks keys and types against them.
 
-    They are what `growlab.configs.register()` puts into Hydra's ConfigStore. To be called before composing;
+    They are what `growlab.configs.register` puts into Hydra's ConfigStore. To be called before composing;
     calling it again changes nothing. The import is here so that `config_dir` needs no Hydra.
     """
     from growlab import configs
 
-    configs.register()
+    configs.register(config_dir())

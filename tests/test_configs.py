@@ -1,11 +1,12 @@
 """What stands in conf/ composes, and the schemas in growlab.configs catch what does not belong there."""
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import fields
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 import hydra
 import pytest
@@ -15,11 +16,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
-from growlab import configs
+from growlab import configs, signatures
 from growlab.configuration import PRIMARY, config_dir, register_schemas
-from growlab.growth import VarianceTransfer, make_schedule
+from growlab.growth import make_schedule
 from growlab.optim import state
-from growlab.training import LearningRate
 
 CONF = config_dir()
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
@@ -187,15 +187,29 @@ def test_a_wrong_key_or_type_is_caught_when_composing(override: str) -> None:
         composed(override)
 
 
-def test_the_words_of_the_schemas_are_those_of_the_classes() -> None:
-    """A member is the plain string that the class takes."""
-    for word in configs.Rule:
-        assert VarianceTransfer(rule=word).rule == str(word)
-    for shape, restarts, rule in product(configs.Shape, configs.Restarts, configs.BatchRule):
-        if shape != "inverse_sqrt":
-            LearningRate(shape, 0, restarts, rule)
-    LearningRate("inverse_sqrt", warmup_steps=4)
+@pytest.mark.parametrize("path", sorted((CONF / "growth").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_schema_has_the_arguments_of_its_class(path: Path) -> None:
+    """Read from the source alone, it says what Python's own signature says."""
+    target = composed(f"growth={path.stem}").growth._target_
+    made, known = signatures.schema(target), inspect.signature(hydra.utils.get_class(target)).parameters
+    types = {field.name: field.type for field in fields(made) if field.name != "_target_"}
+    assert list(types) == list(known)
+    for name, parameter in known.items():
+        if parameter.annotation in (int, float, str, bool):
+            assert types[name] is parameter.annotation
+        if get_origin(parameter.annotation) is Literal:
+            # A member is the plain word that the class takes.
+            assert tuple(map(str, types[name])) == get_args(parameter.annotation)
+
+
+def test_a_type_of_a_signature_becomes_one_of_a_configuration() -> None:
+    types = {field.name: field.type for field in fields(signatures.schema("growlab.growth.make_schedule"))}
+    assert types["epochs"] == list[int] | None and types["initial_epochs"] == float | None
+    assert types["widths"] == list[float] | None and types["total_epochs"] is int
+    assert [str(word) for word in types["batch_size_of"]] == ["last", "first"]
     assert set(configs.OptimizerState) == set(get_args(state.Inheritance))
+    with pytest.raises(LookupError, match=r"no growlab\.growth\.Nothing"):
+        signatures.schema("growlab.growth.Nothing")
 
 
 def test_a_default_lives_in_conf_alone() -> None:

@@ -14,6 +14,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from growlab import configs
+from growlab.configuration import config_dir
 from growlab.processes import apart, is_first, num_devices, started_elsewhere, to_start
 from growlab.sweeps import gpus_in_turn
 from tests.runs import ROOT, CommandLine, Outcome, table
@@ -141,7 +142,7 @@ def test_plugins_are_given_growlabs_values(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(configs._PLUGINS, "hydra/sweeper/imagined", {"direction": "maximize"})
     store.store(group="hydra/sweeper", name="imagined", node={"direction": "minimize", "n_trials": 20})
     try:
-        configs.register()
+        configs.register(config_dir())
         assert store.load("hydra/sweeper/imagined.yaml").node == {"direction": "maximize", "n_trials": 20}
     finally:
         del store.repo["hydra"]["sweeper"]["imagined.yaml"]

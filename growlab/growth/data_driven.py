@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from growlab.errors import UserError
 from growlab.growth.attention_scale import attention_factors, with_attention_scale
 from growlab.growth.fans import Fans, fans_of
 from growlab.growth.measurement import Measurement
-from growlab.growth.method import Expansion, Growth, GrowthMethod
+from growlab.growth.method import Expansion, Growth, GrowthMethod, WeightRule
 from growlab.growth.net2net import replicate
 from growlab.growth.pairs import PairGrowth
 from growlab.widths import Carry, grid, resized
@@ -36,7 +37,11 @@ class DataDriven(GrowthMethod):
     output_multiplier = False
 
     def __init__(
-        self, batches: int = 1, fallback: str | None = None, gain: float = 2.0, new_weights: str = "fan_in"
+        self,
+        batches: int = 1,
+        fallback: Literal["pairs"] | None = None,
+        gain: float = 2.0,
+        new_weights: WeightRule = "fan_in",
     ) -> None:
         super().__init__(0.0, gain, new_weights)
         if batches < 1:

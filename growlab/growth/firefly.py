@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from growlab.growth.data_driven import DataDriven, padded
 from growlab.growth.fans import Fans, View
 from growlab.growth.measurement import Measurement
-from growlab.growth.method import Expansion, Growth
+from growlab.growth.method import Expansion, Growth, WeightRule
 from growlab.growth.splits import Split, directions, lengths, names_of, unit
 from growlab.growth.splitting import refuses_to_split
 from growlab.widths import resized
@@ -47,9 +48,9 @@ class FireFly(DataDriven):
         steps: int = 8,
         rate: float = 0.5,
         epsilon: float = 0.01,
-        fallback: str | None = None,
+        fallback: Literal["pairs"] | None = None,
         gain: float = 2.0,
-        new_weights: str = "fan_in",
+        new_weights: WeightRule = "fan_in",
     ) -> None:
         super().__init__(batches, fallback, gain, new_weights)
         if new_candidates < 0 or steps < 0 or rate <= 0 or epsilon <= 0:

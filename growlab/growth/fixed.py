@@ -1,5 +1,7 @@
 """No growth: the fixed-size baseline."""
 
+from typing import Literal
+
 from growlab.errors import UserError
 from growlab.growth.method import Expansion, Growth, GrowthMethod, NewWeights
 
@@ -30,7 +32,10 @@ class FixedSize(GrowthMethod):
     """
 
     def __init__(
-        self, width_multiple: float = 1.0, initialisation: str = "constructor", gain: float = 2.0
+        self,
+        width_multiple: float = 1.0,
+        initialisation: Literal["constructor", "standard", "mup"] = "constructor",
+        gain: float = 2.0,
     ) -> None:
         super().__init__(gain=gain)
         if width_multiple <= 0:

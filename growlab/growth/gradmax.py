@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from growlab.growth.data_driven import DataDriven, padded, upright
 from growlab.growth.fans import Fans, View
 from growlab.growth.measurement import Measurement
-from growlab.growth.method import Expansion, Growth
+from growlab.growth.method import Expansion, Growth, WeightRule
 from growlab.growth.splits import unit
 from growlab.growth.surrogates import right_derivatives
 
@@ -62,13 +63,13 @@ class GradMax(DataDriven):
     def __init__(
         self,
         batches: int = 1,
-        zero: str = "auto",
+        zero: Literal["auto", "fan_in", "fan_out"] = "auto",
         scale: float = 1.0,
         steps: int = 20,
         rate: float = 0.5,
-        fallback: str | None = None,
+        fallback: Literal["pairs"] | None = None,
         gain: float = 2.0,
-        new_weights: str = "fan_in",
+        new_weights: WeightRule = "fan_in",
     ) -> None:
         super().__init__(batches, fallback, gain, new_weights)
         if zero not in SIDES:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -63,7 +64,7 @@ class Isotropic(GrowthMethod, WidthDecision):
 
     def __init__(
         self,
-        mode: str = "scaffold",
+        mode: Literal["scaffold", "scheduled"] = "scaffold",
         every_n_epochs: int = 1,
         every_n_steps: int | None = None,
         first: int | None = None,
@@ -75,7 +76,7 @@ class Isotropic(GrowthMethod, WidthDecision):
         neurons_per_event: int | None = None,
         min_width: int = 1,
         max_width: int | None = None,
-        importance: str = "singular_value",
+        importance: Literal["singular_value", "gradient"] = "singular_value",
         columns: Columns = "orthogonal",
         bias: float = 0.0,
         correction: Correction = "bias",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import sqrt
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from growlab.growth.measurement import Measurement
 from growlab.widths import Axis, Carry, Layer, WidthGraph, grid
 
-NEW_WEIGHTS = ("fan_in", "hyperfan_in", "hyperfan_out")
+WeightRule = Literal["fan_in", "hyperfan_in", "hyperfan_out"]
 # Size of the embedding behind hyperfan's weights (Chang et al. 2020, Appendix B.1).
 _EMBEDDING = 50
 
@@ -139,11 +139,13 @@ class NewWeights:
 
     gain: float = 2.0
     output_power: int = 1
-    rule: str = "fan_in"
+    rule: WeightRule = "fan_in"
 
     def __post_init__(self) -> None:
-        if self.rule not in NEW_WEIGHTS:
-            raise ValueError(f"growth.new_weights must be {', '.join(NEW_WEIGHTS)}, not {self.rule!r}.")
+        if self.rule not in get_args(WeightRule):
+            raise ValueError(
+                f"growth.new_weights must be {', '.join(get_args(WeightRule))}, not {self.rule!r}."
+            )
 
     def std(self, expansion: Expansion, layer: Layer) -> float:
         """Standard deviation of the layer's new weights after the event."""
@@ -243,7 +245,7 @@ class GrowthMethod(ABC):
     batches: int = 0
     draws_full_width: bool = False
 
-    def __init__(self, noise_std: float = 0.0, gain: float = 2.0, new_weights: str = "fan_in") -> None:
+    def __init__(self, noise_std: float = 0.0, gain: float = 2.0, new_weights: WeightRule = "fan_in") -> None:
         if noise_std < 0:
             raise ValueError(f"growth.noise_std must not be negative, not {noise_std}.")
         if gain <= 0:

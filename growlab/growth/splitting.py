@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from growlab.growth.data_driven import DataDriven
 from growlab.growth.fans import Fans, View
 from growlab.growth.measurement import Measurement
-from growlab.growth.method import Expansion, Growth
+from growlab.growth.method import Expansion, Growth, WeightRule
 from growlab.growth.splits import Split, directions, lengths, names_of, unit
 from growlab.growth.surrogates import smooth
 
@@ -50,9 +51,9 @@ class Splitting(DataDriven):
         iterations: int | None = 8,
         epsilon: float = 0.01,
         softplus_beta: float = 3.0,
-        fallback: str | None = None,
+        fallback: Literal["pairs"] | None = None,
         gain: float = 2.0,
-        new_weights: str = "fan_in",
+        new_weights: WeightRule = "fan_in",
     ) -> None:
         super().__init__(batches, fallback, gain, new_weights)
         if (iterations is not None and iterations < 1) or epsilon <= 0 or softplus_beta <= 0:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from math import sqrt
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from growlab.growth.data_driven import DataDriven, padded, upright
 from growlab.growth.fans import Fans, Slot, View
 from growlab.growth.measurement import Measurement, Seen
-from growlab.growth.method import Expansion, Growth
+from growlab.growth.method import Expansion, Growth, WeightRule
 from growlab.growth.moments import bottleneck, moments, usual
 from growlab.widths import resized
 
@@ -52,9 +53,9 @@ class Tiny(DataDriven):
         batches: int = 1,
         update_old: bool = False,
         amplitudes: Sequence[float] = (256.0, 64.0, 16.0, 4.0, 1.0, 0.25, 0.0625, 0.0156, 0.0039, 0.001),
-        fallback: str | None = None,
+        fallback: Literal["pairs"] | None = None,
         gain: float = 2.0,
-        new_weights: str = "fan_in",
+        new_weights: WeightRule = "fan_in",
     ) -> None:
         super().__init__(batches, fallback, gain, new_weights)
         if not amplitudes or min(amplitudes) <= 0:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from growlab.growth.method import Expansion, Growth, NewWeights
+from growlab.growth.method import Expansion, Growth, NewWeights, WeightRule
 from growlab.growth.pairs import PairGrowth
 from growlab.growth.rescale import rescale
 from growlab.widths import Carry, Layer, WidthGraph
@@ -71,7 +71,7 @@ class VarianceTransfer(PairGrowth):
         literal: bool = False,
         noise_std: float = 0.0,
         gain: float = 2.0,
-        new_weights: str = "fan_in",
+        new_weights: WeightRule = "fan_in",
     ) -> None:
         super().__init__(noise_std, gain)
         if rule not in ("ratio", "constraint"):

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
 from growlab.growth import Expansion, NewWeights, VarianceTransfer
+from growlab.growth.method import WeightRule
 from growlab.hypernets.initialisations import Emission, Initialisation
 from growlab.hypernets.parametrise import Hypernet, materialize, parametrise
 from growlab.hypernets.width_graph import emitted_graph
@@ -102,12 +104,12 @@ class Hyperfan(VarianceTransfer):
 
     def __init__(
         self,
-        new_weights: str = "hyperfan_in",
-        sharing: str = "layer",
+        new_weights: WeightRule = "hyperfan_in",
+        sharing: Literal["layer", "chunk"] = "layer",
         embedding_features: int = 8,
         hidden_features: Sequence[int] = (),
-        embedding: str = "trained",
-        distribution: str = "uniform",
+        embedding: Literal["fixed", "trained"] = "trained",
+        distribution: Literal["uniform", "normal"] = "uniform",
         chunk_channels: int = 2,
         output_multiplier: bool = True,
         rescale_unnormalised: bool = False,
