@@ -18,7 +18,7 @@ def schema(target: str, leave_out: tuple[str, ...] = (), **more: Any) -> type:
     """A dataclass with one field for each argument of a class or function of growlab; all values are MISSING.
 
     Types that OmegaConf knows are kept: numbers, words, sequences of them, `None`. A Literal of words becomes an
-    enumeration of plain strings, anything else `Any`.
+    enumeration of plain strings, anything else `Any`. A class's has the field `_target_` too.
 
     Args:
         target: dotted path, as `_target_` gives it; packages may re-export it.
@@ -32,9 +32,9 @@ def schema(target: str, leave_out: tuple[str, ...] = (), **more: Any) -> type:
         name: _type(note, tree, name) for name, note, tree in _arguments(target) if name not in leave_out
     }
     fields: list[Any] = [(name, kind, field(default=MISSING)) for name, kind in {**types, **more}.items()]
-    return make_dataclass(
-        f"{target.rsplit('.', 1)[-1]}Config", [("_target_", str, field(default=target)), *fields]
-    )
+    if isinstance(_find(target)[0], ast.ClassDef):
+        fields.insert(0, ("_target_", str, field(default=target)))
+    return make_dataclass(f"{target.rsplit('.', 1)[-1]}Config", fields)
 
 
 @cache
