@@ -42,6 +42,10 @@ def test_what_fits_and_what_nobody_knows_passes() -> None:
     check_types({"data": {**DATA, **fits, "unknown": 3}})
     check_types({"model": {"_target_": "torch.nn.Linear", "in_features": "many"}})
     check_types({"model": {"_target_": "growlab.nowhere.Net", "width": "wide"}, "list": [1, {"a": 2}]})
+    sgd = {"_target_": "growlab.optim.SGD", "lr": 0.1, "nesterov": False, "fused": None}
+    check_types({"optimizer": sgd})
+    with pytest.raises(UserError, match=r"optimizer.nesterov must be true or false, not 'abc'"):
+        check_types({"optimizer": {**sgd, "nesterov": "abc"}})
     nested = {"network": {"_target_": "growlab.networks.mlp5", "_partial_": True, "width": "wide"}}
     with pytest.raises(UserError, match=r"model.network.width must be an integer, not 'wide'"):
         check_types({"model": {"_target_": "growlab.hypernets.hypernetwork", **nested}})

@@ -340,6 +340,8 @@ def one_sentence(outcome: Outcome) -> str:
         (("schedule.learning_rate.warmup_epochs=-1",), "must be 0 or more"),
         (("schedule.learning_rate.warmup_epochs=45",), "leaves none of 45 epochs"),
         (("schedule.learning_rate.shape=cosin",), "did you mean 'cosine'?"),
+        (("schedule.learning_rate.decay=-1",), "decay must be positive"),
+        (("depth.blocks=3",), "depth.blocks=3 must be auto, a list"),
         (("optimizer_state=zero",), "did you mean 'zero_new'?"),
         (("growth.rule=rato",), "did you mean 'ratio'?"),
         (("lr_adapt.ruel=x",), "did you mean 'rule'?"),

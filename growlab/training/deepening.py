@@ -50,6 +50,8 @@ def choose_depth(
         raise UserError(
             "depth.blocks needs weights that are no functions of others: choose another growth method or model."
         )
+    if not isinstance(blocks, str | Sequence):
+        raise UserError(f"depth.blocks={blocks} must be auto, a list of names of modules, or null.")
     names = None if blocks == "auto" else [blocks] if isinstance(blocks, str) else list(blocks)
     return Depth(network, graph, names, start, network_inputs(data.probe_batch(2), network))
 

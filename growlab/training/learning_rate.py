@@ -62,6 +62,8 @@ class LearningRate:
             raise ValueError(
                 "warmup_steps must be at least 1, with warmup_epochs=0 and restarts=none beside it."
             )
+        if not self.decay > 0:
+            raise ValueError(f"decay must be positive, not {self.decay}.")
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {self.batch_size}.")
 
