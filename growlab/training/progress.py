@@ -44,7 +44,7 @@ class GrowthProgress(Callback):
         if not trainer.is_global_zero:
             return
         if pl_module.graph.groups and trainer.global_step == 0:
-            print(_told_before(pl_module.graph), file=sys.stderr, flush=True)
+            print(first_line(pl_module.graph), file=sys.stderr, flush=True)
         self._began = self._epoch_began = time.perf_counter()
         epoch, self._began_at = trainer.current_epoch, 0.0
         if trainer.fit_loop.restarted_mid_epoch:
@@ -148,14 +148,14 @@ class GrowthProgress(Callback):
         return (now - self._began) * (sum(self._effort) - done) / new if new > 0 else 0.0
 
 
-def _told_before(graph: WidthGraph) -> str:
-    """The line at a run's beginning: what growth has found."""
+def first_line(graph: WidthGraph) -> str:
+    """The line at a run's beginning: how much grows, and which layers count as the output's."""
     last = [
         name if free else f"{name} (something behind it fixes its scale)"
         for name, free in graph.last_layers.items()
     ]
     found = f"output layers: {', '.join(last)}" if last else "no output layer was found"
-    return f"{len(graph.groups)} width groups grow; {found}"
+    return f"growing {len(graph.groups)} width groups; {found}"
 
 
 def _span(widths: dict[str, int]) -> str:

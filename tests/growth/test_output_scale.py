@@ -12,6 +12,7 @@ from growlab.errors import UserError
 from growlab.growth import PairGrowth, finish, grow, make_schedule, plant
 from growlab.optim import SGD, NormRatio
 from growlab.training import RateAdaptation, Task
+from growlab.training.progress import first_line
 from growlab.widths import WidthGraph, trace
 from tests.cases import METHODS, PRESERVING, outputs
 
@@ -114,7 +115,10 @@ def test_the_last_layers_are_found_whatever_stands_behind_them(end: str) -> None
     several = end in ("sum", "concatenation", "product")
     last = "second" if end == "mean" else "classifier"
     assert found == {f"{last}.weight", *(["other.weight"] if several else [])}
-    assert graph.last_layers[last] is (end in FOLDED or end in ("batch norm", "mean"))
+    free = end in FOLDED or end in ("batch norm", "mean")
+    assert graph.last_layers[last] is free
+    told = f"output layers: {last}" + ("" if free else " (something behind it fixes its scale)")
+    assert told in first_line(graph)
     method = METHODS["ours"].make(0.0)
     state = plant(network, graph, method, dict.fromkeys(graph.groups, 4), 0)
     before = outputs(network, x, training=False)
