@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.growth import Net2Net, VarianceTransfer, anneal_norms, grow, make_schedule, plant
+from growlab.growth import Net2Net, VarianceTransfer, anneal_norms, finish, grow, make_schedule, plant
 from growlab.widths import Written, trace
 from tests.cases import outputs, roughen
 
@@ -132,6 +132,10 @@ def under_autocast(net: nn.Module, x: Tensor) -> Tensor:
     return net.head(x)
 
 
+def bagged(net: nn.Module, x: Tensor) -> Tensor:
+    return net.head(torch.tanh(net.embed((x > 0).long())))
+
+
 def embedded(net: nn.Module, x: Tensor) -> Tensor:
     return net.head(F.relu(net.embed((x > 0).long())).mean(1))
 
@@ -228,6 +232,14 @@ CASES = {
     "embedding": RuleCase(
         lambda: Around(embedded, embed=nn.Embedding(2, 6), head=nn.Linear(6, 4)), ROW, {"embed": 6}
     ),
+    **{
+        f"embedding bag, {mode}": RuleCase(
+            lambda mode=mode: Around(bagged, embed=nn.EmbeddingBag(2, 6, mode=mode), head=nn.Linear(6, 4)),
+            ROW,
+            {"embed": 6},
+        )
+        for mode in ("sum", "mean", "max")
+    },
     "fused attention": RuleCase(
         lambda: Around(
             fused_attention,
@@ -382,6 +394,9 @@ def test_a_network_grows_exactly_around(name, method):
         torch.testing.assert_close(outputs(network, example, False) * event.output_factor, before)
     anneal_norms(network, graph, state, 1.0)
     assert not case.groups or before.abs().max() > 1e-3
+    grown = outputs(network, example, False) * state.output_factor
+    finish(network, graph, method, state)
+    torch.testing.assert_close(outputs(network, example, False), grown)
     fresh.load_state_dict(network.state_dict(), strict=True)
     assert repr(fresh) == repr(network)
     for place in case.written:

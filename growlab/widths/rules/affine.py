@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Run, fixed
-from growlab.widths.rules.registry import Arguments, Value, freeze_windows, rule
+from growlab.widths.rules.registry import Arguments, Value, freeze_windows, rule, values_in
 
 if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
@@ -79,14 +79,22 @@ def transposed_convolution(tracer: "Tracer", node: Any, args: Arguments) -> Valu
     )
 
 
-@rule("embedding")
-def embedding(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Weight [V, C]: a row of channels for each index; the number of indices stays."""
-    weight, indices = args["weight"], args["indices"]
+@rule("embedding", "embedding_bag")
+def embedding(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Value]:
+    """Weight [V, C]: a row of channels for each index, or for each bag of them; the number of indices stays."""
+    weight = args["weight"]
     tracer.atoms.freeze(weight.axes[0], "one row for each index")
     if weight.name is not None:
         tracer.parameter_axis(weight, "out", weight.axes[1], dimension=1)
-    for axis in indices.axes:
-        tracer.atoms.freeze(axis, "indices of an embedding")
-    shape = tracer.shape(node)
-    return Value(shape, (*map(fixed, shape[:-1]), weight.axes[1]), tracer.scales.new(unit=True))
+    for value in values_in(args):
+        if value is not weight:
+            tracer.scales.pin(value.scale)
+            for axis in value.axes:
+                tracer.atoms.freeze(axis, "indices of an embedding")
+    found, *positions = tracer.shapes(node)
+    channels = Value(found, (*map(fixed, found[:-1]), weight.axes[1]), tracer.scales.new(unit=True))
+    if not tracer.has_several_outputs(node):
+        return channels
+    # Where bags begin, their sizes and the indices of largest entries: F.embedding_bag keeps them to itself.
+    rest = [Value(shape, tuple(map(fixed, shape)), tracer.scales.new(unit=True)) for shape in positions]
+    return [channels, *rest]
