@@ -542,7 +542,7 @@ def test_factors_are_bounded_and_have_no_jump() -> None:
         (NormRatio(), [[1.0, 3.0], [1.0, 11.0]], [[1.0, 3.0], [1.0, 10.0]]),
         (MaxOne(), [0.5, 1e12], [1.0, 100.0]),
     ],
-    ids=str,
+    ids=["tiny", "zero", "matrix", "max_one"],
 )
 def test_a_bound_that_binds_is_told_once(rule, norms: list, held: list) -> None:
     with pytest.warns(
