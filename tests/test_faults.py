@@ -1,5 +1,6 @@
 """A failure in any phase of a run, with and without data workers, on one and two ranks, ends all of its processes."""
 
+import signal
 import time
 from pathlib import Path
 
@@ -54,3 +55,37 @@ def test_a_mistake_of_our_own_beside_workers_is_a_traceback(
 ) -> None:
     outcome = fail(cli, tmp_path, phase, 2, 1, sentence=None)
     assert outcome.code == 1 and "RuntimeError: our own mistake" in outcome.err
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("torch_*")}
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks"),
+    [
+        (signal.SIGKILL, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((signal.SIGTERM, 1), (signal.SIGTERM, 2), (signal.SIGKILL, 2))
+        ),
+    ],
+)
+def test_a_signal_beside_workers_leaves_nothing_behind(
+    cli: CommandLine, tmp_path: Path, number: signal.Signals, ranks: int
+) -> None:
+    """Neither processes (which `cli` looks for) nor shared memory nor a lock: the same command goes on."""
+    command = (*STREAMED, "data.num_workers=2", *[TWO_RANKS] * (ranks - 1))
+    fault = ("at_step", 4, int(number))
+    before = _shared_memory()
+    outcome = cli(*command, cwd=tmp_path, fault=("on_rank", 1, *fault) if ranks == 2 else fault)
+    if number == signal.SIGTERM:
+        assert outcome.code == 0 and "SIGTERM: saved after step 4" in outcome.err, outcome.err
+    else:
+        assert outcome.code == (2 if ranks == 2 else -signal.SIGKILL), outcome.err
+    # Other tests may run beside this one, but theirs does not stay.
+    deadline = time.monotonic() + SECONDS
+    while (left := _shared_memory() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+    assert cli(*command, "ckpt_path=last", cwd=tmp_path).code == 0
