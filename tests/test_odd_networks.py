@@ -103,20 +103,7 @@ def check_variances(
     return total, count
 
 
-# torch.export writes a check of types before each cast.
-UNTRACED = ("bytes_in", "rms_by_hand_in_double", "u_net_with_group_norms")
-CASES = [
-    pytest.param(
-        name,
-        marks=pytest.mark.xfail(
-            name in UNTRACED, reason="no channel rule for aten._assert_tensor_metadata", strict=True
-        ),
-    )
-    for name in ODD_NETWORKS
-]
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ODD_NETWORKS)
 def test_grows_three_times(name: str) -> None:
     case = ODD_NETWORKS[name]
     inputs = case.inputs

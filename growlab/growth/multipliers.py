@@ -27,6 +27,8 @@ from growlab.widths import Carry, Layer, WidthGraph
 
 # The attribute of a module that holds the multipliers of weights that it applies.
 _ATTRIBUTE = "_row_multipliers"
+# Attributes of a tensor that hold its numbers.
+_TRANSPOSES = ("T", "mT", "H", "mH")
 # Their entry of the state_dict, behind the weight's name. Loaded into a plain network it is an unexpected key.
 _KEY = "_unfinished_growth_multipliers"
 
@@ -230,7 +232,8 @@ class _Multiplied(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__":
+        asked = getattr(getattr(func, "__self__", None), "__name__", "")
+        if getattr(func, "__name__", "") == "__get__" and asked not in _TRANSPOSES:
             # A shape or a device is asked for.
             return func(*args, **kwargs)
         return func(*map(self._used, args), **{name: self._used(value) for name, value in kwargs.items()})

@@ -5,9 +5,9 @@ from growlab.widths.carry import Carry
 from growlab.widths.groups import Attention, ChannelNorm, Group, Layer, Norm, Radius, WidthGraph, Written
 from growlab.widths.layout import Axis, Part
 from growlab.widths.memory_format import avoid_unsafe_kernels
-from growlab.widths.narrowing import light_copy
 from growlab.widths.resize import grid, replace_tensors, resize, resized, restore_tensors, tensors_of
 from growlab.widths.trace import UnsupportedOperation, trace
+from growlab.widths.trials import light_copy
 
 __all__ = [
     "Attention",

@@ -37,13 +37,24 @@ class Findings:
         self._individuated: list[tuple[Runs, str]] = []
         self._sizes: list[tuple[str, int, Runs]] = []
 
+        self._groups_by_atom: Mapping[int, str] = {}
+
+    def _named(self, axis: Runs, role: Role) -> Axis:
+        """The axis in terms of groups."""
+        return Axis(tuple(_part(run, self._groups_by_atom) for run in self.atoms.resolve(axis)), role)
+
+    def _is_nameless(self, axis: Runs) -> bool:
+        """Whether no parameter produces the channels."""
+        atoms = (run.atom for run in self.atoms.resolve(axis))
+        return any(atom is not None and atom not in self._groups_by_atom for atom in atoms)
+
     def _grows(self, axis: Runs) -> bool:
         return any(run.atom is not None for run in self.atoms.resolve(axis))
 
     def _collect(self, output_class: int) -> WidthGraph:
         self._freeze_norms_used_twice()
         self._freeze_what_no_rule_placed()
-        names = self._group_names()
+        self._groups_by_atom = names = self._group_names()
         groups = {
             name: Group(name, self.atoms.sizes[atom], self.atoms.below[atom]) for atom, name in names.items()
         }

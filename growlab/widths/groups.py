@@ -67,17 +67,17 @@ class Layer:
 
 @dataclass(frozen=True)
 class Written:
-    """An integer, or an entry of a tuple of them, that a module's forward takes a size from.
+    """An integer, or an entry of a tuple, list or dict of them, that a module's forward takes a size from.
 
     Attributes:
         module: module path.
-        attribute: name of the attribute.
-        index: of the entry, or None where the attribute is the integer itself.
+        attribute: name of the attribute, with dots where objects hold it (`config.num_heads`).
+        index: index or key of the entry, or None where the attribute is the integer itself.
     """
 
     module: str
     attribute: str
-    index: int | None = None
+    index: int | str | None = None
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 
 class Shapes(TorchFunctionMode):
-    """Notes which functions are called, and spares the dearest of them on device meta their arithmetic."""
+    """Notes which functions are called, and spares the dearest of them on device meta their arithmetic.
 
-    def __init__(self) -> None:
+    Args:
+        detailed: also note what they are called with, sizes in the place of tensors.
+    """
+
+    def __init__(self, detailed: bool = False) -> None:
         super().__init__()
         self.calls: list[Any] = []
+        self.details: list[Any] = []
+        self._detailed = detailed
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         self.calls.append(func)
+        if self._detailed:
+            leaves = pytree.tree_leaves((args, kwargs or {}))
+            self.details.append((func, [x.shape if isinstance(x, Tensor) else x for x in leaves]))
         rule = _RULES.get(func)
         if rule is not None and args and isinstance(args[0], Tensor) and args[0].is_meta:
             known = rule(*args, **(kwargs or {}))

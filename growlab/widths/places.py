@@ -1,12 +1,19 @@
 """Where in the user's code an operation stands, and where its module keeps the sizes that it asks for."""
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from growlab.widths.groups import Written
 from growlab.widths.layout import Axis, Part
+
+# Attributes that hold a module's own bookkeeping.
+_TORCHS = frozenset(vars(nn.Module()))
+# Objects in attributes of objects: `self.attention.config.heads`.
+_DEEPEST = 3
 
 
 def module_of(node: Any) -> str:
@@ -27,34 +34,105 @@ def place_of(node: Any) -> str:
 def written_sizes(
     model: nn.Module, sizes: Iterable[tuple[str, int, tuple[Part, ...]]]
 ) -> dict[Written, Axis]:
-    """Integers on modules that are as large as a size that the module's forward asks for.
+    """Integers that modules keep and that are as large as a size that a forward asks for.
 
-    Whether the forward really takes the size from there has to be tried: `narrowing` does.
+    Whether the forward really takes the size from there has to be tried: `narrowing` does. Integers are sought on the
+    module that asks; where it keeps none of that size, on those that it lies in and on its parts.
 
     Args:
         model: the network at full width.
         sizes: module path, size at full width, and what it is made of.
     """
     modules = dict(model.named_modules())
+    kept = {path: list(_integers_of(module)) for path, module in modules.items()}
     found: dict[Written, Axis] = {}
     ambiguous = set()
-    for path, size, parts in sizes:
-        module = modules.get(path)
-        if module is None:
-            continue
-        for attribute, content in vars(module).items():
-            for index, number in _integers(content):
-                if number != size:
-                    continue
-                place, axis = Written(path, attribute, index), Axis(parts, "out")
+    for path, size, parts in dict.fromkeys(sizes):
+        for paths in _nearest(path, modules):
+            places = [
+                Written(owner, attribute, index)
+                for owner in paths
+                for attribute, index, number in kept[owner]
+                if number == size
+            ]
+            for place in places:
+                axis = Axis(parts, "out")
                 if found.setdefault(place, axis) != axis:
                     ambiguous.add(place)
+            if places:
+                break
     return {place: axis for place, axis in found.items() if place not in ambiguous}
 
 
-def _integers(content: Any) -> Sequence[tuple[int | None, int]]:
-    if type(content) is int:
-        return [(None, content)]
-    if type(content) in (tuple, list) and all(type(item) is int for item in content):
-        return list(enumerate(content))
-    return []
+def _nearest(path: str, modules: Mapping[str, nn.Module]) -> Iterator[list[str]]:
+    if path not in modules:
+        return
+    yield [path]
+    yield [f"{path}.{name}" if path else name for name, _ in modules[path].named_children()]
+    while path:
+        path = path.rpartition(".")[0]
+        yield [path]
+
+
+def _integers_of(module: nn.Module) -> Iterator[tuple[str, int | str | None, int]]:
+    """Path of an attribute, index or key in what it holds, and number: of a module, its class and plain objects."""
+    own = {name: content for name, content in vars(module).items() if name not in _TORCHS}
+    classes = [kind for kind in type(module).__mro__ if kind.__module__.partition(".")[0] != "torch"]
+    inherited = {name: content for kind in reversed(classes) for name, content in vars(kind).items()}
+    waiting: list[tuple[str, Any]] = [
+        (name, content) for name, content in {**inherited, **own}.items() if not name.startswith("__")
+    ]
+    for attribute, content in waiting:
+        if type(content) is int:
+            yield attribute, None, content
+        elif isinstance(content, (tuple, list)):
+            yield from ((attribute, i, item) for i, item in enumerate(content) if type(item) is int)
+        elif type(content) is dict:
+            yield from ((attribute, key, item) for key, item in content.items() if type(item) is int)
+        elif _is_plain(content) and attribute.count(".") < _DEEPEST:
+            waiting += [(f"{attribute}.{name}", item) for name, item in _attributes(content).items()]
+
+
+def _is_plain(content: Any) -> bool:
+    """Whether it is an object of a user's class, or settings kept as one."""
+    library = type(content).__module__.partition(".")[0]
+    return library not in ("torch", "builtins", "typing", "enum", "abc", "collections") and bool(
+        _attributes(content)
+    )
+
+
+def _attributes(content: Any) -> dict[str, Any]:
+    if isinstance(content, partial):
+        return {"keywords": content.keywords}
+    return {} if isinstance(content, (type, nn.Module)) else dict(getattr(content, "__dict__", {}))
+
+
+def kept_at(module: nn.Module, place: Written) -> Any:
+    """The size that a module keeps."""
+    content: Any = module
+    for name in place.attribute.split("."):
+        content = getattr(content, name)
+    return content if place.index is None else content[place.index]
+
+
+def write(module: nn.Module, place: Written, size: int) -> None:
+    """Put a size where a module keeps it; objects that hold it are replaced by copies, others may hold them too."""
+    first, *rest = place.attribute.split(".")
+    setattr(module, first, _with(getattr(module, first), rest, place.index, size))
+
+
+def _with(holder: Any, path: Sequence[str], index: int | str | None, size: int) -> Any:
+    """A copy of what an attribute holds, with another size in it."""
+    if isinstance(holder, partial):
+        return partial(holder.func, *holder.args, **{**holder.keywords, str(index): size})
+    if path:
+        changed = copy.copy(holder)
+        content = _with(getattr(holder, path[0]), path[1:], index, size)
+        object.__setattr__(changed, path[0], content)
+        return changed
+    if index is None:
+        return size
+    if isinstance(holder, dict):
+        return {**holder, index: size}
+    changed = [size if i == index else item for i, item in enumerate(holder)]
+    return type(holder)._make(changed) if hasattr(holder, "_make") else type(holder)(changed)

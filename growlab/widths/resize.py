@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from growlab.widths.groups import WidthGraph
 from growlab.widths.layout import Axis
 from growlab.widths.memory_format import avoid_unsafe_kernels
+from growlab.widths.places import write
 from growlab.widths.replaced import note_replaced, note_restored
 
 _Places = Mapping[str, tuple[nn.Module, str]]
@@ -189,19 +190,9 @@ def _place(model: nn.Module, places: _Places, graph: WidthGraph, tensors: Mappin
             _update_bookkeeping(module, depthwise=module in depthwise)
     if graph.written:
         shapes = {name: tuple(getattr(*places[name]).shape) for name in graph.axes}
-        _update_written(dict(model.named_modules()), graph, graph.widths_of(shapes))
-
-
-def _update_written(modules: Mapping[str, nn.Module], graph: WidthGraph, widths: Mapping[str, int]) -> None:
-    for place, axis in graph.written.items():
-        module, size = modules[place.module], axis.length(widths)
-        if place.index is None:
-            setattr(module, place.attribute, size)
-        else:
-            known = getattr(module, place.attribute)
-            setattr(
-                module, place.attribute, type(known)((*known[: place.index], size, *known[place.index + 1 :]))
-            )
+        widths, modules = graph.widths_of(shapes), dict(model.named_modules())
+        for place, axis in graph.written.items():
+            write(modules[place.module], place, axis.length(widths))
 
 
 def _named_tensor_places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from growlab.widths.groups import WidthGraph
 from growlab.widths.narrowing import without_what_breaks
+from growlab.widths.predictions import Call
 from growlab.widths.tracer import Tracer, UnsupportedOperation
 
 # A reshape into (3, heads, head dimension) has three dimensions of which one may grow.
@@ -59,9 +60,9 @@ def trace(
 
     def find(moved: Mapping[str, int] | None = None, **settings: Any) -> tuple[WidthGraph, Tracer]:
         settings = {"opaque": frozenset(opaque), "follow_norms": follow_norms, **settings}
-        graph, tracer = _best_pass(program, model, moved or {}, settings)
-        graphs.append(without_what_breaks(model, graph, inputs))
-        return graph, tracer
+        graph, calls, last = _best_pass(program, model, moved or {}, settings)
+        graphs.append(without_what_breaks(model, graph, inputs, calls))
+        return graph, last
 
     try:
         graph, tracer = find()
@@ -72,10 +73,14 @@ def trace(
     if len(graphs[0].attentions) < len(graph.attentions):
         # Where a head dimension is written into the code, whole heads may grow instead.
         find(head_dimensions=False)
-    if tracer.attending and len(graphs[0].groups) < len(graph.groups):
+    if tracer.attending and max(len(found.groups) for found in graphs) < len(graph.groups):
         # Where the code takes the stream's width for that of all heads together, heads may grow with the stream.
         # All layers at once: the stream does not grow before each of them lets it.
-        find(tracer.moved, head_dimensions=False, tied=frozenset(tracer.attending))
+        tied = frozenset(tracer.attending)
+        find(tracer.moved, head_dimensions=False, tied=tied)
+        if graph.attentions and len(graphs[-1].groups) < len(graph.groups):
+            # The number of heads may be a constant of the code: then what grows with the stream is each head.
+            find(tied=tied)
     return max(graphs, key=lambda graph: _growing(model, graph))
 
 
@@ -114,21 +119,23 @@ def _best_pass(
     model: nn.Module,
     moved: Mapping[str, int],
     settings: Mapping[str, Any],
-) -> tuple[WidthGraph, Tracer]:
+) -> tuple[WidthGraph, list[Call], Tracer]:
     """Where attention sums over the dimension that was to grow, go over the program again with the one before it.
 
-    Returns the graph in which most parameters grow, and the tracer that has seen all that can be moved.
+    Returns the graph in which most parameters grow, its operations, and the tracer that has seen all that can be
+    moved.
     """
-    best, most = None, -1
+    best: tuple[WidthGraph, list[Call]] | None = None
+    most = -1
     for _ in range(_PASSES):
         tracer = Tracer(program, model, moved=moved, **settings)
         graph = tracer.run()
         growing = _growing(model, graph)
         if growing > most:
-            best, most = graph, growing
+            best, most = (graph, tracer.calls), growing
         again = tracer.summed_over()
         if not again:
             break
         moved = {**moved, **{node: moved.get(node, 0) + 1 for node in again}}
     assert best is not None
-    return best, tracer
+    return *best, tracer

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.widths.atoms import Runs, fixed
+from growlab.widths.atoms import Run, Runs, fixed
 from growlab.widths.findings import Findings
 from growlab.widths.groups import Layer, Norm, WidthGraph
 from growlab.widths.layout import Role
 from growlab.widths.places import module_of, place_of
+from growlab.widths.predictions import Call, computes, name_of, numbers_of
 from growlab.widths.rules import AFFINE, MIXING, RULES, Value, keep_full_width, linear_in, values_in
 from growlab.widths.rules.rotation import individuated
 
+_AS_WIDE = "attention as wide as its stream"
 # What torch.export wraps around a part of the program that runs under a setting; the part's inputs come last.
 _SETTINGS = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
 
@@ -55,16 +57,30 @@ class Tracer(Findings):
         self._choices: dict[str, tuple[str, Runs, int]] = {}
         #: Paths of modules that attend.
         self.attending: set[str] = set()
+        self._as_wide: list[tuple[Runs, Runs]] = []
+        self._visited: list[tuple[str, tuple[float, ...], list[Value]]] = []
+        self._constants = _constants(program)
 
     def run(self) -> WidthGraph:
-        """Visit every node once, in forward order, and collect what was found."""
+        """Visit every node once, in forward order, and collect what was found; list the operations in `calls`."""
         output_class = self.scales.new()
         for value in values_in(self._visit(self._program.graph_module, [])):
             output_class = self.scales.union(output_class, value.scale)
             self._reaching |= value.made_by
             for axis in value.axes:
                 self.atoms.freeze(axis, "the network's output")
-        return self._collect(output_class)
+        self._tie_heads_to_streams()
+        graph = self._collect(output_class)
+        self.calls = [
+            Call(
+                operation,
+                numbers,
+                tuple(tuple(self._named(axis, "fixed") for axis in value.axes) for value in values),
+            )
+            for operation, numbers, values in self._visited
+            if not any(self._is_nameless(axis) for value in values for axis in value.axes)
+        ]
+        return graph
 
     def _visit(self, part: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """The outputs of the program, or of a part of it that is called with these inputs."""
@@ -76,7 +92,10 @@ class Tracer(Findings):
             elif node.op == "get_attr":
                 values[node] = getattr(part, node.target)
             elif node.op == "call_function":
-                values[node] = self._call(node, values)
+                values[node] = result = self._call(node, values)
+                if computes(operation := self.operation(node)):
+                    numbers = numbers_of(node.target, node.args, node.kwargs, self._constants)
+                    self._visited.append((name_of(operation), numbers, list(values_in(result))))
             elif node.op == "output":
                 return torch.fx.node.map_arg(node.args, lambda n: values[n])[0]
         return None
@@ -119,6 +138,24 @@ class Tracer(Findings):
         """Whether the node lies in attention that is taken to have the width of its stream in all its heads."""
         path = module_of(node)
         return path in self._tied or path.rpartition(".")[0] in self._tied
+
+    def note_width_of_stream(self, rows: Runs, columns: Runs) -> None:
+        """A layer in such attention has the stream's channels as its columns, and a multiple of them as its rows."""
+        self._as_wide.append((rows, columns))
+
+    def _tie_heads_to_streams(self) -> None:
+        """What grows in attention that takes its width from its stream grows in the stream at the same rate."""
+        for rows, columns in self._as_wide:
+            own, stream = self.atoms.resolve(rows), self.atoms.resolve(columns)
+            if len(own) == len(stream) == 1 and own[0].atom == stream[0].atom:
+                continue
+            length, times = self.atoms.length(stream), self.atoms.length(own) // self.atoms.length(stream)
+            if times > 1 and len(own) == 1 and own[0].atom is not None:
+                # Rows may lie otherwise than channels of the stream: (heads, 3, head dimension).
+                size = self.atoms.sizes[own[0].atom]
+                self.atoms.unify(stream, (Run(own[0].atom, 1, length // size),), _AS_WIDE)
+            else:
+                self.atoms.unify(own, self.atoms.nest(stream, times, 1), _AS_WIDE)
 
     def note_choice(self, node: Any, axis: Runs, remaining: int) -> None:
         """Of several dimensions that a reshape makes this one may grow; so many are left of it."""
@@ -323,7 +360,7 @@ class Tracer(Findings):
         made_by = frozenset[str]().union(*(value.made_by for value in operands))
         mixed = operation in self._opaque or operation in MIXING or operation not in RULES
         if mixed and any(self._is_matrix(value) for value in operands):
-            # An affine map that is no layer of the graph.
+            # An affine map: its rule has told who made the result, if it is a layer of the graph.
             self._followed |= made_by
             return result
         if isinstance(result, Value):
@@ -333,11 +370,22 @@ class Tracer(Findings):
         return result
 
     def _is_matrix(self, value: Value) -> bool:
+        value = value.turned or value
         return value.name is not None and value.name not in self._buffers and len(value.shape) > 1
 
     def _is_fixed(self, args: Mapping[str, Any]) -> bool:
         runs = [run for value in values_in(args) for axis in value.axes for run in self.atoms.resolve(axis)]
         return all(run.atom is None for run in runs)
+
+
+def _constants(program: torch.export.ExportedProgram) -> dict[Any, Tensor]:
+    """Tensors that the forward makes from numbers, by the node that stands for them."""
+    lifted = program.graph_signature.inputs_to_lifted_tensor_constants
+    return {
+        node: program.constants[lifted[node.name]]
+        for node in program.graph.nodes
+        if node.op == "placeholder" and isinstance(program.constants.get(lifted.get(node.name)), Tensor)
+    }
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:

@@ -1,6 +1,9 @@
 """Numbers of heads follow the widths, also where a forward would run with the old ones and compute something else."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +11,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models import VisionTransformer
 
-from growlab.growth import GrowthMethod, Net2Net, PairGrowth, VarianceTransfer, anneal_norms, grow, plant
-from growlab.widths import trace
+from growlab.growth import (
+    GrowthMethod,
+    Net2Net,
+    PairGrowth,
+    VarianceTransfer,
+    anneal_norms,
+    finish,
+    grow,
+    plant,
+)
+from growlab.widths import resize, trace
 
 
 class DividingAttention(nn.Module):
@@ -60,6 +72,7 @@ def test_heads_grow_exactly(
         event = grow(network, graph, method(), state, widths, 0, (x,))
         assert max(event.parity_error_eval, event.parity_error_train) <= 1e-10
         anneal_norms(network, graph, state, 1.0)
+    finish(network, graph, method(), state)
     whole.load_state_dict(network.state_dict(), strict=True)
     assert torch.equal(whole.eval()(x), network.eval()(x))
 
@@ -67,3 +80,136 @@ def test_heads_grow_exactly(
 def test_the_stream_of_a_vision_transformer_grows() -> None:
     graph = trace(vision_transformer(), torch.randn(2, 3, 32, 32))
     assert graph.axes["conv_proj.weight"][0].groups and graph.axes["encoder.ln.weight"][0].groups
+
+
+CHANNELS, HEADS = 12, 4
+
+
+class Block(nn.Module):
+    """Attention over a stream, written in one of the ways that people write it, and a hidden layer."""
+
+    def __init__(self, attend: Callable[["Block", Tensor], Tensor], fused: bool, **kept: object) -> None:
+        super().__init__()
+        self.inside, self.norm = nn.Linear(5, CHANNELS), nn.LayerNorm(CHANNELS)
+        self.qkv = nn.Linear(CHANNELS, 3 * CHANNELS) if fused else None
+        self.parts = nn.ModuleList(() if fused else [nn.Linear(CHANNELS, CHANNELS) for _ in "qkv"])
+        self.out, self.hidden = nn.Linear(CHANNELS, CHANNELS), nn.Linear(CHANNELS, 16)
+        self.head = nn.Linear(16, 3)
+        self.attend = attend
+        for name, content in kept.items():
+            setattr(self, name, content)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inside(x)
+        x = x + self.out(self.attend(self, self.norm(x)))
+        return self.head(F.gelu(self.hidden(x)).mean(1))
+
+    def each(self, x: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in self.parts] if self.qkv is None else list(self.qkv(x).chunk(3, -1))
+
+
+def weighted(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """[B, heads, T, D] each, to [B, T, heads * D]; by hand, as the scale may be computed from the shape."""
+    weights = (q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)).softmax(-1)
+    return (weights @ v).transpose(1, 2).flatten(2)
+
+
+def split_heads(x: Tensor, number: int) -> Tensor:
+    return x.view(*x.shape[:-1], number, x.shape[-1] // number).transpose(1, 2)
+
+
+def of_reshape(net: Block, x: Tensor) -> Tensor:
+    B, T, C = x.shape
+    q, k, v = net.qkv(x).reshape(B, T, 3, net.h, C // net.h).permute(2, 0, 3, 1, 4)
+    return weighted(q, k, v, (C // net.h) ** -0.5)
+
+
+def of_heads_before_parts(net: Block, x: Tensor) -> Tensor:
+    B, T, C = x.shape
+    q, k, v = net.qkv(x).view(B, T, net.table["n"], 3, C // net.table["n"]).permute(3, 0, 2, 1, 4)
+    return weighted(q, k, v)
+
+
+def of_dimension_first(net: Block, x: Tensor) -> Tensor:
+    B, T, C = x.shape
+    q, k, v = (y.reshape(B, T, C // net.h, net.h).permute(0, 3, 1, 2) for y in net.each(x))
+    weights = (q @ k.transpose(-2, -1) * net.scale).softmax(-1)
+    return (weights @ v).permute(0, 2, 3, 1).reshape(B, T, C)
+
+
+def of_samples_and_heads(net: Block, x: Tensor) -> Tensor:
+    B, T, C = x.shape
+    q, k, v = (split_heads(y, net.h).reshape(B * net.h, T, -1) for y in net.each(x))
+    weights = torch.bmm(q, k.transpose(1, 2)).div((C // net.h) ** 0.5).softmax(-1)
+    return torch.bmm(weights, v).view(B, net.h, T, -1).transpose(1, 2).reshape(B, T, C)
+
+
+def of_unflatten(net: Block, x: Tensor) -> Tensor:
+    q, k, v = (y.unflatten(-1, (net.config.heads, -1)).transpose(1, 2) for y in net.each(x))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def of_list(net: Block, x: Tensor) -> Tensor:
+    heads, dimension = net.sizes
+    q, k, v = (y.unflatten(-1, (heads, dimension)).transpose(1, 2) for y in net.each(x))
+    return weighted(q, k, v, dimension**-0.5)
+
+
+def of_function(net: Block, x: Tensor) -> Tensor:
+    return weighted(*(net.split(y) for y in net.each(x)))
+
+
+def of_chunks(net: Block, x: Tensor) -> Tensor:
+    q, k, v = (torch.stack(y.chunk(net.h, -1), 1) for y in net.each(x))
+    return torch.cat(F.scaled_dot_product_attention(q, k, v).unbind(1), -1)
+
+
+SPELLINGS: dict[str, Callable[[], Block]] = {
+    "h of a reshape": lambda: Block(of_reshape, True, h=HEADS),
+    "a dict's entry, heads before q, k and v": lambda: Block(of_heads_before_parts, True, table={"n": HEADS}),
+    "the head dimension first": lambda: Block(of_dimension_first, False, h=HEADS, scale=3**-0.5),
+    "heads among the samples": lambda: Block(of_samples_and_heads, False, h=HEADS),
+    "an object's attribute": lambda: Block(
+        of_unflatten, True, config=SimpleNamespace(heads=HEADS, width=CHANNELS)
+    ),
+    "a list's entries": lambda: Block(of_list, True, sizes=[HEADS, CHANNELS // HEADS]),
+    "a partial function": lambda: Block(of_function, True, split=partial(split_heads, number=HEADS)),
+    "an attribute of the class": lambda: type("Classed", (Block,), {"h": HEADS})(of_reshape, True),
+    "chunks": lambda: Block(of_chunks, False, h=HEADS),
+    "a constant": lambda: Block(lambda net, x: weighted(*(split_heads(y, HEADS) for y in net.each(x))), True),
+    "the stream's width in the scale": lambda: Block(
+        lambda net, x: weighted(*(split_heads(y, net.h) for y in net.each(x)), x.shape[-1] ** -0.5),
+        False,
+        h=HEADS,
+    ),
+}
+# There the heads cannot follow the widths: see the reason in the report.
+KEPT = {"a constant", "the stream's width in the scale"}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_heads_are_found_however_attention_is_written(spelling: str) -> None:
+    torch.manual_seed(0)
+    network, x = SPELLINGS[spelling]().double(), torch.randn(2, 7, 5, dtype=torch.float64)
+    whole = copy.deepcopy(network)
+    graph = trace(network, x)
+    assert "hidden" in graph.groups
+    assert graph.grows("out.weight") or spelling in KEPT
+    assert all(reason for reason in graph.fixed.values())
+    state = plant(network, graph, Net2Net(), {name: 1 for name in graph.groups}, 0)
+    for part in (2, 3, 4):
+        widths = {n: max(1, g.full_width * part // 4) for n, g in graph.groups.items()}
+        event = grow(network, graph, Net2Net(), state, widths, 0, (x,))
+        assert max(event.parity_error_eval, event.parity_error_train) <= 1e-10
+        anneal_norms(network, graph, state, 1.0)
+    whole.load_state_dict(network.state_dict(), strict=True)
+    assert torch.equal(whole.eval()(x), network.eval()(x))
+
+
+def test_settings_that_modules_share_are_copied_where_they_follow_a_width() -> None:
+    shared = SimpleNamespace(heads=HEADS)
+    network = Block(of_unflatten, True, config=shared)
+    graph = trace(network, torch.randn(2, 7, 5))
+    resize(network, graph, graph.full_widths, {name: 1 for name in graph.groups})
+    network(torch.randn(3, 7, 5))
+    assert shared.heads == HEADS

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.growth import Net2Net, VarianceTransfer, grow, make_schedule, plant
+from growlab.growth import Net2Net, VarianceTransfer, finish, grow, make_schedule, plant
 from growlab.widths import resize, trace
 
 
@@ -62,6 +62,7 @@ def test_channel_shuffle_grows_where_it_can(method):
     for stage in widths[1:]:
         event = grow(network, graph, method, state, stage, seed=0, probe=(example,))
         assert event.parity_error_eval < 1e-12
+    finish(network, graph, method, state)
     fresh.load_state_dict(network.state_dict(), strict=True)
 
 

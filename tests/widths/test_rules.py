@@ -136,6 +136,11 @@ def bagged(net: nn.Module, x: Tensor) -> Tensor:
     return net.head(torch.tanh(net.embed((x > 0).long())))
 
 
+def through_casts(net: nn.Module, x: Tensor) -> Tensor:
+    x = net.inside(x.double()).to(torch.float64).type_as(x)
+    return net.head(x.to(x.device, x.dtype).clone() * x.detach().contiguous().tanh())
+
+
 def embedded(net: nn.Module, x: Tensor) -> Tensor:
     return net.head(F.relu(net.embed((x > 0).long())).mean(1))
 
@@ -365,6 +370,38 @@ CASES = {
         ROW,
         {},
     ),
+    "casts": RuleCase(
+        lambda: Around(through_casts, inside=nn.Linear(8, 6), head=nn.Linear(6, 4)), ROW, {"inside": 6}
+    ),
+    "a cast weight": RuleCase(
+        lambda: Around(
+            lambda net, x: net.head(
+                F.relu(F.linear(x, net.inside.weight.to(x.dtype), net.inside.bias.type_as(x)))
+            ),
+            inside=nn.Linear(8, 6),
+            head=nn.Linear(6, 4),
+        ),
+        ROW,
+        {"inside": 6},
+    ),
+    "products with parameters": RuleCase(
+        lambda: Around(
+            lambda net, x: torch.addmm(net.bias, F.relu(x @ net.inside).mm(net.outside.T), net.head),
+            inside=nn.Parameter(torch.randn(8, 6)),
+            outside=nn.Parameter(torch.randn(7, 6)),
+            head=nn.Parameter(torch.randn(7, 4)),
+            bias=nn.Parameter(torch.randn(4)),
+        ),
+        ROW,
+        {"inside": 6, "outside": 7},
+    ),
+    "functions of channels and parameters": RuleCase(
+        lambda: on_images(
+            lambda x: torch.lerp(x, x.clamp(-1, 1).pow(2).isnan().logical_not() * x.double(), 0.3)
+        ),
+        IMAGE,
+        {"inside": 8},
+    ),
     "under autocast": RuleCase(
         lambda: Around(under_autocast, inside=nn.Linear(8, 6), middle=nn.Linear(6, 7), head=nn.Linear(7, 4)),
         ROW,
@@ -393,6 +430,7 @@ def test_a_network_grows_exactly_around(name, method):
         assert event.parity_error_eval < 1e-12
         torch.testing.assert_close(outputs(network, example, False) * event.output_factor, before)
     anneal_norms(network, graph, state, 1.0)
+    finish(network, graph, method, state)
     assert not case.groups or before.abs().max() > 1e-3
     grown = outputs(network, example, False) * state.output_factor
     finish(network, graph, method, state)

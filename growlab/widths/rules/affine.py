@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Run, fixed
-from growlab.widths.rules.registry import Arguments, Value, freeze_windows, rule, values_in
+from growlab.widths.rules.registry import Arguments, Value, freeze_windows, keep_full_width, rule, values_in
 
 if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
@@ -46,12 +46,55 @@ def linear(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     rows, columns = tracer.weight_axes(weight, "out", "in", [])
     tracer.atoms.unify(columns, x.axes[-1], "input of a linear layer")
     if tracer.takes_width_of_stream(node) and weight.shape[0] % weight.shape[1] == 0:
-        times = weight.shape[0] // weight.shape[1]
-        tracer.atoms.unify(rows, tracer.atoms.nest(columns, times, 1), "attention as wide as its stream")
+        tracer.note_width_of_stream(rows, columns)
     shape = tracer.shape(node)
     return tracer.affine(
         node, weight, bias, False, x, shape, (*x.axes[:-1], rows), channel_axis=len(shape) - 1
     )
+
+
+def weight_in_product(factor: Value) -> bool:
+    """Whether what activations are multiplied with from the right is a weight [I, O], or the transpose of one."""
+    return factor.turned is not None or (factor.name is not None and len(factor.shape) == 2)
+
+
+def product_with_weight(
+    tracer: "Tracer", node: Any, x: Value, factor: Value, bias: Value | None = None
+) -> Value:
+    """Activations [..., I] times such a weight, plus a bias [O]."""
+    if factor.turned is not None:
+        return linear(tracer, node, {"input": x, "weight": factor.turned, "bias": bias})
+    columns, rows = tracer.weight_axes(factor, "in", "out", [])
+    tracer.atoms.unify(columns, x.axes[-1], "input of a linear layer")
+    if tracer.takes_width_of_stream(node) and factor.shape[1] % factor.shape[0] == 0:
+        tracer.note_width_of_stream(rows, columns)
+    shape = tracer.shape(node)
+    return tracer.affine(
+        node,
+        factor,
+        bias,
+        False,
+        x,
+        shape,
+        (*x.axes[:-1], rows),
+        channel_axis=len(shape) - 1,
+        transposed=True,
+    )
+
+
+@rule("addmm")
+def product_plus_bias(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """A linear layer whose weight is stored as [I, O]."""
+    bias, x, factor = args["self"], args["mat1"], args["mat2"]
+    plain = (
+        args.get("beta", 1) == 1
+        and args.get("alpha", 1) == 1
+        and bias.name is not None
+        and len(bias.shape) == 1
+    )
+    if not (plain and weight_in_product(factor)):
+        return keep_full_width(tracer, node, args)
+    return product_with_weight(tracer, node, x, factor, bias)
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")

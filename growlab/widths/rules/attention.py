@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Runs, fixed
+from growlab.widths.rules.affine import product_with_weight, weight_in_product
 from growlab.widths.rules.registry import Arguments, Value, rule
 
 if TYPE_CHECKING:
@@ -12,13 +13,15 @@ if TYPE_CHECKING:
 _REASON = "attention multiplies and sums over them"
 
 
-@rule("matmul", "bmm")
+@rule("matmul", "bmm", "mm")
 def matmul(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Leading dimensions (heads) are worked on one by one: they pass. The last two of each operand keep their width.
 
-    A parameter that is multiplied like this keeps its width too.
+    Activations times a parameter of two dimensions are a linear layer. Other parameters keep their width.
     """
     first, second = args["self"], args["other"] if "other" in args else args["mat2"]
+    if first.name is None and len(first.shape) > 1 and weight_in_product(second):
+        return product_with_weight(tracer, node, first, second)
     return _product(tracer, node, [first, second], len(tracer.shape(node)))
 
 

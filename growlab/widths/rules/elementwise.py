@@ -11,80 +11,43 @@ if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
 
 
-@rule(
-    *(
-        "relu",
-        "relu_",
-        "leaky_relu",
-        "leaky_relu_",
-        "rrelu",
-        "dropout",
-        "dropout_",
-        "feature_dropout",
-        "clone",
-    ),
-    *("contiguous", "alias", "detach", "to", "_to_copy", "neg", "abs", "lift_fresh_copy", "detach_"),
-    *("feature_dropout_", "alpha_dropout", "type_as", "float"),
+# f(a x) = a f(x) for a > 0.
+_HOMOGENEOUS = """
+relu relu_ leaky_relu leaky_relu_ rrelu dropout dropout_ feature_dropout feature_dropout_ alpha_dropout neg neg_
+positive abs abs_
+"""
+# They leave every number as it is, in another type or place.
+_CASTS = (
+    "clone contiguous alias detach detach_ to _to_copy lift_fresh_copy type_as float double half bfloat16"
 )
+_POINTWISE = """
+tanh tanh_ sigmoid sigmoid_ gelu gelu_ silu silu_ elu elu_ selu selu_ softplus hardtanh hardtanh_ hardswish hardswish_
+hardsigmoid hardsigmoid_ mish mish_ exp exp_ exp2 sqrt sqrt_ rsqrt rsqrt_ log log2 log10 sin cos tan sinh cosh asin
+acos asinh acosh atanh relu6 relu6_ celu celu_ square square_ erf erf_ erfc erfinv reciprocal reciprocal_ softsign
+log_sigmoid threshold threshold_ sign sgn floor ceil round trunc frac log1p expm1 atan logit softshrink hardshrink
+nan_to_num isnan isinf isfinite signbit sinc digamma lgamma logical_not bitwise_not
+"""
+_CHOOSING = """
+where masked_fill masked_fill_ eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
+__and__ __or__ __xor__ pow pow_ clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip lerp addcmul addcdiv atan2
+fmod remainder floor_divide hypot logaddexp logaddexp2 xlogy copysign isclose
+"""
+
+
+@rule(*_HOMOGENEOUS.split())
 def homogeneous(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """f(a x) = a f(x) for a > 0: axes and scale pass."""
     x = first_tensor(args)
     return Value(x.shape, x.axes, x.scale)
 
 
-@rule(
-    *(
-        "tanh",
-        "tanh_",
-        "sigmoid",
-        "sigmoid_",
-        "gelu",
-        "gelu_",
-        "silu",
-        "silu_",
-        "elu",
-        "elu_",
-        "selu",
-        "selu_",
-    ),
-    *("softplus", "hardtanh", "hardtanh_", "hardswish", "hardswish_", "hardsigmoid", "hardsigmoid_", "mish"),
-    *(
-        "mish_",
-        "exp",
-        "sqrt",
-        "rsqrt",
-        "pow",
-        "log",
-        "sin",
-        "cos",
-        "relu6",
-        "relu6_",
-        "clamp",
-        "clamp_",
-        "celu",
-    ),
-    *(
-        "clamp_min",
-        "clamp_max",
-        "square",
-        "erf",
-        "reciprocal",
-        "softsign",
-        "log_sigmoid",
-        "threshold",
-        "threshold_",
-        "sign",
-        "floor",
-        "ceil",
-        "log1p",
-        "expm1",
-        "atan",
-        "logit",
-        "softshrink",
-        "hardshrink",
-        "nan_to_num",
-    ),
-)
+@rule(*_CASTS.split())
+def cast(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """The same numbers in another type: what is a parameter stays one."""
+    return first_tensor(args)
+
+
+@rule(*_POINTWISE.split())
 def pointwise(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Axes pass; the scale of the input enters the function and must stay."""
     x = first_tensor(args)
@@ -103,7 +66,7 @@ def prelu(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return Value(x.shape, x.axes, x.scale)
 
 
-@rule("add", "add_", "sub", "sub_", "rsub", "maximum", "minimum")
+@rule("add", "add_", "sub", "sub_", "rsub", "maximum", "minimum", "fmax", "fmin")
 def total(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Channels that are added are the same channels, at the same scale."""
     operands = [value for value in args.values() if isinstance(value, Value)]
@@ -127,11 +90,9 @@ def product(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return Value(result.shape, result.axes, tracer.scales.new(unit=True))
 
 
-@rule(
-    "where", "masked_fill", "masked_fill_", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and"
-)
+@rule(*_CHOOSING.split())
 def chosen(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Channels that are compared, or chosen by a mask, are the same channels; their scales must stay."""
+    """Channels that are compared, chosen by a mask or enter one function are the same; their scales must stay."""
     operands = [value for value in args.values() if isinstance(value, Value)]
     for operand in operands:
         tracer.scales.pin(operand.scale)

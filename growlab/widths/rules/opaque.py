@@ -4,15 +4,15 @@ They are known and safe; an operation that is neither here nor has a rule is ref
 about it yet.
 """
 
-from growlab.widths.rules.registry import RULES, keep_full_width
+from typing import TYPE_CHECKING, Any
+
+from growlab.widths.rules.registry import RULES, Arguments, keep_full_width, rule
+
+if TYPE_CHECKING:
+    from growlab.widths.tracer import Tracer
 
 OPAQUE = (
-    *(
-        "mm",
-        "addmm",
-        "baddbmm",
-        "einsum",
-    ),
+    *("baddbmm", "einsum"),
     *(
         "index_put",
         "index_put_",
@@ -61,6 +61,20 @@ RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
 
 #: Operations that may multiply channels by a parameter without being a layer of the width graph.
 MIXING = frozenset(("matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", *RECURRENT))
+# They look at a tensor's type or entries and put nothing out.
+CHECKS = (
+    "_assert_tensor_metadata",
+    "_assert_async",
+    "_assert_scalar",
+    "sym_constrain_range_for_size",
+    "_print",
+)
+
+
+@rule(*CHECKS)
+def nothing(tracer: "Tracer", node: Any, args: Arguments) -> None:
+    """Channels are left alone."""
+
 
 for name in (*OPAQUE, *RECURRENT):
     RULES.setdefault(name, keep_full_width)

@@ -29,6 +29,7 @@ class Value:
         linear_in: names of the parameters of one layer that it is linear in, if it is a layer's output, scaled,
             rearranged or summed with itself.
         made_by: weights of the affine layers that it is computed from with no other affine layer in between.
+        turned: the parameter of two dimensions whose transpose it is, or None.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +38,7 @@ class Value:
     name: str | None = None
     linear_in: frozenset[str] = frozenset()
     made_by: frozenset[str] = frozenset()
+    turned: "Value | None" = None
 
 
 Rule = Callable[["Tracer", Any, Arguments], Any]

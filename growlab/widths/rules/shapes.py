@@ -85,7 +85,9 @@ def split(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
 @rule("cat", "concat", "concatenate")
 def concatenate(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Channels behind one another, each part growing for itself."""
-    values, shape = args["tensors"], tracer.shape(node)
+    shape = tracer.shape(node)
+    # torch leaves out an empty tensor of one dimension: a cache that holds nothing yet.
+    values = [value for value in args["tensors"] if value.shape != (0,) or len(shape) == 1]
     dim = args.get("dim", 0) % len(shape)
     axes: list[Runs] = []
     scale = values[0].scale
@@ -124,7 +126,12 @@ def transpose(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     second = args["dim1"] if "dim1" in args else args["axis1"]
     axes = list(x.axes)
     axes[first], axes[second] = axes[second], axes[first]
-    return Value(tracer.shape(node), tuple(axes), x.scale)
+    turned = _turned(x) if first % len(axes) != second % len(axes) else None
+    return Value(tracer.shape(node), tuple(axes), x.scale, turned=turned)
+
+
+def _turned(x: Value) -> Value | None:
+    return x if x.name is not None and len(x.shape) == 2 else None
 
 
 @rule("roll", "flip")
@@ -332,7 +339,7 @@ def index(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def turned(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Dimensions backwards."""
     x = args["self"]
-    return Value(tracer.shape(node), x.axes[::-1], x.scale)
+    return Value(tracer.shape(node), x.axes[::-1], x.scale, turned=_turned(x))
 
 
 @rule("getitem")

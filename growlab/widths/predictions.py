@@ -1,0 +1,213 @@
+"""Operations that a narrowed network runs, compared with those that tracing predicts for its widths.
+
+A forward may run at narrow widths and yet compute something else: `x.view(B, T, self.h, -1)` divides fewer channels
+among as many heads. No output's shape shows it, the shapes of the tensors on the way do.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.schema_check_mode import SchemaCheckMode
+
+from growlab.widths.layout import Axis
+
+# They compute nothing: torch.export leaves some of them out and writes others.
+_NO_ARITHMETIC = frozenset(
+    (
+        *("getitem", "detach", "detach_", "alias", "_set_grad_enabled", "_assert_async"),
+        *("_enter_autocast", "_exit_autocast", "wrap_with_autocast", "wrap_with_set_grad_enabled"),
+        *("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_size"),
+    )
+)
+# Integers that enter arithmetic; all others are dimensions, sizes and strides, which shapes tell.
+_OPERANDS = frozenset(("self", "other", "exponent", "alpha", "value", "min", "max", "fill_value"))
+# Sizes or numbers in them may be computed from a width, and otherwise than tracing takes them to be.
+_SIZED = frozenset(
+    (
+        *(
+            "view",
+            "reshape",
+            "_unsafe_view",
+            "unflatten",
+            "expand",
+            "repeat",
+            "tile",
+            "split",
+            "split_with_sizes",
+        ),
+        *("chunk", "tensor_split", "unfold", "as_strided", "repeat_interleave", "slice", "narrow", "pad"),
+        *("constant_pad_nd", "group_norm", "roll", "multi_head_attention_forward"),
+    )
+)
+_ARITHMETIC = frozenset(("add", "sub", "rsub", "mul", "div", "pow", "clamp", "scaled_dot_product_attention"))
+# Makes a tensor of numbers.
+_CONSTANT = "lift_fresh"
+# Constants of more entries are tables, whose shape is enough.
+_FEW = 16
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation that tracing has visited.
+
+    Attributes:
+        operation: name without namespace and overload.
+        numbers: operands that are no tensors.
+        shapes: axes of every tensor that it puts out.
+    """
+
+    operation: str
+    numbers: tuple[float, ...]
+    shapes: tuple[tuple[Axis, ...], ...]
+
+    def agrees(self, seen: "Seen", widths: Mapping[str, int]) -> bool:
+        """Whether an operation that was run is this one at the given widths."""
+        # On device meta constants have no numbers.
+        alike = self.numbers == seen.numbers or (self.operation == _CONSTANT and not seen.numbers)
+        return alike and self.sizes(widths) == seen.shapes
+
+    def sizes(self, widths: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
+        """Shape of every tensor that it puts out at the given widths."""
+        return tuple(tuple(axis.length(widths) for axis in axes) for axes in self.shapes)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An operation that was run: like `Call`, with sizes in the place of axes."""
+
+    operation: str
+    numbers: tuple[float, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def computes(operation: str) -> bool:
+    """Whether an operation of this name counts."""
+    return operation not in _NO_ARITHMETIC
+
+
+def name_of(operation: str) -> str:
+    """One name for what torch.export and torch call otherwise."""
+    return operation.removesuffix("_copy") if operation == f"{_CONSTANT}_copy" else operation
+
+
+def numbers_of(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], constants: Mapping[Any, Tensor]
+) -> tuple[float, ...]:
+    """Numbers that enter the arithmetic of a call.
+
+    Args:
+        target: ATen operation.
+        args: its positional arguments.
+        kwargs: its other arguments.
+        constants: tensors that the forward makes from numbers, by what stands for them in arguments.
+    """
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return ()
+    if name_of(schema.name.rpartition("::")[2]) == _CONSTANT:
+        return _entries(constants.get(args[0]))
+    known = {argument.name: argument.default_value for argument in schema.arguments}
+    return tuple(
+        content
+        for name, content in (*zip(known, args, strict=False), *kwargs.items())
+        if (type(content) is float or (type(content) is int and name in _OPERANDS)) and content != known[name]
+    )
+
+
+def _entries(constant: Tensor | None) -> tuple[float, ...]:
+    if constant is None or constant.is_meta or constant.numel() > _FEW:
+        return ()
+    return tuple(float(entry) for entry in constant.flatten().tolist())
+
+
+class _Recorder(SchemaCheckMode):
+    """Notes the operations of a forward as torch.export sees them, before any of them is taken apart.
+
+    torch lets modes of a few classes of its own in there; this one checks nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._dispatch_key = torch._C.DispatchKey.PreDispatch
+        self.seen: list[Seen] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operation = func._schema.name.rpartition("::")[2]
+        if computes(operation):
+            values = result if isinstance(result, (tuple, list)) else (result,)
+            shapes = tuple(tuple(value.shape) for value in values if isinstance(value, Tensor))
+            constants = {x: x for x in args[:1] if operation == _CONSTANT}
+            self.seen.append(Seen(operation, numbers_of(func, args, kwargs or {}, constants), shapes))
+        return result
+
+
+def run_calls(model: nn.Module, inputs: tuple[Any, ...]) -> list[Seen]:
+    """The operations that a network runs, in order.
+
+    Args:
+        model: in the mode that it is to run in.
+        inputs: positional inputs of the forward.
+    """
+    with torch.no_grad(), enable_python_dispatcher(), _Recorder() as recorder:
+        try:
+            model(*inputs)
+        except RuntimeError:
+            if not any(isinstance(x, Tensor) and x.is_meta for x in inputs):
+                raise
+            # What the forward makes on its own is on the CPU by default.
+            recorder.seen.clear()
+            with torch.device("meta"):
+                model(*inputs)
+    return recorder.seen
+
+
+class Predictions:
+    """What a network should run at any widths.
+
+    Args:
+        calls: operations that tracing has visited.
+        full_widths: width of each group in the network as the user wrote it.
+    """
+
+    def __init__(self, calls: Sequence[Call], full_widths: Mapping[str, int]) -> None:
+        self._calls, self._full_widths = calls, full_widths
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the forward may compute something from a width that the shapes of its outputs do not show."""
+        return any(
+            call.operation.rstrip("_") in _ARITHMETIC
+            or (call.operation in _SIZED and any(axis.groups for axes in call.shapes for axis in axes))
+            for call in self._calls
+            if call.numbers or call.operation in _SIZED
+        )
+
+    def agree(
+        self, narrow: Sequence[Seen], widths: Mapping[str, int], at_full_width: Callable[[], Sequence[Seen]]
+    ) -> bool:
+        """Whether a network ran at narrow widths as tracing predicts.
+
+        Args:
+            narrow: operations that it ran.
+            widths: width of each group then.
+            at_full_width: lists the operations at full width, not all of which need be in an exported program.
+        """
+        traced, names = ([one.operation for one in calls] for calls in (self._calls, narrow))
+        if traced == names:
+            return all(call.agrees(one, widths) for call, one in zip(self._calls, narrow, strict=True))
+        full = at_full_width()
+        if names != [one.operation for one in full]:
+            return False
+        # Results that nothing uses are missing in an exported program: an operation is told by its name and sizes.
+        keys = [(call.operation, call.sizes(self._full_widths)) for call in self._calls]
+        matcher = SequenceMatcher(None, keys, [(one.operation, one.shapes) for one in full], autojunk=False)
+        pairs = [(b.a + i, b.b + i) for b in matcher.get_matching_blocks() for i in range(b.size)]
+        return all(self._calls[a].agrees(narrow[b], widths) for a, b in pairs)

@@ -1,0 +1,233 @@
+"""Runs a network at narrow widths on a copy without memory (device meta)."""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.widths.groups import WidthGraph, Written
+from growlab.widths.layout import Axis
+from growlab.widths.meta import Shapes
+from growlab.widths.places import kept_at, write
+from growlab.widths.predictions import Call, Predictions, Seen, run_calls
+from growlab.widths.resize import replace_tensors, resized, restore_tensors, tensors_of
+from growlab.widths.tracer import UnsupportedOperation
+
+_FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, IndexError, ZeroDivisionError)
+_INHERITED = object()
+
+
+class Trials:
+    """Runs a light copy of a network at narrow widths.
+
+    Args:
+        model: at full width; left as it is.
+        graph: its width graph.
+        inputs: positional inputs of the forward.
+        calls: operations that tracing has visited.
+    """
+
+    def __init__(
+        self, model: nn.Module, graph: WidthGraph, inputs: tuple[Any, ...], calls: Sequence[Call]
+    ) -> None:
+        self._graph, self._predictions = graph, Predictions(calls, graph.full_widths)
+        self.attributes: Mapping[Written, Axis] = {}
+        self._model, self._inputs = light_copy(model, inputs)
+        self._full = tensors_of(self._model, graph)
+        # Only where train mode does something else than eval mode does it have to be tried as well.
+        self._modes: tuple[bool, ...] = (False, True)
+        evaluated, trained = (self._run(training) for training in self._modes)
+        if evaluated == trained:
+            self._modes = (False,)
+        self._expected = [shapes for shapes, _ in (evaluated, trained)][: len(self._modes)]
+        self._widths = _trial_widths(graph)
+        # Widths that differ from one another as much as they can, all of them narrow.
+        halves, apart = self._widths[0], self._widths[-1]
+        self._apart = {n: w if w < graph.groups[n].full_width else halves[n] for n, w in apart.items()}
+        self._reference: list[Any] | None = None
+        self._full_calls: list[list[Seen]] | None = None
+
+    def work(self, names: Iterable[str], attributes: Mapping[Written, Axis] | None = None) -> bool:
+        """Whether the network runs, and as tracing predicts, while any of these groups are narrow.
+
+        Args:
+            names: groups.
+            attributes: sizes kept by modules that follow the widths; by default those that are known to.
+        """
+        names = list(names)
+        return self.run(names, attributes) and self.compute_the_same(names, attributes)
+
+    def run(self, names: Iterable[str], attributes: Mapping[Written, Axis] | None = None) -> bool:
+        """Whether the network runs and puts out what it should: the first half of `work`."""
+        graph, wanted = self._following(attributes), set(names)
+        full = self._graph.full_widths
+        for number, widths in enumerate(self._widths):
+            if not self._runs(graph, {name: widths[name] if name in wanted else full[name] for name in full}):
+                # What has just failed is the likeliest to fail again.
+                self._widths.insert(0, self._widths.pop(number))
+                return False
+        return True
+
+    def compute_the_same(
+        self, names: Iterable[str], attributes: Mapping[Written, Axis] | None = None
+    ) -> bool:
+        """Whether the operations that run are those that tracing predicts: the other half of `work`."""
+        if not self._predictions.in_doubt:
+            return True
+        wanted, full = set(names), self._graph.full_widths
+        widths = {name: self._apart[name] if name in wanted else full[name] for name in full}
+        try:
+            with self._narrow(self._following(attributes), widths):
+                narrow = self._calls()
+        except _FAILURES:
+            # Some networks cannot be followed so at any width.
+            return self._at_full_width() is None
+        return self._predictions.agree(narrow, widths, lambda: self._at_full_width() or [])
+
+    def _following(self, attributes: Mapping[Written, Axis] | None) -> WidthGraph:
+        return replace(self._graph, written=self.attributes if attributes is None else attributes)
+
+    def lag_behind(self, places: Iterable[Written]) -> list[Written]:
+        """Places whose size does not follow the widths by itself, as the bookkeeping of torch's modules does."""
+        modules = dict(self._model.named_modules())
+        with self._narrow(replace(self._graph, written={}), self._apart):
+            return [
+                place
+                for place in places
+                if kept_at(modules[place.module], place) != self._graph.written[place].length(self._apart)
+            ]
+
+    def reads(self, places: Sequence[Written]) -> bool:
+        """Whether the forward takes anything from any of these places."""
+        self._reference = self._reference or self._sizes()
+        modules, full = dict(self._model.named_modules()), self._graph.full_widths
+        kept = []
+        for place in places:
+            holder, attribute = modules[place.module], place.attribute.partition(".")[0]
+            kept.append((holder, attribute, vars(holder).get(attribute, _INHERITED)))
+            size = self._graph.written[place].length(full)
+            write(holder, place, size // 2 if size > 1 else size + 1)
+        try:
+            return self._sizes() != self._reference
+        except _FAILURES:
+            return True
+        finally:
+            for holder, attribute, content in reversed(kept):
+                if content is _INHERITED:
+                    delattr(holder, attribute)
+                else:
+                    setattr(holder, attribute, content)
+
+    def _sizes(self) -> list[Any]:
+        with torch.no_grad(), Shapes(detailed=True) as mode:
+            self._model.eval()(*self._inputs)
+        return mode.details
+
+    def _at_full_width(self) -> list[Seen] | None:
+        if self._full_calls is None:
+            try:
+                self._full_calls = [self._calls()]
+            except _FAILURES:
+                self._full_calls = []
+        return next(iter(self._full_calls), None)
+
+    def _calls(self) -> list[Seen]:
+        return run_calls(self._model.eval(), self._inputs)
+
+    @contextmanager
+    def _narrow(self, graph: WidthGraph, widths: Mapping[str, int]) -> Iterator[None]:
+        full = graph.full_widths
+        tensors = {
+            name: self._narrowed(name, tensor, widths)
+            for name, tensor in self._full.items()
+            if graph.changes(name, full, widths)
+        }
+        replaced = replace_tensors(self._model, graph, tensors)
+        try:
+            yield
+        finally:
+            restore_tensors(self._model, graph, replaced)
+
+    def _runs(self, graph: WidthGraph, widths: Mapping[str, int]) -> bool:
+        try:
+            with self._narrow(graph, widths):
+                return [self._run(training)[0] for training in self._modes] == self._expected
+        except _FAILURES:
+            return False
+
+    def _narrowed(self, name: str, tensor: Tensor, widths: Mapping[str, int]) -> Tensor:
+        if tensor.is_meta:
+            return tensor.new_empty(self._graph.shape(name, widths))
+        return resized(tensor, self._graph.axes[name], self._graph.full_widths, widths)
+
+    def _run(self, training: bool) -> tuple[list[torch.Size], list[Any]]:
+        """Shapes of the outputs, and the functions that were called on the way."""
+        self._model.train(training)
+        with torch.no_grad(), Shapes() as mode:
+            outputs = self._model(*self._inputs)
+        return [x.shape for x in tensors_in(outputs)], mode.calls
+
+
+def _trial_widths(graph: WidthGraph) -> list[dict[str, int]]:
+    """All groups at half their width, then widths that have nothing to do with one another.
+
+    A schedule may bring any widths, so any two groups must once differ in the part of their width that they have:
+    that part is a digit of the group's number, on a scale as fine as even widths allow.
+    """
+    sizes = {name: group.full_width for name, group in graph.groups.items()}
+    trials = [{name: max(1, size // 2) for name, size in sizes.items()}]
+    for place in range(max(2, len(sizes).bit_length())):
+        trial = {}
+        for number, (name, size) in enumerate(sizes.items()):
+            parts = next((n for n in (16, 8, 4) if size >= 2 * n), 2)
+            width = size * (number // parts**place % parts + 1) // parts
+            trial[name] = max(1, width if size < 4 else width // 2 * 2)
+        if trial not in trials:
+            trials.append(trial)
+    return trials
+
+
+def light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
+    """A copy of a network and its inputs on device meta, or with memory where it cannot run without.
+
+    Raises:
+        UnsupportedOperation: it does not run on these inputs at all.
+    """
+    try:
+        # Putting the light tensors into deepcopy's memo keeps what is shared shared.
+        memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+        memo |= {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
+        light = copy.deepcopy(model, memo)
+        light_inputs = tuple(x.to("meta") if isinstance(x, Tensor) else x for x in inputs)
+        with torch.no_grad(), Shapes():
+            for training in (False, True):
+                light.train(training)(*light_inputs)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError):
+        # Tensors made in the forward, or numbers read from one, need the real device.
+        light, light_inputs = copy.deepcopy(model), inputs
+        for training in (False, True):
+            try:
+                with torch.no_grad():
+                    light.train(training)(*light_inputs)
+            except (RuntimeError, ValueError, TypeError) as error:
+                first_line = (str(error).strip().splitlines() or ["no message"])[0]
+                raise UnsupportedOperation(
+                    f"{type(model).__name__} does not run in {'train' if training else 'eval'} mode on its example "
+                    f"inputs ({first_line}); take larger inputs (--input-shape) or ones that fit."
+                ) from error
+    return light, light_inputs
+
+
+def tensors_in(outputs: Any) -> list[Tensor]:
+    """All tensors in what a network returns."""
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    if isinstance(outputs, dict):
+        outputs = list(outputs.values())
+    if isinstance(outputs, (list, tuple)):
+        return [tensor for output in outputs for tensor in tensors_in(output)]
+    return []

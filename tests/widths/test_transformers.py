@@ -1,0 +1,69 @@
+"""Networks of transformers, small and untrained: what of them grows, exactly and into what the library builds."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from growlab.growth import VarianceTransfer, anneal_norms, finish, grow, plant
+from growlab.growth.parity import observe, relative_error
+from growlab.widths import trace
+from tests.cases import roughen
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+LENGTHS = {"intermediate_size": 40, "max_position_embeddings": 16}
+GPT2 = {"vocab_size": 40, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 16}
+# Class, configuration, and share of the parameters that grow. Streams of tied embeddings (GPT-2) and under a norm
+# that is written out in the forward (Llama) keep their width: heads and hidden layers grow.
+CASES: dict[str, tuple[str, str, dict[str, Any], float]] = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2, 0.85),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**SIZES, **LENGTHS}, 0.75),
+    "llama, shared keys": (
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {**SIZES, **LENGTHS, "num_key_value_heads": 2},
+        0.75,
+    ),
+    "bert": ("BertForSequenceClassification", "BertConfig", {**SIZES, **LENGTHS}, 0.95),
+}
+
+
+class Logits(nn.Module):
+    """The first output of a network that is given tokens."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.network(tokens)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_network_of_transformers_grows_exactly(name: str) -> None:
+    kind, config, settings, share = CASES[name]
+    torch.manual_seed(0)
+    made = getattr(transformers, kind)(getattr(transformers, config)(**settings))
+    network, tokens = Logits(made).double(), torch.randint(3, 40, (2, 7))
+    fresh, graph = copy.deepcopy(network), trace(network, tokens)
+    parameters = dict(network.named_parameters())
+    growing = sum(p.numel() for name, p in parameters.items() if graph.grows(name))
+    assert growing >= share * sum(p.numel() for p in parameters.values())
+    state = plant(
+        network, graph, VarianceTransfer(), {n: max(2, g.full_width // 4) for n, g in graph.groups.items()}, 0
+    )
+    roughen(network)
+    for part in (2, 4):
+        widths = {n: max(2, g.full_width * part // 4) for n, g in graph.groups.items()}
+        event = grow(network, graph, VarianceTransfer(), state, widths, 0, (tokens,))
+        assert max(event.parity_error_eval, event.parity_error_train) <= 1e-10
+        anneal_norms(network, graph, state, 1.0)
+    finish(network, graph, VarianceTransfer(), state)
+    fresh.load_state_dict(network.state_dict(), strict=True)
+    grown, built = (observe(module, (tokens,)).eval for module in (network, fresh))
+    assert grown.abs().max() > 1e-3
+    assert relative_error(grown, built) <= 1e-12
