@@ -21,9 +21,9 @@ def without_fairseq(monkeypatch):
 
 def test_a_missing_extra_is_one_sentence(without_fairseq, tmp_path):
     preparation = Preparation("de", "en", "none", 100, False, True, 0)
-    with pytest.raises(UserError, match=r"pip install 'growlab\[translation\]'"):
+    with pytest.raises(UserError, match=r"pip install 'fairseq-fixed"):
         open_pairs(tmp_path / "missing", "iwslt14", preparation)
-    with pytest.raises(UserError, match=r"pip install 'growlab\[translation\]'"):
+    with pytest.raises(UserError, match=r"pip install 'fairseq-fixed"):
         extra_module("no_such_package_of_translation")
 
 

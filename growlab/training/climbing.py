@@ -10,6 +10,7 @@ from torch import Tensor
 from growlab.analysis.flops import stage_flops
 from growlab.errors import UserError
 from growlab.growth import Bottleneck, Course, Demand, bottlenecks, measurable, out_of_reach
+from growlab.growth.multipliers import without_multipliers
 from growlab.optim import running_gradients
 from growlab.ranks import gather
 from growlab.training.looking import Batches, auxiliary, auxiliary_flops, measurement
@@ -113,7 +114,9 @@ class Climber:
         if key not in self._known:
             sample = network_inputs(self._sample, task.network)
             now = task.growth_state.widths
-            (self._known[key],) = stage_flops(task.network, task.graph, now, [widths], sample)
+            (self._known[key],) = stage_flops(
+                without_multipliers(task.network), task.graph, now, [widths], sample
+            )
         return self._known[key]
 
     def _gradient_norms(self, trainer: Trainer, task: Task) -> dict[str, float]:

@@ -22,6 +22,7 @@ from growlab.growth import (
     make_schedule,
     with_classes,
 )
+from growlab.growth.multipliers import without_multipliers
 from growlab.training.objective import network_inputs
 from growlab.widths import UnsupportedOperation, WidthGraph, trace
 
@@ -335,7 +336,7 @@ def carried_out(
     epochs = tuple(stage_of_epoch.count(number) for number in numbers)
     sizes = tuple(plan.schedule.batch_sizes[:1] * len(numbers))
     fractions = (Fraction(1),) * len(numbers)
-    flops = stage_flops(network, graph, stage_widths[-1], widths, sample)
+    flops = stage_flops(without_multipliers(network), graph, stage_widths[-1], widths, sample)
     schedule = Schedule(epochs, fractions, sizes)
     return replace(plan, schedule=schedule, widths=widths, flops=flops, stage_numbers=numbers)
 

@@ -44,11 +44,14 @@ def written_sizes(
         sizes: module path, size at full width, and what it is made of.
     """
     modules = dict(model.named_modules())
+    # A module that stands in several places is known by the first of its names.
+    names = {module: path for path, module in reversed(list(modules.items()))}
+    aliases = {path: names[m] for path, m in model.named_modules(remove_duplicate=False)}
     kept = {path: list(_integers_of(module)) for path, module in modules.items()}
     found: dict[Written, Axis] = {}
     ambiguous = set()
     for path, size, parts in dict.fromkeys(sizes):
-        for paths in _nearest(path, modules):
+        for paths in _nearest(aliases.get(path, path), modules):
             places = [
                 Written(owner, attribute, index)
                 for owner in paths

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from growlab.errors import UserError
 from growlab.growth import Depth, GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, plant
 from growlab.growth.event import ParityError
+from growlab.growth.multipliers import fold_multipliers
 from growlab.networks.mlp import MLP
 from growlab.networks.resnet import CifarResNet
 from growlab.optim import weight_regions
@@ -74,6 +75,7 @@ def test_a_resnet_8_becomes_a_resnet_20_while_it_widens(method: Any) -> None:
     assert torch.allclose(after, before, rtol=1e-5, atol=1e-7)
     # An ordinary ResNet-20, of which every part learns.
     whole = resnet()
+    fold_multipliers(network)
     whole.load_state_dict(network.state_dict())
     assert torch.equal(whole.eval()(IMAGES), network(IMAGES))
     assert [type(module) for module in whole.modules()] == [type(module) for module in network.modules()]
@@ -104,6 +106,7 @@ def test_net2deeper_in_a_network_without_residuals(method: Any) -> None:
         receipt = step(network, depth, state, method, names.pop(), {g: width for g in graph.groups}, SAMPLES)
         assert receipt["parity_error_eval"] < 1e-12 and receipt["parity_error_train"] < 1e-12
     assert torch.allclose(network.eval()(SAMPLES) * state.output_factor, before, rtol=1e-5, atol=1e-7)
+    fold_multipliers(network)
     MLP(20, [8, 8, 8, 8], 5, batch_norm=True).double().load_state_dict(network.state_dict())
 
 

@@ -165,8 +165,9 @@ class Tail(nn.Module):
         return h @ self.matrix if self.follow == "matrix" else self.recurrent(h)[0]
 
 
-@pytest.mark.parametrize("follow", ["itself", "matrix", "recurrent"])
-def test_a_layer_that_another_map_follows_is_not_the_last(follow: str) -> None:
+@pytest.mark.parametrize(("follow", "last"), [("itself", {}), ("matrix", {"": True}), ("recurrent", {})])
+def test_a_layer_that_another_map_follows_is_not_the_last(follow: str, last: dict[str, bool]) -> None:
     torch.manual_seed(0)
     graph = trace(Tail(follow), torch.randn(4, 5, 6))
-    assert graph.last_layers == {}
+    # A parameter that the network itself multiplies by is a layer by the network's own name.
+    assert graph.last_layers == last

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from growlab.errors import UserError
 from growlab.growth import Net2Net, PairGrowth, ParityError, RandomGrowth, VarianceTransfer, grow, plant
+from growlab.growth.multipliers import multiply
 from growlab.optim import (
     SGD,
     Adam,
@@ -268,6 +269,7 @@ def test_resumed_around_growth_equals_uninterrupted_bit_for_bit(make, method, at
     saved = torch.load(file, weights_only=True)
     resumed = Run(make, method(noise_std=1e-3))
     resize(resumed.network, GRAPH, resumed.state.widths, stopped.state.widths)
+    multiply(resumed.network, GRAPH, stopped.state.multipliers)
     resumed.network.load_state_dict(saved["net"])
     resumed.state, resumed.step_index = stopped.state, at
     resumed.optimizer = make(resumed.network.parameters())

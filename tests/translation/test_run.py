@@ -12,6 +12,7 @@ from growlab.fairseq_library import extra_module
 
 SMALL = (
     *("experiment=transformer_multi30k", "trainer.accelerator=cpu", "num_threads=1", "data.subwords=none"),
+    "growth=pairs",
     *(
         "data.batch_tokens=200",
         "model.embedding_features=32",
