@@ -53,9 +53,9 @@ def written_sizes(
     for path, size, parts in dict.fromkeys(sizes):
         for paths in _nearest(aliases.get(path, path), modules):
             places = [
-                Written(owner, attribute, index)
+                Written(aliases[owner], attribute, index)
                 for owner in paths
-                for attribute, index, number in kept[owner]
+                for attribute, index, number in kept[aliases[owner]]
                 if number == size
             ]
             for place in places:
