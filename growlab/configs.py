@@ -77,6 +77,7 @@ class MainConfig:
     gain: float = MISSING
     probe_size: int = MISSING
     norm_anneal: float = MISSING
+    statistics_images: int = MISSING
     check_ranks: bool = MISSING
     log_rates_every_n_steps: int = MISSING
     log_layers_every_n_steps: int | None = MISSING

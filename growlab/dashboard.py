@@ -41,7 +41,7 @@ class Panel:
 SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Learning": (
         Panel("curves", "training loss", ("train_loss",), log_y=True),
-        Panel("curves", "held-out accuracy", ("val_accuracy",)),
+        Panel("curves", "held-out accuracy", ("val_accuracy", "test_accuracy")),
         Panel("curves", "learning rate", ("lr",)),
     ),
     "Cost and accuracy": (

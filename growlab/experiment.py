@@ -49,6 +49,7 @@ from growlab.training.checkpoints import (
 from growlab.training.climbing import Climber
 from growlab.training.deepening import choose_depth
 from growlab.training.distributed import check_strategy, cluster_environment
+from growlab.training.fresh_statistics import FreshStatistics
 from growlab.training.layer_statistics import LayerStatistics, held_out
 from growlab.training.library_messages import plain_errors, quiet_libraries
 from growlab.training.loggers import WandbRecords, close_loggers, run_name
@@ -154,7 +155,7 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
         task.statistics_ranks = 1 if cfg.trainer.get("sync_batchnorm") else world_size(cfg.trainer)
     if CLASSES in graph.groups and data.incremental is not None:
         task.class_order = data.incremental.order(data.num_classes)
-    task.batch_fit = batch_fit
+    task.batch_fit, task.watched = batch_fit, getattr(data, "watched", "val")
     recorder = RunRecorder(run_dir, plan.samples, cfg.log_rates_every_n_steps)
     progress = GrowthProgress(plan.batches, plan.samples, plan.flops_in_epoch)
 
@@ -180,9 +181,10 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
         policy, writer = hydra.utils.instantiate(cfg.checkpoint), AtomicCheckpointIO()
         saving = SaveCheckpoints(last_checkpoint(run_dir), writer, policy, resumed=checkpoint)
         records = WandbRecords(loggers)
+        fresh = FreshStatistics(cfg.statistics_images, batches)
         annealing, looks_back = NormAnnealing(cfg.norm_anneal), [] if old is None else [old]
         callbacks = [
-            *(growth, annealing, progress, recorder, records, rank_check, *looks_back, *layers, saving)
+            *(growth, annealing, progress, recorder, records, rank_check, *looks_back, *layers, fresh, saving)
         ]
         trainer = _trainer(cfg, run_dir, loggers, callbacks, [writer], plan, data)
         if trainer.is_global_zero:
@@ -199,6 +201,7 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
         plan = replace(plan, auxiliary_flops=auxiliary_flops(task))
         if trainer.is_global_zero:
             recorder.write(task)
+        fresh.finish(task)
         # Before the test, so that the accuracy is that of the very weights in model.pt.
         if task.class_order is not None:
             for weights in _weights(task).values():

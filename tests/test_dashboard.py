@@ -26,7 +26,8 @@ def test_a_dry_run_prints_every_panel(capsys):
 
 def test_panels_show_what_is_logged():
     """Names of metrics, of results, of growth events, of tables and of figures."""
-    logged = {*metric_columns(Classification()), *(f"growth/{column}" for column in EVENT_COLUMNS)}
+    logged = {*metric_columns(Classification()), *metric_columns(Classification(), watched="test")}
+    logged |= {*(f"growth/{column}" for column in EVENT_COLUMNS)}
     logged |= {"growth_events", "spectra"}
     logged |= {"result/train_cost_percent", "result/test_accuracy", "result/seconds"}
     logged |= {f"figures/{name}" for name in ("learning_curves", "widths", "rate_factors")}

@@ -8,9 +8,11 @@ from itertools import accumulate
 from math import cos, pi
 from pathlib import Path
 
+import hydra
 import lightning
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.nn import functional as F
 
 from growlab.data import ImageData
@@ -21,7 +23,14 @@ from growlab.widths import trace
 from tests.experiments import EXPERIMENTS, two_steps, write_fake_images
 from tests.runs import CommandLine, Left, Outcome, table
 
-IMAGES = {"limit_train": 96, "limit_test": 40, "batch_size": 32, "shift": 1, "mirror": True}
+IMAGES = {
+    "limit_train": 96,
+    "limit_test": 40,
+    "batch_size": 32,
+    "shift": 1,
+    "mirror": True,
+    "validation": "split",
+}
 DATA = tuple(f"data.{key}={str(value).lower()}" for key, value in IMAGES.items())
 STAGES = ("schedule.epochs=[2,1,2]", "schedule.widths=[0.5,0.75,1]")
 MLP = (*DATA, *STAGES, "model=mlp8", "model.width=12", "model.batch_norm=true")
@@ -65,7 +74,7 @@ def accuracy_and_loss(network: torch.nn.Module, data: ImageData) -> tuple[float,
 def test_without_growth_it_is_plain_sgd(finished: Callable[..., Path]) -> None:
     """The same losses and weights as a hand-written loop with torch.optim.SGD, bit for bit."""
     arguments = ("growth=none", "lr_adapt=none", "schedule.epochs=null", "schedule.total_epochs=3", "seed=5")
-    run = finished(*MLP, *arguments, "optimizer.nesterov=true")
+    run = finished(*MLP, *arguments, "optimizer.nesterov=true", "statistics_images=0")
     data = ImageData("digits", **IMAGES, seed=5)
     data.setup()
     lightning.seed_everything(5, verbose=False)
@@ -92,7 +101,7 @@ def test_growing_in_one_fit_equals_a_loop_with_a_new_optimizer_for_each_stage(
 ) -> None:
     """`grow` as a plain function in a hand-written loop: the same weights, bit for bit."""
     arguments = ("growth=pairs", "lr_adapt=none", "schedule.learning_rate.shape=constant")
-    run = finished(*MLP, *arguments, "schedule.batch_sizes=[48,40,32]")
+    run = finished(*MLP, *arguments, "schedule.batch_sizes=[48,40,32]", "statistics_images=0")
     data = ImageData("digits", **IMAGES, seed=0)
     data.setup()
     lightning.seed_everything(0, verbose=False)
@@ -115,7 +124,7 @@ def test_growing_in_one_fit_equals_a_loop_with_a_new_optimizer_for_each_stage(
     weights = torch.load(run / "model.pt", weights_only=True)
     assert all(torch.equal(value, weights[name]) for name, value in network.state_dict().items())
     rows = table(run / "metrics.csv")
-    assert [int(row["step"]) for row in rows] == list(accumulate(-(-96 // size) for size in sizes))
+    assert [int(row["step"]) for row in rows] == list(accumulate(-(-86 // size) for size in sizes))
     assert [int(row["batch_size"]) for row in rows] == sizes
 
 
@@ -163,6 +172,7 @@ class _InDouble(torch.nn.Module):
 
 
 def test_images_that_are_watched_or_tested_on_decide_nothing(finished: Callable[..., Path]) -> None:
+    """The test set is watched under its own name, and nothing is called validation that is tested on."""
     watched = finished(*SHORT, "data.validation=test", folder="watched")
     unwatched = finished(*SHORT, "data.validation=none", "data.limit_test=20", folder="unwatched")
     assert Left.by(watched).differences(Left.by(unwatched)) == ["metrics", "results"]
@@ -170,8 +180,31 @@ def test_images_that_are_watched_or_tested_on_decide_nothing(finished: Callable[
     assert json.loads((unwatched / "results.json").read_text())["val_accuracy"] is None
     last = table(watched / "metrics.csv")[-1]
     results = json.loads((watched / "results.json").read_text())
-    assert float(last["val_accuracy"]) == pytest.approx(results["test_accuracy"])
-    assert float(last["val_loss"]) == pytest.approx(results["test_loss"], rel=1e-5)
+    assert float(last["test_accuracy"]) == pytest.approx(results["test_accuracy"])
+    assert float(last["test_loss"]) == pytest.approx(results["test_loss"], rel=1e-5)
+    assert results["val_accuracy"] is None and not any(name.startswith("val") for name in last)
+
+
+def test_by_default_validation_images_are_neither_trained_nor_tested_on(
+    finished: Callable[..., Path],
+) -> None:
+    """A tenth of each class of the training images, the same in every run; papers' experiments train on all."""
+    arguments = [argument for argument in SHORT if "validation" not in argument]
+    runs = [finished(*arguments, f"seed={seed}", folder=str(seed)) for seed in (0, 1)]
+    data = [hydra.utils.instantiate(OmegaConf.load(run / "config.yaml").data) for run in runs]
+    for module in data:
+        module.setup()
+    assert (data[0].num_train, data[0].num_val, data[0].num_test) == (86, 10, 40)
+    held_out, again = (torch.cat([x for x, _ in module.val_dataloader()]) for module in data)
+    assert torch.equal(held_out, again)
+    others = [
+        torch.cat([x for x, _ in data[0].training_batches(3)]),
+        *(x for x, _ in data[0].test_dataloader()),
+    ]
+    assert not any(torch.equal(image, other) for image in held_out for other in torch.cat(others))
+    results = json.loads((runs[0] / "results.json").read_text())
+    assert results["val_accuracy"] is not None
+    assert results["val_accuracy"] != results["test_accuracy"]
 
 
 def test_the_seed_decides_initial_weights(finished: Callable[..., Path]) -> None:
@@ -239,7 +272,7 @@ def test_equal_flops_trains_as_long_as_growing_costs(finished: Callable[..., Pat
     half = finished(*MLP, *arguments, "growth.width_multiple=0.5", folder="half")
     half_results = json.loads((half / "results.json").read_text())
     flops = half_results["stages"][0]["flops_per_sample"]
-    assert half_results["epochs"] == round(grown["train_flops"] / (3 * 96 * flops))
+    assert half_results["epochs"] == round(grown["train_flops"] / (3 * 86 * flops))
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])

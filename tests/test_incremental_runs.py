@@ -10,7 +10,10 @@ from growlab.data import ImageData
 from growlab.networks import mlp8
 from tests.runs import CommandLine
 
-IMAGES = ("data.limit_train=200", "data.batch_size=20", "data.shift=0", "data.incremental.start=0.4")
+IMAGES = (
+    *("data.limit_train=200", "data.batch_size=20", "data.shift=0", "data.incremental.start=0.4"),
+    "data.validation=test",
+)
 NETWORK = ("model=mlp8", "model.width=12", "model.batch_norm=true", "ema.decay=0.9")
 STAGES = ("schedule.epochs=[1,1,2]", "schedule.widths=[0.5,0.75,1]")
 RUN = ("data=digits_incremental", *IMAGES, *NETWORK)

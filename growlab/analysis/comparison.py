@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pandas
@@ -32,8 +33,7 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
     rows = summarise(runs)
     one_task(rows, "compare")
     looks = style.looks([row.group.is_fixed_size for row in rows])
-    held_out = all(run.curve("val_accuracy") is not None for row in rows for run in row.runs)
-    accuracy = "val_accuracy" if held_out else "train_accuracy"
+    held_out = all(run.held_out("accuracy") is not None for row in rows for run in row.runs)
     num_epochs = max(row.group.epochs for row in rows)
     names = [_legend_name(row, rows) for row in rows]
     num_columns = min(len(rows), 3 if max(map(len, names)) < 38 else 2)
@@ -42,10 +42,18 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
         figure = style.new_figure(7.2, 4.2 + 0.15 * num_lines)
         panels = figure.subplot_mosaic([["loss", "cost"], ["accuracy", "cost"]], width_ratios=(1, 1.1))
         loss_axes, accuracy_axes, cost_axes = (panels[name] for name in ("loss", "accuracy", "cost"))
-        for axes, column, scale in ((loss_axes, "train_loss", 1), (accuracy_axes, accuracy, 100)):
+        accuracies = (
+            partial(Run.held_out, quantity="accuracy")
+            if held_out
+            else partial(Run.curve, column="train_accuracy")
+        )
+        for axes, curve, scale in (
+            (loss_axes, partial(Run.curve, column="train_loss"), 1),
+            (accuracy_axes, accuracies, 100),
+        ):
             _mark_all_growth(axes, rows, looks)
             for row, look in zip(rows, looks, strict=True):
-                _seed_band(axes, row, column, scale, look)
+                _seed_band(axes, row, curve, scale, look)
             style.epoch_axis(axes, num_epochs)
         loss_axes.set_xlabel("")
         loss_axes.set_ylabel("training loss")
@@ -82,11 +90,11 @@ def _mark_all_growth(axes: Axes, rows: Sequence[Row], looks: Sequence[dict[str, 
         )
 
 
-def _seed_band(axes: Axes, row: Row, column: str, scale: float, look: dict[str, Any]) -> None:
+def _seed_band(axes: Axes, row: Row, curve: Callable[[Run], Any], scale: float, look: dict[str, Any]) -> None:
     curves = [
         pandas.Series(scale * values, index=run.metrics["epoch"] + 1)
         for run in row.runs
-        if (values := run.curve(column)) is not None
+        if (values := curve(run)) is not None
     ]
     if not curves:
         return

@@ -14,7 +14,7 @@ from growlab.analysis.results import Run
 
 
 def learning_curves(run: Run) -> Figure:
-    """Loss and accuracy over epochs: training, held-out where measured, and the final test value.
+    """Loss and accuracy over epochs: training, validation or the test set where watched, and the final test value.
 
     Raises:
         UserError: the run has no metrics.
@@ -28,7 +28,8 @@ def learning_curves(run: Run) -> Figure:
             style.mark_growth(axes, run.growth_epochs)
             for prefix, name, colour, dashes, marker in (
                 ("train", "training", style.PALETTE[0], "-", "o"),
-                ("val", "held-out", style.PALETTE[1], style.DASHES[1], "s"),
+                ("val", "validation", style.PALETTE[1], style.DASHES[1], "s"),
+                ("test", "test, watched", style.PALETTE[1], style.DASHES[1], "s"),
             ):
                 y = run.curve(f"{prefix}_{quantity}")
                 if y is None:

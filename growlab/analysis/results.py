@@ -145,6 +145,11 @@ class Run:
         values = pandas.to_numeric(self.metrics[column], errors="coerce").to_numpy(dtype=float)
         return values if numpy.isfinite(values).any() else None
 
+    def held_out(self, quantity: str) -> "numpy.ndarray | None":
+        """The curve of a quantity on data that was not trained on: validation's, else that of a test set watched."""
+        found = self.curve(f"val_{quantity}")
+        return self.curve(f"test_{quantity}") if found is None else found
+
     @cached_property
     def rates(self) -> "pandas.DataFrame | None":
         """`rates.csv`: rate factor, weight and gradient norm of every region over steps; None without the file.

@@ -16,7 +16,7 @@ from growlab.errors import UserError
 
 
 def width_changes(runs: Sequence[Run], by: Literal["start", "end"]) -> Figure:
-    """Validation accuracy over epochs, a panel a width, mean and standard deviation over equal runs (seeds).
+    """Held-out accuracy over epochs, a panel a width, mean and standard deviation over equal runs (seeds).
 
     A panel holds the runs that start at (or end with) its width, a line for each width at the other end, and in
     black the runs of that width that do not grow. The shade behind spans the epochs in which widths change. The
@@ -63,7 +63,7 @@ def width_changes(runs: Sequence[Run], by: Literal["start", "end"]) -> Figure:
             axes.set_title(f"{'from' if by == 'start' else 'to'} width {width}")
             style.epoch_axis(axes, max(len(line.mean) for line in lines))
             axes.set_xlabel("epoch" if index + columns >= len(widths) else "")
-            axes.set_ylabel("val. accuracy (%)" if index % columns == 0 else "")
+            axes.set_ylabel("held-out accuracy (%)" if index % columns == 0 else "")
         keys = sorted(handles)
         style.legend_below(figure, [handles[key] for key in keys], [name for _, name in keys], len(keys))
     return figure
@@ -87,9 +87,9 @@ def _lines(runs: Sequence[Run]) -> tuple[list[_Line], set[int]]:
     name = ", ".join(["without growth", *sorted(override.partition("=")[2] for override in told)])
     events: set[int] = set()
     for run in runs:
-        path, accuracy = path_of(run), run.curve("val_accuracy")
+        path, accuracy = path_of(run), run.held_out("accuracy")
         if accuracy is None:
-            raise UserError(f"{run.path} has no validation accuracy over epochs to draw.")
+            raise UserError(f"{run.path} has no held-out accuracy over epochs to draw.")
         curves[run.group.is_fixed_size, path[0], path[-1]].append(100 * accuracy)
         events |= {epoch for epoch in range(1, len(path)) if path[epoch] != path[epoch - 1]}
     lines = []

@@ -11,7 +11,7 @@ from growlab.errors import UserError
 
 
 def width_paths(runs: Sequence[Run]) -> Figure:
-    """Channels of all groups over epochs above, validation accuracy below; runs of one start share a colour.
+    """Channels of all groups over epochs above, held-out accuracy below; runs of one start share a colour.
 
     Raises:
         UserError: there is no run, or one has no metrics or no width groups.
@@ -29,7 +29,7 @@ def width_paths(runs: Sequence[Run]) -> Figure:
             above.plot(
                 edges, [*path, path[-1]], drawstyle="steps-post", color=colour, linewidth=1.2, alpha=0.8
             )
-            accuracy = run.curve("val_accuracy")
+            accuracy = run.held_out("accuracy")
             if accuracy is not None:
                 below.plot(
                     range(1, len(accuracy) + 1), 100 * accuracy, color=colour, linewidth=1.0, alpha=0.8
@@ -47,7 +47,7 @@ def width_paths(runs: Sequence[Run]) -> Figure:
         above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
         above.set_ylabel("width")
         above.legend(frameon=False, fontsize=8)
-        below.set_ylabel("val. accuracy %")
+        below.set_ylabel("held-out accuracy %")
         below.set_xlabel("epoch")
         style.epoch_axis(below, max(len(path) for path in paths))
     return figure

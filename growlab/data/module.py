@@ -51,7 +51,8 @@ class ImageData(LightningDataModule):
             trains and validates on two classes at first and on three from epoch 10 on, with as many images an
             epoch (those of fewer classes are repeated); the test takes the last ones. None = all classes.
         incremental: what part of the classes or images each stage of the run has; see `Incremental`. None = all.
-        validation: "none"; "split": part of the training set; "test": the test set, watched, not selected on.
+        validation: "none"; "split": part of the training set; "test": the test set, watched under this name and not
+            selected on, so that all training images are trained on.
         validation_fraction: the part that "split" takes.
         split_seed: decides which images "split" takes, whatever the seed of the run.
         limit_train: use only so many training images, the first ones of each class.
@@ -207,20 +208,29 @@ class ImageData(LightningDataModule):
         epoch = self._now
         return self.training_images(epoch, epoch)
 
-    def training_batches(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the first batches of the trainer's current epoch, this rank's part of each, not augmented.
+    def training_batches(
+        self, count: int, epoch: int | None = None, augmented: bool = False
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the first batches of an epoch, this rank's part of each.
 
-        Like `train_dataloader` a function of seed and epoch, and it leaves the epoch's own batches alone. As many as
-        there are, if there are fewer.
+        Like `train_dataloader` a function of seed and epoch, and it leaves the epoch's own batches alone.
+
+        Args:
+            count: number of batches; as many as there are, if there are fewer.
+            epoch: None: the trainer's current one.
+            augmented: shift and mirror the images as training does (random crops are left out).
         """
-        epoch = self._now
+        epoch = self._now if epoch is None else epoch
         train = self._current("train", epoch)
-        batches = self._training_plan(epoch, epoch).batches()[:count]
+        plan = self._training_plan(epoch, epoch)
         labels = torch.from_numpy(train.labels)
-        return [
-            (self._normalisation.apply(train.read(part).cpu(), self.channels_last), labels[part])
-            for part in batches
-        ]
+        batches = []
+        for part in plan.batches()[:count]:
+            images = train.read(part).cpu()
+            if augmented:
+                images = self.augmentation.apply(images, plan.draw(part))
+            batches.append((self._normalisation.apply(images, self.channels_last), labels[part]))
+        return batches
 
     def training_images(self, epoch: int, draw: int) -> MemoryLoader | StreamLoader:
         """Return batches of the training images of an epoch, in the order and augmented as those of another.
@@ -253,7 +263,7 @@ class ImageData(LightningDataModule):
         """Return the validation images in order; an empty list without validation."""
         if self.validation == "none":
             return []
-        return self._evaluation("val" if self.validation == "split" else "test")
+        return self._evaluation(self.watched)
 
     def test_dataloader(self) -> MemoryLoader | StreamLoader:
         """Return the test images in order."""
@@ -283,6 +293,11 @@ class ImageData(LightningDataModule):
         """Return the number of images in each training batch of an epoch that has batches of this size."""
         whole, rest = divmod(self.num_train_at(epoch, batch_size), batch_size)
         return [batch_size] * whole + [rest] * bool(rest)
+
+    @property
+    def watched(self) -> str:
+        """What `val_dataloader` gives images of: "val", or "test" with `validation="test"`."""
+        return "test" if self.validation == "test" else "val"
 
     @property
     def network_arguments(self) -> dict[str, Any]:

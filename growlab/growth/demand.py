@@ -186,8 +186,8 @@ class Plateau(Demand):
         for row in course.rows:
             if row.get(self.metric) is None:
                 raise ValueError(
-                    f"schedule.demand.metric={self.metric} is not recorded: set data.validation=split or test, or "
-                    "watch train_loss."
+                    f"schedule.demand.metric={self.metric} is not recorded: set data.validation=split, or watch "
+                    "train_loss."
                 )
             value = sign * float(row[self.metric])
             if best is None or value < best - self.min_delta * abs(best):

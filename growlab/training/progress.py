@@ -91,7 +91,7 @@ class GrowthProgress(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
         """Without a terminal, print the epoch's line."""
         # Summed over ranks, so every rank must ask, and whether there is a terminal does not matter.
-        metrics = {**pl_module.metrics("train"), **pl_module.metrics("val")}
+        metrics = {**pl_module.metrics("train"), **pl_module.metrics(pl_module.watched)}
         if not trainer.is_global_zero or self._console.is_terminal:
             return
         now = time.perf_counter()

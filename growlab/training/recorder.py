@@ -154,7 +154,8 @@ class RunRecorder(Callback):
         """Add the epoch's row and write the files, before the checkpoint is saved."""
         pl_module.check_loss()
         pl_module.check_weights()
-        metrics = {k: v for split in ("train", "val", "val_ema") for k, v in pl_module.metrics(split).items()}
+        splits = ("train", pl_module.watched, f"{pl_module.watched}_ema")
+        metrics = {key: value for split in splits for key, value in pl_module.metrics(split).items()}
         seconds = time.perf_counter() - self._began
         stage, epoch = pl_module.growth_state.stage, trainer.current_epoch
         row = {
@@ -230,7 +231,7 @@ class RunRecorder(Callback):
 
     def write(self, task: Task) -> None:
         """Write all files of the run so far."""
-        columns = metric_columns(task.objective, task.average is not None)
+        columns = metric_columns(task.objective, task.average is not None, task.watched)
         lines = [",".join(columns)]
         lines += [",".join(_cell(row.get(column)) for column in columns) for row in self.rows]
         write_text(self.run_dir / "metrics.csv", "\n".join(lines) + "\n")
@@ -246,12 +247,18 @@ class RunRecorder(Callback):
         )
 
 
-def metric_columns(objective: Objective, averaged: bool = False) -> list[str]:
-    """The columns of metrics.csv; those of averaged weights, if there are any, come last."""
+def metric_columns(objective: Objective, averaged: bool = False, watched: str = "val") -> list[str]:
+    """The columns of metrics.csv; those of averaged weights, if there are any, come last.
+
+    Args:
+        objective: names the metrics.
+        averaged: whether there are averaged weights.
+        watched: what is evaluated behind each epoch, "val" or "test".
+    """
     names = list(objective.metric_names)
     metrics = [f"train_{name}" for name in names]
-    metrics += [f"val_{name}" for name in (*names, *objective.evaluated_names)]
-    average = [f"val_ema_{name}" for name in names] if averaged else []
+    metrics += [f"{watched}_{name}" for name in (*names, *objective.evaluated_names)]
+    average = [f"{watched}_ema_{name}" for name in names] if averaged else []
     return [*_FIRST_COLUMNS, *metrics, *_LAST_COLUMNS, *average]
 
 

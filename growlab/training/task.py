@@ -1,6 +1,7 @@
 """The Lightning task: train a network that grows towards an objective."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -79,6 +80,10 @@ class Task(LightningModule):
         self.statistics_ranks = 1
         #: The batch sizes that were found to fit, see `fit_batch_sizes`; None where the schedule says them.
         self.batch_fit: list[dict[str, int]] | None = None
+        #: What is evaluated behind each epoch: "val", or "test" where the test set is watched.
+        self.watched = "val"
+        #: What a validation batch is evaluated in, see `FreshStatistics`.
+        self.evaluating: Callable[[], AbstractContextManager[None]] = nullcontext
         self._make_optimizer, self.steps_in_epoch = make_optimizer, steps_in_epoch
         self._seed_widths = dict(state.widths)
         self._regions: tuple[Any, dict[str, Regions]] | None = None
@@ -213,11 +218,12 @@ class Task(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Begin to count anew."""
-        self._forget("val")
+        self._forget(self.watched)
 
     def validation_step(self, batch: tuple[Tensor, ...], batch_index: int) -> None:
         """Metrics of one validation batch."""
-        self._evaluate("val", batch)
+        with self.evaluating():
+            self._evaluate(self.watched, batch)
 
     def test_step(self, batch: tuple[Tensor, ...], batch_index: int) -> None:
         """Metrics of one test batch."""
@@ -225,7 +231,7 @@ class Task(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Metrics of the whole network."""
-        self._finish("val", self.current_epoch)
+        self._finish(self.watched, self.current_epoch)
 
     def on_test_epoch_start(self) -> None:
         """Begin to count anew."""

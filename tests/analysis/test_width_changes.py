@@ -22,7 +22,7 @@ def fake(path: list[int], accuracy: float, grows: bool = True, validated: bool =
         group=SimpleNamespace(is_fixed_size=not grows, overrides=overrides),
         growth={"groups": {"hidden": {"full_width": path[0], "widths": widths}}},
         metrics=pd.DataFrame({"stage": stages}),
-        curve=lambda column: accuracy + np.zeros(len(path)) if validated else None,
+        held_out=lambda quantity: accuracy + np.zeros(len(path)) if validated else None,
     )
 
 
@@ -76,5 +76,5 @@ def test_the_band_is_one_sample_deviation_over_seeds() -> None:
 def test_runs_that_cannot_be_drawn_are_named() -> None:
     with pytest.raises(UserError, match="there is none"):
         width_changes([fake([2, 2], 0.1, grows=False)], "start")
-    with pytest.raises(UserError, match="run has no validation accuracy"):
+    with pytest.raises(UserError, match="run has no held-out accuracy"):
         width_changes([fake([2, 3], 0.1, validated=False)], "end")

@@ -16,7 +16,7 @@ def fake(widths: dict[str, list[int]], stages: list[int]) -> SimpleNamespace:
         path="run",
         growth={"events": [], "groups": groups},
         metrics=pd.DataFrame({"stage": stages}),
-        curve=lambda column: np.linspace(0.1, 0.9, len(stages)),
+        held_out=lambda quantity: np.linspace(0.1, 0.9, len(stages)),
     )
 
 

@@ -202,7 +202,9 @@ def test_limits_are_balanced_over_classes():
 
 def test_validation_choices():
     assert _digits(validation="none").val_dataloader() == []
+    assert (_digits(validation="split").watched, _digits().watched) == ("val", "val")
     watched = _digits(validation="test")
+    assert watched.watched == "test"
     assert watched.num_val == watched.num_test
     assert _equal(list(watched.val_dataloader()), list(watched.test_dataloader()))
 

@@ -13,7 +13,14 @@ from growlab.networks import mlp8
 from growlab.widths import trace
 from tests.runs import CommandLine
 
-IMAGES = {"limit_train": 96, "limit_test": 40, "batch_size": 32, "shift": 1, "mirror": True}
+IMAGES = {
+    "limit_train": 96,
+    "limit_test": 40,
+    "batch_size": 32,
+    "shift": 1,
+    "mirror": True,
+    "validation": "none",
+}
 ARGUMENTS = (
     *(f"data.{key}={str(value).lower()}" for key, value in IMAGES.items()),
     *("schedule.epochs=[1,1,1]", "schedule.widths=[0.5,0.75,1]", "log_rates_every_n_steps=1"),
