@@ -39,6 +39,14 @@ def results_row(
         "num_nodes": num_nodes,
         "batch_size": plan.schedule.batch_sizes[-1],
         "batch_fit": task.batch_fit,
+        # What runs are compared by.
+        "metric": dict(
+            zip(
+                ("name", "higher_is_better"),
+                getattr(task.objective, "compared_by", ("accuracy", True)),
+                strict=True,
+            )
+        ),
         **task.metrics("test"),
         **task.metrics("test_ema"),
         **{

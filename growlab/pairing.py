@@ -5,10 +5,11 @@ from typing import Any
 
 import hydra
 from hydra.utils import get_object
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from growlab.errors import UserError
+from growlab.training.custom_objective import CustomObjective
 from growlab.training.objective import Objective
 
 _OF_AN_OBJECTIVE = ("metric_names", "evaluated_names", "uneven", "bind", "metrics", "evaluate", "exports")
@@ -47,12 +48,18 @@ def make_objective(objective: DictConfig, data: Any) -> Objective:
     Raises:
         UserError: it is none, or not for such data.
     """
+    if "label_smoothing" in objective and not _takes(objective._target_, "label_smoothing"):
+        # The default file's, where another loss is put in the place of its `_target_`.
+        objective = OmegaConf.masked_copy(objective, [key for key in objective if key != "label_smoothing"])
     made = hydra.utils.instantiate(objective)
+    if isinstance(made, nn.Module) and not hasattr(made, "metric_names"):
+        made = CustomObjective(made)
     missing = [name for name in _OF_AN_OBJECTIVE if not hasattr(made, name)]
     if missing or not callable(made):
         raise UserError(
             f"objective._target_={objective._target_} is no objective, which has {', '.join(_OF_AN_OBJECTIVE)}, as "
-            f"growlab.training.Classification (cross-entropy) does{_advice(data)}"
+            f"growlab.training.Classification does, and no loss of torch.nn; any other loss goes into "
+            f"objective=custom{_advice(data)}"
         )
     made.bind(data)
     return made

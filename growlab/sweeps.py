@@ -39,23 +39,25 @@ def check_selection(cfg: DictConfig) -> None:
     if directions not in (["maximize"], _ACCURACY_AND_COST):
         raise UserError(
             f"hydra.sweeper.direction={','.join(directions)} does not fit: a run returns its accuracy (maximize) or, "
-            "with [maximize,minimize], its accuracy and its cost."
+            "with [maximize,minimize], its accuracy and its cost; a metric that is better lower comes with a minus."
         )
 
 
 def objective(cfg: DictConfig, run_dir: Path) -> float | tuple[float, float] | None:
-    """What a search may select on: accuracy on images held out from the training set, and the cost.
+    """What a search may select on: the metric on samples held out from the training set, and the cost.
 
     Returns:
-        The accuracy; for a search in two directions the accuracy and `train_cost_percent`; None without
-        `data.validation=split`, or if the run has not come to its end.
+        The metric that the objective is compared by, negative where lower is better; for a search in two directions
+        also `train_cost_percent`; None without `data.validation=split`, or if the run has not come to its end.
     """
     path = run_dir / "results.json"
     if not _holds_out(cfg) or not path.exists():
         return None
     results = json.loads(path.read_text())
-    accuracy = float(results["val_accuracy"])
-    return (accuracy, float(results["train_cost_percent"])) if len(_directions()) == 2 else accuracy
+    metric = results.get("metric") or {"name": "accuracy", "higher_is_better": True}
+    value = float(results[f"val_{metric['name']}"])
+    value = value if metric["higher_is_better"] else -value
+    return (value, float(results["train_cost_percent"])) if len(_directions()) == 2 else value
 
 
 def _directions() -> list[str]:

@@ -357,7 +357,13 @@ def one_sentence(outcome: Outcome) -> str:
         (("+logger.x=3",), "logger.x=3 is no logger"),
         (("+logger.x._target_=torch.nn.Identity",), "logger.x makes a Identity"),
         (("study={}",), "study={} is no study"),
-        (("objective._target_=torch.nn.CrossEntropyLoss",), "is no objective"),
+        (("objective._target_=fractions.Fraction",), "is no objective, which has metric_names,"),
+        (
+            ("objective._target_=torch.nn.CosineEmbeddingLoss",),
+            "objective.loss (CosineEmbeddingLoss) does not take",
+        ),
+        (("objective=regression",), "Regression takes outputs and targets of one shape"),
+        (("objective=custom",), "objective.loss._target_ has no value"),
         (("objective=characters",), "images go with objective=classification"),
         (
             ("model=custom", "model._target_=tests.runs.spatial"),

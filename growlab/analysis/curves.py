@@ -10,11 +10,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from growlab.analysis import style
+from growlab.analysis.metrics import ACCURACY, Metric, metric_of
 from growlab.analysis.results import Run
 
 
 def learning_curves(run: Run) -> Figure:
-    """Loss and accuracy over epochs: training, validation or the test set where watched, and the final test value.
+    """Loss and the task's metric over epochs: training, validation or the test set where watched, and the test value.
 
     Raises:
         UserError: the run has no metrics.
@@ -22,9 +23,14 @@ def learning_curves(run: Run) -> Figure:
     metrics = run.metrics
     x = metrics["epoch"].to_numpy() + 1
     with style.styled():
-        figure = style.new_figure(5.2, 4.3)
-        loss_axes, accuracy_axes = figure.subplots(2, 1, sharex=True)
-        for axes, quantity, scale in ((loss_axes, "loss", 1), (accuracy_axes, "accuracy", 100)):
+        metric = metric_of([run.results])
+        if all(run.curve(f"{split}_{metric.key}") is None for split in ("train", "val", "test")):
+            metric = ACCURACY
+        shown = [Metric("loss", "loss", higher_is_better=False), *([] if metric.key == "loss" else [metric])]
+        figure = style.new_figure(5.2, 0.3 + 2.0 * len(shown))
+        panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, one in zip(panels, shown, strict=True):
+            quantity, scale = one.key, one.scale
             style.mark_growth(axes, run.growth_epochs)
             for prefix, name, colour, dashes, marker in (
                 ("train", "training", style.PALETTE[0], "-", "o"),
@@ -47,7 +53,7 @@ def learning_curves(run: Run) -> Figure:
                 )
             test = run.results.get(f"test_{quantity}")
             if test is not None and math.isfinite(test):
-                value = f"{scale * test:.2f}" + (" %" if quantity == "accuracy" else "")
+                value = f"{one.text(test)} {one.unit}".strip()
                 axes.plot(
                     x[-1:],
                     [scale * test],
@@ -59,11 +65,10 @@ def learning_curves(run: Run) -> Figure:
                     zorder=4,
                     label=f"test, final: {value}",
                 )
-        loss_axes.set_ylabel("loss")
-        accuracy_axes.set_ylabel("accuracy (%)")
-        style.epoch_axis(accuracy_axes, x[-1])
-        loss_axes.legend(loc="upper right")
-        accuracy_axes.legend(loc="lower right")
-        labels = style.label_stages(loss_axes, run, x[-1])
+            axes.set_ylabel(one.name + (f" ({one.unit})" if one.unit else ""))
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(loc="lower right" if one.higher_is_better else "upper right")
+        style.epoch_axis(panels[-1], x[-1])
+        labels = style.label_stages(panels[0], run, x[-1])
         style.thin_out(figure, labels[:-1])
     return figure

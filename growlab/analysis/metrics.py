@@ -1,4 +1,4 @@
-"""What a run is judged by: BLEU of a translation, bits of a text, accuracy of everything else."""
+"""What a run is judged by: BLEU of a translation, bits of a text, what its objective says, or accuracy."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ class Metric:
         scale: what tables and figures multiply it by.
         unit: of the scaled number.
         higher_is_better: which end is the good one.
+        digits: how the scaled number is formatted.
     """
 
     key: str
@@ -22,6 +23,7 @@ class Metric:
     scale: float = 1.0
     unit: str = ""
     higher_is_better: bool = True
+    digits: str = ".2f"
 
     @property
     def label(self) -> str:
@@ -46,7 +48,7 @@ class Metric:
 
     def text(self, value: float) -> str:
         """The value as tables show it, without its unit."""
-        return f"{self.scale * value:.2f}"
+        return format(self.scale * value, self.digits)
 
 
 ACCURACY = Metric("accuracy", "accuracy", 100.0, "%")
@@ -55,7 +57,7 @@ BITS = Metric("bits_per_character", "bits per character", higher_is_better=False
 
 
 def metric_of(results: Iterable[Mapping[str, Any]]) -> Metric:
-    """The metric that all of these `results.json` were tested with; accuracy where there is no better one.
+    """The metric that all of these `results.json` were tested with; accuracy where they have none in common.
 
     Example:
         >>> metric_of([{"test_accuracy": 0.6, "test_bleu": 31.8}]).label, metric_of([{"test_accuracy": 0.9}]).label
@@ -65,4 +67,11 @@ def metric_of(results: Iterable[Mapping[str, Any]]) -> Metric:
     for metric in (BLEU, BITS):
         if results and all(row.get(f"test_{metric.key}") is not None for row in results):
             return metric
+    named = {
+        tuple((row.get("metric") or {"name": "accuracy", "higher_is_better": True}).values())
+        for row in results
+    }
+    if len(named) == 1 and (ACCURACY.key, True) not in named:
+        ((key, higher_is_better),) = named
+        return Metric(key, key.replace("_", " "), higher_is_better=higher_is_better, digits=".4g")
     return ACCURACY

@@ -28,7 +28,7 @@ _REQUIRED: dict[str, tuple[type, ...]] = {
     "seed": (int,),
     "epochs": (int,),
     "train_cost_percent": (*_NUMBER, type(None)),
-    "test_accuracy": (*_NUMBER, type(None)),
+    "test_loss": (*_NUMBER, type(None)),
     "seconds": (*_NUMBER, type(None)),
 }
 # Overrides that say who ran it, where and on what, or that the other fields of a group already tell.

@@ -17,7 +17,7 @@ class Objective(Protocol):
     A batch is a tuple: the network's positional inputs, and the target behind them.
     """
 
-    #: Names of the metrics, in the order of the columns of metrics.csv; "loss" and "accuracy" are among them.
+    #: Names of the metrics, in the order of the columns of metrics.csv; "loss" is among them.
     metric_names: Sequence[str]
     #: Names of the numbers that `evaluate` adds to an epoch's metrics.
     evaluated_names: Sequence[str]
@@ -57,6 +57,33 @@ class Objective(Protocol):
         """Further files of the run's folder by name: text, or what `torch.save` takes; the network is model.pt's."""
 
 
+class SumObjective:
+    """An objective whose metrics follow from sums over samples alone; subclasses add the loss and the metrics."""
+
+    metric_names: Sequence[str] = ("loss", "accuracy")
+    evaluated_names: Sequence[str] = ()
+    uneven = False
+    #: The metric that runs are compared by, and whether the higher value is the better one.
+    compared_by: tuple[str, bool] = ("accuracy", True)
+    #: What the data go with, for an error message.
+    goes_with = ""
+
+    def bind(self, data: Any) -> None:
+        """Learn what the data go with, for an error message."""
+        self.goes_with = getattr(data, "goes_with", "")
+
+    def observe(self, output: Any, target: Tensor) -> None:
+        """See a batch of validation or test, for what `evaluate` tells behind all of them."""
+
+    def evaluate(self, task: Any, split: str, epoch: int | None) -> dict[str, Any]:
+        """Nothing more."""
+        return {}
+
+    def exports(self, network: nn.Module) -> dict[str, Any]:
+        """Nothing more."""
+        return {}
+
+
 def check_shapes(objective: Any, takes: tuple[str, ...], logits: Any, target: Tensor) -> None:
     """Refuse outputs and targets of other dimensions than an objective takes.
 
@@ -79,8 +106,25 @@ def check_shapes(objective: Any, takes: tuple[str, ...], logits: Any, target: Te
     )
 
 
-class Classification:
+def smoothing(part: float) -> float:
+    """The part of a target's probability that is spread over all classes, if there is such a part.
+
+    Raises:
+        UserError: it does not lie in [0, 1).
+    """
+    if not 0 <= part < 1:
+        raise UserError(f"objective.label_smoothing={part} must be at least 0 and below 1.")
+    return part
+
+
+class Classification(SumObjective):
     """Cross-entropy of one class for each sample; accuracy.
+
+    Args:
+        label_smoothing: the part of the target's probability that is spread over all classes; 0: none.
+
+    Raises:
+        UserError: no such part.
 
     Example:
         >>> loss, sums = Classification()(torch.tensor([[0.0, 0.0], [8.0, 0.0]]), torch.tensor([1, 0]))
@@ -88,9 +132,8 @@ class Classification:
         0.5
     """
 
-    metric_names: Sequence[str] = ("loss", "accuracy")
-    evaluated_names: Sequence[str] = ()
-    uneven = False
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        self.label_smoothing = smoothing(label_smoothing)
 
     def __call__(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """The mean loss of logits [B, C] and classes [B]; sums of loss, hits and samples.
@@ -100,7 +143,7 @@ class Classification:
         """
         check_shapes(self, ("batch", "classes"), logits, target)
         try:
-            loss = F.cross_entropy(logits, target)
+            loss = F.cross_entropy(logits, target, label_smoothing=self.label_smoothing)
         except IndexError as error:
             raise UserError(
                 f"class {int(target.max())} has no output: the network has {logits.shape[1]}, counted from 0."
@@ -114,20 +157,8 @@ class Classification:
         loss, correct, count = sums
         return {"loss": loss / count, "accuracy": correct / count}
 
-    def bind(self, data: Any) -> None:
-        """Learn what the data go with, for an error message."""
-        self.goes_with = getattr(data, "goes_with", "")
 
-    def evaluate(self, task: Any, split: str, epoch: int | None) -> dict[str, Any]:
-        """Nothing more."""
-        return {}
-
-    def exports(self, network: nn.Module) -> dict[str, Any]:
-        """Nothing more."""
-        return {}
-
-
-class TokenPrediction:
+class TokenPrediction(SumObjective):
     """Cross-entropy of one token for each position, padding left out; accuracy and perplexity.
 
     The loss may be smoothed (Szegedy et al. 2016); perplexity is e to the mean of the loss that is not.
@@ -146,13 +177,10 @@ class TokenPrediction:
     """
 
     metric_names: Sequence[str] = ("loss", "accuracy", "perplexity")
-    evaluated_names: Sequence[str] = ()
     uneven = True
 
     def __init__(self, label_smoothing: float = 0.0, padding: int = -100) -> None:
-        if not 0 <= label_smoothing < 1:
-            raise UserError(f"objective.label_smoothing={label_smoothing} must be at least 0 and below 1.")
-        self.label_smoothing, self.padding = label_smoothing, padding
+        self.label_smoothing, self.padding = smoothing(label_smoothing), padding
 
     def __call__(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """The mean loss of logits [B, T, V] and tokens [B, T]; sums of loss, hits, likelihood and tokens.
@@ -183,18 +211,6 @@ class TokenPrediction:
         except OverflowError:
             perplexity = math.inf
         return {"loss": loss / count, "accuracy": correct / count, "perplexity": perplexity}
-
-    def bind(self, data: Any) -> None:
-        """Learn what the data go with, for an error message."""
-        self.goes_with = getattr(data, "goes_with", "")
-
-    def evaluate(self, task: Any, split: str, epoch: int | None) -> dict[str, Any]:
-        """Nothing more."""
-        return {}
-
-    def exports(self, network: nn.Module) -> dict[str, Any]:
-        """Nothing more."""
-        return {}
 
 
 def network_inputs(example: Tensor | tuple[Any, ...], network: nn.Module) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning import Callback, Trainer
@@ -84,7 +84,7 @@ class GrowthProgress(Callback):
             self._bar.task_ids[0],
             completed=done,
             description=self._describe(trainer, pl_module),
-            figures=f"loss {figures['loss']:.3f}  acc {figures['accuracy']:.1%}  {samples_per_sec:,.0f}/s",
+            figures=f"{_figures(figures)}  {samples_per_sec:,.0f}/s",
             left=f"left {_clock(self._left(done, now))}",
         )
 
@@ -95,10 +95,7 @@ class GrowthProgress(Callback):
         if not trainer.is_global_zero or self._console.is_terminal:
             return
         now = time.perf_counter()
-        figures = "  ".join(
-            f"{name.replace('accuracy', 'acc')} {value:.1%}" if "accuracy" in name else f"{name} {value:.3f}"
-            for name, value in metrics.items()
-        )
+        figures = _figures(metrics)
         done = sum(self._effort[: trainer.current_epoch + 1])
         rate = (1 - self._began_at) * self._samples[trainer.current_epoch] / (now - self._epoch_began)
         line = f"{self._describe(trainer, pl_module)}  {figures}  {rate:,.0f}/s  left {_clock(self._left(done, now))}"
@@ -146,6 +143,13 @@ class GrowthProgress(Callback):
     def _left(self, done: float, now: float) -> float:
         new = done - self._resumed_at
         return (now - self._began) * (sum(self._effort) - done) / new if new > 0 else 0.0
+
+
+def _figures(metrics: Mapping[str, float]) -> str:
+    return "  ".join(
+        f"{name.replace('accuracy', 'acc')} {value:.1%}" if "accuracy" in name else f"{name} {value:.3f}"
+        for name, value in metrics.items()
+    )
 
 
 def first_line(graph: WidthGraph) -> str:

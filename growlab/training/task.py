@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning import LightningModule
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from growlab.errors import UserError
 from growlab.growth import Depth, GrowthMethod, GrowthState, Schedule, WidthDecision, restore
@@ -14,7 +15,7 @@ from growlab.optim import Regional, Regions, exempt_from_decay, weight_regions
 from growlab.ranks import stacked
 from growlab.training.checkpoints import HEADER, as_precise, differences, shapes
 from growlab.training.learning_rate import LearningRate
-from growlab.training.objective import Classification, Objective
+from growlab.training.objective import Classification, Objective, SumObjective
 from growlab.training.rate_adaptation import RateAdaptation
 from growlab.training.weight_average import WeightAverage
 from growlab.widths import WidthGraph, resize
@@ -121,7 +122,7 @@ class Task(LightningModule):
 
     def _scaled(self, logits: Tensor) -> Tensor:
         factor = self.growth_state.output_factor
-        return logits if factor == 1.0 else logits * factor
+        return logits if factor == 1.0 else tree_map_only(Tensor, lambda tensor: tensor * factor, logits)
 
     # Optimizer -----------------------------------------------------------------------------------------
 
@@ -293,8 +294,10 @@ class Task(LightningModule):
 
     def _evaluate(self, split: str, batch: tuple[Tensor, ...]) -> None:
         *inputs, target = batch
-        target = self.positions(target)
-        self._add(split, self.objective(self(*inputs), target)[1])
+        target, output = self.positions(target), self(*inputs)
+        self._add(split, self.objective(output, target)[1])
+        if isinstance(self.objective, SumObjective):
+            self.objective.observe(output, target)
         if self.average is not None:
             logits = self._scaled(self.average.module(*inputs))
             self._add(f"{split}_ema", self.objective(logits, target)[1])

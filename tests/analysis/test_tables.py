@@ -198,6 +198,18 @@ def test_translations_are_judged_by_bleu_and_texts_by_their_bits(tmp_path):
     assert all(pair.row.score_mean < pair.against.score_mean for pair in compare_pairs(text))
 
 
+def test_other_objectives_are_judged_by_what_they_name(tmp_path):
+    for growth, rmse in (("ours", 0.0625), ("none", 0.05)):
+        metric = {"metric": {"name": "rmse", "higher_is_better": False}}
+        write_run(tmp_path / growth, growth=growth, test_rmse=rmse, **metric)
+    rows = summarise(load_runs(tmp_path))
+    assert [(row.metric.label, row.score_text) for row in rows] == [
+        ("rmse", "0.05 (1)"),
+        ("rmse", "0.0625 (1)"),
+    ]
+    assert all(pair.row.metric.quality(0.1) > pair.row.metric.quality(0.2) for pair in compare_pairs(rows))
+
+
 def test_the_optimizers_state_sets_rows_apart(tmp_path):
     for method in ("ours_without_state", "ours_with_state"):
         write_run(tmp_path / method, lr_adapt="none", overrides=[f"method={method}"])

@@ -1,13 +1,18 @@
 """What is trained for: losses against torch's, metrics that add up over batches, one weight for every token."""
 
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
+import torchmetrics as tm
 from torch.nn import functional as F
 
 from growlab.errors import UserError
-from growlab.training.objective import TokenPrediction, network_inputs
+from growlab.training.custom_objective import CustomObjective
+from growlab.training.objective import Classification, TokenPrediction, network_inputs
+from growlab.training.ready_objectives import MultiLabel, Regression, Segmentation
 
 PADDING = 1
 
@@ -54,3 +59,159 @@ def test_inputs_take_the_networks_precision_and_indices_stay():
     network = torch.nn.Linear(2, 2).double()
     numbers, indices = network_inputs((torch.zeros(2), torch.zeros(2, dtype=torch.int64)), network)
     assert (numbers.dtype, indices.dtype) == (torch.float64, torch.int64)
+
+
+# Metrics over an epoch -------------------------------------------------------------------------------------
+
+# Uneven batches, as an epoch's last one and ranks' shares are.
+PARTS = (slice(0, 5), slice(5, 7), slice(7, 12))
+
+
+def drawn(*shapes: tuple[int, ...], classes: int = 0) -> list[torch.Tensor]:
+    """Normal numbers, and as the last one classes."""
+    generator = torch.Generator().manual_seed(1)
+    *numbers, target = (torch.randn(shape, generator=generator) for shape in shapes)
+    return [*numbers, target if not classes else (target.abs() * classes / 2).long().clamp(max=classes - 1)]
+
+
+def masks() -> list[torch.Tensor]:
+    logits, target = drawn((12, 3, 2, 4), (12, 2, 4), classes=3)
+    target[:6, 0] = 255
+    return [logits, target]
+
+
+OBJECTIVES = {
+    "smoothed": (
+        Classification(0.1),
+        drawn((12, 3), (12,), classes=3),
+        tm.Accuracy("multiclass", num_classes=3),
+    ),
+    "multilabel": (MultiLabel(), drawn((12, 4), (12, 4), classes=2), tm.F1Score("multilabel", num_labels=4)),
+    "regression": (Regression(), drawn((12, 2), (12, 2)), tm.R2Score()),
+    "regression_of_one": (Regression("huber"), drawn((12, 1), (12,)), tm.MeanSquaredError(squared=False)),
+    "segmentation": (
+        *(Segmentation(), masks()),
+        tm.JaccardIndex("multiclass", num_classes=3, ignore_index=255, average="macro"),
+    ),
+    "weighted": (
+        CustomObjective(
+            torch.nn.CrossEntropyLoss(torch.tensor([1.0, 5.0, 0.5]), ignore_index=2, label_smoothing=0.2),
+            {"f1": tm.F1Score("multiclass", num_classes=3, average="macro")},
+        ),
+        drawn((12, 3), (12,), classes=3),
+        tm.F1Score("multiclass", num_classes=3, average="macro"),
+    ),
+    "columns": (
+        CustomObjective(torch.nn.L1Loss(), {"mae": tm.R2Score(multioutput="uniform_average")}),
+        drawn((12, 2), (12, 2)),
+        tm.R2Score(),
+    ),
+}
+KEYS = {"smoothed": "accuracy", "multilabel": "f1", "regression": "r2", "regression_of_one": "rmse"}
+KEYS |= {"segmentation": "mean_iou", "weighted": "f1", "columns": "mae"}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_metrics_add_up_over_uneven_batches_to_those_of_torchmetrics(name: str) -> None:
+    objective, (output, target), reference = OBJECTIVES[name]
+    if name == "multilabel":
+        reference.average = "micro"
+    found = objective.metrics(
+        sum(objective(output[part], target[part])[1].double() for part in PARTS).tolist()
+    )
+    assert tuple(found) == tuple(objective.metric_names)
+    predicted = output.squeeze(-1) if output.dim() == target.dim() + 1 and output.shape[-1] == 1 else output
+    assert found[KEYS[name]] == pytest.approx(float(reference(predicted, target)), rel=1e-5)
+    # The mean loss over the epoch is that of all samples at once.
+    assert found["loss"] == pytest.approx(float(objective(output, target)[0]), rel=1e-5)
+
+
+def test_metrics_that_are_no_sums_collect_what_they_see() -> None:
+    output, target = drawn((12,), (12,))
+    objective = CustomObjective(
+        torch.nn.MSELoss(), {"order": tm.KendallRankCorrCoef(), "mae": tm.MeanAbsoluteError()}
+    )
+    assert (objective.metric_names, objective.evaluated_names) == (("loss", "mae"), ("order",))
+    for part in PARTS:
+        objective.observe(output[part], target[part])
+    expected = float(tm.KendallRankCorrCoef()(output, target))
+    assert objective.evaluate(None, "val", 0) == {"order": pytest.approx(expected)}
+    objective.observe(output[:5], target[:5])
+    assert objective.evaluate(None, "val", 1) == {
+        "order": pytest.approx(float(tm.KendallRankCorrCoef()(output[:5], target[:5])))
+    }
+
+
+def test_a_mapping_of_outputs_is_trained_on_its_first_tensor() -> None:
+    logits, target = masks()
+    both = {"out": logits, "aux": torch.zeros(1)}
+    assert Segmentation()(both, target)[0] == Segmentation()(logits, target)[0]
+
+
+def test_probabilities_are_made_for_metrics() -> None:
+    """Logits that all lie in [0, 1] look like probabilities to torchmetrics, and 0.2 like a no."""
+    output, target = torch.tensor([0.2, 0.4, 0.9]), torch.tensor([1.0, 1.0, 1.0])
+    found = []
+    for predict in (None, torch.nn.Sigmoid()):
+        objective = CustomObjective(
+            torch.nn.BCEWithLogitsLoss(), {"accuracy": tm.Accuracy("binary")}, predict
+        )
+        found.append(objective.metrics(objective(output, target)[1].tolist())["accuracy"])
+    assert found == [pytest.approx(1 / 3), 1.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "shapes", "said"),
+    [
+        (lambda: MultiLabel(), ((4, 3), (4,)), "takes outputs [batch, labels] and targets [batch, labels]"),
+        (
+            lambda: Regression(),
+            ((4, 2), (4, 3)),
+            "outputs and targets of one shape, not outputs [4, 2] of float32",
+        ),
+        (lambda: Segmentation(), ((4, 3), (4,)), "takes outputs [batch, classes, height, width]"),
+        (
+            lambda: CustomObjective(torch.nn.MSELoss()),
+            ((4, 2), (4,)),
+            "does not take outputs [4, 2] of float32",
+        ),
+        (
+            lambda: CustomObjective(torch.nn.MSELoss(reduction="none")),
+            (),
+            "objective.loss.reduction=none must be mean",
+        ),
+        (
+            lambda: CustomObjective(lambda x, y: x - y),
+            ((4,), (4,)),
+            "returns [4], not the mean loss as a scalar",
+        ),
+        (
+            lambda: CustomObjective(torch.nn.Linear(2, 2)),
+            (),
+            "(Linear) has parameters, which would not train",
+        ),
+        (lambda: CustomObjective("mse"), (), "objective.loss=mse is no loss: give it a _target_"),
+        (lambda: CustomObjective(torch.nn.MSELoss(), {"f": len}), (), "objective.metrics.f is a builtin"),
+        (
+            lambda: CustomObjective(torch.nn.MSELoss(), {"f": tm.F1Score("multilabel", num_labels=3)}),
+            *(((4, 2), (4, 2)), "objective.metrics.f (MultilabelF1Score) does not take outputs [4, 2]"),
+        ),
+        (lambda: Regression("mae"), (), "choose one of mse, l1, smooth_l1, huber"),
+        (lambda: MultiLabel(1.0), (), "objective.threshold=1.0 must lie between 0 and 1"),
+    ],
+)
+def test_what_does_not_fit_is_a_sentence(make: Any, shapes: tuple[tuple[int, ...], ...], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)) as raised:
+        make()(*map(torch.zeros, shapes))
+    assert str(raised.value).endswith(".") and "\n" not in str(raised.value)
+
+
+def test_a_class_without_an_output_and_a_metric_of_many_numbers_are_sentences() -> None:
+    with pytest.raises(UserError, match="class 7 has no output: the network has 3"):
+        Segmentation()(torch.zeros(1, 3, 2, 2), torch.full((1, 2, 2), 7))
+    several = CustomObjective(
+        torch.nn.CrossEntropyLoss(), {"f": tm.F1Score("multiclass", num_classes=3, average=None)}
+    )
+    output, target = drawn((12, 3), (12,), classes=3)
+    with pytest.raises(UserError, match=r"gives \[3\] numbers, not a single one; set its average"):
+        several.metrics(several(output, target)[1].tolist())
