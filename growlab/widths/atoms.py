@@ -40,12 +40,31 @@ class Atoms:
     _bound: dict[int, Runs] = field(default_factory=dict)
     frozen_because: dict[int, str] = field(default_factory=dict)
     _origin: dict[int, Runs] = field(default_factory=dict)
+    # Atoms that only constants have met so far.
+    _constant: set[int] = field(default_factory=set)
 
     def new(self, size: int, below: int = 0) -> Runs:
         """An axis of `size` channels of which nothing is known yet."""
         self.sizes.append(size)
         self.below.append(below)
         return (Run(len(self.sizes) - 1),)
+
+    def of_constants(self, size: int) -> Runs:
+        """An axis of so many equal numbers (zeros, a repeated value): it takes on what it meets, or stays fixed."""
+        if size <= 1:
+            return fixed(size)
+        axis = self.new(size)
+        self._constant.add(len(self.sizes) - 1)
+        return axis
+
+    def settle(self, runs: Runs | None = None) -> None:
+        """Fix what only constants have met: on an axis, or everywhere."""
+        atoms = (
+            set(self._constant) if runs is None else {run.atom for run in self.resolve(runs)} & self._constant
+        )
+        for atom in atoms - {None}:
+            if atom not in self._bound:
+                self.freeze((Run(atom),), "constants of the forward")
 
     def length(self, runs: Runs) -> int:
         """Number of positions at full width."""
@@ -136,7 +155,7 @@ class Atoms:
                 below = self.below[b.atom]
                 first = self.new(length_a, below)
                 rest = self.new(length_b - length_a, below + length_a if below else 0)
-                self._bind(b.atom, first + rest)
+                self._bind(b.atom, first + rest, split=True)
             elif b.outer > 1:
                 # Whole repetitions are cut off; inside one, the next round looks at a single repetition.
                 whole = max(1, length_a // (length_b // b.outer))
@@ -147,7 +166,7 @@ class Atoms:
                 continue
             elif length_a % b.inner == 0:
                 first = self.new(length_a // b.inner)
-                self._bind(b.atom, first + self.new(self.sizes[b.atom] - length_a // b.inner))
+                self._bind(b.atom, first + self.new(self.sizes[b.atom] - length_a // b.inner), split=True)
             else:
                 self.freeze((b,), reason)
             return True
@@ -163,7 +182,12 @@ class Atoms:
                     return
         self.freeze((a, b), reason)
 
-    def _bind(self, atom: int, runs: Runs) -> None:
+    def _bind(self, atom: int, runs: Runs, split: bool = False) -> None:
+        met = {run.atom for run in runs if run.atom is not None}
+        if atom not in self._constant:
+            self._constant -= met
+        elif split:
+            self._constant |= met
         if len(runs) == 1 and runs[0].atom is not None:
             target = runs[0].atom
             self.below[target] = max(self.below[target], self.below[atom])

@@ -52,6 +52,7 @@ class Findings:
         return any(run.atom is not None for run in self.atoms.resolve(axis))
 
     def _collect(self, output_class: int) -> WidthGraph:
+        self.atoms.settle()
         self._freeze_norms_used_twice()
         self._freeze_what_no_rule_placed()
         self._groups_by_atom = names = self._group_names()

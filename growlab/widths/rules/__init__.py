@@ -1,6 +1,16 @@
 """Channel rules, one module for each kind of operation."""
 
-from growlab.widths.rules import affine, attention, elementwise, norms, opaque, pooling, rotation, shapes
+from growlab.widths.rules import (
+    affine,
+    attention,
+    elementwise,
+    indexing,
+    norms,
+    opaque,
+    pooling,
+    rotation,
+    shapes,
+)
 from growlab.widths.rules.affine import AFFINE
 from growlab.widths.rules.opaque import MIXING
 from growlab.widths.rules.registry import RULES, Value, keep_full_width, linear_in, values_in
@@ -13,6 +23,7 @@ __all__ = [
     "affine",
     "attention",
     "elementwise",
+    "indexing",
     "keep_full_width",
     "linear_in",
     "norms",

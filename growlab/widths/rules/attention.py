@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Runs, fixed
+from growlab.widths.layout import Role
 from growlab.widths.rules.affine import product_with_weight, weight_in_product
-from growlab.widths.rules.registry import Arguments, Value, rule
+from growlab.widths.rules.registry import Arguments, Value, keep_full_width, rule
 
 if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
@@ -23,6 +24,67 @@ def matmul(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     if first.name is None and len(first.shape) > 1 and weight_in_product(second):
         return product_with_weight(tracer, node, first, second)
     return _product(tracer, node, [first, second], len(tracer.shape(node)))
+
+
+@rule("baddbmm")
+def biased_matmul(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Likewise, plus a bias per position."""
+    return _product(tracer, node, [args["batch1"], args["batch2"], args["self"]], len(tracer.shape(node)))
+
+
+@rule("einsum")
+def einsum(tracer: "Tracer", node: Any, args: Arguments) -> Any:
+    """Letters that stay are worked on one by one: they pass. Those that are summed over keep their width.
+
+    Activations and a parameter of two dimensions, of which one is summed over, are a linear layer. Other parameters
+    keep their width.
+    """
+    equation, operands = args["equation"].replace(" ", ""), args["tensors"]
+    inputs, arrow, output = equation.partition("->")
+    letters = inputs.split(",")
+    if "." in equation or not arrow or any(len(set(term)) < len(term) for term in letters):
+        return keep_full_width(tracer, node, args)
+    layer = _linear_einsum(tracer, node, dict(zip(letters, operands, strict=True)), output)
+    if layer is not None:
+        return layer
+    tracer.note_attention(node)
+    found: dict[str, Runs] = {}
+    for term, value in zip(letters, operands, strict=True):
+        tracer.scales.pin(value.scale)
+        for letter, axis in zip(term, value.axes, strict=True):
+            if value.name is not None or letter not in output:
+                tracer.atoms.freeze(axis, _REASON)
+            if tracer.atoms.length(found.setdefault(letter, axis)) == tracer.atoms.length(axis):
+                tracer.atoms.unify(found[letter], axis, "letters of an einsum laid out otherwise")
+            else:
+                tracer.atoms.freeze(axis, _REASON)
+                tracer.atoms.freeze(found[letter], _REASON)
+    axes = tuple(found[letter] for letter in output)
+    sizes = zip(axes, tracer.shape(node), strict=True)
+    axes = tuple(axis if tracer.atoms.length(axis) == size else fixed(size) for axis, size in sizes)
+    return Value(tracer.shape(node), axes, tracer.scales.new(unit=True))
+
+
+def _linear_einsum(tracer: "Tracer", node: Any, operands: dict[str, Value], output: str) -> Value | None:
+    weights = [(term, v) for term, v in operands.items() if v.name is not None and len(term) == 2]
+    others = [(term, v) for term, v in operands.items() if v.name is None]
+    if len(operands) != 2 or len(weights) != 1 or len(others) != 1:
+        return None
+    (term, weight), (given, x) = weights[0], others[0]
+    summed = [letter for letter in term if letter in given and letter not in output]
+    made = [letter for letter in term if letter in output and letter not in given]
+    if len(summed) != 1 or len(made) != 1 or set(given) - set(summed) != set(output) - set(made):
+        return None
+    transposed = term[0] == summed[0]
+    roles: tuple[Role, Role] = ("in", "out") if transposed else ("out", "in")
+    axes = dict(zip(term, tracer.weight_axes(weight, *roles, []), strict=True))
+    known = {**dict(zip(given, x.axes, strict=True))}
+    tracer.atoms.unify(axes[summed[0]], known[summed[0]], "input of a linear layer")
+    known[made[0]] = axes[made[0]]
+    shape, result = tracer.shape(node), tuple(known[letter] for letter in output)
+    return tracer.affine(
+        node, weight, None, False, x, shape, result, output.index(made[0]), transposed=transposed
+    )
 
 
 @rule("scaled_dot_product_attention")

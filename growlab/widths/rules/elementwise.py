@@ -25,12 +25,12 @@ tanh tanh_ sigmoid sigmoid_ gelu gelu_ silu silu_ elu elu_ selu selu_ softplus h
 hardsigmoid hardsigmoid_ mish mish_ exp exp_ exp2 sqrt sqrt_ rsqrt rsqrt_ log log2 log10 sin cos tan sinh cosh asin
 acos asinh acosh atanh relu6 relu6_ celu celu_ square square_ erf erf_ erfc erfinv reciprocal reciprocal_ softsign
 log_sigmoid threshold threshold_ sign sgn floor ceil round trunc frac log1p expm1 atan logit softshrink hardshrink
-nan_to_num isnan isinf isfinite signbit sinc digamma lgamma logical_not bitwise_not
+nan_to_num zero_ isnan isinf isfinite signbit sinc digamma lgamma logical_not bitwise_not
 """
 _CHOOSING = """
 where masked_fill masked_fill_ eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
 __and__ __or__ __xor__ pow pow_ clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip lerp addcmul addcdiv atan2
-fmod remainder floor_divide hypot logaddexp logaddexp2 xlogy copysign isclose
+fmod remainder floor_divide hypot logaddexp logaddexp2 xlogy copysign isclose copy copy_ fill fill_
 """
 
 

@@ -12,48 +12,29 @@ if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
 
 OPAQUE = (
-    *("baddbmm", "einsum"),
-    *(
-        "index_put",
-        "index_put_",
-        "index_select",
-        "gather",
-        "scatter",
-    ),
-    *(
-        "std_mean",
-        "var_mean",
-        "argmax",
-        "argmin",
-        "topk",
-    ),
-    *("unfold",),
-    *(
-        "im2col",
-        "col2im",
-        "repeat_interleave",
-    ),
     *(
         "cross",
         "outer",
-        "tril",
-        "triu",
         "meshgrid",
-        "grid_sampler",
         "bernoulli",
         "native_group_norm",
+        "_weight_norm",
+        "cdist",
+        "prod",
+        "histc",
     ),
     *(
-        "movedim",
-        "copy",
-        "copy_",
-        "fill",
-        "fill_",
-        "zero_",
-        "all",
-        "any",
-        "round",
+        "bincount",
+        "searchsorted",
+        "bucketize",
+        "nonzero",
+        "grouped_mm_fallback",
+        "_grouped_mm",
+        "stft",
+        "istft",
     ),
+    *("real", "imag", "complex", "polar", "view_as_real", "view_as_complex"),
+    *(f"fft_{kind}fft{dims}" for kind in ("", "i", "r", "ir") for dims in ("", "2", "n")),
 )
 
 # One operation that runs a whole module.
@@ -76,5 +57,12 @@ def nothing(tracer: "Tracer", node: Any, args: Arguments) -> None:
     """Channels are left alone."""
 
 
-for name in (*OPAQUE, *RECURRENT):
+@rule(*RECURRENT)
+def recurrent(tracer: "Tracer", node: Any, args: Arguments) -> Any:
+    """Gates of a recurrent layer are laid out in a way of its own."""
+    operation = tracer.operation(node).partition("_")[0].upper()
+    return keep_full_width(tracer, node, args, f"a recurrent layer ({operation}) keeps its width")
+
+
+for name in OPAQUE:
     RULES.setdefault(name, keep_full_width)

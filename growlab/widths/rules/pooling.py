@@ -63,12 +63,13 @@ def reduce(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return Value(tracer.shape(node), tuple(axes), x.scale)
 
 
-@rule("var", "std", "norm", "logsumexp")
-def reduce_beyond_scale(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+@rule("var", "std", "var_mean", "std_mean", "norm", "logsumexp", "all", "any", "count_nonzero")
+def reduce_beyond_scale(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Value]:
     """Dimensions reduced over keep their width, and the input its scale."""
     tracer.scales.pin(args["self"].scale)
     reduced = reduce(tracer, node, args)
-    return Value(reduced.shape, reduced.axes, tracer.scales.new(unit=True))
+    results = [Value(shape, reduced.axes, tracer.scales.new(unit=True)) for shape in tracer.shapes(node)]
+    return results if tracer.has_several_outputs(node) else results[0]
 
 
 @rule("max", "min")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Run, Runs, fixed
 from growlab.widths.layout import Role
-from growlab.widths.rules.registry import Arguments, Value, freeze_windows, keep_full_width, rule
+from growlab.widths.rules.registry import Arguments, Value, freeze_windows, rule
 
 if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
@@ -23,9 +23,10 @@ def pad(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     for index in range(len(amounts) // 2):
         before, after = amounts[2 * index], amounts[2 * index + 1]
         dim = len(axes) - 1 - index
-        runs = tracer.atoms.resolve(axes[dim])
         if not before and not after:
             continue
+        tracer.atoms.settle(axes[dim])
+        runs = tracer.atoms.resolve(axes[dim])
         if all(run.atom is None for run in runs):
             axes[dim] = fixed(x.shape[dim] + before + after)
         elif before < 0 or after < 0 or not plain:
@@ -40,16 +41,25 @@ def pad(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return Value(tracer.shape(node), tuple(axes), x.scale)
 
 
-@rule("slice")
+@rule("slice", "narrow")
 def take_slice(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """A part of the channels cannot be followed: they keep their width."""
+    """A part of the channels, which grows for itself as the parts beside it do; every other channel cannot."""
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
-    shape = tracer.shape(node)
-    axes = list(x.axes)
-    if shape[dim] != x.shape[dim]:
-        tracer.atoms.freeze(axes[dim], "a slice of the channels is taken")
-        axes[dim] = fixed(shape[dim])
-    return Value(shape, tuple(axes), x.scale)
+    shape, size = tracer.shape(node), x.shape[dim]
+    start, length = args.get("start") or 0, shape[dim]
+    if length == size:
+        return Value(shape, x.axes, x.scale)
+    tracer.atoms.settle(x.axes[dim])
+    if x.name is not None or args.get("step", 1) != 1 or not length or not isinstance(start, int):
+        tracer.atoms.freeze(x.axes[dim], "a slice of the channels is taken")
+        return Value(shape, (*x.axes[:dim], fixed(length), *x.axes[dim + 1 :]), x.scale)
+    start = min(max(start + size if start < 0 else start, 0), size - length)
+    sizes = [part for part in (start, length, size - start - length) if part]
+    pieces = tracer.atoms.cut(x.axes[dim], sizes)
+    for part, piece in zip(sizes, pieces, strict=True):
+        tracer.note_size(node, part, piece)
+    piece = pieces[1 if start else 0]
+    return Value(shape, (*x.axes[:dim], piece, *x.axes[dim + 1 :]), x.scale)
 
 
 @rule("select")
@@ -118,6 +128,19 @@ def permute(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return Value(tracer.shape(node), tuple(x.axes[dim] for dim in args["dims"]), x.scale)
 
 
+@rule("movedim", "moveaxis")
+def movedim(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Some dimensions in other places."""
+    x = args["self"]
+    given = (args["source"], args["destination"])
+    dims = [list(one) if isinstance(one, (list, tuple)) else [one] for one in given]
+    sources, targets = ([dim % len(x.shape) for dim in one] for one in dims)
+    axes = [axis for dim, axis in enumerate(x.axes) if dim not in sources]
+    for target, source in sorted(zip(targets, sources, strict=True)):
+        axes.insert(target, x.axes[source])
+    return Value(tracer.shape(node), tuple(axes), x.scale)
+
+
 @rule("transpose", "swapaxes", "transpose_")
 def transpose(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Two dimensions exchanged."""
@@ -134,21 +157,12 @@ def _turned(x: Value) -> Value | None:
     return x if x.name is not None and len(x.shape) == 2 else None
 
 
-@rule("roll", "flip")
-def shuffle(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Positions of a dimension in another order: it keeps its width."""
-    x = args["self"]
-    for dim in args["dims"]:
-        tracer.atoms.freeze(x.axes[dim], f"reordered by {tracer.operation(node)}")
-    return Value(x.shape, x.axes, x.scale)
-
-
 @rule("expand", "expand_as", "broadcast_to")
 def expand(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Single positions are repeated; other dimensions pass."""
     x, shape = args["self"], tracer.shape(node)
     new = len(shape) - len(x.shape)
-    axes = [fixed(size) for size in shape]
+    axes = [tracer.atoms.of_constants(size) for size in shape]
     for index, (size, axis) in enumerate(zip(x.shape, x.axes, strict=True)):
         if size == shape[new + index] and size > 1:
             axes[new + index] = axis
@@ -157,6 +171,8 @@ def expand(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     if x.name is not None:
         for index, size in enumerate(x.shape):
             tracer.parameter_axis(x, "out" if size > 1 else "fixed", x.axes[index], dimension=index)
+    for size, axis in zip(shape, axes, strict=True):
+        tracer.note_size(node, size, axis)
     return Value(shape, tuple(axes), x.scale)
 
 
@@ -205,6 +221,12 @@ def _span(tracer: "Tracer", node: Any, x: Value, span: range, sizes: Sequence[in
     if not moving or not wide:
         for index in moving:
             atoms.freeze(x.axes[index], "a single channel")
+        return [fixed(size) for size in sizes]
+    if len(moving) > 1:
+        for index in moving:
+            atoms.settle(x.axes[index])
+        moving = [i for i in moving if any(run.atom is not None for run in atoms.resolve(x.axes[i]))]
+    if not moving:
         return [fixed(size) for size in sizes]
     if len(moving) > 1:
         for index in moving:
@@ -267,6 +289,26 @@ def pixel_unshuffle(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return Value(shape, axes, x.scale)
 
 
+@rule("im2col")
+def windows_as_channels(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Each channel becomes one channel for every place in a window."""
+    x, shape = args["self"], tracer.shape(node)
+    freeze_windows(tracer, x, 2)
+    places = shape[-2] // x.shape[-3]
+    return Value(shape, (*x.axes[:-3], tracer.atoms.nest(x.axes[-3], 1, places), fixed(shape[-1])), x.scale)
+
+
+@rule("col2im")
+def channels_as_windows(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Channels that stand for the places in a window are added up there."""
+    x, shape = args["self"], tracer.shape(node)
+    tracer.atoms.freeze(x.axes[-1], "windows of an image")
+    (within,) = tracer.atoms.new(shape[-3])
+    tracer.atoms.unify(x.axes[-2], (Run(within.atom, 1, x.shape[-2] // shape[-3]),), "windows of an image")
+    axes = (*x.axes[:-2], tracer.atoms.resolve((within,)), *map(fixed, shape[-2:]))
+    return Value(shape, axes, x.scale)
+
+
 @rule("stack")
 def stack(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """The same channels several times, told apart by a dimension of their own."""
@@ -281,11 +323,14 @@ def stack(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return Value(shape, (*axes[:dim], fixed(shape[dim]), *axes[dim:]), scale)
 
 
-@rule("new_zeros", "new_ones", "new_full", "new_empty")
+@rule("new_zeros", "new_ones", "new_full", "new_empty", "zeros", "ones", "full", "empty")
 def new_tensor(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """A tensor of the sizes that are asked for; it has nothing else of its operand's channels."""
     shape = tracer.shape(node)
-    return Value(shape, tuple(map(fixed, shape)), tracer.scales.new(unit=True))
+    axes = tuple(map(tracer.atoms.of_constants, shape))
+    for size, axis in zip(shape, axes, strict=True):
+        tracer.note_size(node, size, axis)
+    return Value(shape, axes, tracer.scales.new(unit=True))
 
 
 @rule("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like")
@@ -310,29 +355,6 @@ def repeat(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         elif size > 1:
             axes[new + index] = tracer.atoms.nest(axis, shape[new + index] // size, 1)
     return Value(shape, tuple(axes), x.scale)
-
-
-@rule("index")
-def index(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Dimensions that are picked from keep their width (a table of position biases); the others (heads) pass."""
-    x, indices = args["self"], args["indices"]
-    picked = [dim for dim, positions in enumerate(indices) if positions is not None]
-    if not picked or picked[-1] - picked[0] + 1 != len(picked):
-        return keep_full_width(tracer, node, args)
-    for dim in picked:
-        tracer.atoms.freeze(x.axes[dim], "picked by index")
-        for axis in indices[dim].axes:
-            tracer.atoms.freeze(axis, "positions to pick")
-    shape = tracer.shape(node)
-    before, behind = x.axes[: picked[0]], x.axes[picked[-1] + 1 :]
-    middle = shape[len(before) : len(shape) - len(behind)]
-    if x.name is not None:
-        for dim, axis in enumerate(x.axes):
-            role: Role = "fixed" if dim in picked or x.shape[dim] == 1 else "out"
-            if role == "fixed":
-                tracer.atoms.freeze(axis, "picked by index")
-            tracer.parameter_axis(x, role, axis, dimension=dim)
-    return Value(shape, (*before, *map(fixed, middle), *behind), x.scale)
 
 
 @rule("t", "numpy_T")

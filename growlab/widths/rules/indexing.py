@@ -1,0 +1,191 @@
+"""Rules for operations that pick, place or order entries along a dimension: it keeps its width, the others pass."""
+
+from typing import TYPE_CHECKING, Any
+
+from growlab.widths.atoms import fixed
+from growlab.widths.layout import Role
+from growlab.widths.rules.registry import Arguments, Value, first_tensor, keep_full_width, rule
+
+if TYPE_CHECKING:
+    from growlab.widths.tracer import Tracer
+
+_PICKED = "picked by index"
+
+
+@rule("index")
+def index(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Dimensions that are picked from keep their width (a table of position biases); the others (heads) pass."""
+    x, indices = args["self"], args["indices"]
+    picked = _picked(indices)
+    if not picked:
+        return keep_full_width(tracer, node, args)
+    for dim in picked:
+        tracer.atoms.freeze(x.axes[dim], _PICKED)
+        for axis in indices[dim].axes:
+            tracer.atoms.freeze(axis, "positions to pick")
+    shape = tracer.shape(node)
+    before, behind = x.axes[: picked[0]], x.axes[picked[-1] + 1 :]
+    middle = shape[len(before) : len(shape) - len(behind)]
+    if x.name is not None:
+        for dim, axis in enumerate(x.axes):
+            role: Role = "fixed" if dim in picked or x.shape[dim] == 1 else "out"
+            if role == "fixed":
+                tracer.atoms.freeze(axis, _PICKED)
+            tracer.parameter_axis(x, role, axis, dimension=dim)
+    return Value(shape, (*before, *map(fixed, middle), *behind), x.scale)
+
+
+def _picked(indices: Any) -> list[int]:
+    """Dimensions with an index tensor, if they lie beside one another."""
+    picked = [dim for dim, positions in enumerate(indices) if positions is not None]
+    return picked if picked and picked[-1] - picked[0] + 1 == len(picked) else []
+
+
+@rule("index_put", "index_put_")
+def index_put(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Values that take the place of others: their last dimensions are those behind the ones that are picked."""
+    x, indices, values = args["self"], args["indices"], args["values"]
+    picked = _picked(indices)
+    if not picked or x.name is not None:
+        return keep_full_width(tracer, node, args)
+    for axis in (*(x.axes[dim] for dim in picked), *(a for dim in picked for a in indices[dim].axes)):
+        tracer.atoms.freeze(axis, _PICKED)
+    behind = x.axes[picked[-1] + 1 :] if picked[0] == 0 else ()
+    for position, axis in enumerate(reversed(values.axes)):
+        if position < len(behind) and tracer.atoms.length(axis) > 1:
+            tracer.atoms.unify(behind[-1 - position], axis, "put in the place of others")
+        else:
+            tracer.atoms.freeze(axis, "put in the place of others")
+    if picked[0] != 0:
+        for axis in x.axes:
+            tracer.atoms.freeze(axis, _PICKED)
+    tracer.scales.pin(values.scale)
+    tracer.scales.pin(x.scale)
+    return Value(x.shape, x.axes, tracer.scales.new(unit=True))
+
+
+@rule("index_select")
+def index_select(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Rows by their numbers."""
+    x, dim = args["self"], args["dim"] % len(args["self"].shape)
+    if x.name is not None:
+        return keep_full_width(tracer, node, args)
+    tracer.atoms.freeze(x.axes[dim], _PICKED)
+    shape = tracer.shape(node)
+    return Value(shape, (*x.axes[:dim], fixed(shape[dim]), *x.axes[dim + 1 :]), x.scale)
+
+
+@rule("gather")
+def gather(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """An index for each entry of the result: other dimensions of both are the same."""
+    x, dim, positions = args["self"], args["dim"] % len(args["self"].shape), args["index"]
+    _same_beside(tracer, dim, x, positions)
+    return Value(positions.shape, positions.axes, x.scale)
+
+
+@rule("index_add", "index_add_", "index_copy", "index_copy_")
+def index_add(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Rows that are added to others, by their numbers."""
+    x, dim, source = args["self"], args["dim"] % len(args["self"].shape), args["source"]
+    _same_beside(tracer, dim, x, source)
+    return Value(x.shape, x.axes, tracer.scales.union(x.scale, source.scale))
+
+
+@rule("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
+def scatter(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Entries that go to others along a dimension, with an index for each."""
+    x, dim, positions, source = (
+        args["self"],
+        args["dim"] % len(args["self"].shape),
+        args["index"],
+        args.get("src"),
+    )
+    _same_beside(tracer, dim, x, positions)
+    if isinstance(source, Value):
+        _same_beside(tracer, dim, x, source)
+        tracer.scales.pin(source.scale)
+    tracer.scales.pin(x.scale)
+    return Value(x.shape, x.axes, tracer.scales.new(unit=True))
+
+
+def _same_beside(tracer: "Tracer", dim: int, x: Value, other: Value) -> None:
+    """One dimension of both keeps its width, the others are the same channels where they are of one length."""
+    for number, (mine, theirs) in enumerate(zip(x.axes, other.axes, strict=True)):
+        if number != dim and x.shape[number] == other.shape[number]:
+            tracer.atoms.unify(mine, theirs, "entries at positions that keep their full width")
+        else:
+            tracer.atoms.freeze(mine, _PICKED)
+            tracer.atoms.freeze(theirs, _PICKED)
+
+
+@rule("topk", "sort", "argsort", "cummax", "cummin", "kthvalue", "median", "logcumsumexp", "flip", "roll")
+def ordered(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Value]:
+    """Entries of a dimension in another order, or some of them."""
+    x, dims = first_tensor(args), args.get("dims", args.get("dim", -1))
+    chosen = [dims] if isinstance(dims, int) else dims or range(len(x.shape))
+    places = {dim % len(x.shape) for dim in chosen}
+    for dim in places:
+        tracer.atoms.freeze(x.axes[dim], f"reordered by {tracer.operation(node)}")
+    moved = tracer.operation(node) in ("flip", "roll")
+    if not moved:
+        tracer.scales.pin(x.scale)
+    results = []
+    for shape in tracer.shapes(node):
+        axes = [fixed(size) if i in places else x.axes[i] for i, size in enumerate(shape)]
+        if len(shape) < len(x.shape):
+            axes = [axis for i, axis in enumerate(x.axes) if i not in places]
+        results.append(Value(shape, tuple(axes), x.scale if moved else tracer.scales.new(unit=True)))
+    return results if tracer.has_several_outputs(node) else results[0]
+
+
+@rule("argmax", "argmin")
+def position_of_extreme(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Of a dimension, which keeps its width, or of all."""
+    x, dim, shape = args["self"], args.get("dim"), tracer.shape(node)
+    tracer.scales.pin(x.scale)
+    reduced = range(len(x.shape)) if dim is None else [dim % len(x.shape)]
+    for place in reduced:
+        tracer.atoms.freeze(x.axes[place], f"reduced by {tracer.operation(node)}")
+    axes = [axis for place, axis in enumerate(x.axes) if place not in reduced]
+    if args.get("keepdim"):
+        axes = [fixed(1) if place in reduced else axis for place, axis in enumerate(x.axes)]
+    return Value(shape, tuple(axes), tracer.scales.new(unit=True))
+
+
+@rule("tril", "tril_", "triu", "triu_")
+def triangle(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Of the last two dimensions, which keep their widths."""
+    x = args["self"]
+    for axis in x.axes[-2:]:
+        tracer.atoms.freeze(axis, "a triangle of a matrix")
+    return Value(x.shape, x.axes, x.scale)
+
+
+@rule("unfold")
+def windows(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Windows that slide over one dimension, laid along a new one."""
+    x, dim = args["self"], args["dimension"] % len(args["self"].shape)
+    tracer.atoms.freeze(x.axes[dim], "neighbouring channels are taken together")
+    shape = tracer.shape(node)
+    return Value(shape, (*x.axes[:dim], fixed(shape[dim]), *x.axes[dim + 1 :], fixed(shape[-1])), x.scale)
+
+
+@rule("repeat_interleave")
+def repeat_interleave(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Each entry of a dimension several times in a row."""
+    x, repeats, dim = first_tensor(args), args.get("repeats"), args.get("dim")
+    if not isinstance(repeats, int) or dim is None or x.name is not None:
+        return keep_full_width(tracer, node, args)
+    place = dim % len(x.shape)
+    axes = (*x.axes[:place], tracer.atoms.nest(x.axes[place], 1, repeats), *x.axes[place + 1 :])
+    return Value(tracer.shape(node), axes, x.scale)
+
+
+@rule("grid_sampler")
+def grid_sampler(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Each channel is read at the same places."""
+    x, places, shape = args["input"], args["grid"], tracer.shape(node)
+    for axis in (*x.axes[2:], *places.axes):
+        tracer.atoms.freeze(axis, "places in an image")
+    tracer.scales.pin(places.scale)
+    return Value(shape, (*x.axes[:2], *map(fixed, shape[2:])), x.scale)
