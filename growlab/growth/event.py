@@ -14,7 +14,7 @@ from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, multiply
 from growlab.growth.observation import Observation, watch
-from growlab.growth.parity import eps_bounds, evaluate, observe, relative_error, rounding
+from growlab.growth.parity import eps_bounds, evaluate, observe, positional, relative_error, rounding
 from growlab.growth.rescale import can_fold
 from growlab.growth.weighted_norms import annealed, carried_weights, weigh
 from growlab.widths import (
@@ -190,7 +190,7 @@ def grow(
     state: GrowthState,
     new_widths: Mapping[str, int],
     seed: int,
-    probe: tuple[Any, ...],
+    probe: Tensor | tuple[Any, ...],
     agree: Callable[[list[float]], list[float]] = list,
     leader: Mapping[str, Tensor] | None = None,
     gradients: Mapping[str, Tensor] | None = None,
@@ -206,7 +206,7 @@ def grow(
         state: brought up to date.
         new_widths: width of each group afterwards.
         seed: the run's seed.
-        probe: positional inputs that parity is checked on.
+        probe: positional inputs that parity is checked on, or the only one.
         agree: maps numbers that this process has measured to those that all processes go by, so that all keep or
             undo the event alike; called the same number of times in each.
         leader: the tensors before its event (`tensors_of`) of the network that `model` is an average of. Both then
@@ -231,6 +231,7 @@ def grow(
             )
     began = time.perf_counter()
     stage = state.stage + 1
+    probe = positional(probe)
     before = observe(model, probe, graph.norms)
     parity_sec = time.perf_counter() - began
     num_params_before = sum(p.numel() for p in model.parameters())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from growlab.growth.parity import quietly
+from growlab.growth.parity import positional, quietly
 from growlab.widths import WidthGraph
 
 
@@ -24,7 +24,7 @@ class Observation:
     square: Tensor
 
 
-def watch(model: nn.Module, graph: WidthGraph, probe: Sequence[Tensor]) -> Mapping[str, Observation]:
+def watch(model: nn.Module, graph: WidthGraph, probe: Tensor | Sequence[Tensor]) -> Mapping[str, Observation]:
     """Run a batch in eval mode and observe every activation that takes the norm of a single group.
 
     Args:
@@ -60,7 +60,7 @@ def watch(model: nn.Module, graph: WidthGraph, probe: Sequence[Tensor]) -> Mappi
     try:
         with quietly(model):
             model.eval()
-            model(*probe)
+            model(*positional(probe))
     finally:
         for hook in hooks:
             hook.remove()

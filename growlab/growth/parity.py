@@ -37,7 +37,12 @@ class Outputs:
     variances: Mapping[str, Tensor]
 
 
-def observe(model: nn.Module, probe: Sequence[Tensor], norms: Sequence[Norm] = ()) -> Outputs:
+def positional(probe: Any) -> tuple[Any, ...]:
+    """The positional inputs that a probe stands for: a single tensor is a forward's only input."""
+    return (probe,) if isinstance(probe, Tensor) else tuple(probe)
+
+
+def observe(model: nn.Module, probe: Tensor | Sequence[Tensor], norms: Sequence[Norm] = ()) -> Outputs:
     """Run the probe batch in eval and in train mode and leave no trace of it.
 
     Statistics, modes and random generators are put back; compiled modules run eagerly; dropout, whose masks
@@ -46,10 +51,11 @@ def observe(model: nn.Module, probe: Sequence[Tensor], norms: Sequence[Norm] = (
 
     Args:
         model: the network.
-        probe: its positional inputs.
+        probe: its positional inputs, or the only one.
         norms: batch normalisations whose input variance is wanted.
     """
     variances: dict[str, Tensor] = {}
+    probe = positional(probe)
 
     def record(name: str) -> object:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -77,11 +83,11 @@ def observe(model: nn.Module, probe: Sequence[Tensor], norms: Sequence[Norm] = (
     return Outputs(evaluated, train, variances)
 
 
-def evaluate(model: nn.Module, probe: Sequence[Tensor]) -> Tensor:
+def evaluate(model: nn.Module, probe: Tensor | Sequence[Tensor]) -> Tensor:
     """The output on the probe batch in eval mode, as `observe` runs it."""
     with quietly(model), buffers_kept(model):
         model.eval()
-        return main_output(model(*probe))
+        return main_output(model(*positional(probe)))
 
 
 @contextlib.contextmanager

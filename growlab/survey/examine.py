@@ -25,7 +25,7 @@ from growlab.growth import (
 )
 from growlab.growth.parity import observe, relative_error
 from growlab.survey.sources import load
-from growlab.widths import UnsupportedOperation, WidthGraph, light_copy, resize, trace
+from growlab.widths import UnsupportedOperation, WidthGraph, light_copy, resize, tensors_in, trace
 
 METHODS: Mapping[str, type[GrowthMethod]] = {
     "ours": VarianceTransfer,
@@ -50,11 +50,14 @@ class Report:
         model: as it was named.
         error: why it was refused or what went wrong; None if it grows to full width.
         groups: name -> full width.
+        steps: name -> channels of the layer that a group is named after for one of its width: those of a head, or
+            one for every group of a grouped convolution. Left out where it is 1.
         fixed: module path -> reason why its channels keep their width.
         last: modules of the last affine layers, such as the classifier -> the scale of what they put out may change.
         growing_share: parameters in tensors that grow, over all parameters.
         seed_params, full_params: number of parameters.
-        seed_flops, full_flops: forward FLOPs per sample.
+        seed_flops, full_flops: forward FLOPs per sample, or of the example where its rows are not samples.
+        samples: rows of the example that are a sample each; 1 where its first row alone is not the first sample.
         trace_sec: CPU seconds of tracing.
         event_sec: CPU seconds of the longest growth event, its checks in float64 included.
         probe: shapes of the inputs that parity was measured on.
@@ -65,6 +68,7 @@ class Report:
     model: str
     error: str | None = None
     groups: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
     fixed: dict[str, str] = field(default_factory=dict)
     last: dict[str, bool] = field(default_factory=dict)
     growing_share: float = 0.0
@@ -72,6 +76,7 @@ class Report:
     full_params: int = 0
     seed_flops: int = 0
     full_flops: int = 0
+    samples: int = 1
     trace_sec: float = 0.0
     event_sec: float = 0.0
     probe: list[list[int]] = field(default_factory=list)
@@ -112,6 +117,7 @@ def examine(
         return Report(name, error=str(error))
     report = Report(name, trace_sec=time.process_time() - began)
     report.groups = graph.full_widths
+    report.steps = {name: step for name in graph.groups if (step := _channels_at_a_time(graph, name)) > 1}
     report.fixed = dict(graph.fixed)
     report.last = graph.last_layers
     tensors = dict(network.named_parameters())
@@ -119,9 +125,12 @@ def examine(
     growing = sum(p.numel() for n, p in tensors.items() if graph.grows(n))
     report.growing_share = growing / max(1, report.full_params)
     widths = make_schedule(stages, 1, num_stages=stages, width_growth_rate=None).widths(graph)
+    report.samples, sample = _one_sample(network, inputs)
     _count(report, network, graph, widths[0], inputs)
     if not graph.groups:
         return report
+    # Samples meet in batch statistics only: without them one will do.
+    inputs = inputs if graph.norms else sample
     double = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
     probe = _probe(network, graph, widths[0], double)
     report.probe = [list(x.shape) for x in probe if isinstance(x, Tensor)]
@@ -136,6 +145,40 @@ def examine(
     return report
 
 
+def _channels_at_a_time(graph: WidthGraph, name: str) -> int:
+    """Channels that the layer that a group is named after gets when the group's width grows by one."""
+    tensors = [tensor for tensor in graph.axes if tensor.rpartition(".")[0] == name.partition("#")[0]]
+    axes = (
+        axis
+        for tensor in tensors
+        for axis in graph.axes[tensor]
+        if axis.role == "out" and name in axis.groups
+    )
+    parts = next((axis.parts for axis in axes), ())
+    return sum(part.outer * part.inner for part in parts if part.group == name)
+
+
+def _one_sample(network: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, tuple[Any, ...]]:
+    """Number of samples, and the inputs of the first one; 1 and all inputs where first rows are no sample.
+
+    An input has a row for each sample if it has as many rows as the output (edges [2, E] of a graph have not).
+    """
+    network.eval()
+    try:
+        with torch.no_grad():
+            whole = tensors_in(network(*inputs))
+            rows = len(whole[0])
+            first = tuple(
+                x[:1] if isinstance(x, Tensor) and x.dim() and len(x) == rows else x for x in inputs
+            )
+            alone = tensors_in(network(*first))
+    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
+        return 1, inputs
+    pairs = zip(alone, whole, strict=True)
+    alike = all(one.shape[1:] == x.shape[1:] and torch.allclose(one, x[:1], 1e-2, 1e-3) for one, x in pairs)
+    return (rows, first) if alike and len(alone[0]) == 1 < rows else (1, inputs)
+
+
 def _count(
     report: Report,
     network: nn.Module,
@@ -143,22 +186,19 @@ def _count(
     seed_widths: Mapping[str, int],
     inputs: tuple[Any, ...],
 ) -> None:
-    light, sample = light_copy(network, tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs))
-    report.full_flops = forward_flops(light, *sample)
+    light, example = light_copy(network, inputs)
+    report.full_flops = forward_flops(light, example) // report.samples
     resize(light, graph, graph.full_widths, seed_widths)
     report.seed_params = sum(p.numel() for p in light.parameters())
-    report.seed_flops = forward_flops(light, *sample)
+    report.seed_flops = forward_flops(light, example) // report.samples
 
 
 def _probe(
     network: nn.Module, graph: WidthGraph, seed_widths: Mapping[str, int], inputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """The inputs, or smaller images if the network takes them at its full and at its seed's widths."""
-    if not graph.norms:
-        # Samples meet in batch statistics only: one will do.
-        inputs = tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs)
     image = inputs[0]
-    if len(inputs) > 1 or image.dim() != 4:
+    if len(inputs) > 1 or not isinstance(image, Tensor) or image.dim() != 4:
         return inputs
     light, _ = light_copy(network.double(), (image,))
     # Device meta does not notice every kernel that is larger than its image.

@@ -7,7 +7,7 @@ from growlab.widths.layout import Axis, Part
 from growlab.widths.memory_format import avoid_unsafe_kernels
 from growlab.widths.resize import grid, replace_tensors, resize, resized, restore_tensors, tensors_of
 from growlab.widths.trace import UnsupportedOperation, trace
-from growlab.widths.trials import light_copy
+from growlab.widths.trials import light_copy, tensors_in
 
 __all__ = [
     "Attention",
@@ -31,6 +31,7 @@ __all__ = [
     "resized",
     "restore_tensors",
     "rotate",
+    "tensors_in",
     "tensors_of",
     "trace",
 ]

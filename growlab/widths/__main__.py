@@ -28,11 +28,12 @@ def describe(report: Report) -> str:
         f"traced in {report.trace_sec:.1f} s",
         f"  parameters  {report.full_params:,}, of which {report.growing_share:.0%} lie in tensors that grow; "
         f"the seed has {report.seed_params:,}",
-        f"  FLOPs       {report.full_flops:,} a sample forward; the seed needs {report.seed_flops:,}",
+        f"  FLOPs       {report.full_flops:,} {'a sample forward' if report.samples > 1 else 'forward'}; "
+        f"the seed needs {report.seed_flops:,}",
     ]
     if report.groups:
         lines.append("  grows       (layer that makes the channels: full width)")
-        named = [(name, str(width)) for name, width in report.groups.items()]
+        named = [(name, _width(width, report.steps.get(name, 1))) for name, width in report.groups.items()]
         lines += [f"    {names}: {width}" for names, width in _alike(named)]
     if report.last:
         named = [
@@ -59,6 +60,11 @@ def describe(report: Report) -> str:
     if report.error is not None:
         lines.append(f"  failed      {report.error}")
     return "\n".join(lines)
+
+
+def _width(width: int, step: int) -> str:
+    """Number of channels; where they come so many at a time, such as a head, that too."""
+    return str(width) if step == 1 else f"{width * step} = {width} x {step} (heads or groups of channels)"
 
 
 def _alike(named: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -73,6 +73,12 @@ class Findings:
             rows_grow = any(run.atom is not None for axis in resolved[:1] for run in axis)
             if not rows_grow and name.endswith("weight") and self._roles[name][:1] == ["out"]:
                 fixed_because[name.rpartition(".")[0]] = self.atoms.why_fixed(runs[0]) or "a single channel"
+        for name, runs in self._parameters.items():
+            # Weights of other names than `weight`: of recurrent layers, of parameters without a module.
+            path = name.rpartition(".")[0] or name
+            reason = next(filter(None, map(self.atoms.why_fixed, runs)), "") if len(runs) > 1 else ""
+            if reason and path not in fixed_because and not any(a.groups for a in axes.get(name, ())):
+                fixed_because[path] = reason
         layers = [
             replace(
                 x,

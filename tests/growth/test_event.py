@@ -78,6 +78,12 @@ def test_an_event_that_breaks_its_promise_is_undone(change, error):
     grow(network, graph, PairGrowth(), state, graph.full_widths, 0, probe)
 
 
+def test_a_single_input_is_a_probe():
+    network, graph, state, (x,) = planted()
+    event = grow(network, graph, PairGrowth(), state, graph.full_widths, 0, x)
+    assert event.parity_error_eval < 1e-4
+
+
 def test_the_refusal_says_what_happened():
     network, graph, state, probe = planted()
     with pytest.raises(

@@ -109,3 +109,80 @@ def test_factories_may_return_their_inputs(capsys):
 
 def with_inputs() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return small(), (torch.randn(2, 4),)
+
+
+def test_inputs_that_are_no_rows_of_samples_are_left_whole(capsys):
+    """Edges [2, E] of a graph: neither they nor its nodes have a row for each sample."""
+    for keep in ([], ["--keep-full", "index_add_"]):
+        assert (
+            main(["tests.widths.test_command_line:on_a_graph", "--methods", "net2net", "--json", *keep]) == 0
+        )
+        report = Report(**json.loads(capsys.readouterr().out))
+        assert report.samples == 1 and report.probe == [[6, 4], [2, 8]]
+        assert report.groups == ({"nodes": 8} if keep else {"nodes": 8, "messages": 10})
+        assert report.parity["net2net"]["eval"] <= 1e-10
+
+
+class OnAGraph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes, self.messages, self.head = nn.Linear(4, 8), nn.Linear(8, 10), nn.Linear(10, 2)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        sent = self.messages(self.nodes(x).relu())[edges[0]]
+        return self.head(
+            torch.zeros(len(x), sent.shape[1], dtype=x.dtype).index_add_(0, edges[1], sent).tanh()
+        )
+
+
+def on_a_graph() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    edges = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 2], [1, 2, 3, 4, 5, 0, 3, 5]])
+    return OnAGraph(), (torch.randn(6, 4), edges)
+
+
+@pytest.mark.parametrize(
+    ("factory", "line"),
+    [
+        ("spatial", "0: 8"),
+        ("recurrent", "0: a recurrent layer (LSTM) keeps its width"),
+        ("recurrent", "1.lstm: a recurrent layer (LSTM) keeps its width"),
+        ("attentive", "inside: 12 = 4 x 3 (heads or groups of channels)"),
+    ],
+)
+def test_the_report_says_what_is_meant(factory, line, capsys):
+    assert (
+        main([f"tests.widths.test_command_line:{factory}", "--input-shape", "5,6,6", "--methods", "pairs"])
+        == 0
+    )
+    assert re.search(rf"^    .*{re.escape(line)}$", capsys.readouterr().out, re.MULTILINE)
+
+
+def spatial() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(5, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 6, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x.flatten(2).transpose(1, 2))[0].mean(1)
+
+
+def recurrent() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(5, 8, 1), Recurrent(), nn.Linear(6, 3))
+
+
+class Attentive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(12, 4, 16, batch_first=True)
+        self.inside, self.head = nn.Linear(5, 12), nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.inside(x.flatten(2).transpose(1, 2))).mean(1))
+
+
+def attentive() -> nn.Module:
+    return Attentive()

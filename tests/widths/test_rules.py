@@ -141,6 +141,29 @@ def through_casts(net: nn.Module, x: Tensor) -> Tensor:
     return net.head(x.to(x.device, x.dtype).clone() * x.detach().contiguous().tanh())
 
 
+def placed(x: Tensor) -> Tensor:
+    """Picks, gathers, scatters and adds along the second dimension."""
+    order = x.shape[1] - 1 - torch.arange(x.shape[1])
+    everywhere = order[None, :, None].expand(x.shape)
+    x = x.index_select(1, order) + torch.gather(x, 1, everywhere)
+    x = torch.zeros_like(x).index_add_(1, order, x).scatter_add(1, everywhere, x.new_zeros(x.shape) + x)
+    x[:, 1:] = x[:, :-1].repeat_interleave(1, 1)
+    return torch.where((x.argmax(1, keepdim=True) > 1) | (x > 0.5), x, -x)
+
+
+def with_state(net: nn.Module, x: Tensor) -> Tensor:
+    state = torch.zeros(x.shape[0], net.hidden, dtype=x.dtype)
+    for step in range(x.shape[1]):
+        state = torch.tanh(net.inside(x[:, step]) + net.state(state))
+    return net.head(state)
+
+
+def einsum_attention(net: nn.Module, x: Tensor) -> Tensor:
+    q, k, v = (layer(x).unflatten(-1, (net.heads, -1)) for layer in (net.q, net.k, net.v))
+    weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) / 3**0.5).softmax(-1)
+    return net.head(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2).mean(1))
+
+
 def embedded(net: nn.Module, x: Tensor) -> Tensor:
     return net.head(F.relu(net.embed((x > 0).long())).mean(1))
 
@@ -399,6 +422,63 @@ CASES = {
         lambda: on_images(
             lambda x: torch.lerp(x, x.clamp(-1, 1).pow(2).isnan().logical_not() * x.double(), 0.3)
         ),
+        IMAGE,
+        {"inside": 8},
+    ),
+    "indices": RuleCase(
+        lambda: Around(
+            lambda net, x: net.head(placed(F.relu(net.inside(x))).sort(1).values.roll(1, 1).mean(1)),
+            inside=nn.Linear(8, 6),
+            head=nn.Linear(6, 4),
+        ),
+        TOKENS,
+        {"inside": 6},
+    ),
+    "a state of zeros": RuleCase(
+        lambda: Around(
+            with_state, inside=nn.Linear(8, 6), state=nn.Linear(6, 6), head=nn.Linear(6, 4), hidden=6
+        ),
+        TOKENS,
+        {"inside": 6},
+        frozenset({Written("", "hidden")}),
+    ),
+    "halves by slices": RuleCase(
+        lambda: Around(
+            lambda net, x: net.head(
+                F.silu((y := net.inside(x))[:, : y.shape[1] // 2]) * y[:, y.shape[1] // 2 :]
+            ),
+            inside=nn.Linear(8, 12),
+            head=nn.Linear(6, 4),
+        ),
+        ROW,
+        {"inside": 6},
+    ),
+    "einsum with parameters": RuleCase(
+        lambda: Around(
+            lambda net, x: torch.einsum(
+                "bth,kh->btk", F.relu(torch.einsum("bti,ih->bth", x, net.w)), net.v
+            ).mean(1),
+            w=nn.Parameter(torch.randn(8, 6)),
+            v=nn.Parameter(torch.randn(4, 6)),
+        ),
+        TOKENS,
+        {"w": 6},
+    ),
+    "einsum over heads": RuleCase(
+        lambda: Around(
+            einsum_attention,
+            q=nn.Linear(8, 12),
+            k=nn.Linear(8, 12),
+            v=nn.Linear(8, 12),
+            heads=4,
+            head=nn.Linear(12, 4),
+        ),
+        TOKENS,
+        {"q": 4},
+        frozenset({Written("", "heads")}),
+    ),
+    "windows as channels": RuleCase(
+        lambda: on_images(lambda x: F.fold(F.unfold(x, 3, padding=1), (6, 6), 3, padding=1)),
         IMAGE,
         {"inside": 8},
     ),

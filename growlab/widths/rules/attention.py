@@ -48,11 +48,13 @@ def einsum(tracer: "Tracer", node: Any, args: Arguments) -> Any:
     if layer is not None:
         return layer
     tracer.note_attention(node)
+    # As in a product of matrices of activations: what is not worked on one by one keeps its width.
+    one_by_one = set(output) if any(v.name for v in operands) else set(output).intersection(*letters)
     found: dict[str, Runs] = {}
     for term, value in zip(letters, operands, strict=True):
         tracer.scales.pin(value.scale)
         for letter, axis in zip(term, value.axes, strict=True):
-            if value.name is not None or letter not in output:
+            if value.name is not None or letter not in one_by_one:
                 tracer.atoms.freeze(axis, _REASON)
             if tracer.atoms.length(found.setdefault(letter, axis)) == tracer.atoms.length(axis):
                 tracer.atoms.unify(found[letter], axis, "letters of an einsum laid out otherwise")
