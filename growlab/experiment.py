@@ -358,6 +358,11 @@ def _check(cfg: DictConfig) -> None:
 
 
 def _check_data(cfg: DictConfig, data: ImageData, task: Task) -> None:
+    if cfg.probe_size > data.num_train:
+        raise UserError(
+            f"probe_size={cfg.probe_size} is more than the {data.num_train} training samples that there are; set "
+            f"probe_size={data.num_train} or less."
+        )
     if cfg.log_layers_every_n_steps is not None and task.class_order is not None:
         raise UserError("log_layers_every_n_steps needs all classes from the start; set it to null.")
     if cfg.osgd.anneal is not None and not hasattr(data, "training_images"):

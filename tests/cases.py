@@ -34,7 +34,7 @@ class Residual(nn.Module):
 
 
 class DepthwiseSeparable(nn.Module):
-    """Depthwise and pointwise convolutions, dropout, and a grouped convolution that cannot grow."""
+    """Depthwise and pointwise convolutions, dropout, and a depthwise convolution with two filters a channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ NETWORKS = {
         lambda: MLP(12, [9, 7], 4, activation="tanh"), (3, 2, 2), {"hidden.0": 9, "hidden.2": 7}
     ),
     "residual": NetworkCase(Residual, (3, 6, 6), {"stem": 6, "conv1": 5, "projection": 9}),
-    "depthwise": NetworkCase(DepthwiseSeparable, (2, 6, 6), {"stem": 8, "pointwise": 7, "multiplied": 2}),
+    "depthwise": NetworkCase(DepthwiseSeparable, (2, 6, 6), {"stem": 8, "pointwise": 7, "narrow": 4}),
     "dense": NetworkCase(Dense, (3, 5, 5), {"stem": 5, "conv1": 4, "conv2": 6}),
     "flatten": NetworkCase(FlattenOdd, (1, 5, 5), {"conv": 5, "hidden": 7}),
     "shared": NetworkCase(Shared, (5,), {"inside": 6, "first": 7}),

@@ -333,6 +333,8 @@ def one_sentence(outcome: Outcome) -> str:
         (("trainer=ddp_cpu", "trainer.num_nodes=2"), "start growlab on every machine with torchrun"),
         (("seed=-1",), "seed=-1 must lie between 0 and"),
         (("probe_size=1",), "probe_size=1 must be at least 2"),
+        (("probe_size=5000",), "probe_size=5000 is more than the"),
+        (("optimizer.dampening=-1",), "Invalid dampening value: -1"),
         (("log_rates_every_n_steps=0",), "must be at least 1"),
         (("trainer.limit_train_batches=0",), "leaves none to train on"),
         (("trainer.limit_train_batches=1.5",), "trainer.limit_train_batches=1.5"),
@@ -372,7 +374,7 @@ def one_sentence(outcome: Outcome) -> str:
         (("model=custom", "model._target_=tests.runs.narrow_head"), "has no output: the network has 5"),
         (("data=text", "data.limit_characters=3000"), "text goes with model=gpt objective=characters"),
         (
-            ("model=gpt", "data=text", "data.limit_characters=3000", "lr_adapt=none"),
+            ("model=gpt", "data=text", "data.limit_characters=3000", "lr_adapt=none", "probe_size=4"),
             "text goes with model=gpt",
         ),
         (("model=gpt",), "does not take image_shape and num_classes, which the data give: images go with"),

@@ -99,7 +99,8 @@ def attach(
     if isinstance(output, Tensor):
         network.register_forward_hook(scale)
     else:
-        names = {layer.name for layer in graph.layers if layer.scale_out == graph.output_class}
+        layers = (layer for layer in graph.layers if layer.scale_out == graph.output_class)
+        names = {path for layer in layers for path in layer.callers}
         for name in sorted(names):
             network.get_submodule(name).register_forward_hook(scale)
     network.register_state_dict_post_hook(_WriteState(state))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from growlab.errors import UserError
 from growlab.growth.event import ParityError
 from growlab.growth.method import Expansion, GrowthMethod
-from growlab.growth.parity import main_output, observe, quietly, relative_error, rounding
+from growlab.growth.parity import main_output, observe, positional, quietly, relative_error, rounding
 from growlab.growth.starts import START_PRESERVES, STARTS, Site
 from growlab.widths import Axis, WidthGraph, replace_tensors, resize, tensors_of
 
@@ -211,6 +211,7 @@ class Depth:
             ParityError: the outputs changed; the block was taken out again.
             UserError: the block cannot begin in this way.
         """
+        probe = positional(probe)
         before = observe(network, probe)
         stood = self.put_in(network, name, widths)
         block, graph = self.blocks[name], self.only(name)

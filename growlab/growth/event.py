@@ -233,6 +233,12 @@ def grow(
     stage = state.stage + 1
     probe = positional(probe)
     before = observe(model, probe, graph.norms)
+    (diverged,) = agree([float(before.eval.isnan().any() or before.train.isnan().any())])
+    if method.preserves and diverged:
+        raise ParityError(
+            f"the network puts out NaN already before growth to stage {stage}: training has diverged, or its inputs "
+            "are not finite; lower the learning rate, or clip gradients."
+        )
     parity_sec = time.perf_counter() - began
     num_params_before = sum(p.numel() for p in model.parameters())
     expansion = Expansion(

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from growlab.errors import UserError
 from growlab.growth.rescale import eps_ratio
-from growlab.widths import Norm
+from growlab.widths import Norm, tensors_in
 
 # Relative output error above which it cannot be rounding, by the parameters' precision. Ten times and more above
 # what is seen (about 1e-6 in float32, rarely 1e-5 where running statistics are far off): a run must not stop
@@ -122,19 +123,26 @@ def quietly(model: nn.Module) -> Iterator[None]:
 
 def main_output(output: Any) -> Tensor:
     """The first tensor of what a network returns: auxiliary heads of train mode come behind it."""
-    while not isinstance(output, Tensor):
-        output = next(iter(output.values() if isinstance(output, Mapping) else output))
-    return output
+    tensors = tensors_in(output)
+    if not tensors:
+        raise UserError(
+            f"the network returns {type(output).__name__} without a tensor: growth compares its outputs."
+        )
+    return tensors[0]
 
 
 def relative_error(before: Tensor, after: Tensor, factor: float = 1.0) -> float:
-    """Largest difference between `factor * after` and `before`, relative to the largest entry before.
+    """Largest difference between `factor * after` and `before`, relative to the largest finite entry before.
 
-    Zeros, which a head that starts at zero puts out, have no scale: from them the difference itself is taken.
+    Zeros, which a head that starts at zero puts out, have no scale: from them the difference itself is taken. Entries
+    that are infinite in both (logits of what is ruled out) do not differ.
     """
+    if before.is_complex():
+        before, after = torch.view_as_real(before), torch.view_as_real(after)
     before, after = before.double(), after.double() * factor
-    scale = float(before.abs().max())
-    return float((after - before).abs().max()) / (scale if scale > 0 else 1.0)
+    scale = float(before.abs().where(before.isfinite(), 0.0).max())
+    difference = (after - before).abs().where(before != after, 0.0)
+    return float(difference.max()) / (scale if scale > 0 else 1.0)
 
 
 def rounding(model: nn.Module, output: Tensor) -> float:

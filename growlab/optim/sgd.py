@@ -24,6 +24,16 @@ class SGD(Regional, torch.optim.SGD):
     >>> optimizer = SGD([weight], lr=0.1, momentum=0.9, rule=NormRatio())
     """
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as torch's optimizers do.
+
+        Raises:
+            ValueError: its dampening lies outside of 0 to 1, which torch takes without a word.
+        """
+        super().add_param_group(param_group)
+        if not 0 <= (dampening := self.param_groups[-1]["dampening"]) <= 1:
+            raise ValueError(f"Invalid dampening value: {dampening}; it must lie between 0 and 1")
+
     def _step_plain(self, group: dict[str, Any]) -> None:
         params: list[Tensor] = []
         grads: list[Tensor] = []

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from growlab.analysis.flops import forward_flops
 from growlab.growth import (
@@ -40,6 +41,8 @@ _SMALL_SIDES = (96, 128)
 ENOUGH = 0.5
 EXACT = 1e-10
 _QUIET = 0.3
+# Relative difference above which a row computed alone is another one, in float32.
+_ALIKE = 1e-2
 
 
 @dataclass
@@ -131,7 +134,7 @@ def examine(
         return report
     # Samples meet in batch statistics only: without them one will do.
     inputs = inputs if graph.norms else sample
-    double = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
+    double = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
     probe = _probe(network, graph, widths[0], double)
     report.probe = [list(x.shape) for x in probe if isinstance(x, Tensor)]
     network = network.double()
@@ -147,7 +150,9 @@ def examine(
 
 def _channels_at_a_time(graph: WidthGraph, name: str) -> int:
     """Channels that the layer that a group is named after gets when the group's width grows by one."""
-    tensors = [tensor for tensor in graph.axes if tensor.rpartition(".")[0] == name.partition("#")[0]]
+    tensors = [
+        tensor for tensor in graph.axes if (tensor.rpartition(".")[0] or tensor) == name.partition("#")[0]
+    ]
     axes = (
         axis
         for tensor in tensors
@@ -168,15 +173,15 @@ def _one_sample(network: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, tuple
         with torch.no_grad():
             whole = tensors_in(network(*inputs))
             rows = len(whole[0])
-            first = tuple(
-                x[:1] if isinstance(x, Tensor) and x.dim() and len(x) == rows else x for x in inputs
-            )
+            first = tree_map_only(Tensor, lambda x: x[:1] if x.dim() and len(x) == rows else x, inputs)
             alone = tensors_in(network(*first))
     except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
         return 1, inputs
-    pairs = zip(alone, whole, strict=True)
-    alike = all(one.shape[1:] == x.shape[1:] and torch.allclose(one, x[:1], 1e-2, 1e-3) for one, x in pairs)
-    return (rows, first) if alike and len(alone[0]) == 1 < rows else (1, inputs)
+    shapes = [(1, *x.shape[1:]) for x in whole if x.dim()]
+    if rows < 2 or [tuple(x.shape) for x in alone] != shapes:
+        return 1, inputs
+    alike = all(relative_error(x[:1], one) < _ALIKE for one, x in zip(alone, whole, strict=True))
+    return (rows, first) if alike else (1, inputs)
 
 
 def _count(

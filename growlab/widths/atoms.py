@@ -95,6 +95,12 @@ class Atoms:
                 self.frozen_because[run.atom] = reason
                 self._bound[run.atom] = fixed(self.sizes[run.atom])
 
+    def freeze_single(self) -> None:
+        """Make atoms of one channel fixed: they cannot be narrower."""
+        for atom, size in enumerate(self.sizes):
+            if size == 1 and atom not in self._bound:
+                self.freeze((Run(atom),), "a single channel")
+
     def frozen_whole(self, runs: Runs) -> bool:
         """Whether the axis was frozen as it is, not as a larger one that it is a part of or a finer one within it."""
         while len(runs) == 1 and runs[0].bare and runs[0].atom is not None:

@@ -9,7 +9,14 @@ from growlab.widths.atoms import Atoms, Run, Runs, ScaleClasses
 from growlab.widths.groups import Attention, ChannelNorm, Group, Layer, Norm, Radius, WidthGraph
 from growlab.widths.layout import Axis, Part, Role
 from growlab.widths.places import written_sizes
+from growlab.widths.program import canonical_names
 from growlab.widths.rules.rotation import GAIN_CHANNEL, LENGTH
+
+
+def layer_name(weight: str) -> str:
+    """The module's path if it is the module's weight; of bare parameters their own name."""
+    path, _, own = weight.rpartition(".")
+    return path if path and (own.endswith("weight") or ".parametrizations." in weight) else weight
 
 
 class Findings:
@@ -55,6 +62,7 @@ class Findings:
         self.atoms.settle()
         self._freeze_norms_used_twice()
         self._freeze_what_no_rule_placed()
+        self.atoms.freeze_single()
         self._groups_by_atom = names = self._group_names()
         groups = {
             name: Group(name, self.atoms.sizes[atom], self.atoms.below[atom]) for atom, name in names.items()
@@ -118,6 +126,20 @@ class Findings:
             channel_norms=self._norms_over_channels(names),
             attentions=self._attentions_that_grow(names),
         )
+
+    def _pin_what_no_module_puts_out(self, output_class: int) -> None:
+        """Outputs beside others are scaled where modules put them out: a bare parameter's cannot be."""
+        modules = dict(self._model.named_modules())
+        names = canonical_names(self._model)
+        for layer in self._layers:
+            if self._scale(layer.scale_out) != self._scale(output_class):
+                continue
+            for path in self._callers[layer.weight]:
+                own = {
+                    names[f"{path}.{name}" if path else name] for name, _ in modules[path].named_parameters()
+                }
+                if not own <= {layer.weight, layer.bias}:
+                    self.scales.pin(output_class)
 
     def _attentions_that_grow(self, names: Mapping[int, str]) -> tuple[Attention, ...]:
         axes = [(self.atoms.resolve(axis), queries) for axis, queries in self._attentions]

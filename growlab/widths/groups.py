@@ -29,7 +29,7 @@ class Layer:
     """An affine map: a linear layer or a convolution.
 
     Attributes:
-        name: module path.
+        name: module path, or the name of a weight that is a bare parameter.
         weight: name of the weight, [out, in, ...]; for a depthwise convolution [channels, 1, ...]. A weight
             that several layers share occurs under one name, once for each bias that goes with it, and all
             its uses are in the same scale classes.

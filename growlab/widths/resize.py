@@ -203,6 +203,8 @@ def _named_tensor_places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Modul
 
 
 def _update_bookkeeping(module: nn.Module, depthwise: bool) -> None:
+    # At width 1 a depthwise convolution looks like any other: only the graph knows.
+    filters = module.out_channels // module.groups if isinstance(module, nn.modules.conv._ConvNd) else 1
     for kind, attribute, tensor, dim in _BOOKKEEPING:
         if isinstance(module, kind) and getattr(module, tensor) is not None:
             setattr(module, attribute, getattr(module, tensor).shape[dim])
@@ -210,9 +212,8 @@ def _update_bookkeeping(module: nn.Module, depthwise: bool) -> None:
     if isinstance(getattr(module, _NORMALISED, None), tuple) and isinstance(weight, Tensor):
         setattr(module, _NORMALISED, tuple(weight.shape))
     if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        # At width 1 a depthwise convolution looks like any other: only the graph knows.
         if depthwise:
-            module.groups = module.out_channels
+            module.groups = module.out_channels // filters
         module.in_channels = module.weight.shape[1] * module.groups
     if isinstance(module, _TRANSPOSED):
         module.in_channels = module.weight.shape[0]

@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from growlab.widths.groups import WidthGraph
 from growlab.widths.narrowing import without_what_breaks
 from growlab.widths.predictions import Call
-from growlab.widths.tracer import Tracer, UnsupportedOperation
+from growlab.widths.program import UnsupportedOperation, operations
+from growlab.widths.tracer import Tracer
 
 # A reshape into (3, heads, head dimension) has three dimensions of which one may grow.
 _PASSES = 3
@@ -39,7 +41,8 @@ def trace(
         The groups, the axes of every parameter and buffer they run through, and the scale classes.
 
     Raises:
-        UnsupportedOperation: the network cannot be exported, or an operation has no channel rule.
+        UnsupportedOperation: the network cannot be exported, an operation has no channel rule, or `opaque` names one
+            that the network does not run.
     """
     inputs = example if isinstance(example, tuple) else (example,)
     modes = {module: module.training for module in model.modules()}
@@ -56,6 +59,12 @@ def trace(
         for module, training in modes.items():
             module.training = training
 
+    if unknown := sorted(set(opaque) - (known := set(operations(program.graph_module)))):
+        near = sorted({match for name in unknown for match in get_close_matches(name, known)})
+        raise UnsupportedOperation(
+            f"opaque=[{', '.join(unknown)}]: {type(model).__name__} runs no operation of that name; "
+            + (f"nearest are {', '.join(near)}." if near else f"it runs {', '.join(sorted(known))}.")
+        )
     graphs = []
 
     def find(moved: Mapping[str, int] | None = None, **settings: Any) -> tuple[WidthGraph, Tracer]:

@@ -9,21 +9,34 @@ import torch
 from torch import Tensor, nn
 
 from growlab.widths.atoms import Run, Runs, fixed
-from growlab.widths.findings import Findings
+from growlab.widths.findings import Findings, layer_name
 from growlab.widths.groups import Layer, Norm, WidthGraph
 from growlab.widths.layout import Role
 from growlab.widths.places import module_of, place_of
 from growlab.widths.predictions import Call, computes, name_of, numbers_of
-from growlab.widths.rules import AFFINE, MIXING, RULES, Value, keep_full_width, linear_in, values_in
+from growlab.widths.program import (
+    UnsupportedOperation,
+    bases_of,
+    canonical_names,
+    constants_of,
+    operation_of,
+    shapes_of,
+)
+from growlab.widths.rules import (
+    AFFINE,
+    MIXING,
+    RULES,
+    Value,
+    keep_full_width,
+    linear_in,
+    overwritten,
+    values_in,
+)
 from growlab.widths.rules.rotation import individuated
 
 _AS_WIDE = "attention as wide as its stream"
 # What torch.export wraps around a part of the program that runs under a setting; the part's inputs come last.
 _SETTINGS = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
-
-
-class UnsupportedOperation(ValueError):
-    """The network does something that growlab has no channel rule for; the message names it and its place."""
 
 
 class Tracer(Findings):
@@ -48,10 +61,11 @@ class Tracer(Findings):
             **program.graph_signature.inputs_to_parameters,
             **program.graph_signature.inputs_to_buffers,
         }
-        self._canonical = _canonical_names(model)
-        self._buffers = {name for name, _ in model.named_buffers()}
+        self._canonical = canonical_names(model)
+        #: Names of buffers, which are not learned.
+        self.buffers = {name for name, _ in model.named_buffers()}
         # What a network computes once and does not save: entries of more channels cannot be drawn.
-        self._tables = self._buffers - set(model.state_dict())
+        self._tables = self.buffers - set(model.state_dict())
         self._known: dict[str, Value] = {}
         self._calls: Counter[str] = Counter()
         self._choices: dict[str, tuple[str, Runs, int]] = {}
@@ -59,7 +73,7 @@ class Tracer(Findings):
         self.attending: set[str] = set()
         self._as_wide: list[tuple[Runs, Runs]] = []
         self._visited: list[tuple[str, tuple[float, ...], list[Value]]] = []
-        self._constants = _constants(program)
+        self._constants = constants_of(program)
 
     def run(self) -> WidthGraph:
         """Visit every node once, in forward order, and collect what was found; list the operations in `calls`."""
@@ -70,6 +84,8 @@ class Tracer(Findings):
             for axis in value.axes:
                 self.atoms.freeze(axis, "the network's output")
         self._tie_heads_to_streams()
+        if not self._program.call_spec.out_spec.is_leaf():
+            self._pin_what_no_module_puts_out(output_class)
         graph = self._collect(output_class)
         self.calls = [
             Call(
@@ -93,6 +109,8 @@ class Tracer(Findings):
                 values[node] = getattr(part, node.target)
             elif node.op == "call_function":
                 values[node] = result = self._call(node, values)
+                for base in bases_of(node):
+                    values[base] = overwritten(values[base], result)
                 if computes(operation := self.operation(node)):
                     numbers = numbers_of(node.target, node.args, node.kwargs, self._constants)
                     self._visited.append((name_of(operation), numbers, list(values_in(result))))
@@ -108,9 +126,7 @@ class Tracer(Findings):
 
     def shapes(self, node: Any) -> list[tuple[int, ...]]:
         """Full-width shapes of all tensors that the node computes."""
-        value = node.meta.get("val")
-        values = value if isinstance(value, (tuple, list)) else [value]
-        return [tuple(int(size) for size in v.shape) for v in values if isinstance(v, Tensor)]
+        return shapes_of(node)
 
     def has_several_outputs(self, node: Any) -> bool:
         """Whether the node computes a list of tensors."""
@@ -118,8 +134,7 @@ class Tracer(Findings):
 
     def operation(self, node: Any) -> str:
         """Name of the node's operation without namespace and overload."""
-        schema = getattr(node.target, "_schema", None)
-        return node.target.__name__ if schema is None else schema.name.rpartition("::")[2]
+        return operation_of(node)
 
     def note_size(self, node: Any, size: int, axis: Runs) -> None:
         """The forward asks for this many positions: its module may keep the number."""
@@ -177,7 +192,7 @@ class Tracer(Findings):
         self, weight: Value, row_role: Role, column_role: Role, kernel: Sequence[Runs]
     ) -> tuple[Runs, Runs]:
         """The first two axes of an affine map's weight; the rest is the kernel."""
-        if weight.name is None or weight.name in self._buffers:
+        if weight.name is None or weight.name in self.buffers:
             what = "computed in the forward" if weight.name is None else "a buffer"
             for axis in weight.axes:
                 self.atoms.freeze(axis, f"a weight that is {what}")
@@ -202,6 +217,15 @@ class Tracer(Findings):
         self._set_role(value, dimension, role)
         return value.axes[dimension]
 
+    def spread(self, value: Value) -> None:
+        """A parameter that is rearranged or taken entry by entry: any of its dimensions may carry channels.
+
+        Where it then serves as a weight, they are fixed, as those of all computed weights are. Buffers stay.
+        """
+        if value.name is not None and value.name not in self.buffers:
+            for dimension, size in enumerate(value.shape):
+                self._set_role(value, dimension, "out" if size > 1 else "fixed")
+
     def affine(
         self,
         node: Any,
@@ -217,11 +241,13 @@ class Tracer(Findings):
         """Record an affine map and return its output."""
         if bias is not None:
             self.parameter_axis(bias, "out", axes[channel_axis])
+        if weight.name in self.buffers and bias is None:
+            # Numbers of the code, which stay as they are: no layer, and linear in what it is given.
+            return Value(shape, axes, x.scale, made_by=x.made_by)
         self._followed |= x.made_by | weight.made_by
         if weight.name is None or (bias is not None and bias.name is None):
             self.scales.pin(x.scale)
             return Value(shape, axes, self.scales.new(unit=True))
-        name, _, _ = weight.name.rpartition(".")
         scale = self.scales.new()
         bias_name = None if bias is None else bias.name
         # A tensor that is used twice can be rescaled in one way only: both uses have the same scales.
@@ -232,7 +258,15 @@ class Tracer(Findings):
                 self.scales.union(other.scale_out, scale)
         if not any((other.weight, other.bias) == (weight.name, bias_name) for other in self._layers):
             self._layers.append(
-                Layer(name, weight.name, bias_name, depthwise, x.scale, scale, transposed=transposed)
+                Layer(
+                    layer_name(weight.name),
+                    weight.name,
+                    bias_name,
+                    depthwise,
+                    x.scale,
+                    scale,
+                    transposed=transposed,
+                )
             )
         names = frozenset(tensor for tensor in (weight.name, bias_name) if tensor is not None)
         self._calls.update(names)
@@ -371,25 +405,8 @@ class Tracer(Findings):
 
     def _is_matrix(self, value: Value) -> bool:
         value = value.turned or value
-        return value.name is not None and value.name not in self._buffers and len(value.shape) > 1
+        return value.name is not None and value.name not in self.buffers and len(value.shape) > 1
 
     def _is_fixed(self, args: Mapping[str, Any]) -> bool:
         runs = [run for value in values_in(args) for axis in value.axes for run in self.atoms.resolve(axis)]
         return all(run.atom is None for run in runs)
-
-
-def _constants(program: torch.export.ExportedProgram) -> dict[Any, Tensor]:
-    """Tensors that the forward makes from numbers, by the node that stands for them."""
-    lifted = program.graph_signature.inputs_to_lifted_tensor_constants
-    return {
-        node: program.constants[lifted[node.name]]
-        for node in program.graph.nodes
-        if node.op == "placeholder" and isinstance(program.constants.get(lifted.get(node.name)), Tensor)
-    }
-
-
-def _canonical_names(model: nn.Module) -> dict[str, str]:
-    """The first name of every parameter and buffer, by any of its names."""
-    first: dict[int, str] = {}
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: first.setdefault(id(tensor), name) for name, tensor in named}

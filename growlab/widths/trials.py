@@ -14,8 +14,8 @@ from growlab.widths.layout import Axis
 from growlab.widths.meta import Shapes
 from growlab.widths.places import kept_at, write
 from growlab.widths.predictions import Call, Predictions, Seen, run_calls
+from growlab.widths.program import UnsupportedOperation
 from growlab.widths.resize import replace_tensors, resized, restore_tensors, tensors_of
-from growlab.widths.tracer import UnsupportedOperation
 
 _FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, IndexError, ZeroDivisionError)
 _INHERITED = object()
@@ -226,7 +226,7 @@ def tensors_in(outputs: Any) -> list[Tensor]:
     """All tensors in what a network returns."""
     if isinstance(outputs, Tensor):
         return [outputs]
-    if isinstance(outputs, dict):
+    if isinstance(outputs, Mapping):
         outputs = list(outputs.values())
     if isinstance(outputs, (list, tuple)):
         return [tensor for output in outputs for tensor in tensors_in(output)]

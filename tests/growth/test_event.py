@@ -97,7 +97,7 @@ def test_a_network_that_has_become_nan_does_not_grow():
     network, graph, state, probe = planted()
     with torch.no_grad():
         network.classifier.bias.fill_(math.nan)
-    with pytest.raises(ParityError, match="nan"):
+    with pytest.raises(ParityError, match="puts out NaN already before growth to stage 1"):
         grow(network, graph, PairGrowth(), state, graph.full_widths, 0, probe)
 
 
@@ -277,6 +277,10 @@ def test_relative_error():
     assert relative_error(before, before / 2, factor=2.0) == 0
     assert relative_error(before, torch.tensor([1.0, -3.0])) == 0.25
     assert math.isnan(relative_error(before, torch.tensor([1.0, math.nan])))
+    ruled_out = torch.tensor([2.0, -math.inf])
+    assert relative_error(ruled_out, torch.tensor([1.0, -math.inf])) == 0.5
+    assert relative_error(ruled_out, torch.tensor([2.0, 0.0])) == math.inf
+    assert relative_error(torch.tensor([1.0 + 2j]), torch.tensor([1.0 + 1j])) == 0.5
     zeros = torch.zeros(2)
     assert relative_error(zeros, before) == 4 and relative_error(zeros, zeros) == 0
     assert math.isnan(relative_error(zeros, torch.tensor([0.0, math.nan])))

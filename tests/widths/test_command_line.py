@@ -157,6 +157,38 @@ def test_the_report_says_what_is_meant(factory, line, capsys):
     assert re.search(rf"^    .*{re.escape(line)}$", capsys.readouterr().out, re.MULTILINE)
 
 
+@pytest.mark.parametrize("factory", ["of_a_dictionary", "a_list_for_each", "one_for_all"])
+def test_inputs_and_outputs_of_any_structure(factory, capsys):
+    arguments = [f"tests.widths.test_command_line:{factory}", "--methods", "net2net", "--json"]
+    assert main(arguments) == 0
+    report = Report(**json.loads(capsys.readouterr().out))
+    assert report.parity["net2net"]["eval"] <= 1e-10
+    assert report.samples == (2 if factory == "of_a_dictionary" else 1)
+
+
+class Structured(nn.Sequential):
+    """Layers around functions of what goes in and comes out."""
+
+    def __init__(self, before, after) -> None:
+        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.before, self.after = before, after
+
+    def forward(self, x):
+        return self.after(super().forward(self.before(x)))
+
+
+def of_a_dictionary() -> tuple[nn.Module, tuple]:
+    return Structured(lambda given: given["x"], lambda y: {"loss": None, "y": y}), ({"x": torch.randn(2, 4)},)
+
+
+def a_list_for_each() -> tuple[nn.Module, torch.Tensor]:
+    return Structured(lambda x: x, lambda y: [{"boxes": row} for row in y.unbind()]), torch.randn(2, 4)
+
+
+def one_for_all() -> tuple[nn.Module, torch.Tensor]:
+    return Structured(lambda x: x, lambda y: y.mean()), torch.randn(2, 4)
+
+
 def spatial() -> nn.Module:
     return nn.Sequential(nn.Conv2d(5, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
 

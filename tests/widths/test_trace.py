@@ -85,10 +85,7 @@ def test_shared_tensors_have_one_name_and_one_scale():
 
 
 def test_what_stays_fixed_says_why():
-    assert graph_of("depthwise").fixed == {
-        "narrow": "4-group convolution",
-        "classifier": "the network's output",
-    }
+    assert graph_of("depthwise").fixed == {"classifier": "the network's output"}
     assert graph_of("bare").fixed["single"] == "a single channel"
 
 
@@ -126,7 +123,9 @@ class Odd(nn.Module):
     [
         pytest.param(lambda x: F.max_pool1d(x, 3, 1, 1), id="pooled over channels"),
         pytest.param(lambda x: F.conv1d(x, FILTERS, padding=1), id="convolved over channels"),
-        pytest.param(lambda x: F.pad(x, (1, 0))[..., 1:], id="sliced"),
+        pytest.param(lambda x: torch.cat([x[..., ::2], x[..., 1::2]], -1), id="every other one"),
+        pytest.param(lambda x: x + F.pad(x, (1, 0))[..., :-1], id="shifted by one"),
+        pytest.param(lambda x: x / (x.median() + 9), id="median over all"),
         pytest.param(lambda x: x.view(x.shape[0], 6, 2, 4).flatten(2), id="split in two"),
         pytest.param(lambda x: x - x.mean(-1, keepdim=True), id="mean over channels"),
         pytest.param(lambda x: x / x.max(-1, keepdim=True)[0], id="maximum over channels"),
@@ -257,3 +256,61 @@ def test_a_network_that_cannot_compute_its_input_is_told_from_one_that_cannot_be
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert "Traceback" not in capfd.readouterr().err
     assert network.training
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: x[x[..., 0] > 0], "the size of what index puts out .* depends on numbers in the data"),
+        (lambda x: x[:, x[0, :, 0].nonzero()[:, 0]], "the size of what nonzero puts out"),
+    ],
+)
+def test_sizes_that_depend_on_the_data_are_refused(function, message):
+    with pytest.raises(UnsupportedOperation, match=message):
+        trace(Odd(function), torch.randn(2, 6, 4))
+
+
+def test_an_operation_that_the_network_does_not_run_is_named():
+    with pytest.raises(UnsupportedOperation, match=r"opaque=\[reluu\]: Odd runs no .* nearest are relu\.$"):
+        trace(Odd(F.relu), torch.randn(2, 6, 4), opaque=["reluu", "linear"])
+    with pytest.raises(UnsupportedOperation, match=r"runs no .* it runs linear, relu\.$"):
+        trace(Odd(F.relu), torch.randn(2, 6, 4), opaque=["nothing"])
+
+
+class Bare(nn.Module):
+    """Two weights that lie bare, and a matrix that is not learned behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(8, 5))
+        self.register_buffer("codes", torch.randn(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x @ self.first) @ self.second @ self.codes
+
+
+def test_bare_weights_are_layers_by_their_own_names():
+    for network, prefix in ((Bare(), ""), (nn.Sequential(Bare()), "0.")):
+        graph = trace(network, torch.randn(2, 4))
+        assert [layer.name for layer in graph.layers] == [f"{prefix}first", f"{prefix}second"]
+        assert graph.last_layers == {f"{prefix}second": True}
+
+
+def test_keys_that_are_written_over_are_linear_in_nothing():
+    """As queries and keys are else, so that the head dimension of both may grow."""
+
+    class Attention(nn.Module):
+        def __init__(self, view: bool) -> None:
+            super().__init__()
+            self.view = view
+            self.q, self.k, self.v = (nn.Linear(4, 8) for _ in range(3))
+            self.out = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.q(x), self.k(x), self.v(x)
+            if self.view:
+                k.chunk(2, 1)[0][:, 1:].tanh_()
+            return self.out(F.scaled_dot_product_attention(q, k, v))
+
+    assert trace(Attention(False), torch.randn(2, 6, 4)).full_widths == {"q": 8}
+    assert trace(Attention(True), torch.randn(2, 6, 4)).full_widths == {}

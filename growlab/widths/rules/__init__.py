@@ -13,7 +13,7 @@ from growlab.widths.rules import (
 )
 from growlab.widths.rules.affine import AFFINE
 from growlab.widths.rules.opaque import MIXING
-from growlab.widths.rules.registry import RULES, Value, keep_full_width, linear_in, values_in
+from growlab.widths.rules.registry import RULES, Value, keep_full_width, linear_in, overwritten, values_in
 
 __all__ = [
     "AFFINE",
@@ -28,6 +28,7 @@ __all__ = [
     "linear_in",
     "norms",
     "opaque",
+    "overwritten",
     "pooling",
     "rotation",
     "shapes",

@@ -18,11 +18,13 @@ def convolution(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     x, weight, bias, groups = args["input"], args["weight"], args.get("bias"), args.get("groups", 1)
     kernel = [fixed(size) for size in weight.shape[2:]]
     channels = len(x.shape) - len(kernel) - 1  # 0 without a batch dimension
-    depthwise = groups > 1 and groups == x.shape[channels] == weight.shape[0]
+    depthwise = groups > 1 and groups == x.shape[channels]
     freeze_windows(tracer, x, len(kernel))
     rows, columns = tracer.weight_axes(weight, "out", "fixed" if depthwise else "in", kernel)
     if depthwise:
-        tracer.atoms.unify(rows, x.axes[channels], "depthwise convolution")
+        # Each channel has filters of its own: one, or as many as a multiplier says.
+        filters = tracer.atoms.nest(x.axes[channels], 1, weight.shape[0] // groups)
+        tracer.atoms.unify(rows, filters, "depthwise convolution")
     elif groups > 1:
         # Every group has the same width: the axis is `groups` repetitions of one set of channels.
         (within,) = tracer.atoms.new(weight.shape[0] // groups)
@@ -120,6 +122,25 @@ def transposed_convolution(tracer: "Tracer", node: Any, args: Arguments) -> Valu
     return tracer.affine(
         node, weight, bias, depthwise, x, shape, axes, channel_axis=channels, transposed=not depthwise
     )
+
+
+@rule("bilinear")
+def bilinear(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Weight [O, I, J]: outputs pass; products of channels of both inputs are summed over, which keep their width."""
+    weight, bias, shape = args["weight"], args.get("bias"), tracer.shape(node)
+    for x in (args["input1"], args["input2"]):
+        tracer.scales.pin(x.scale)
+        tracer.atoms.freeze(x.axes[-1], "input of a bilinear layer")
+    for axis in weight.axes[1:]:
+        tracer.atoms.freeze(axis, "input of a bilinear layer")
+    rows = weight.axes[0]
+    if weight.name is None:
+        tracer.atoms.freeze(rows, "a weight that is computed in the forward")
+    else:
+        tracer.parameter_axis(weight, "out", rows)
+    if bias is not None and bias.name is not None:
+        tracer.parameter_axis(bias, "out", rows)
+    return Value(shape, (*args["input1"].axes[:-1], rows), tracer.scales.new(unit=True))
 
 
 @rule("embedding", "embedding_bag")

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
 
 _REASON = "attention multiplies and sums over them"
+_EINSUM = "einsum multiplies or sums over them"
 
 
 @rule("matmul", "bmm", "mm")
@@ -55,12 +56,12 @@ def einsum(tracer: "Tracer", node: Any, args: Arguments) -> Any:
         tracer.scales.pin(value.scale)
         for letter, axis in zip(term, value.axes, strict=True):
             if value.name is not None or letter not in one_by_one:
-                tracer.atoms.freeze(axis, _REASON)
+                tracer.atoms.freeze(axis, _EINSUM)
             if tracer.atoms.length(found.setdefault(letter, axis)) == tracer.atoms.length(axis):
                 tracer.atoms.unify(found[letter], axis, "letters of an einsum laid out otherwise")
             else:
-                tracer.atoms.freeze(axis, _REASON)
-                tracer.atoms.freeze(found[letter], _REASON)
+                tracer.atoms.freeze(axis, _EINSUM)
+                tracer.atoms.freeze(found[letter], _EINSUM)
     axes = tuple(found[letter] for letter in output)
     sizes = zip(axes, tracer.shape(node), strict=True)
     axes = tuple(axis if tracer.atoms.length(axis) == size else fixed(size) for axis, size in sizes)

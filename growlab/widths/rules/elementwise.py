@@ -38,6 +38,7 @@ fmod remainder floor_divide hypot logaddexp logaddexp2 xlogy copysign isclose co
 def homogeneous(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """f(a x) = a f(x) for a > 0: axes and scale pass."""
     x = first_tensor(args)
+    tracer.spread(x)
     return Value(x.shape, x.axes, x.scale)
 
 
@@ -51,6 +52,7 @@ def cast(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def pointwise(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Axes pass; the scale of the input enters the function and must stay."""
     x = first_tensor(args)
+    tracer.spread(x)
     tracer.scales.pin(x.scale)
     return Value(x.shape, x.axes, tracer.scales.new(unit=True))
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 OPAQUE = (
     *(
-        "cross",
-        "outer",
+        *("cross", "outer", "mv", "dot", "vdot", "addmv", "kron", "trace", "diag", "diagonal", "diag_embed"),
+        *("matrix_exp", "linalg_inv", "linalg_solve", "linalg_qr", "linalg_svd", "linalg_cross"),
         "meshgrid",
         "bernoulli",
         "native_group_norm",
@@ -41,7 +41,7 @@ OPAQUE = (
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
 
 #: Operations that may multiply channels by a parameter without being a layer of the width graph.
-MIXING = frozenset(("matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", *RECURRENT))
+MIXING = frozenset(("matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "bilinear", *RECURRENT))
 # They look at a tensor's type or entries and put nothing out.
 CHECKS = (
     "_assert_tensor_metadata",

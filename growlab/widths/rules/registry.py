@@ -6,7 +6,7 @@ layers and norms on the way.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Runs, fixed
@@ -100,6 +100,14 @@ def linear_in(operation: str, args: Arguments) -> frozenset[str]:
     if operation not in _LINEAR or (operation in ("add", "sub") and len(operands) < 2 and numbers):
         return frozenset()
     return operands[0] if operands and all(names == operands[0] for names in operands) else frozenset()
+
+
+def overwritten(value: Any, written: Any) -> Any:
+    """A tensor of which an operation has written over a part: linear in nothing, made by the part's layers too."""
+    if not isinstance(value, Value) or value.name is not None:
+        return value
+    made_by = value.made_by.union(*(part.made_by for part in values_in(written)))
+    return replace(value, linear_in=frozenset(), made_by=made_by)
 
 
 def first_tensor(args: Arguments) -> Value:

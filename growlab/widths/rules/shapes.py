@@ -43,7 +43,10 @@ def pad(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("slice", "narrow")
 def take_slice(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """A part of the channels, which grows for itself as the parts beside it do; every other channel cannot."""
+    """A part of the channels, which grows for itself as the parts beside it do; every other channel cannot.
+
+    A parameter keeps its width there, and what is taken of it (rows of a table of positions) is still one.
+    """
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
     shape, size = tracer.shape(node), x.shape[dim]
     start, length = args.get("start") or 0, shape[dim]
@@ -52,7 +55,8 @@ def take_slice(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     tracer.atoms.settle(x.axes[dim])
     if x.name is not None or args.get("step", 1) != 1 or not length or not isinstance(start, int):
         tracer.atoms.freeze(x.axes[dim], "a slice of the channels is taken")
-        return Value(shape, (*x.axes[:dim], fixed(length), *x.axes[dim + 1 :]), x.scale)
+        name = None if x.name in tracer.buffers else x.name
+        return Value(shape, (*x.axes[:dim], fixed(length), *x.axes[dim + 1 :]), x.scale, name)
     start = min(max(start + size if start < 0 else start, 0), size - length)
     sizes = [part for part in (start, length, size - start - length) if part]
     pieces = tracer.atoms.cut(x.axes[dim], sizes)
@@ -66,6 +70,7 @@ def take_slice(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def select(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """One position of a dimension, which so keeps its width."""
     x, dim = args["self"], args["dim"] % len(args["self"].shape)
+    tracer.spread(x)
     tracer.atoms.freeze(x.axes[dim], "one of the channels is taken")
     return Value(tracer.shape(node), x.axes[:dim] + x.axes[dim + 1 :], x.scale)
 
@@ -74,6 +79,7 @@ def select(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def unbind(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
     """Every position of a dimension, which so keeps its width."""
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
+    tracer.spread(x)
     tracer.atoms.freeze(x.axes[dim], "the channels are taken apart")
     return [Value(shape, x.axes[:dim] + x.axes[dim + 1 :], x.scale) for shape in tracer.shapes(node)]
 
@@ -83,6 +89,7 @@ def split(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
     """Cut channels into parts that grow each for itself."""
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
     shapes = tracer.shapes(node)
+    tracer.spread(x)
     pieces = tracer.atoms.cut(x.axes[dim], [shape[dim] for shape in shapes])
     for shape, piece in zip(shapes, pieces, strict=True):
         tracer.note_size(node, shape[dim], piece)
@@ -125,6 +132,7 @@ def concatenate(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def permute(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Dimensions in another order."""
     x = args["self"]
+    tracer.spread(x)
     return Value(tracer.shape(node), tuple(x.axes[dim] for dim in args["dims"]), x.scale)
 
 
@@ -192,10 +200,11 @@ def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Match runs of input and output dimensions with equal products; merge or split inside each."""
     x, shape = args["self"], tracer.shape(node)
     wide = [dim for dim, size in enumerate(x.shape) if size > 1]
-    if x.name is not None and len(wide) == 1 and sorted(shape)[:-1] == [1] * (len(shape) - 1):
+    if x.name in tracer.buffers and len(wide) == 1 and sorted(shape)[:-1] == [1] * (len(shape) - 1):
         # A value per channel, laid along the dimension that it is broadcast over.
         for dim, axis in enumerate(x.axes):
             tracer.parameter_axis(x, "out" if dim == wide[0] else "fixed", axis, dimension=dim)
+    tracer.spread(x)
     axes: list[Runs] = []
     old = new = 0
     while old < len(x.shape) or new < len(shape):

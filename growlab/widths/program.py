@@ -1,0 +1,83 @@
+"""What the program that torch.export makes of a network says of its operations and their tensors."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.widths.places import place_of
+
+
+class UnsupportedOperation(ValueError):
+    """The network does something that growlab has no channel rule for; the message names it and its place."""
+
+
+def operation_of(node: Any) -> str:
+    """Name of a node's operation without namespace and overload."""
+    schema = getattr(node.target, "_schema", None)
+    return str(node.target.__name__) if schema is None else str(schema.name.rpartition("::")[2])
+
+
+def operations(part: torch.fx.GraphModule) -> Iterator[str]:
+    """Names of all operations of a program, those inside of its parts too."""
+    for node in part.graph.nodes:
+        if node.op == "call_function":
+            yield operation_of(node)
+        elif node.op == "get_attr" and isinstance(inner := getattr(part, node.target), torch.fx.GraphModule):
+            yield from operations(inner)
+
+
+def shapes_of(node: Any) -> list[tuple[int, ...]]:
+    """Full-width shapes of all tensors that a node computes.
+
+    Raises:
+        UnsupportedOperation: a size depends on numbers in the data.
+    """
+    value = node.meta.get("val")
+    tensors = [x for x in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(x, Tensor)]
+    if any(type(size) is not int for tensor in tensors for size in tensor.shape):
+        raise UnsupportedOperation(
+            f"the size of what {operation_of(node)} puts out{place_of(node)} depends on numbers in the data; train the "
+            "network with growth=none, or keep all entries and multiply those that do not count by a mask."
+        )
+    return [tuple(tensor.shape) for tensor in tensors]
+
+
+def bases_of(node: Any) -> Iterator[Any]:
+    """The nodes that an in-place operation changes beside its own result: what its first operand is a view of."""
+    if not _writes(node):
+        return
+    viewed = node.args[0] if node.args else None
+    while isinstance(viewed, torch.fx.Node):
+        yield viewed
+        # A list of views, such as chunks, is taken apart by getitem.
+        is_view = operation_of(viewed) == "getitem" or _alias(viewed) is not None
+        viewed = viewed.args[0] if viewed.op == "call_function" and is_view and viewed.args else None
+
+
+def _alias(node: Any) -> Any:
+    arguments = getattr(getattr(node.target, "_schema", None), "arguments", None)
+    return arguments[0].alias_info if arguments else None
+
+
+def _writes(node: Any) -> bool:
+    alias = _alias(node)
+    return alias is not None and bool(alias.is_write)
+
+
+def constants_of(program: torch.export.ExportedProgram) -> dict[Any, Tensor]:
+    """Tensors that the forward makes from numbers, by the node that stands for them."""
+    lifted = program.graph_signature.inputs_to_lifted_tensor_constants
+    return {
+        node: program.constants[lifted[node.name]]
+        for node in program.graph.nodes
+        if node.op == "placeholder" and isinstance(program.constants.get(lifted.get(node.name)), Tensor)
+    }
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """The first name of every parameter and buffer, by any of its names."""
+    first: dict[int, str] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
