@@ -96,8 +96,8 @@ def test_metrics_that_are_no_sums_are_gathered_over_ranks(cli: CommandLine, mine
 def told(*arguments: str, mine: Path, cli: CommandLine) -> str:
     outcome = cli(*OWN, *arguments, "hydra.run.dir=run", cwd=mine)
     assert outcome.code == 2, outcome.err
-    (line,) = outcome.err.splitlines()
-    return line
+    assert "Traceback" not in outcome.err
+    return outcome.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

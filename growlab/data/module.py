@@ -213,8 +213,7 @@ class ImageData(LightningDataModule):
         Raises:
             UserError: the number of processes does not divide the batch size.
         """
-        epoch = self._now
-        return self.training_images(epoch, epoch)
+        return self.training_images(self._now, self._now)
 
     def training_batches(
         self, count: int, epoch: int | None = None, augmented: bool = False
@@ -368,9 +367,6 @@ class ImageData(LightningDataModule):
     def _place(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
 
-    def _device(self) -> torch.device:
-        return self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
-
     def _evaluation(self, part: str) -> MemoryLoader | StreamLoader:
         rank, world_size = self._place()
         length = len(self._current(part, self._now))
@@ -378,7 +374,8 @@ class ImageData(LightningDataModule):
         return self._loader(part, plan, self._now)
 
     def _loader(self, part: str, plan: EpochPlan, epoch: int) -> MemoryLoader | StreamLoader:
-        images, device = self._current(part, epoch), self._device()
+        images = self._current(part, epoch)
+        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
         training = plan.augmentation is not None
         cropped = training and self.crop is not None
         if isinstance(images, ImageArray) and self.in_memory is not False and not cropped:
@@ -394,11 +391,9 @@ class ImageData(LightningDataModule):
             )
         if part not in self._readers:
             draws = (self.augmentation, self.crop) if training else (None, None)
-            self._readers[part] = Readers(
-                ImageBatches(images, self.seed, *draws),
-                self.num_workers
-                if self.num_workers is not None
-                else workers_of_rank(self.trainer.num_devices if self.trainer else 1),
-                pinned=device.type == "cuda",
-            )
+            workers = self.num_workers
+            if workers is None:
+                workers = workers_of_rank(self.trainer.num_devices if self.trainer is not None else 1)
+            batches = ImageBatches(images, self.seed, *draws)
+            self._readers[part] = Readers(batches, workers, pinned=device.type == "cuda")
         return StreamLoader(plan, self._normalisation, self.channels_last, self._readers[part], device)
