@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.errors import Stopped, UserError
 from growlab.explain import explain
-from growlab.processes import ProcessFailed, apart, follow_the_leash, is_first, report
+from growlab.processes import ProcessFailed, apart, end_with_parent, is_first, report
 from growlab.resuming import resume_override
 
 
@@ -46,9 +46,13 @@ def _job(cfg: DictConfig) -> Any:
         gpus = sweeps.gpus_in_turn(cfg)
         if gpus is not None:
             cfg.trainer.devices = gpus
-        number = processes.to_start(cfg.get("trainer") or {})
-        if number > 1:
-            processes.run(number, run_dir, [] if gpus is None else [f"trainer.devices={gpus}"])
+        trainer = cfg.get("trainer") or {}
+        number = processes.to_start(trainer)
+        if number:
+            from growlab import launcher
+
+            more = [] if gpus is None else [f"trainer.devices={gpus}"]
+            launcher.run(number, processes.max_restarts(trainer), run_dir, more)
         else:
             from growlab.experiment import run
 
@@ -148,7 +152,7 @@ def main() -> int:
         if folder is not None:
             sys.argv.append(folder)
         sys.argv += apart([*overrides, folder or ""], multirun)
-        follow_the_leash()
+        end_with_parent()
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=PRIMARY)(_job)()
     except _JobFailed as failed:
         return _fail(failed.error, overrides, with_traceback)
@@ -157,7 +161,7 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Stopped as stop:
-        if report(0, stop.sentence, stop.signal):
+        if report(-stop.signal, stop.sentence):
             return 0
         if is_first():
             print(f"{stop.signal.name}: {stop.sentence}", file=sys.stderr)

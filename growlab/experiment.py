@@ -33,11 +33,11 @@ from growlab.growth import (
     sort_classes,
 )
 from growlab.outcome import results_row
-from growlab.pairing import make_data, make_network, make_objective
+from growlab.pairing import make_network, make_objective
 from growlab.planning import learning_rate, optimizer_maker, plan_run
 from growlab.processes import is_first, started_elsewhere, world_size
 from growlab.studies.running import run_study
-from growlab.trainer_options import check_trainer_options
+from growlab.trainer_options import check_trainer_options, for_lightning
 from growlab.training import GrowthCallback, GrowthProgress, RunRecorder, Task
 from growlab.training.checkpoints import (
     AtomicCheckpointIO,
@@ -67,6 +67,7 @@ from growlab.widths import WidthGraph
 _FREE_ON_RESUME = (
     *("name", "ckpt_path", "checkpoint", "logger", "compile", "num_threads", "log_rates_every_n_steps"),
     *("check_ranks", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy"),
+    "trainer.max_restarts",
     # The task compares what of it matters.
     "trainer.sync_batchnorm",
     *("data.root", "data.download", "data.eval_batch_size"),
@@ -113,7 +114,7 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
     checkpoint = _checkpoint_to_resume(cfg, run_dir)
     header = read_header(checkpoint) if checkpoint else {}
     run_id = header.get("run_id") or secrets.token_hex(4)
-    data: ImageData = make_data(cfg.data, cfg.seed)
+    data: ImageData = hydra.utils.instantiate(cfg.data)
     # Lightning does so only for a run that succeeds.
     ending.callback(data.teardown, "test")
     data.setup()
@@ -245,7 +246,7 @@ def _trainer(
         on_cpu = cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available()
         plugins.append(SynchroniseBatchNorm(on_cpu))
     trainer = hydra.utils.instantiate(
-        cfg.trainer,
+        for_lightning(cfg.trainer),
         max_epochs=plan.schedule.total_epochs,
         limit_val_batches=1.0 if data.num_val else 0,
         logger=loggers or False,

@@ -13,6 +13,9 @@ from growlab.errors import WriteError
 # End of the names of files that are being written.
 _UNFINISHED = ".unfinished"
 
+CHECKPOINT_FOLDER = "checkpoints"
+"""In a run's folder: its newest states."""
+
 FAILURE = "failure.json"
 """In the folder of a sweep's job that failed: the reason."""
 

@@ -15,6 +15,7 @@ from growlab.errors import UserError
 from growlab.growth import Demand, Depth, GrowthMethod
 from growlab.processes import is_first, started_elsewhere, world_size
 from growlab.ranks import gather
+from growlab.trainer_options import for_lightning
 from growlab.training.batch_fit import fit_batch_sizes
 from growlab.training.distributed import check_strategy, cluster_environment
 from growlab.training.plan import Plan, make_plan
@@ -114,7 +115,9 @@ class _FoundSizes:
         # Only for its device, its precision and its connection to other processes, which the run's own will take over.
         own: dict[str, Any] = {"logger": False, "callbacks": [], "enable_checkpointing": False}
         own["plugins"] = cluster_environment(not started_elsewhere())
-        trainer: lightning.Trainer = hydra.utils.instantiate(cfg.trainer, **own, _convert_="all")
+        trainer: lightning.Trainer = hydra.utils.instantiate(
+            for_lightning(cfg.trainer), **own, _convert_="all"
+        )
         check_strategy(trainer)
         trainer.strategy.setup_environment()
         depth = self._depth

@@ -68,8 +68,7 @@ def _directions() -> list[str]:
 
 
 def _holds_out(cfg: DictConfig) -> bool:
-    data = cfg.get("data") or {}
-    return data.get("validation") == "split" or bool((data.get("split") or {}).get("validation"))
+    return (cfg.get("data") or {}).get("validation") == "split"
 
 
 def has_finished(cfg: DictConfig, run_dir: Path) -> bool:

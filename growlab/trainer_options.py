@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import DictConfig, open_dict
+
 from growlab.errors import UserError
 
 _LENGTH = "schedule.total_epochs=N says how many epochs a run has, trainer.limit_train_batches=N how many steps each"
@@ -29,6 +31,19 @@ INSTEAD = {
         _FIXED,
     ),
 }
+
+
+# Keys of `conf/trainer` that are growlab's own.
+_OWN = {"max_restarts"}
+
+
+def for_lightning(trainer: DictConfig) -> DictConfig:
+    """Copy the configuration's `trainer` without the keys that Lightning's Trainer does not know."""
+    copied = trainer.copy()
+    with open_dict(copied):
+        for name in _OWN:
+            copied.pop(name, None)
+    return copied
 
 
 def refused(name: str) -> str:

@@ -1,6 +1,7 @@
 """What may happen to one of several processes, and what they may leave for a test to look at."""
 
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,26 @@ def interrupt_parent(step: int) -> None:
     GrowthCallback.on_train_batch_end = on_train_batch_end
 
 
+def signal_parent(number: int) -> None:
+    """A signal to the process that started this one, before this one listens to signals."""
+    from growlab.training import saving
+
+    os.kill(os.getppid(), number)
+    saving.SaveCheckpoints.on_train_start = lambda *rest: time.sleep(60)
+
+
+def no_names() -> None:
+    """No name server answers."""
+
+    def getfqdn(name: str = "") -> str:
+        raise OSError("no name server")
+
+    socket.getfqdn = getfqdn
+
+
 RANK_FAULTS = {
+    "no_names": no_names,
+    "signal_parent": signal_parent,
     "interrupt_parent": interrupt_parent,
     "keep_ranks": keep_ranks,
     "drift": drift,

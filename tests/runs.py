@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from torch import nn
+from torch.distributed.elastic.multiprocessing import api as elastic
 
 from growlab.errors import UserError
 from tests.rank_faults import RANK_FAULTS
@@ -395,7 +396,7 @@ def _weights_are_nan(step: int) -> None:
 
 # Phases of a run, each with the function that is called in it.
 PHASES = {
-    "read": "growlab.data.readers.ImageBatches._read",
+    "read": "growlab.data.readers._Batches._read",
     "trace": "growlab.experiment.find_widths",
     "step": "growlab.training.task.Task.training_step",
     "event": "growlab.training.growth_callback.grow",
@@ -455,7 +456,12 @@ def _on_rank(rank: int, *fault: Any) -> None:
     os.environ[_FAULT_ON_RANK] = json.dumps([rank, *fault])
 
 
-_FAULT_ON_RANK = "FAULT_ON_RANK"
+def _attempts(*faults: Sequence[Any]) -> None:
+    """A rank and a fault for each attempt that a run's processes make."""
+    os.environ[_FAULTS_OF_ATTEMPTS] = json.dumps(faults)
+
+
+_FAULT_ON_RANK, _FAULTS_OF_ATTEMPTS = "FAULT_ON_RANK", "FAULTS_OF_ATTEMPTS"
 FAULTS: dict[str, Callable[..., None]] = {
     "at_step": _at_step,
     "at_validation": _at_validation,
@@ -473,6 +479,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     "with_figures": _with_figures,
     "together": _together,
     "on_rank": _on_rank,
+    "attempts": _attempts,
     **RANK_FAULTS,
 }
 
@@ -538,7 +545,7 @@ def _leave(code: int) -> None:
 
 
 def _import_everything(fairseq_modules: Sequence[str]) -> None:
-    from growlab import experiment
+    from growlab import experiment, launcher  # noqa: F401 - imported once for all runs
     from growlab.fairseq_library import fairseq_module
     from growlab.networks import mlp8
     from growlab.optim.native import library
@@ -555,12 +562,12 @@ def _import_everything(fairseq_modules: Sequence[str]) -> None:
 
 
 class _Forked:
-    """What `subprocess.Popen` is to `growlab.processes`, without the seconds that importing everything takes."""
+    """What torch's elastic agent makes of a command, without the seconds that importing everything takes."""
 
     def __init__(
-        self, arguments: list[str], environment: dict[str, str], leash: int, quiet: Path | None
+        self, args: tuple[str, ...], env: dict[str, str], stdout: str, stderr: str, **rest: Any
     ) -> None:
-        self._code: int | None = None
+        self.proc, self.returncode = self, None
         self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, 0)
@@ -568,33 +575,39 @@ class _Forked:
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            # The end that its parent holds, which `subprocess` would close.
-            for number in map(int, os.listdir("/proc/self/fd")):
-                with contextlib.suppress(OSError):
-                    if number != leash and os.fstat(number).st_ino == os.fstat(leash).st_ino:
-                        os.close(number)
-            if quiet:
-                for number in (1, 2):
-                    os.dup2(os.open(quiet, os.O_WRONLY | os.O_CREAT), number)
-            os.environ.clear()
-            os.environ.update(environment)
-            _leave(_main([a for a in arguments if a not in ("--config-name", "config")]))
+            for number, path in ((1, stdout), (2, stderr)):
+                if path:
+                    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+            os.environ.update(env)
+            _leave(_main([a for a in args[2:] if a not in ("--config-name", "config")]))
         with contextlib.suppress(OSError):
             os.setpgid(self.pid, self.pid)
 
     def poll(self) -> int | None:
-        if self._code is None:
+        if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("growlab", timeout)
+            time.sleep(0.005)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def close(self, death_sig: int) -> None:
+        os.killpg(self.pid, death_sig)
 
 
 def _run(order: dict[str, Any]) -> int:
-    from growlab import processes
-
     os.chdir(order["cwd"])
     os.environ.update(order["environment"])
-    processes.run_as_command = _Forked
+    elastic.get_subprocess_handler = _Forked
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(
             os.open(Path(order["files"]) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number
@@ -611,6 +624,9 @@ def _main(arguments: list[str]) -> int:
     from growlab.__main__ import main
 
     rank, *fault = json.loads(os.environ.get(_FAULT_ON_RANK, "[null]"))
+    attempts = json.loads(os.environ.get(_FAULTS_OF_ATTEMPTS, "[]"))
+    if (attempt := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))) < len(attempts):
+        rank, *fault = attempts[attempt]
     if fault and os.environ.get("RANK") == str(rank):
         FAULTS[fault[0]](*fault[1:])
 

@@ -50,7 +50,7 @@ RULES = {
     "naming": rule(packages="hydra omegaconf"),
     "configuration": rule("configs", packages="hydra omegaconf"),
     "argument_types": rule(packages="hydra omegaconf"),
-    "trainer_options": rule(packages=""),
+    "trainer_options": rule(packages="omegaconf"),
     "explain": rule("trainer_options", packages="hydra omegaconf yaml"),
     "library": rule(packages="torch torchvision timm safetensors"),
     "widths.__main__": rule("survey", packages=""),
@@ -58,17 +58,18 @@ RULES = {
     "analysis.__main__": rule("analysis"),
     "dashboard": rule(packages="wandb_workspaces"),
     "resuming": rule("configuration", packages="hydra omegaconf"),
-    "processes": rule(packages="hydra omegaconf torch"),
+    "processes": rule(packages="omegaconf torch"),
+    "launcher": rule("processes", packages="hydra torch"),
     "sweeps": rule("analysis processes experiment training", packages="hydra omegaconf torch"),
     "outcome": rule("training", packages="hydra omegaconf"),
-    "planning": rule("widths growth data training processes"),
-    "pairing": rule("training data", packages="torch hydra omegaconf"),
+    "planning": rule("widths growth data training processes trainer_options"),
+    "pairing": rule("training", packages="torch hydra omegaconf"),
     "experiment": rule(
         "studies networks widths growth optim data training analysis configuration processes outcome planning "
         "argument_types pairing trainer_options"
     ),
     "__main__": rule(
-        "configuration explain experiment resuming processes sweeps", packages="hydra omegaconf"
+        "configuration explain experiment launcher resuming processes sweeps", packages="hydra omegaconf"
     ),
     "__init__": rule("frontends grower growth parts triggers widths", packages=""),
 }
@@ -89,7 +90,9 @@ CONFIGURED = {
     "outcome",
     "resuming",
     "processes",
+    "launcher",
     "sweeps",
+    "trainer_options",
 }
 # Packages that only some parts may import, however free their rule is.
 RESERVED = {

@@ -1,9 +1,13 @@
 """Jobs of a sweep that take several processes, launchers and searches, and processes that torchrun starts."""
 
+import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +19,8 @@ from omegaconf import OmegaConf
 
 from growlab import configs
 from growlab.configuration import config_dir
-from growlab.processes import apart, is_first, num_devices, started_elsewhere, to_start
+from growlab.errors import UserError
+from growlab.processes import apart, is_first, num_devices, run_id, started_elsewhere, to_start
 from growlab.sweeps import gpus_in_turn
 from tests.runs import ROOT, CommandLine, Outcome, table
 
@@ -23,6 +28,7 @@ SMALL = (
     *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "schedule.epochs=[1,1]"),
     *("schedule.widths=[0.5,1]", "model=mlp8", "model.width=12", "num_threads=1"),
 )
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "growlab")
 SWEEP = ("-m", *SMALL, "hydra.sweep.dir=sweep", "trainer=ddp_cpu")
 
 
@@ -94,14 +100,61 @@ def test_a_search_is_given_the_accuracy_of_every_job(cli: CommandLine, tmp_path:
 
 @pytest.mark.slow
 def test_processes_that_torchrun_has_started(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "growlab")
-    outcome = command(*SMALL, "trainer=ddp_cpu", cwd=tmp_path, program=torchrun)
+    outcome = command(*SMALL, "trainer=ddp_cpu", cwd=tmp_path, program=TORCHRUN)
     assert outcome.code == 0, outcome.err
-    (run,) = (tmp_path / "runs" / "digits").iterdir()
+    (run,) = (tmp_path / "runs").glob("*/*")
     assert json.loads((run / "results.json").read_text())["world_size"] == 2
     assert outcome.out.count("test accuracy") == 1
-    failed = command(*SMALL, "trainer=ddp_cpu", "data.batch_size=33", cwd=tmp_path, program=torchrun)
-    assert failed.code != 0 and "a batch of 33 images does not divide" in failed.err
+    failed = command(*SMALL, "trainer=ddp_cpu", "data.batch_size=33", cwd=tmp_path, program=TORCHRUN)
+    # Its own summary names the reason as the root cause.
+    assert failed.code != 0 and re.search(r"Root Cause[^=]*traceback : a batch of 33 images", failed.err)
+
+
+FAILING = """
+import os, signal, time
+from pathlib import Path
+from torch import nn
+class Network(nn.Sequential):
+    def __init__(self, image_shape, num_classes, how):
+        super().__init__(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, num_classes))
+        self.how, self.calls = how, 0
+    def forward(self, x):
+        self.calls += self.training
+        if self.calls == 4 and os.environ["RANK"] == "1":
+            Path("failed").write_text(str(time.time()))
+            if self.how == "raises":
+                raise RuntimeError("our own mistake")
+            os.kill(os.getpid() if self.how == "killed" else os.getppid(), signal.SIGKILL)
+            time.sleep(300)
+        return super().forward(x)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raises", "killed", "torchrun_killed"])
+def test_a_failure_under_torchrun_ends_every_process_within_seconds(tmp_path: Path, how: str) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    network = (
+        "model=custom",
+        "model._target_=failing.Network",
+        f"+model.how={how}",
+        f"hydra.run.dir={tmp_path}",
+    )
+    arguments = [a for a in SMALL if not a.startswith("model")]
+    outcome = command(*arguments, *network, "trainer=ddp_cpu", cwd=tmp_path, program=TORCHRUN)
+    assert outcome.code == (-signal.SIGKILL if how == "torchrun_killed" else 1), outcome.err
+    deadline = float((tmp_path / "failed").read_text()) + 30
+    while (left := processes_with(str(tmp_path))) and time.time() < deadline:
+        time.sleep(0.05)
+    assert not left and time.time() < deadline
+
+
+def processes_with(argument: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += [path.parent.name] if argument in path.read_text() else []
+    return found
 
 
 @pytest.mark.gpu
@@ -168,6 +221,18 @@ def test_devices_are_counted_as_lightning_does(
     assert num_devices(trainer) == number
 
 
+def test_one_device_takes_a_process_of_its_own_only_for_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "SLURM_NTASKS", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    one = {"accelerator": "cpu", "devices": 1}
+    assert [to_start(one), to_start({**one, "max_restarts": 2})] == [0, 1]
+    for value in (-1, 1.5, True, None):
+        with pytest.raises(UserError, match="must be a number of restarts"):
+            to_start({**one, "max_restarts": value})
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id())
+    assert to_start({**one, "max_restarts": 2}) == 0 and not started_elsewhere()
+
+
 JOBLIB = "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"
 
 
@@ -223,7 +288,9 @@ def test_processes_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SLURM_NTASKS", "4")
     assert to_start(trainer) == 4
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert started_elsewhere() and to_start(trainer) == 1 and is_first()
+    assert started_elsewhere() and to_start(trainer) == 0 and is_first()
+    with pytest.raises(UserError, match=r"torchrun has --max-restarts=N"):
+        to_start({**trainer, "max_restarts": 1})
     monkeypatch.setenv("SLURM_PROCID", "3")
     assert not is_first()
     given = apart(["hydra.run.dir=here"], False)

@@ -173,6 +173,83 @@ def test_killed_and_resumed_equals_uninterrupted(
     assert Left.by(resumed).differences(Left.by(whole)) == []
 
 
+# Restarts -------------------------------------------------------------------------------------------------
+
+KILL = int(signal.SIGKILL)
+RESTARTED = (*MLP, "checkpoint.every_n_steps=1", "log_rates_every_n_steps=1")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kills", "told"),
+    [
+        # Before the first checkpoint, in an event; inside an epoch, between two files of a checkpoint.
+        (2, [(1, "at_step", 1, KILL), (0, "in_growth", 1, KILL)], ["process 1 of 2", "process 0 of 2"]),
+        pytest.param(
+            *(2, [(0, "at_step", 5, KILL), (0, "at_write", 2, "unnamed", KILL)], ["process 0 of 2"] * 2),
+            marks=pytest.mark.slow,
+        ),
+        (1, [(0, "at_step", 2, KILL), (0, "in_growth", 1, KILL)], ["process 0 of 1"] * 2),
+        # A mistake that another attempt does not meet.
+        pytest.param(
+            *(2, [(1, "breaks", 4)], ["RuntimeError: our own mistake"]),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["event", "checkpoint", "one_device", "mistake"],
+)
+def test_restarted_processes_end_as_if_nothing_had_happened(
+    cli: CommandLine,
+    uninterrupted: Callable[..., Left],
+    tmp_path: Path,
+    ranks: int,
+    kills: list[tuple[object, ...]],
+    told: list[str],
+) -> None:
+    """Whatever kills a process and whenever: the same bits."""
+    arguments = (*RESTARTED, "trainer=cpu" if ranks == 1 else "trainer=ddp_cpu")
+    # Not this run's.
+    older = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    older.parent.mkdir(parents=True)
+    older.write_bytes(b"older")
+    more = (f"trainer.max_restarts={len(kills)}", "hydra.run.dir=run")
+    outcome = cli(*arguments, *more, cwd=tmp_path, fault=("attempts", *kills))
+    assert outcome.code == 0, outcome.err
+    lines = [line for line in outcome.err.splitlines() if "; restart " in line]
+    assert [line.split(" was ended by SIGKILL")[0].split("; ")[0] for line in lines] == told, outcome.err
+    assert lines[-1].endswith(f"; restart {len(kills)} of {len(kills)}")
+    assert Left.by(tmp_path / "run").differences(uninterrupted(*arguments)) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "told", "restarts"),
+    [
+        (("at_step", 2, KILL), "process 1 of 2 was ended by SIGKILL (out of memory, or from outside)", 1),
+        # What a user has to mend fails anew each time.
+        (("fails", "step", 2, "the disk is gone."), "error: the disk is gone.", 0),
+        pytest.param(("at_write", 2, "unnamed", KILL), "(restarts so far: 1).", 1, marks=pytest.mark.slow),
+    ],
+    ids=["killed", "user_error", "checkpoint"],
+)
+def test_restarts_come_to_an_end(
+    cli: CommandLine, tmp_path: Path, fault: tuple[object, ...], told: str, restarts: int
+) -> None:
+    rank = 0 if fault[0] == "at_write" else 1
+    more = (*TWO, "trainer.max_restarts=1")
+    # The process that starts the others meets them without looking up names.
+    both = ("together", ["on_rank", rank, *fault], ["no_names"])
+    outcome = cli(*RESTARTED, *more, cwd=tmp_path, fault=both)
+    assert outcome.code == 2, outcome.err
+    assert told in outcome.err.splitlines()[-1] and "Traceback" not in outcome.err
+    assert outcome.err.count("; restart 1 of 1") == restarts
+
+
+def test_a_signal_to_end_is_no_reason_for_a_restart(cli: CommandLine, tmp_path: Path) -> None:
+    """Ranks that have not begun to listen are killed by it."""
+    fault = ("on_rank", 1, "signal_parent", int(signal.SIGTERM))
+    outcome = cli(*RESTARTED, *TWO, "trainer.max_restarts=3", cwd=tmp_path, fault=fault)
+    assert outcome.code == 2 and "was ended by SIGTERM" in outcome.err and "; restart" not in outcome.err
+
+
 # Failures -------------------------------------------------------------------------------------------------
 
 

@@ -13,9 +13,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 
 from growlab.errors import UserError, WriteError
-from growlab.files import write_atomically
+from growlab.files import CHECKPOINT_FOLDER, write_atomically
 
-CHECKPOINT_FOLDER = "checkpoints"
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 # Where growlab keeps its own part of a checkpoint.
 HEADER = "growlab"

@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.environments import (
     ClusterEnvironment,
     LightningEnvironment,
     SLURMEnvironment,
+    TorchElasticEnvironment,
 )
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
@@ -20,16 +21,16 @@ from growlab.errors import UserError
 _NEEDED = {"broadcast_buffers": "statistics of normalisation", "init_sync": "weights"}
 
 
-class OneMachine(LightningEnvironment):
-    """Processes of one machine that growlab itself has started, or a single one.
+class OneProcess(LightningEnvironment):
+    """A single process that growlab does not take apart.
 
-    Lightning's own environment would start the other processes itself, by running the whole command line again,
-    and leaves variables behind that mislead the next job of a sweep.
+    Lightning's own environment would start other processes itself, by running the whole command line again, and leaves
+    variables behind that mislead the next job of a sweep.
     """
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Always: `growlab.processes` does it."""
+        """Always: `growlab.launcher` does it."""
         return True
 
 
@@ -40,7 +41,7 @@ def cluster_environment(started_by_growlab: bool) -> list[ClusterEnvironment]:
         started_by_growlab: whether this process is alone, or one of several that growlab has started.
     """
     if started_by_growlab:
-        return [OneMachine()]
+        return [TorchElasticEnvironment() if TorchElasticEnvironment.detect() else OneProcess()]
     if "SLURM_PROCID" in os.environ and "GROUP_RANK" not in os.environ:
         # Lightning would save and requeue by itself at a signal.
         return [SLURMEnvironment(auto_requeue=False)]

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from growlab.errors import UserError
 from growlab.frontends.lightning import renew_wrapper
 from growlab.ranks import agreed, broadcast_buffers, checksums, differing, gather, stacked
-from growlab.training.distributed import OneMachine, check_strategy
+from growlab.training.distributed import OneProcess, check_strategy
 from growlab.training.sync_batchnorm import SynchroniseBatchNorm
 
 
@@ -77,7 +77,7 @@ def test_no_wrapper_on_one_device() -> None:
 
 def test_growlab_starts_processes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert OneMachine().creates_processes_externally
+    assert OneProcess().creates_processes_externally
 
 
 # Refusals ---------------------------------------------------------------------------------------------------
