@@ -33,7 +33,7 @@ from growlab.growth import (
     sort_classes,
 )
 from growlab.outcome import results_row
-from growlab.pairing import make_network, make_objective
+from growlab.pairing import make_data, make_network, make_objective
 from growlab.planning import learning_rate, optimizer_maker, plan_run
 from growlab.processes import is_first, started_elsewhere, world_size
 from growlab.studies.running import run_study
@@ -114,7 +114,7 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
     checkpoint = _checkpoint_to_resume(cfg, run_dir)
     header = read_header(checkpoint) if checkpoint else {}
     run_id = header.get("run_id") or secrets.token_hex(4)
-    data: ImageData = hydra.utils.instantiate(cfg.data)
+    data: ImageData = make_data(cfg.data, cfg.seed)
     # Lightning does so only for a run that succeeds.
     ending.callback(data.teardown, "test")
     data.setup()

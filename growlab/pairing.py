@@ -1,4 +1,4 @@
-"""The network and the objective of a run, made for its data; what does not go together is told."""
+"""The data, network and objective of a run, made for each other; what does not go together is told."""
 
 import inspect
 from typing import Any
@@ -8,6 +8,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from growlab.data import CustomData
 from growlab.errors import UserError
 from growlab.training.custom_objective import CustomObjective
 from growlab.training.objective import Objective
@@ -32,10 +33,21 @@ def make_network(model: DictConfig, data: Any) -> nn.Module:
             f"model._target_={model._target_} does not take {' and '.join(unknown)}, which the data give"
             + _advice(data)
         )
-    network = hydra.utils.instantiate(model, **given)
+    network = hydra.utils.instantiate(model, **given, **_offered(model, data))
     if not isinstance(network, nn.Module):
         raise UserError(f"model._target_={model._target_} makes a {type(network).__name__}, not a network.")
     return network
+
+
+def make_data(settings: DictConfig, seed: int) -> Any:
+    """The data module; what is no data module of growlab's becomes the source of one.
+
+    Args:
+        settings: the configuration's `data`.
+        seed: of the order, where the data are a user's own.
+    """
+    made = hydra.utils.instantiate(settings)
+    return made if hasattr(made, "samples_in_batches") else CustomData(made, seed=seed)
 
 
 def make_objective(objective: DictConfig, data: Any) -> Objective:
@@ -63,6 +75,28 @@ def make_objective(objective: DictConfig, data: Any) -> Objective:
         )
     made.bind(data)
     return made
+
+
+def _offered(model: DictConfig, data: Any) -> dict[str, Any]:
+    """Arguments that the network has, the configuration leaves open and the data tell."""
+    offer = getattr(data, "offer", None)
+    if offer is None:
+        return {}
+    try:
+        parameters = inspect.signature(get_object(model._target_)).parameters
+    except Exception:  # Making the network tells what is wrong.
+        return {}
+    known = (*model, *data.network_arguments)
+    found = {name: offer(name) for name in parameters if name not in known}
+    for name, value in found.items():
+        parameter = parameters[name]
+        open_ended = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if value is None and parameter.default is parameter.empty and not open_ended:
+            raise UserError(
+                f"model._target_={model._target_} takes {name}, which these data do not tell: set +model.{name}=VALUE, "
+                f"or take another network{_advice(data)}"
+            )
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _takes(target: str, name: str) -> bool:

@@ -68,7 +68,8 @@ def _directions() -> list[str]:
 
 
 def _holds_out(cfg: DictConfig) -> bool:
-    return (cfg.get("data") or {}).get("validation") == "split"
+    data = cfg.get("data") or {}
+    return data.get("validation") == "split" or bool((data.get("split") or {}).get("validation"))
 
 
 def has_finished(cfg: DictConfig, run_dir: Path) -> bool:

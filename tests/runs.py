@@ -396,7 +396,7 @@ def _weights_are_nan(step: int) -> None:
 
 # Phases of a run, each with the function that is called in it.
 PHASES = {
-    "read": "growlab.data.readers._Batches._read",
+    "read": "growlab.data.readers.ImageBatches._read",
     "trace": "growlab.experiment.find_widths",
     "step": "growlab.training.task.Task.training_step",
     "event": "growlab.training.growth_callback.grow",

@@ -63,7 +63,7 @@ RULES = {
     "sweeps": rule("analysis processes experiment training", packages="hydra omegaconf torch"),
     "outcome": rule("training", packages="hydra omegaconf"),
     "planning": rule("widths growth data training processes trainer_options"),
-    "pairing": rule("training", packages="torch hydra omegaconf"),
+    "pairing": rule("training data", packages="torch hydra omegaconf"),
     "experiment": rule(
         "studies networks widths growth optim data training analysis configuration processes outcome planning "
         "argument_types pairing trainer_options"

@@ -1,15 +1,22 @@
 """Folders of images, one for each class: `train/<class>/*.png` and `test/<class>/*.png` (or `val/`)."""
 
+import hashlib
+import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from growlab.data.cache import files_fingerprint
+from growlab.data.cache import cache_dir, files_fingerprint, locked
 from growlab.data.crops import Fit
 from growlab.data.images import EncodedImages
 from growlab.errors import UserError
+from growlab.files import write_text
+
+log = logging.getLogger(__name__)
 
 EXTENSIONS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 TEST_FOLDERS = ("test", "val", "valid", "validation")
@@ -24,27 +31,75 @@ def find_folders(root: Path) -> dict[str, Path]:
     return {**folders, "test": test} if test else folders
 
 
-def open_folders(folders: dict[str, Path], fit: Fit) -> tuple[EncodedImages, EncodedImages]:
-    """Open the training and the test set; classes are the training set's folders in alphabetical order.
+def all_folders(root: Path) -> dict[str, Path]:
+    """Return the folders of all parts there are: "train" and, if they are there, "val" and "test".
+
+    Without `train/<class>/` the class folders lie in `root` itself. Where there is no test/, val/ is the test set.
 
     Raises:
-        UserError: there are no images, or the test set has a class that the training set lacks.
+        UserError: there are no class folders.
     """
-    classes = tuple(path.name for path in _entries(folders["train"]) if path.is_dir())
-    sets: list[EncodedImages] = []
-    for split in ("train", "test"):
-        names, labels = _images(folders[split], classes)
-        sets.append(
-            EncodedImages(
-                FilePayloads(folders[split], names),
-                labels,
-                classes,
-                np.arange(len(names)),
-                fit,
-                frame_of=sets[0] if sets else None,
-            )
+    if folders := find_folders(root):
+        val = next((root / name for name in TEST_FOLDERS[1:] if (root / name).is_dir()), None)
+        return {**folders, "val": val} if val is not None and val != folders.get("test") else folders
+    classes = [path for path in _entries(root) if path.is_dir() and next(_image_names(path), None)]
+    if len(classes) < 2:
+        raise UserError(
+            f"{root} holds no folders of images, one for each of two classes or more: looked for train/<class>/*.png "
+            "(and val/, test/) and for <class>/*.png."
         )
-    return sets[0], sets[1]
+    return {"train": root}
+
+
+def open_folders(
+    folders: dict[str, Path], fit: Fit, skip_damaged: bool = False, empty_classes: bool = True
+) -> dict[str, EncodedImages]:
+    """Open the sets; classes are the training set's folders in alphabetical order.
+
+    Args:
+        folders: of each part, of "train" first.
+        fit: how images are brought to one size.
+        skip_damaged: leave out images that cannot be decoded, with a warning; the whole set is decoded for it once.
+        empty_classes: whether folders without an image are classes too.
+
+    Raises:
+        UserError: there are no images, or another part has a class that the training set lacks.
+    """
+    below = [path for path in _entries(folders["train"]) if path.is_dir()]
+    classes = tuple(path.name for path in below if empty_classes or next(_image_names(path), None))
+    sets: dict[str, EncodedImages] = {}
+    for part, folder in folders.items():
+        names, labels = _images(folder, classes)
+        found = _encoded(folder, names, labels, classes, fit, sets.get("train"))
+        if skip_damaged and (damaged := damaged_images(found)):
+            kept = np.setdiff1d(np.arange(len(names)), damaged)
+            first = found.payloads.describe(damaged[0])
+            told = f"{len(damaged)} of {len(names)} images in {folder} cannot be read, the first one {first}"
+            if len(damaged) > len(names) / 2:
+                raise UserError(f"{told}: too many for data.on_error=skip; look at the files.")
+            log.warning("left out: %s", told)
+            found = _encoded(folder, [names[i] for i in kept], labels[kept], classes, fit, sets.get("train"))
+        sets[part] = found
+    return sets
+
+
+def damaged_images(images: EncodedImages) -> list[int]:
+    """Return the positions of images that cannot be decoded, kept in the cache folder for the next time."""
+    key = hashlib.sha256(images.payloads.fingerprint().encode()).hexdigest()[:24]
+    path = cache_dir() / "damaged" / f"{key}.json"
+    with locked(path):
+        try:
+            return list(json.loads(path.read_text()))
+        except (OSError, ValueError):
+            # Threads: PIL decodes without holding the interpreter's lock.
+            with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+                readable = list(pool.map(images.is_readable, range(len(images.payloads))))
+            found = [position for position, fine in enumerate(readable) if not fine]
+            try:
+                write_text(path, json.dumps(found))
+            except UserError as error:
+                log.warning("which images are damaged is not kept for the next run: %s", error)
+            return found
 
 
 class FilePayloads:
@@ -80,6 +135,18 @@ class FilePayloads:
     def fingerprint(self) -> str:
         """Return the files' names, sizes and times of change."""
         return files_fingerprint([self.path(position) for position in range(len(self))])
+
+
+def _encoded(
+    folder: Path,
+    names: Sequence[str],
+    labels: np.ndarray,
+    classes: tuple[str, ...],
+    fit: Fit,
+    frame_of: EncodedImages | None,
+) -> EncodedImages:
+    payloads = FilePayloads(folder, names)
+    return EncodedImages(payloads, labels, classes, np.arange(len(names)), fit, frame_of)
 
 
 def _images(folder: Path, classes: tuple[str, ...]) -> tuple[list[str], np.ndarray]:

@@ -212,6 +212,14 @@ class EncodedImages:
             images_BHWC[number] = self._decode(position, frame, view, content)
         return torch.from_numpy(images_BHWC)
 
+    def is_readable(self, position: int) -> bool:
+        """Whether the image at this position of all payloads can be decoded."""
+        try:
+            self._open(position)
+        except UserError:
+            return False
+        return True
+
     def _open(self, position: int, content: bytes | None = None) -> PIL.Image.Image:
         try:
             image = PIL.Image.open(io.BytesIO(self.payloads.read(position) if content is None else content))
@@ -223,7 +231,10 @@ class EncodedImages:
             unknown = isinstance(error, PIL.UnidentifiedImageError)
             reason = "no known image format" if unknown else str(error) or type(error).__name__
             where = self.payloads.describe(position)
-            raise UserError(f"cannot read the image {where} ({reason}); repair it or take it out.") from error
+            raise UserError(
+                f"cannot read the image {where} ({reason}); repair it, take it out, or leave such images "
+                "out with data=folder data.on_error=skip."
+            ) from error
         return image
 
     def _decode(self, position: int, frame: Frame, view: View, content: bytes | None = None) -> np.ndarray:

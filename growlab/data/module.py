@@ -10,6 +10,7 @@ import torch
 from lightning import LightningDataModule
 from torch import Tensor
 
+from growlab.data.arguments import check_numbers
 from growlab.data.augment import Augmentation
 from growlab.data.cache import held
 from growlab.data.class_schedule import ClassSchedule, positions_of
@@ -17,7 +18,7 @@ from growlab.data.crops import views
 from growlab.data.images import EncodedImages, ImageArray, Images
 from growlab.data.incremental import Incremental
 from growlab.data.loaders import EpochPlan, MemoryLoader, StreamLoader
-from growlab.data.readers import Readers, workers_of_rank
+from growlab.data.readers import ImageBatches, Readers, workers_of_rank
 from growlab.data.sources import open_images
 from growlab.data.split import first_balanced, stratified_split
 from growlab.data.statistics import channel_statistics, normalisation, sample_of
@@ -110,18 +111,12 @@ class ImageData(LightningDataModule):
         shuffle_window: int = 8192,
     ) -> None:
         super().__init__()
-        _check("batch_size", batch_size, 1)
-        _check("eval_batch_size", eval_batch_size, 1)
-        _check("shift", shift, 0)
-        _check("num_workers", num_workers or 0, 0)
-        _check("shuffle_window", shuffle_window, 1)
-        for key, value in (
-            ("limit_train", limit_train),
-            ("limit_test", limit_test),
-            ("image_size", image_size),
-            ("resize_size", resize_size),
-        ):
-            _check(key, 1 if value is None else value, 1)
+        check_numbers(
+            1, batch_size=batch_size, eval_batch_size=eval_batch_size, shuffle_window=shuffle_window
+        )
+        check_numbers(0, shift=shift, num_workers=num_workers)
+        check_numbers(1, limit_train=limit_train, limit_test=limit_test)
+        check_numbers(1, image_size=image_size, resize_size=resize_size)
         if validation not in VALIDATIONS:
             raise UserError(
                 f"data.validation={validation} is unknown; choose one of {', '.join(VALIDATIONS)}."
@@ -131,8 +126,11 @@ class ImageData(LightningDataModule):
         self.name, self.root, self.download = name, root, download
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.augmentation = Augmentation(shift, mirror)
-        self.validation, self.validation_fraction = validation, validation_fraction
-        self.split_seed = split_seed
+        self.validation, self.validation_fraction, self.split_seed = (
+            validation,
+            validation_fraction,
+            split_seed,
+        )
         self.limit_train, self.limit_test = limit_train, limit_test
         self.fit, self.crop = views(image_size, resize_size, crop_scale, crop_ratio, interpolation)
         if self.crop is not None and in_memory:
@@ -172,17 +170,22 @@ class ImageData(LightningDataModule):
             self.trainer.limit_val_batches = 0
         if self._images:
             return
-        train, test = open_images(self.name, self.root, self.download, self.fit)
+        images = self._open()
+        train = images.pop("train")
         train = train.select(first_balanced(train.labels, self.limit_train or len(train)))
         train = held(train, self.in_memory) if self.crop is None else train
-        test = held(test.select(first_balanced(test.labels, self.limit_test or len(test))), self.in_memory)
-        if train.frame != test.frame:
-            raise UserError(
-                f"test images have the shape {astuple(test.frame)}, training images {astuple(train.frame)} "
-                "(height, width, channels); bring them to one size with data.image_size=N."
-            )
-        images = {"train": train, "test": test}
-        if self.validation == "split":
+        if self.validation != "split":
+            images.pop("val", None)
+        for name, part in images.items():
+            chosen = part.select(first_balanced(part.labels, self.limit_test or len(part)))
+            images[name] = held(chosen, self.in_memory)
+            if train.frame != part.frame:
+                raise UserError(
+                    f"{name} images have the shape {astuple(part.frame)}, training images {astuple(train.frame)} "
+                    "(height, width, channels); bring them to one size with data.image_size=N."
+                )
+        images["train"], test = train, images["test"]
+        if self.validation == "split" and "val" not in images:
             images["train"], images["val"] = self._split(train)
         height, width, channels = astuple(train.frame)
         self.image_shape = (channels, height, width)
@@ -192,6 +195,11 @@ class ImageData(LightningDataModule):
         self._classes.check(self.num_classes)
         self._set_statistics(images["train"])
         self._images = images
+
+    def _open(self) -> dict[str, Images]:
+        """The training and the test set, and a validation set where the data has its own."""
+        train, test = open_images(self.name, self.root, self.download, self.fit)
+        return {"train": train, "test": test}
 
     def teardown(self, stage: str | None = None) -> None:
         """End the processes that read images."""
@@ -205,8 +213,7 @@ class ImageData(LightningDataModule):
         Raises:
             UserError: the number of processes does not divide the batch size.
         """
-        epoch = self._now
-        return self.training_images(epoch, epoch)
+        return self.training_images(self._now, self._now)
 
     def training_batches(
         self, count: int, epoch: int | None = None, augmented: bool = False
@@ -272,10 +279,6 @@ class ImageData(LightningDataModule):
     def global_batch_size(self, epoch: int) -> int:
         """Return the number of images in a training batch of this epoch, over all ranks."""
         return self.batch_size_at_epoch(epoch) if self.batch_size_at_epoch is not None else self.batch_size
-
-    def num_steps(self, epoch: int) -> int:
-        """Return the number of training batches, and so of optimizer steps, in this epoch."""
-        return -(-self.num_train_at(epoch) // self.global_batch_size(epoch))
 
     def num_train_at(self, epoch: int, batch_size: int | None = None) -> int:
         """Return the number of training images in this epoch, with batches of this size if it is given."""
@@ -364,12 +367,6 @@ class ImageData(LightningDataModule):
     def _place(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
 
-    def _ranks_here(self) -> int:
-        return self.trainer.num_devices if self.trainer is not None else 1
-
-    def _device(self) -> torch.device:
-        return self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
-
     def _evaluation(self, part: str) -> MemoryLoader | StreamLoader:
         rank, world_size = self._place()
         length = len(self._current(part, self._now))
@@ -377,7 +374,8 @@ class ImageData(LightningDataModule):
         return self._loader(part, plan, self._now)
 
     def _loader(self, part: str, plan: EpochPlan, epoch: int) -> MemoryLoader | StreamLoader:
-        images, device = self._current(part, epoch), self._device()
+        images = self._current(part, epoch)
+        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
         training = plan.augmentation is not None
         cropped = training and self.crop is not None
         if isinstance(images, ImageArray) and self.in_memory is not False and not cropped:
@@ -392,21 +390,10 @@ class ImageData(LightningDataModule):
                 "data.class_schedule and data.incremental work with images in memory; set data.in_memory=true."
             )
         if part not in self._readers:
-            self._readers[part] = Readers(
-                images,
-                self.seed,
-                self.augmentation if training else None,
-                self.crop if training else None,
-                self.num_workers if self.num_workers is not None else workers_of_rank(self._ranks_here()),
-                pinned=device.type == "cuda",
-            )
+            draws = (self.augmentation, self.crop) if training else (None, None)
+            workers = self.num_workers
+            if workers is None:
+                workers = workers_of_rank(self.trainer.num_devices if self.trainer is not None else 1)
+            batches = ImageBatches(images, self.seed, *draws)
+            self._readers[part] = Readers(batches, workers, pinned=device.type == "cuda")
         return StreamLoader(plan, self._normalisation, self.channels_last, self._readers[part], device)
-
-
-def _check(key: str, value: int, least: int) -> None:
-    if not isinstance(value, int):
-        raise UserError(
-            f"data.{key}={value} must be a whole number (schedule.batch_size=auto finds batch sizes)."
-        )
-    if value < least:
-        raise UserError(f"data.{key}={value} must be at least {least}.")

@@ -8,7 +8,7 @@ a resumed run, a run on other devices or with another number of workers sees the
 import numpy as np
 
 # First part of every key, so that different uses of one seed draw unrelated numbers.
-ORDER, AUGMENT, SPLIT, CROP, BLOCKS, APPEARANCE, OFFSET = 1, 2, 3, 4, 5, 6, 7
+ORDER, AUGMENT, SPLIT, CROP, BLOCKS, APPEARANCE, OFFSET, SAMPLE, COLLATE = range(1, 10)
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _WORD = (1 << 64) - 1

@@ -1,4 +1,4 @@
-"""Processes that read, decode, crop and augment batches of images which are not held in memory."""
+"""Processes that read batches: of images that are not held in memory, or of a user's own samples."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,56 +36,56 @@ def workers_of_rank(num_ranks: int) -> int:
     return min(_MOST_WORKERS, max(1, available // num_ranks))
 
 
+class BatchSource(Protocol):
+    """A set whose items are whole batches."""
+
+    def requests(self, batches: Sequence[np.ndarray], epoch: int | None) -> Iterator[Any]:
+        """Yield what the workers are sent for each batch."""
+
+    def __getitem__(self, request: Any) -> Any:
+        """Return the batch, or a UserError: raised, it would reach the user inside a worker's traceback."""
+
+
 class Readers:
     """Reads batches of one set in worker processes, which are kept from epoch to epoch.
 
-    A batch is a function of (positions, seed, epoch) alone, whatever the number of workers. The workers end with
-    `close()`, with this object, and with this process, whatever ends it.
+    A batch is a function of (positions, epoch) alone, whatever the number of workers. The workers end with `close()`,
+    with this object, and with this process, whatever ends it.
 
     Args:
-        images: the set.
-        seed: augmentation is a function of seed and epoch.
-        augmentation: shifts and mirroring, in training.
-        crop: random crops before them, in training.
+        source: reads a batch.
         num_workers: processes; 0 reads in this one.
         pinned: whether batches are copied to page-locked memory, from which a GPU fetches them faster.
     """
 
-    def __init__(
-        self,
-        images: EncodedImages | ImageArray,
-        seed: int,
-        augmentation: Augmentation | None,
-        crop: RandomCrop | None = None,
-        num_workers: int = 0,
-        pinned: bool = False,
-    ) -> None:
-        self._requests = _Requests(images)
+    def __init__(self, source: BatchSource, num_workers: int = 0, pinned: bool = False) -> None:
+        self._requests = _Requests(source)
         self._loader = DataLoader(
-            _Batches(images, seed, augmentation, crop),
+            source,  # type: ignore[arg-type]
             sampler=self._requests,
             batch_size=None,
+            collate_fn=_unchanged,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=pinned,
             # Without a generator of its own, making the iterator would draw from the global one.
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator(),
             worker_init_fn=_finish_what_is_begun,
         )
         self._readings = 0
         self._end: Callable[[], object] | None = None
 
-    def read(self, batches: Sequence[np.ndarray], epoch: int | None) -> Iterator[Batch]:
-        """Yield (images uint8 [B, H, W, C], labels int64 [B]) of each batch, on the CPU.
+    def read(self, batches: Sequence[np.ndarray], epoch: int | None) -> Iterator[Any]:
+        """Yield the batches, on the CPU.
 
         A new reading ends the one before it.
 
         Args:
-            batches: positions of the images of each batch.
+            batches: positions of the samples of each batch.
             epoch: counted from 0; None reads images as they are.
 
         Raises:
-            UserError: an image cannot be read.
+            UserError: a sample cannot be read.
             RuntimeError: another reading began meanwhile, or a worker process died (`DIED`).
         """
         self._readings += 1
@@ -165,22 +165,19 @@ class _Request:
 class _Requests:
     """The sampler: what it yields is sent to the workers one by one, a few ahead of the batches."""
 
-    images: EncodedImages | ImageArray
+    source: BatchSource
     batches: Sequence[np.ndarray] = ()
     epoch: int | None = None
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator[_Request]:
-        batches, epoch = self.batches, self.epoch
-        if isinstance(self.images, ImageArray) or self.images.payloads.blocks is None:
-            yield from (_Request(positions, epoch, None) for positions in batches)
-            return
-        # Here, in one process, each block is read once an epoch, however many workers there are.
-        contents = _ahead(self.images.contents(batches))
-        for positions, part in zip(batches, contents, strict=True):
-            yield _Request(positions, epoch, part)
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.source.requests(self.batches, self.epoch)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 def _ahead(items: Iterator[list[bytes]]) -> Iterator[list[bytes]]:
@@ -193,17 +190,36 @@ def _ahead(items: Iterator[list[bytes]]) -> Iterator[list[bytes]]:
 
 
 @dataclass
-class _Batches(Dataset):
-    """A data set whose item is a whole batch, so that augmentation is vectorised in the workers too."""
+class ImageBatches(Dataset):
+    """A data set whose item is a whole batch, so that augmentation is vectorised in the workers too.
+
+    A batch is (images uint8 [B, H, W, C], labels int64 [B]).
+
+    Attributes:
+        images: the set.
+        seed: augmentation is a function of seed and epoch.
+        augmentation: shifts and mirroring, in training.
+        crop: random crops before them, in training.
+    """
 
     images: EncodedImages | ImageArray
     seed: int
     augmentation: Augmentation | None
-    crop: RandomCrop | None
+    crop: RandomCrop | None = None
     labels_N: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.labels_N = torch.from_numpy(self.images.labels)
+
+    def requests(self, batches: Sequence[np.ndarray], epoch: int | None) -> Iterator[_Request]:
+        """Yield what the workers are sent for each batch."""
+        if isinstance(self.images, ImageArray) or self.images.payloads.blocks is None:
+            yield from (_Request(positions, epoch, None) for positions in batches)
+            return
+        # Here, in one process, each block is read once an epoch, however many workers there are.
+        contents = _ahead(self.images.contents(batches))
+        for positions, part in zip(batches, contents, strict=True):
+            yield _Request(positions, epoch, part)
 
     def __getitem__(self, request: _Request) -> Batch | UserError:
         try:

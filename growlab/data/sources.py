@@ -56,7 +56,8 @@ def _open_folder(name: str, folder: Path, download: bool, fit: Fit) -> tuple[Ima
         if has_torchvision_files(name, folder):
             return load_torchvision(name, folder, download)
         if folders := find_folders(folder):
-            return open_folders(_complete(folders, folder), fit)
+            sets = open_folders(_complete(folders, folder), fit)
+            return sets["train"], sets["test"]
         # pyarrow takes a third of a second to import: only where it may be needed.
         if any(folder.glob("*.parquet")) or any(folder.glob("*/*.parquet")):
             from growlab.data.parquet import find_parquet, open_parquet

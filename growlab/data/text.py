@@ -11,6 +11,7 @@ import torch
 from lightning import LightningDataModule
 from torch import Tensor
 
+from growlab.data.arguments import check_numbers
 from growlab.data.augment import Augmentation
 from growlab.data.loaders import EpochPlan, ResumableLoader
 from growlab.data.order import OFFSET, draws
@@ -84,14 +85,8 @@ class TextData(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        for key, value in (
-            ("context", context),
-            ("batch_size", batch_size),
-            ("eval_batch_size", eval_batch_size),
-            ("limit_characters", 1 if limit_characters is None else limit_characters),
-        ):
-            if value < 1:
-                raise UserError(f"data.{key}={value} must be at least 1.")
+        check_numbers(1, context=context, batch_size=batch_size, eval_batch_size=eval_batch_size)
+        check_numbers(1, limit_characters=limit_characters)
         if not (validation_fraction > 0 and test_fraction > 0 and validation_fraction + test_fraction < 1):
             raise UserError(
                 f"data.validation_fraction={validation_fraction} and data.test_fraction={test_fraction} must be above "

@@ -142,6 +142,10 @@ class Classification(SumObjective):
             UserError: they have other shapes, or a class has no output.
         """
         check_shapes(self, ("batch", "classes"), logits, target)
+        if target.is_floating_point():
+            raise UserError(
+                "Classification takes classes as targets, not numbers: objective=regression is for numbers."
+            )
         try:
             loss = F.cross_entropy(logits, target, label_smoothing=self.label_smoothing)
         except IndexError as error:

@@ -6,9 +6,10 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 CONF = Path(__file__).parents[2] / "conf"
-# Images; text has a class of its own.
+# Images; text has a class of its own, and what a user brings is tried in tests/test_own_data.py.
 OTHERS = {"text"}
-NAMES = sorted({path.stem for path in (CONF / "data").glob("*.yaml")} - OTHERS)
+OWN = {"custom", "folder"}
+NAMES = sorted({path.stem for path in (CONF / "data").glob("*.yaml")} - OTHERS - OWN)
 
 
 def _compose(name: str, *overrides: str):

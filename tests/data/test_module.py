@@ -45,7 +45,7 @@ def test_attributes_after_setup():
     data = _digits(validation="split", validation_fraction=0.25)
     assert (data.num_classes, data.image_shape) == (10, (1, 8, 8))
     assert (data.num_train, data.num_val, data.num_test) == (1438 - 360, 360, 359)
-    assert data.num_steps(0) == len(data.train_dataloader()) == 11
+    assert len(data.train_dataloader()) == 11
 
 
 def test_batches_have_the_promised_form():
@@ -295,7 +295,7 @@ def test_in_lightnings_trainer_the_batch_size_follows_the_epoch(validation):
     assert module.validated == 3 * data.num_val
     for epoch, batches in module.seen.items():
         assert len(batches[0]) == sizes[epoch] and sum(map(len, batches)) == data.num_train
-        assert len(batches) == data.num_steps(epoch)
+        assert len(batches) == len(data.samples_in_batches(epoch, data.global_batch_size(epoch)))
         again = _digits(validation=validation, batch_size=sizes[epoch])
         expected = [x for x, _ in _batches(again, epoch=epoch)]
         assert all(torch.equal(x, other) for x, other in zip(batches, expected, strict=True))

@@ -226,7 +226,7 @@ def test_a_corrupt_image_is_named_in_one_sentence(layout, num_workers, request, 
     with pytest.raises(UserError) as raised:
         _batches(data)
     message = str(raised.value)
-    assert words in message and "\n" not in message and message.endswith("repair it or take it out.")
+    assert words in message and "\n" not in message and message.endswith("data.on_error=skip.")
     data.teardown()
 
 

@@ -1,0 +1,20 @@
+"""Checks of what data modules are told."""
+
+from growlab.errors import UserError
+
+
+def check_numbers(least: int, **values: int | None) -> None:
+    """Refuse numbers that are no whole ones or too small; None passes.
+
+    Raises:
+        UserError: naming the first.
+    """
+    for key, value in values.items():
+        if value is None:
+            continue
+        if not isinstance(value, int):
+            raise UserError(
+                f"data.{key}={value} must be a whole number (schedule.batch_size=auto finds batch sizes)."
+            )
+        if value < least:
+            raise UserError(f"data.{key}={value} must be at least {least}.")

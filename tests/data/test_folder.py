@@ -1,0 +1,111 @@
+"""Images in class folders: which part is what, and what becomes of files that are damaged."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from growlab.data import FolderData
+from growlab.errors import UserError
+
+USUAL = {"validation": "split", "batch_size": 8, "mean": [0.5] * 3, "std": [0.5] * 3}
+
+
+def _opened(root: Path, **arguments) -> FolderData:
+    data = FolderData(str(root), **{**USUAL, **arguments})
+    data.setup()
+    return data
+
+
+def _numbers(data: FolderData) -> tuple[int, int, int]:
+    return data.num_train, data.num_val, data.num_test
+
+
+def _laid_out(pictures, root: Path, layout: str) -> Path:
+    """40 + 12 pictures: below root itself, with train/ alone, with test/ or val/, with both."""
+    pictures.as_folders(root)
+    if layout == "flat":
+        shutil.rmtree(root / "test")
+        for folder in (root / "train").iterdir():
+            folder.rename(root / folder.name)
+        (root / "train").rmdir()
+        (root / "an_empty_folder").mkdir()
+    elif layout == "train":
+        shutil.rmtree(root / "test")
+    elif layout == "train_val":
+        (root / "test").rename(root / "val")
+    elif layout == "train_val_test":
+        shutil.copytree(root / "test", root / "val")
+        next((root / "val").rglob("*.png")).unlink()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("layout", "validation", "expected"),
+    [
+        ("flat", "split", (32, 4, 4)),
+        ("flat", "none", (36, 0, 4)),
+        ("train", "split", (32, 4, 4)),
+        ("train_test", "split", (36, 4, 12)),
+        ("train_val", "split", (36, 4, 12)),
+        ("train_val_test", "split", (40, 11, 12)),
+        ("train_val_test", "test", (40, 12, 12)),
+    ],
+)
+def test_every_layout_has_its_parts(pictures, tmp_path, layout, validation, expected) -> None:
+    root = _laid_out(pictures, tmp_path / "data", layout)
+    data = _opened(root, validation=validation)
+    assert _numbers(data) == expected and data.num_classes == 4 and data.image_shape == (3, 10, 12)
+    seen = [y.tolist() for loader in (data.train_dataloader(), data.test_dataloader()) for _, y in loader]
+    assert sum(map(len, seen)) == expected[0] + expected[2]
+    # What is held out is of each class alike, and the same every time.
+    assert [(y == c).sum().item() for c in range(4) for _, y in data.test_dataloader()] == [
+        expected[2] // 4
+    ] * 4
+    again, other = _opened(root, validation=validation), _opened(root, validation=validation, split_seed=1)
+    tests = [next(iter(d.test_dataloader()))[0] for d in (data, again, other)]
+    assert tests[0].equal(tests[1]) and tests[0].equal(tests[2]) == (expected[2] == 12)
+
+
+@pytest.mark.parametrize("in_memory", [None, False])
+def test_damaged_images_are_left_out_or_named(
+    pictures, tmp_path, own_cache, caplog, monkeypatch, in_memory
+) -> None:
+    root = _laid_out(pictures, tmp_path / "data", "flat")
+    whole = (root / "bee").glob("*.png")
+    truncated = next(whole)
+    truncated.write_bytes(truncated.read_bytes()[:60])
+    (root / "ant" / "empty.jpg").touch()
+    with pytest.raises(UserError, match=r"cannot read the image .*empty\.jpg .* data\.on_error=skip\.$"):
+        list(_opened(root, in_memory=in_memory).train_dataloader())
+    data = _opened(root, on_error="skip", in_memory=in_memory)
+    assert sum(_numbers(data)) == 39 and sum(len(y) for _, y in data.train_dataloader()) == data.num_train
+    (record,) = caplog.records
+    assert (
+        f"left out: 2 of 41 images in {root} cannot be read, the first one {root}/ant/empty.jpg"
+        in record.message
+    )
+    # The second time nothing is decoded for it, until a file changes.
+    monkeypatch.setattr("growlab.data.images.EncodedImages.is_readable", None)
+    assert sum(_numbers(_opened(root, on_error="skip"))) == 39
+    truncated.write_bytes(next(whole).read_bytes())
+    with pytest.raises(TypeError):
+        _opened(root, on_error="skip")
+
+
+def test_what_is_no_such_folder_is_a_sentence(pictures, tmp_path) -> None:
+    (tmp_path / "file.png").touch()
+    root = pictures.as_folders(tmp_path / "data")
+    for path in (root / "train").rglob("*.png"):
+        path.write_bytes(b"no image")
+    for arguments, said in (
+        ({"root": tmp_path / "nowhere"}, "is no folder"),
+        ({"root": tmp_path / "file.png"}, "is no folder"),
+        ({"root": root / "test" / "ant"}, "holds no folders of images"),
+        ({"root": root / "train", "on_error": "skip"}, "40 of 40 images .* too many for data.on_error=skip"),
+        ({"root": root / "test", "test_fraction": 0.01}, "leaves nothing to train or to test on"),
+        ({"root": root, "test_fraction": 1.0}, "must lie between 0 and 1"),
+        ({"root": root, "on_error": "ignore"}, "must be raise or skip"),
+    ):
+        with pytest.raises(UserError, match=said):
+            _opened(**arguments)

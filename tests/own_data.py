@@ -1,0 +1,153 @@
+"""Data and networks of a user, which know nothing of growlab; tests copy this file beside their runs as `mine.py`."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from lightning import LightningDataModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Waves(Dataset):
+    """Numbers of a projection's sine, in numpy's precision; the transform draws from all three generators."""
+
+    def __init__(self, num: int = 120) -> None:
+        self.x, self.y = drawn(num, 6), torch.sin(drawn(num, 6) @ drawn(6, seed=1))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, float]:
+        noise = torch.randn(6) + float(np.random.randn()) + random.random()
+        return (self.x[index] + 0.05 * noise).double().numpy(), float(self.y[index])
+
+
+class Net(nn.Sequential):
+    """Numbers to numbers."""
+
+    def __init__(self, in_features: int, out_features: int, norm: bool = False) -> None:
+        layers = [nn.Linear(in_features, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU()]
+        super().__init__(*layers, *([nn.BatchNorm1d(12)] if norm else []), nn.Linear(12, out_features))
+
+
+class Discs(Dataset):
+    """Images with a disc, and masks of it with a border of no class, as mappings."""
+
+    def __init__(self, num: int = 40) -> None:
+        self.num = num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        y, x = torch.meshgrid(torch.arange(12), torch.arange(12), indexing="ij")
+        mask = ((x - index % 12) ** 2 + (y - index % 7) ** 2 < 16).to(torch.uint8)
+        image = (drawn(3, 12, 12, seed=index) * 20 + 100 * mask + 60).clamp(0, 255).to(torch.uint8)
+        mask[0] = 255
+        return {"name": f"disc {index}", "image": image, "mask": mask}
+
+
+class Segmenter(nn.Module):
+    """Images to classes of all pixels, down and up again, in a mapping as torchvision's networks return it."""
+
+    def __init__(self, in_channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(in_channels, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU())
+        self.up = nn.ConvTranspose2d(8, 8, 2, 2)
+        self.head = nn.Conv2d(8, num_classes, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """Logits [B, classes, H, W]."""
+        return {"out": self.head(torch.relu(self.up(self.down(x))))}
+
+
+class Two(nn.Module):
+    """A network of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(3, 8), nn.Linear(4, 8), nn.Linear(8, 5)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """Logits [B, 5]."""
+        return self.last(torch.relu(self.first(a) + self.second(b)))
+
+
+def pairs(num: int = 60) -> TensorDataset:
+    """Two inputs and five labels."""
+    return TensorDataset(drawn(num, 3), drawn(num, 4, seed=1), (drawn(num, 5, seed=2) > 0).int())
+
+
+class Images(LightningDataModule):
+    """Three classes of images, without a validation set; augmented behind the transfer of a batch."""
+
+    def prepare_data(self) -> None:
+        """Once a machine."""
+        self.prepared = True
+
+    def setup(self, stage: str) -> None:
+        """Make the sets."""
+        assert self.prepared
+        x = drawn(150, 3, 8, 8)
+        self.data = TensorDataset(x, (x.mean((1, 2, 3)) > 0).long() + (x[:, 0, 0, 0] > 0.5))
+
+    def train_dataloader(self) -> DataLoader:
+        """Batches of 15 that the run's own take the place of."""
+        return DataLoader(TensorDataset(*self.data[:110]), batch_size=15, shuffle=True)
+
+    def test_dataloader(self) -> DataLoader:
+        """All that is left."""
+        return DataLoader(TensorDataset(*self.data[110:]), batch_size=25)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Noise on what is trained on."""
+        training = self.trainer is not None and self.trainer.training
+        return [batch[0] + 0.01 * torch.randn_like(batch[0]), batch[1]] if training else batch
+
+
+def loaders() -> dict[str, Any]:
+    """A sampler, a `collate_fn`, `drop_last` and processes of the user's own."""
+    sampler = WeightedRandomSampler(torch.rand(120, generator=torch.Generator().manual_seed(0)), 65)
+    train = DataLoader(Waves(), 10, sampler=sampler, drop_last=True, collate_fn=collate, num_workers=2)
+    return {"train": train, "validation": Waves(30), "test": Waves(33)}
+
+
+def collate(samples: list[Any]) -> list[Tensor]:
+    """A batch with a scale of its own."""
+    x, y = (torch.tensor(np.array(column), dtype=torch.float32) for column in zip(*samples, strict=True))
+    return [x * (1 + 0.1 * torch.rand(())), y]
+
+
+class Endless(IterableDataset):
+    """Without a length."""
+
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+class Odd(Dataset):
+    """Samples of some other form."""
+
+    def __init__(self, kind: str, num: int = 30) -> None:
+        self.kind, self.num = kind, num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> Any:
+        import PIL.Image
+
+        return {
+            "alone": torch.zeros(3),
+            "shapes": (torch.zeros(3 + index % 2), 0),
+            "words": ("a word", 0),
+            "pictures": (PIL.Image.new("L", (4, 4)), 0),
+            "unnamed": {"a": torch.zeros(3), "b": torch.zeros(1)},
+        }[self.kind]

@@ -1,0 +1,146 @@
+"""Runs on a user's own data, networks and losses: they grow, go on where they were killed, and agree over ranks."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runs import CommandLine, Left
+
+STAGES = ("schedule.epochs=[1,2,1]", "schedule.widths=[0.5,0.75,1]", "log_rates_every_n_steps=2")
+OWN = ("data=custom", "model=custom", *STAGES, "checkpoint.every_n_steps=1")
+KENDALL = "+objective.metrics.order._target_=torchmetrics.KendallRankCorrCoef"
+CASES: dict[str, tuple[str, ...]] = {
+    # Transforms that draw, batch sizes that follow the stages, a last batch that ranks do not share evenly.
+    "numbers": (
+        *(*OWN, "data.source._target_=mine.Waves", "model._target_=mine.Net", "objective=regression"),
+        *("data.batch_size=16", "schedule.batch_growth_rate=0.5", "trainer.precision=64-true"),
+    ),
+    "masks": (
+        *(*OWN, "data.source._target_=mine.Discs", "data.columns.inputs=[image]", "data.num_workers=1"),
+        *("model._target_=mine.Segmenter", "objective=segmentation", "data.batch_size=10", "ema.decay=0.9"),
+    ),
+    "labels": (*OWN, "data.source._target_=mine.pairs", "model._target_=mine.Two", "objective=multilabel"),
+    "module": (
+        *("data=custom", "data.source._target_=mine.Images", *STAGES, "checkpoint.every_n_steps=1"),
+        *("model=mlp8", "model.width=12", "model.batch_norm=true", "objective.label_smoothing=0.1"),
+    ),
+    "loaders": (
+        *(*OWN, "data.source._target_=mine.loaders", "model._target_=mine.Net", "+model.norm=true"),
+        *(
+            "objective=custom",
+            "objective.loss._target_=torch.nn.HuberLoss",
+            "+objective.loss.delta=0.5",
+            KENDALL,
+        ),
+        "+objective.metrics.r2._target_=torchmetrics.R2Score",
+    ),
+}
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A folder with a user's module."""
+    shutil.copy(Path(__file__).with_name("own_data.py"), tmp_path / "mine.py")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("name", "step"), [("numbers", 9), ("masks", 5), ("module", 10), ("loaders", 8)])
+def test_killed_and_resumed_equals_uninterrupted(cli: CommandLine, mine: Path, name: str, step: int) -> None:
+    command = CASES[name]
+    assert (whole := cli(*command, "hydra.run.dir=whole", cwd=mine)).code == 0, whole.err
+    killed = cli(*command, "hydra.run.dir=run", cwd=mine, fault=("at_step", step, int(signal.SIGKILL)))
+    assert killed.code == -signal.SIGKILL, killed.err
+    resumed = cli(*command, "hydra.run.dir=run", "ckpt_path=last", cwd=mine)
+    assert resumed.code == 0, resumed.err
+    left = Left.by(mine / "run")
+    assert left.differences(Left.by(mine / "whole")) == []
+    assert len(left.growth["events"]) == 2 and len(left.metrics) == 4
+    assert "Traceback" not in resumed.err and "Warning" not in whole.err
+    assert max(event["parity_error_eval"] for event in left.growth["events"]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["numbers", "labels"])
+def test_two_ranks_see_the_same_samples(cli: CommandLine, mine: Path, name: str) -> None:
+    command = (*CASES[name], "trainer.precision=64-true")
+    assert (one := cli(*command, "hydra.run.dir=one", cwd=mine)).code == 0, one.err
+    outcome = cli(*command, "trainer=ddp_cpu", "hydra.run.dir=two", cwd=mine)
+    assert outcome.code == 0, outcome.err
+    alone, together = (Left.by(mine / folder) for folder in ("one", "two"))
+    for key, tensor in alone.weights.items():
+        torch.testing.assert_close(together.weights[key], tensor, rtol=1e-6, atol=1e-8)
+    for key in [key for key in alone.results if key.startswith(("test_", "val_")) and key != "test_ema"]:
+        assert together.results[key] == pytest.approx(alone.results[key], rel=1e-6), key
+
+
+def test_metrics_that_are_no_sums_are_gathered_over_ranks(cli: CommandLine, mine: Path) -> None:
+    command = (
+        *OWN,
+        "data.source._target_=mine.Waves",
+        "model._target_=mine.Net",
+        "objective=custom",
+        KENDALL,
+    )
+    command = (*command, "objective.loss._target_=torch.nn.MSELoss", "trainer.precision=64-true")
+    for folder, more in (("one", ()), ("two", ("trainer=ddp_cpu",))):
+        outcome = cli(*command, *more, f"hydra.run.dir={folder}", cwd=mine)
+        assert outcome.code == 0, outcome.err
+    one, two = (json.loads((mine / folder / "results.json").read_text()) for folder in ("one", "two"))
+    assert one["metric"]["name"] == "order" or one["metric"]["name"] == "loss"
+    assert one["test_order"] == pytest.approx(two["test_order"], abs=1e-6) and abs(one["test_order"]) <= 1
+
+
+def told(*arguments: str, mine: Path, cli: CommandLine) -> str:
+    outcome = cli(*OWN, *arguments, "hydra.run.dir=run", cwd=mine)
+    assert outcome.code == 2, outcome.err
+    assert "Traceback" not in outcome.err
+    return outcome.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            "mine.Odd +data.source.kind=alone",
+            "samples must be (inputs..., target) or a mapping with a target",
+        ),
+        ("mine.Odd +data.source.kind=shapes", "samples differ in shape ([3] and [4])"),
+        ("mine.Odd +data.source.kind=words", "input 0 of a batch is a tuple, not a tensor"),
+        ("mine.Odd +data.source.kind=pictures", "samples hold images of PIL"),
+        (
+            "mine.Odd +data.source.kind=unnamed",
+            "samples have the entries a, b, none of which is known as a target",
+        ),
+        ("mine.Odd +data.source.kind=alone +data.source.num=0", "source (Odd) is empty"),
+        ("mine.Endless", "source (Endless) is iterated over"),
+        (
+            "builtins.object",
+            "source (object) is not a LightningDataModule, DataLoader, Dataset or Hugging Face",
+        ),
+        ("mine.Waves +data.source._partial_=true", "call it by its _target_, without _partial_"),
+        ("mine.Waves data.split.test=0", "the source has no test set, and a result needs one"),
+        ("mine.Waves data.split.test=0.7 data.split.validation=0.3", "leave something to train on"),
+        ("mine.Waves +data.source.num=3", "3 training samples are too few to hold 10% out"),
+        ("mine.Waves data.batch_size=0", "data.batch_size=0 must be at least 1"),
+        (
+            "mine.Waves model=mlp8 model._target_=growlab.networks.mlp8",
+            "takes image_shape, which these data do not tell",
+        ),
+        ("mine.Waves", "Classification takes classes as targets, not numbers"),
+        (
+            "mine.Discs",
+            "input 0 of a batch is a list, not a tensor: let the data set's transform",
+        ),
+        (
+            "mine.Discs data.columns.inputs=[picture]",
+            "data.columns.inputs names picture, but samples have",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_a_sentence(cli: CommandLine, mine: Path, arguments: str, said: str) -> None:
+    source, *rest = arguments.split()
+    line = told(f"data.source._target_={source}", "model._target_=mine.Net", *rest, mine=mine, cli=cli)
+    assert line.startswith("error: ") and said in line
