@@ -62,6 +62,7 @@ class MainConfig:
     schedule: Any = MISSING
     trainer: Any = MISSING
     logger: Any = MISSING
+    callbacks: Any = MISSING
     checkpoint: schema("growlab.training.SavePolicy") = MISSING  # type: ignore[valid-type]
     ema: AverageConfig = MISSING
     osgd: OrthogonalConfig = MISSING

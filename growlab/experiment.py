@@ -13,7 +13,6 @@ import hydra
 import lightning
 import torch
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -21,6 +20,7 @@ from torch import nn
 from growlab.analysis.figures import write_run_figures
 from growlab.analysis.run_table import print_results
 from growlab.argument_types import check_types
+from growlab.callbacks import completed, user_callbacks
 from growlab.data import ImageData
 from growlab.errors import Stopped, UserError
 from growlab.files import remove_unfinished, write_json, write_text
@@ -194,7 +194,7 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
             # Not torch.compile(network), which would put a prefix before the names of all weights.
             network.compile()
         trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-        _check_complete(recorder, plan, run_dir)
+        plan = completed(plan, recorder.rows, task, cfg)
         if task.decides_widths:
             sample = network_inputs(data.probe_batch(1), network)
             stages = [row["stage"] for row in recorder.rows]
@@ -250,7 +250,7 @@ def _trainer(
         max_epochs=plan.schedule.total_epochs,
         limit_val_batches=1.0 if data.num_val else 0,
         logger=loggers or False,
-        callbacks=[*_own_callbacks(cfg), *callbacks],
+        callbacks=[*user_callbacks(cfg), *callbacks],
         plugins=plugins,
         default_root_dir=str(run_dir),
         enable_progress_bar=False,
@@ -263,26 +263,6 @@ def _trainer(
     )
     check_strategy(trainer)
     return trainer
-
-
-def _own_callbacks(cfg: DictConfig) -> list[lightning.Callback]:
-    """Callbacks that the user has added to the trainer's configuration.
-
-    Raises:
-        UserError: one is no callback, or averages weights without growing the average.
-    """
-    own = hydra.utils.instantiate(cfg.trainer.get("callbacks") or [], _convert_="all")
-    if not isinstance(own, list) or not all(isinstance(callback, lightning.Callback) for callback in own):
-        raise UserError(
-            "trainer.callbacks must be a list of Lightning's callbacks, [{_target_: CLASS, ...}]."
-        )
-    for callback in own:
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise UserError(
-                f"{type(callback).__name__} keeps an average of the weights that does not grow with the network; use "
-                "ema.decay=0.999 instead."
-            )
-    return list(own)
 
 
 @contextlib.contextmanager
@@ -389,12 +369,3 @@ def _check_pretrained(cfg: DictConfig, plan: Plan, graph: WidthGraph) -> None:
                 f"model.{key}={cfg.model.get(key)} are weights of the full-width network, but this run starts "
                 "narrower or wider and would draw its own; set growth=none lr_adapt=none to train on from them."
             )
-
-
-def _check_complete(recorder: RunRecorder, plan: Plan, run_dir: Path) -> None:
-    done, wanted = len(recorder.rows), plan.schedule.total_epochs
-    if done < wanted:
-        raise UserError(
-            f"training was stopped after {done} of {wanted} epochs, so there is no result yet; go on with "
-            f"ckpt_path=last hydra.run.dir={run_dir}."
-        )

@@ -349,7 +349,11 @@ def one_sentence(outcome: Outcome) -> str:
         (("+trainer.max_epochs=3",), "schedule.total_epochs=N says how many epochs"),
         (("+trainer.max_steps=3",), "trainer.limit_train_batches=N how many steps each"),
         (("+trainer.fast_dev_run=true",), "to try a run out set trainer.limit_train_batches=1"),
-        (("+trainer.callbacks=[3]",), "trainer.callbacks must be a list of Lightning's callbacks"),
+        (
+            ("+callbacks.x._target_=torch.nn.Identity",),
+            "callbacks.x is a Identity, not a callback of Lightning",
+        ),
+        (("+trainer.callbacks=[3]",), "trainer.callbacks[0] is 3, not a callback of Lightning"),
         (
             ("+trainer.callbacks=[{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val_los}]",),
             "use any of the following: `train_loss`",

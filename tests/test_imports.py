@@ -63,10 +63,11 @@ RULES = {
     "sweeps": rule("analysis processes experiment training", packages="hydra omegaconf torch"),
     "outcome": rule("training", packages="hydra omegaconf"),
     "planning": rule("widths growth data training processes trainer_options"),
+    "callbacks": rule("growth training", packages="lightning hydra omegaconf"),
     "pairing": rule("training data", packages="torch hydra omegaconf"),
     "experiment": rule(
         "studies networks widths growth optim data training analysis configuration processes outcome planning "
-        "argument_types pairing trainer_options"
+        "argument_types callbacks pairing trainer_options"
     ),
     "__main__": rule(
         "configuration explain experiment launcher resuming processes sweeps", packages="hydra omegaconf"
@@ -79,6 +80,7 @@ CONFIGURED = {
     "fairseq_library",
     "__main__",
     "argument_types",
+    "callbacks",
     "pairing",
     "planning",
     "experiment",
@@ -98,7 +100,7 @@ CONFIGURED = {
 RESERVED = {
     "hydra": CONFIGURED,
     "omegaconf": CONFIGURED,
-    "lightning": {"frontends", "training", "data", "experiment", "planning"},
+    "lightning": {"frontends", "training", "data", "experiment", "planning", "callbacks"},
     "pytorch_lightning": set(),
     "wandb": set(),
     "tensorboard": set(),

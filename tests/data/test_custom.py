@@ -155,7 +155,7 @@ def test_hugging_faces_data_sets(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: {"train": Waves(), "tset": Waves()}, "data.source has the parts tset, but train, val and test are wanted"),
+        (lambda: {"train": Waves(), "tset": Waves()}, "data.source has the parts tset, but train, val"),
         (lambda: {"test": Waves()}, "no part to train on"),
         (lambda: DataLoader(Endless()), "is iterated over"),
         (lambda: DataLoader(Waves(), batch_sampler=[[0, 1]]), "has a batch sampler of its own (list)"),

@@ -1,0 +1,102 @@
+"""Callbacks of the user's own in a run, and runs that one of them ends early."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import hydra
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from omegaconf import DictConfig
+
+from growlab.errors import UserError
+from growlab.growth import WidthDecision
+from growlab.training import Task
+from growlab.training.plan import Plan
+
+
+class StayStopped(Callback):
+    """Lets a run that a callback has ended early stay ended when it is resumed behind its last epoch."""
+
+    def __init__(self) -> None:
+        self._trainer: Trainer | None = None
+        self._stopped = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Know whom to ask."""
+        self._trainer = trainer
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop again."""
+        trainer.should_stop = trainer.should_stop or self._stopped
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether the run has been ended."""
+        return {"stopped": self._trainer is not None and self._trainer.should_stop}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._stopped = state_dict["stopped"]
+
+
+def user_callbacks(cfg: DictConfig) -> list[Callback]:
+    """The callbacks of the group `callbacks`, and those of the list `trainer.callbacks`.
+
+    Raises:
+        UserError: one is no callback, or averages weights without growing the average.
+    """
+    named = {f"callbacks.{name}": settings for name, settings in (cfg.get("callbacks") or {}).items()}
+    listed = cfg.trainer.get("callbacks") or []
+    named |= {f"trainer.callbacks[{place}]": settings for place, settings in enumerate(listed)}
+    made = [_made(name, settings) for name, settings in named.items() if settings is not None]
+    return [*made, StayStopped()] if made else []
+
+
+def _made(name: str, settings: Any) -> Callback:
+    callback = (
+        hydra.utils.instantiate(settings, _convert_="all") if isinstance(settings, DictConfig) else settings
+    )
+    if not isinstance(callback, Callback):
+        given = settings if callback is settings else f"a {type(callback).__name__}"
+        raise UserError(
+            f"{name} is {given}, not a callback of Lightning: give it a _target_ and its arguments."
+        )
+    if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+        raise UserError(
+            f"{type(callback).__name__} keeps an average of the weights that does not grow with the network; use "
+            "ema.decay=0.999 instead."
+        )
+    return callback
+
+
+def completed(plan: Plan, rows: Sequence[Mapping[str, Any]], task: Task, cfg: DictConfig) -> Plan:
+    """The plan as far as it was carried out: all of it, or less where a callback ended the run behind the last growth.
+
+    Args:
+        plan: of the whole run.
+        rows: one for each epoch that was trained.
+        task: trained.
+        cfg: the run's configuration.
+
+    Raises:
+        UserError: the run was ended before the network had grown to its end, or because its time was over.
+    """
+    done, wanted = len(rows), plan.schedule.total_epochs
+    if done >= wanted:
+        return plan
+    if cfg.trainer.get("max_time") is not None:
+        raise UserError(
+            f"training was stopped after {done} of {wanted} epochs (trainer.max_time), so there is no result yet; go "
+            "on with ckpt_path=last and the run's hydra.run.dir."
+        )
+    last = plan.ladder[-1] if plan.ladder is not None else plan.widths[-1]
+    grown = isinstance(task.method, WidthDecision) or task.growth_state.widths == last
+    stage = plan.schedule.stage_at(done - 1) if done else -1
+    if not grown or stage < plan.schedule.num_stages - 1:
+        raise UserError(
+            f"training was stopped after {done} of {wanted} epochs, before the network has grown to its end, so there "
+            "is no result: let the callback that stops it wait for longer."
+        )
+    epochs = (*plan.schedule.epochs[:-1], done - sum(plan.schedule.epochs[:-1]))
+    parts = {name: getattr(plan, name)[:done] for name in ("batches", "steps", "samples")}
+    return replace(plan, schedule=replace(plan.schedule, epochs=epochs), **parts)
