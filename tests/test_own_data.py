@@ -1,6 +1,8 @@
 """Runs on a user's own data, networks and losses: they grow, go on where they were killed, and agree over ranks."""
 
 import json
+import re
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runs import CommandLine, Left
+from tests.runs import ROOT, CommandLine, Left
 
 STAGES = ("schedule.epochs=[1,2,1]", "schedule.widths=[0.5,0.75,1]", "log_rates_every_n_steps=2")
 OWN = ("data=custom", "model=custom", *STAGES, "checkpoint.every_n_steps=1")
@@ -91,6 +93,19 @@ def test_metrics_that_are_no_sums_are_gathered_over_ranks(cli: CommandLine, mine
     one, two = (json.loads((mine / folder / "results.json").read_text()) for folder in ("one", "two"))
     assert one["metric"]["name"] == "order" or one["metric"]["name"] == "loss"
     assert one["test_order"] == pytest.approx(two["test_order"], abs=1e-6) and abs(one["test_order"]) <= 1
+
+
+def test_the_guides_example_runs_as_written(cli: CommandLine, tmp_path: Path) -> None:
+    page = (ROOT / "notebooks" / "docs" / "pages" / "guide" / "own_data.md").read_text()
+    program, commands = (
+        re.search(rf"^```{name}\n(.*?)^```$", page, re.M | re.S)[1] for name in ("python", "shell")
+    )
+    (tmp_path / "mine.py").write_text(program)
+    for line in commands.splitlines():
+        outcome = cli(*shlex.split(line)[1:], *STAGES, "hydra.run.dir=run", cwd=tmp_path)
+        assert outcome.code == 0, outcome.err
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["metric"] == {"name": "mae", "higher_is_better": False} and results["test_mae"] < 1
 
 
 def told(*arguments: str, mine: Path, cli: CommandLine) -> str:
