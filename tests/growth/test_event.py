@@ -22,7 +22,7 @@ from growlab.growth import (
     plant,
 )
 from growlab.growth.method import generator
-from growlab.growth.parity import eps_bounds, observe, relative_error
+from growlab.growth.parity import eps_bounds, main_output, observe, relative_error
 from growlab.growth.rescale import fold_output_factor
 from growlab.widths import Norm, trace
 from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
@@ -269,6 +269,11 @@ def test_weights_do_not_depend_on_torchs_default_dtype():
             torch.set_default_dtype(torch.float32)
         drawn.append(network.conv2.weight.detach())
     assert torch.equal(drawn[0][:, 2:], drawn[1][:, 2:])
+
+
+def test_a_network_without_a_tensor_to_compare_is_told_so():
+    with pytest.raises(UserError, match="the network returns dict without a tensor"):
+        main_output({"loss": None, "rows": []})
 
 
 def test_relative_error():

@@ -5,13 +5,18 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import nn
 
-from growlab.widths import avoid_unsafe_kernels
+from growlab.growth import PairGrowth, plant
+from growlab.networks import CifarResNet
+from growlab.widths import avoid_unsafe_kernels, resize, trace
 from tests.runs import ROOT
 
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"}
+
+STRIDED = (1, 1), (2, 2)
 
 
 def test_convolutions_of_all_kinds_survive_a_backward_pass_on_a_cpu_without_avx_512():
@@ -21,6 +26,21 @@ def test_convolutions_of_all_kinds_survive_a_backward_pass_on_a_cpu_without_avx_
     told = left.stdout.splitlines()
     assert left.returncode == 0, f"exit code {left.returncode} at: {told[-1:]} {left.stderr[-300:]}"
     assert told[-1] == "0 wrong"
+
+
+@pytest.mark.parametrize("change", ["resize", "plant"])
+def test_a_narrowed_network_is_kept_from_them(change, monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    network = CifarResNet(1, 5, channels=(4, 8, 8), shortcut="B")
+    graph = trace(network, torch.randn(2, 3, 8, 8))
+    half = {name: width // 2 for name, width in graph.full_widths.items()}
+    if change == "resize":
+        resize(network, graph, graph.full_widths, half)
+    else:
+        plant(network, graph, PairGrowth(), half, seed=0)
+    convolutions = [module for module in network.modules() if isinstance(module, nn.Conv2d)]
+    strided = [module for module in convolutions if (module.kernel_size, module.stride) == STRIDED]
+    assert strided and all(module._forward_pre_hooks for module in strided)
 
 
 def test_only_narrow_strided_1x1_convolutions_leave_channels_last(monkeypatch):

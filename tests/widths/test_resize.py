@@ -62,6 +62,13 @@ def test_depthwise_convolutions_pass_through_width_1():
     assert (network.multiplied.groups, network.multiplied.in_channels) == (4, 4)
 
 
+def test_norms_without_weights_know_their_width():
+    network = nn.Sequential(nn.Conv2d(2, 6, 1), nn.BatchNorm2d(6, affine=False), nn.Conv2d(6, 3, 1))
+    graph = trace(network, torch.randn(2, 2, 4, 4))
+    resize(network, graph, {"0": 6}, {"0": 2})
+    assert network[1].num_features == len(network[1].running_var) == 2
+
+
 def test_a_width_of_0_is_refused():
     network, graph = NETWORKS["mlp"].make(), graph_of("mlp")
     with pytest.raises(ValueError, match=r"width 0 of hidden\.2 leaves no channel"):
@@ -137,6 +144,7 @@ def test_new_content_is_copied():
         pytest.param(([0, 3], [2, 0]), id="both apart"),
         pytest.param(([], [1, 2]), id="nothing"),
         pytest.param(([1, 0], [0, 1, 2]), id="backwards"),
+        pytest.param(([0, 2, 1, 3], [0, 1]), id="out of order between first and last"),
     ],
 )
 def test_grid_takes_the_rows_and_columns_named(positions):
