@@ -101,7 +101,7 @@ class _Killed(UserError):
 
 
 class _Rendezvous(StaticTCPRendezvous):
-    """On a free port and in a new store for each attempt, without what processes that died have left in the last."""
+    """A new store on a free port for each attempt: in the last one are the addresses of processes that have died."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._store = TCPStore(self.master_addr, 0, 1, True, self.timeout)

@@ -22,7 +22,7 @@ from growlab.configuration import config_dir
 from growlab.errors import UserError
 from growlab.processes import apart, is_first, num_devices, run_id, started_elsewhere, to_start
 from growlab.sweeps import gpus_in_turn
-from tests.runs import ROOT, CommandLine, Outcome, table
+from tests.runs import ROOT, CommandLine, Left, Outcome, table
 
 SMALL = (
     *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "schedule.epochs=[1,1]"),
@@ -120,7 +120,8 @@ class Network(nn.Sequential):
         self.how, self.calls = how, 0
     def forward(self, x):
         self.calls += self.training
-        if self.calls == 4 and os.environ["RANK"] == "1":
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if self.how and self.calls == 4 and first and os.environ["RANK"] == "1":
             Path("failed").write_text(str(time.time()))
             if self.how == "raises":
                 raise RuntimeError("our own mistake")
@@ -147,6 +148,21 @@ def test_a_failure_under_torchrun_ends_every_process_within_seconds(tmp_path: Pa
     while (left := processes_with(str(tmp_path))) and time.time() < deadline:
         time.sleep(0.05)
     assert not left and time.time() < deadline
+
+
+@pytest.mark.slow
+def test_a_restart_by_torchrun_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    (tmp_path / "failing.py").write_text(FAILING)
+    small = [a for a in SMALL if not a.startswith("model")]
+    arguments = (*small, "model=custom", "model._target_=failing.Network", "trainer=ddp_cpu")
+    for folder, how in (("whole", ""), ("killed", "killed")):
+        resumed = (f"+model.how={how or 'null'}", "ckpt_path=last", f"hydra.run.dir={folder}")
+        program = (*TORCHRUN[:3], "--max-restarts=1", *TORCHRUN[3:])
+        outcome = command(*arguments, *resumed, "checkpoint.every_n_steps=1", cwd=tmp_path, program=program)
+        assert outcome.code == 0, outcome.err
+    assert (tmp_path / "failed").exists()
+    assert Left.by(tmp_path / "killed").differences(Left.by(tmp_path / "whole")) == []
 
 
 def processes_with(argument: str) -> list[str]:
