@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from growlab.analysis import style
+from growlab.analysis.metrics import ACCURACY
 from growlab.analysis.results import Run
 from growlab.analysis.tables import Row, one_task, summarise
 
@@ -33,23 +34,27 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
     rows = summarise(runs)
     one_task(rows, "compare")
     looks = style.looks([row.group.is_fixed_size for row in rows])
-    held_out = all(run.held_out("accuracy") is not None for row in rows for run in row.runs)
+    everyone = [run for row in rows for run in row.runs]
+    metric = rows[0].metric
+    if all(run.held_out(metric.key) is None and run.curve(f"train_{metric.key}") is None for run in everyone):
+        metric = ACCURACY
+    held_out = all(run.held_out(metric.key) is not None for run in everyone)
     num_epochs = max(row.group.epochs for row in rows)
     names = [_legend_name(row, rows) for row in rows]
     num_columns = min(len(rows), 3 if max(map(len, names)) < 38 else 2)
     with style.styled():
         num_lines = math.ceil(len(rows) / num_columns)
         figure = style.new_figure(7.2, 4.2 + 0.15 * num_lines)
-        panels = figure.subplot_mosaic([["loss", "cost"], ["accuracy", "cost"]], width_ratios=(1, 1.1))
-        loss_axes, accuracy_axes, cost_axes = (panels[name] for name in ("loss", "accuracy", "cost"))
-        accuracies = (
-            partial(Run.held_out, quantity="accuracy")
+        panels = figure.subplot_mosaic([["loss", "cost"], ["metric", "cost"]], width_ratios=(1, 1.1))
+        loss_axes, metric_axes, cost_axes = (panels[name] for name in ("loss", "metric", "cost"))
+        scores = (
+            partial(Run.held_out, quantity=metric.key)
             if held_out
-            else partial(Run.curve, column="train_accuracy")
+            else partial(Run.curve, column=f"train_{metric.key}")
         )
         for axes, curve, scale in (
             (loss_axes, partial(Run.curve, column="train_loss"), 1),
-            (accuracy_axes, accuracies, 100),
+            (metric_axes, scores, metric.scale),
         ):
             _mark_all_growth(axes, rows, looks)
             for row, look in zip(rows, looks, strict=True):
@@ -57,7 +62,8 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
             style.epoch_axis(axes, num_epochs)
         loss_axes.set_xlabel("")
         loss_axes.set_ylabel("training loss")
-        accuracy_axes.set_ylabel(("held-out" if held_out else "training") + " accuracy (%)")
+        unit = f" ({metric.unit})" if metric.unit else ""
+        metric_axes.set_ylabel(f"{'held-out' if held_out else 'training'} {metric.name}{unit}")
         cost_axes.set_xlabel(f"training cost (%; 100 = fixed-size, {rows[0].reference_epochs} epochs)")
         handles = [
             Line2D([], [], color=k["color"], linestyle=k["linestyle"], marker=k["marker"]) for k in looks

@@ -38,8 +38,11 @@ def mean_gradients(
     """
     parameters = {name: p for name, p in task.network.named_parameters() if p.requires_grad}
     sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    count = torch.zeros((), dtype=torch.long, device=task.device)
-    images = torch.zeros_like(count)
+    # Not whole where classes have weights.
+    count = torch.zeros(
+        (), dtype=torch.float32 if task.device.type == "mps" else torch.float64, device=task.device
+    )
+    images = torch.zeros((), dtype=torch.long, device=task.device)
     modes = {module: module.training for module in task.network.modules()}
     task.network.train()
     try:
@@ -52,7 +55,7 @@ def mean_gradients(
                 for total, gradient in zip(sums.values(), found, strict=True):
                     if gradient is not None:
                         total += gradient
-                count += seen[-1].long()
+                count += seen[-1]
                 images += len(target)
     finally:
         for module, training in modes.items():
