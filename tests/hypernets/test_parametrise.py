@@ -194,3 +194,11 @@ def test_networks_that_cannot_be_emitted_are_refused() -> None:
     net = parametrise(nn.Sequential(nn.Linear(4, 4)), Hypernet())
     with pytest.raises(UserError, match="parametrised already"):
         parametrise(net, Hypernet())
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_plain_weight_is_trained_if_what_emitted_it_was(trained):
+    network = parametrise(nn.Sequential(nn.Linear(3, 4)), Hypernet())
+    network.requires_grad_(trained)
+    materialize(network)
+    assert network[0].weight.requires_grad == trained
