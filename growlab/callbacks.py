@@ -10,7 +10,6 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from omegaconf import DictConfig
 
 from growlab.errors import UserError
-from growlab.growth import WidthDecision
 from growlab.training import Task
 from growlab.training.plan import Plan
 
@@ -89,8 +88,9 @@ def completed(plan: Plan, rows: Sequence[Mapping[str, Any]], task: Task, cfg: Di
             f"training was stopped after {done} of {wanted} epochs (trainer.max_time), so there is no result yet; go "
             "on with ckpt_path=last and the run's hydra.run.dir."
         )
-    last = plan.ladder[-1] if plan.ladder is not None else plan.widths[-1]
-    grown = isinstance(task.method, WidthDecision) or task.growth_state.widths == last
+    state = task.growth_state
+    # A method that decides widths by itself does not say how far it is.
+    grown = task.grower.trigger.share(state.stage, state.widths) in (None, 1.0)
     stage = plan.schedule.stage_at(done - 1) if done else -1
     if not grown or stage < plan.schedule.num_stages - 1:
         raise UserError(

@@ -6,7 +6,7 @@ is MISSING.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Optional
@@ -21,32 +21,8 @@ from growlab.signatures import schema
 # On import: a process that a sweep's launcher starts imports this for the schemas, and then resolves its folder's name.
 naming.register()
 
-Anneal = StrEnum("Anneal", ["stage", "run"])
-BlockStart = StrEnum("BlockStart", ["zero", "identity", "stack"])
 BatchSize = StrEnum("BatchSize", ["auto"])
 OptimizerState = StrEnum("OptimizerState", ["auto", "inherit", "reset", "zero_new"])
-
-
-@dataclass
-class AverageConfig:
-    """ema: an average of the weights."""
-
-    decay: float | None = MISSING
-
-
-@dataclass
-class OrthogonalConfig:
-    """osgd: dynamic orthogonalised SGD."""
-
-    anneal: Anneal | None = MISSING
-
-
-@dataclass
-class DepthConfig:
-    """depth: blocks that come in while the network trains."""
-
-    blocks: Any = MISSING
-    start: BlockStart = MISSING
 
 
 @dataclass
@@ -64,9 +40,7 @@ class MainConfig:
     logger: Any = MISSING
     callbacks: Any = MISSING
     checkpoint: schema("growlab.training.SavePolicy") = MISSING  # type: ignore[valid-type]
-    ema: AverageConfig = MISSING
-    osgd: OrthogonalConfig = MISSING
-    depth: DepthConfig = MISSING
+    parts: Any = MISSING
     study: Any = MISSING
     name: str = MISSING
     seed: int = MISSING
@@ -76,7 +50,7 @@ class MainConfig:
     opaque: list[str] = MISSING
     optimizer_state: OptimizerState = MISSING
     gain: float = MISSING
-    probe_size: int = MISSING
+    probe_size: int | None = MISSING
     norm_anneal: float = MISSING
     statistics_images: int = MISSING
     check_ranks: bool = MISSING
@@ -110,6 +84,18 @@ def _schedule() -> type:
     )
 
 
+def _main(conf: Path) -> type:
+    """The top level, with the settings of each file of `conf/parts` under the file's name; null leaves a part out."""
+    parts: list[Any] = []
+    for path in sorted((conf / "parts").glob("*.yaml")):
+        target = re.search(r"_target_: (growlab\.[\w.]+)", path.read_text())
+        if target:
+            settings = [one for one in fields(schema(target[1])) if one.name != "_target_"]
+            own = [(one.name, Optional[one.type], field(default=MISSING)) for one in settings]  # noqa: UP045
+            parts.append((path.stem, make_dataclass(path.stem, own), field(default=MISSING)))
+    return make_dataclass("Main", parts, bases=(MainConfig,))
+
+
 def register(conf: Path) -> None:
     """Put the schemas into Hydra's store, under the names that the files of `conf/` use.
 
@@ -125,7 +111,7 @@ def register(conf: Path) -> None:
             store.store(group="hydra/schema/growth", name=path.stem, node=schema(target[1]))
     store.store(group="hydra/schema", name="lr_adapt", node=schema("growlab.training.RateAdaptation"))
     store.store(group="hydra/schema", name="schedule", node=_schedule())
-    store.store(group="hydra/schema", name="main", node=MainConfig)
+    store.store(group="hydra/schema", name="main", node=_main(conf))
     # Plugins store their configurations when Hydra looks for them first, and their word would be the last.
     Plugins.instance()
     for path, values in _PLUGINS.items():

@@ -24,21 +24,15 @@ from growlab.callbacks import completed, user_callbacks
 from growlab.data import ImageData
 from growlab.errors import Stopped, UserError
 from growlab.files import remove_unfinished, write_json, write_text
-from growlab.growth import (
-    CLASSES,
-    Demand,
-    GrowthMethod,
-    finish,
-    plant,
-    sort_classes,
-)
 from growlab.outcome import results_row
-from growlab.pairing import make_data, make_network, make_objective
-from growlab.planning import learning_rate, optimizer_maker, plan_run
+from growlab.pairing import make_data, make_objective
+from growlab.planning import Planned, learning_rate, optimizer_maker, plan_run
 from growlab.processes import is_first, started_elsewhere, world_size
 from growlab.studies.running import run_study
+from growlab.telling import tell_training
 from growlab.trainer_options import check_trainer_options, for_lightning
 from growlab.training import GrowthCallback, GrowthProgress, RunRecorder, Task
+from growlab.training.anneal import check_part
 from growlab.training.checkpoints import (
     AtomicCheckpointIO,
     last_checkpoint,
@@ -46,22 +40,15 @@ from growlab.training.checkpoints import (
     save,
     usable_checkpoint,
 )
-from growlab.training.climbing import Climber
-from growlab.training.deepening import choose_depth
 from growlab.training.distributed import check_strategy, cluster_environment
 from growlab.training.fresh_statistics import FreshStatistics
-from growlab.training.layer_statistics import LayerStatistics, held_out
+from growlab.training.layer_statistics import layer_statistics
 from growlab.training.library_messages import plain_errors, quiet_libraries
 from growlab.training.loggers import WandbRecords, close_loggers, run_name
-from growlab.training.looking import auxiliary_flops
-from growlab.training.norm_annealing import NormAnnealing
-from growlab.training.objective import network_inputs
-from growlab.training.orthogonal import OldGradient
-from growlab.training.plan import Plan, carried_out, find_widths, grow_head
+from growlab.training.plan import Plan, carried_out
 from growlab.training.rank_check import RankCheck
 from growlab.training.saving import SaveCheckpoints
 from growlab.training.sync_batchnorm import SynchroniseBatchNorm
-from growlab.widths import WidthGraph
 
 # What a resumed run may do differently: none of it changes what is computed.
 _FREE_ON_RESUME = (
@@ -108,116 +95,64 @@ def _resume_command(run_dir: Path) -> str:
 
 def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
     _check(cfg)
-    if is_first():
-        for folder in (run_dir, last_checkpoint(run_dir).parent):
-            remove_unfinished(folder)
-    checkpoint = _checkpoint_to_resume(cfg, run_dir)
-    header = read_header(checkpoint) if checkpoint else {}
-    run_id = header.get("run_id") or secrets.token_hex(4)
+    checkpoint, header = _resume(cfg, run_dir)
     data: ImageData = make_data(cfg.data, cfg.seed)
     # Lightning does so only for a run that succeeds.
     ending.callback(data.teardown, "test")
     data.setup()
     torch.set_num_threads(cfg.num_threads or _NUM_THREADS)
     lightning.seed_everything(cfg.seed, verbose=False)
-    network = make_network(cfg.model, data)
-    method: GrowthMethod = hydra.utils.instantiate(cfg.growth)
-    graph = find_widths(network, data.probe_batch(2), method, list(cfg.opaque))
-    demand: Demand | None = hydra.utils.instantiate(cfg.schedule.demand)
-    graph = grow_head(method.prepare(network, graph, cfg.seed), method, data, demand is not None)
-    depth = choose_depth(cfg.depth.blocks, str(cfg.depth.start), network, graph, method, data, demand)
-    known = header.get("batch_fit")
-    plan, batch_fit = plan_run(cfg, network, graph, method, data, known, demand, depth)
-    _check_pretrained(cfg, plan, graph)
-    if depth is not None:
-        graph = depth.as_at(network, 0, plan.schedule.num_stages)
-    state = plant(network, graph, method, plan.widths[0], cfg.seed)
-
+    planned = plan_run(cfg, data, header.get("batch_fit"))
+    grower, plan = planned.grower, planned.plan
     data.batch_size_at_epoch = plan.schedule.batch_size_at
-    objective = make_objective(cfg.objective, data)
-    task = Task(
-        network,
-        graph,
-        method,
-        plan.schedule,
-        state,
-        optimizer_maker(cfg),
-        plan.steps,
-        hydra.utils.instantiate(cfg.lr_adapt),
-        learning_rate(cfg),
-        cfg.seed,
-        deciding_settings(cfg),
-        run_id,
-        cfg.ema.decay,
-        objective,
-    )
-    task.depth = depth
-    if any(isinstance(module, _BATCH_NORMS) for module in network.modules()):
-        task.statistics_ranks = 1 if cfg.trainer.get("sync_batchnorm") else world_size(cfg.trainer)
-    if CLASSES in graph.groups and data.incremental is not None:
-        task.class_order = data.incremental.order(data.num_classes)
-    task.batch_fit, task.watched = batch_fit, getattr(data, "watched", "val")
+    run_id = header.get("run_id") or secrets.token_hex(4)
+    task = _task(cfg, data, planned, run_id)
     recorder = RunRecorder(run_dir, plan.samples, cfg.log_rates_every_n_steps)
-    progress = GrowthProgress(plan.batches, plan.samples, plan.flops_in_epoch)
-
-    def on_event(trainer: lightning.Trainer, receipt: dict[str, Any]) -> None:
-        recorder.on_growth(trainer, receipt)
-        records.on_growth(trainer, task)
-        progress.on_growth(trainer, receipt)
-
-    rank_check = RankCheck(cfg.check_ranks)
-    every = cfg.log_layers_every_n_steps
-    layers = [] if every is None else [LayerStatistics(run_dir, *held_out(data), every)]
-    old = None if cfg.osgd.anneal is None else OldGradient(network, str(cfg.osgd.anneal), plan.steps)
-    climber, batches = None, getattr(data, "training_batches", None)
-    if demand is not None and plan.ladder is not None:
-        climber = Climber(demand, plan, data.probe_batch(1), lambda: recorder.rows, batches)
-        task.on_demand, recorder.with_gradient_norm = True, demand.wants_gradients
-    _check_data(cfg, data, task)
-    growth = GrowthCallback(
-        *(data.probe_batch(cfg.probe_size), str(cfg.optimizer_state), on_event, rank_check, old, climber),
-        batches,
-    )
+    fresh = FreshStatistics(cfg.statistics_images, getattr(data, "training_batches", None))
     with _loggers(cfg, run_id) as loggers:
-        policy, writer = hydra.utils.instantiate(cfg.checkpoint), AtomicCheckpointIO()
-        saving = SaveCheckpoints(last_checkpoint(run_dir), writer, policy, resumed=checkpoint)
-        records = WandbRecords(loggers)
-        fresh = FreshStatistics(cfg.statistics_images, batches)
-        annealing, looks_back = NormAnnealing(cfg.norm_anneal), [] if old is None else [old]
-        callbacks = [
-            *(growth, annealing, progress, recorder, records, rank_check, *looks_back, *layers, fresh, saving)
-        ]
+        writer, records = AtomicCheckpointIO(), WandbRecords(loggers)
+        progress = GrowthProgress(plan.batches, plan.samples, plan.flops_in_epoch)
+
+        def on_event(trainer: lightning.Trainer, receipt: dict[str, Any]) -> None:
+            recorder.on_growth(trainer, receipt)
+            records.on_growth(trainer, task)
+            progress.on_growth(trainer, receipt)
+
+        saving = SaveCheckpoints(
+            last_checkpoint(run_dir), writer, hydra.utils.instantiate(cfg.checkpoint), resumed=checkpoint
+        )
+        growth = GrowthCallback(grower, str(cfg.optimizer_state), plan.schedule.batch_size_at, on_event)
+        layers = layer_statistics(cfg.log_layers_every_n_steps, data, grower, run_dir)
+        rank_check = RankCheck(cfg.check_ranks)
+        callbacks = [growth, progress, recorder, records, rank_check, *layers, fresh, saving]
         trainer = _trainer(cfg, run_dir, loggers, callbacks, [writer], plan, data)
+        tell_training(grower, task, data, planned, recorder, trainer)
         if trainer.is_global_zero:
             write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
         if cfg.compile:
             # Not torch.compile(network), which would put a prefix before the names of all weights.
-            network.compile()
+            task.network.compile()
+            grower.reopen()
         trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         plan = completed(plan, recorder.rows, task, cfg)
-        if task.decides_widths:
-            sample = network_inputs(data.probe_batch(1), network)
+        if not grower.trigger.knows_stages:
             stages = [row["stage"] for row in recorder.rows]
-            plan = carried_out(plan, stages, task.stage_widths, network, graph, sample)
-        plan = replace(plan, auxiliary_flops=auxiliary_flops(task))
+            plan = carried_out(plan, grower.trigger, stages, task.stage_widths, planned.cost)
+        plan = replace(plan, auxiliary_flops=grower.auxiliary_flops)
         if trainer.is_global_zero:
             recorder.write(task)
-        fresh.finish(task)
         # Before the test, so that the accuracy is that of the very weights in model.pt.
-        if task.class_order is not None:
-            for weights in _weights(task).values():
-                sort_classes(weights, task.graph, task.class_order)
-        task.class_order = None
-        averages = () if task.average is None else (task.average.module,)
-        finish(network, task.graph, method, task.growth_state, averages)
+        fresh.finish(task)
+        weights = {"model.pt": task.network}
+        weights |= {f"model_{name}.pt": copy for name, copy in grower.copies().items()}
+        grower.finish()
         trainer.test(task, datamodule=data, verbose=False)
         results = results_row(cfg, plan, task, recorder, trainer.world_size, trainer.num_nodes)
         recorder.on_result(trainer, results)
         if trainer.is_global_zero:
-            for name, weights in _weights(task).items():
-                tensors = {key: tensor.detach().cpu() for key, tensor in weights.state_dict().items()}
-                save(run_dir / name, tensors)
-            for name, content in objective.exports(network).items():
+            for name, network in weights.items():
+                save(run_dir / name, {key: t.detach().cpu() for key, t in network.state_dict().items()})
+            for name, content in task.objective.exports(task.network).items():
                 (write_text if isinstance(content, str) else save)(run_dir / name, content)
             write_json(run_dir / "results.json", results)
             write_run_figures(run_dir)
@@ -226,10 +161,24 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
         print_results(results, run_dir)
 
 
-def _weights(task: Task) -> dict[str, nn.Module]:
-    """What comes out of a run, by the name of its file."""
-    average = {} if task.average is None else {"model_ema.pt": task.average.module}
-    return {"model.pt": task.network, **average}
+def _task(cfg: DictConfig, data: ImageData, planned: Planned, run_id: str) -> Task:
+    plan, maker = planned.plan, optimizer_maker(cfg)
+    objective = make_objective(cfg.objective, data)
+    settings = (learning_rate(cfg), objective, deciding_settings(cfg), run_id)
+    task = Task(planned.grower, plan.schedule, plan.steps, maker, *settings)
+    task.batch_fit, task.watched = planned.batch_fit, getattr(data, "watched", "val")
+    if any(isinstance(module, _BATCH_NORMS) for module in task.network.modules()):
+        task.statistics_ranks = 1 if cfg.trainer.get("sync_batchnorm") else world_size(cfg.trainer)
+    return task
+
+
+def _resume(cfg: DictConfig, run_dir: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint to go on from, and what it says beside its tensors."""
+    if is_first():
+        for folder in (run_dir, last_checkpoint(run_dir).parent):
+            remove_unfinished(folder)
+    checkpoint = _checkpoint_to_resume(cfg, run_dir)
+    return checkpoint, read_header(checkpoint) if checkpoint else {}
 
 
 def _trainer(
@@ -319,12 +268,19 @@ def deciding_settings(cfg: DictConfig) -> dict[str, Any]:
 def _check(cfg: DictConfig) -> None:
     """Refuse what would only fail later."""
     check_trainer_options(cfg.trainer)
-    check_types(OmegaConf.to_container(cfg, resolve=True))
+    settings = OmegaConf.to_container(cfg, resolve=True)
+    parts = settings.pop("parts")
+    check_types(settings)
+    for name, part in (parts or {}).items():
+        # One with an argument of null is left out.
+        if part is not None and None not in part.values():
+            check_types(part, name)
+    check_part(cfg.norm_anneal)
     if not 0 <= cfg.seed <= _MAX_SEED:
         raise UserError(f"seed={cfg.seed} must lie between 0 and {_MAX_SEED}.")
     if cfg.num_threads is not None and cfg.num_threads < 1:
         raise UserError(f"num_threads={cfg.num_threads} must be at least 1, or null for all cores.")
-    if cfg.probe_size < 2:
+    if cfg.probe_size is not None and cfg.probe_size < 2:
         raise UserError(
             f"probe_size={cfg.probe_size} must be at least 2: batch normalisation needs two images."
         )
@@ -336,36 +292,3 @@ def _check(cfg: DictConfig) -> None:
             f"trainer.accelerator={accelerator}, but torch {torch.__version__} sees no GPU here; use trainer=cpu, "
             "or install a driver that fits this torch."
         )
-
-
-def _check_data(cfg: DictConfig, data: ImageData, task: Task) -> None:
-    if cfg.probe_size > data.num_train:
-        raise UserError(
-            f"probe_size={cfg.probe_size} is more than the {data.num_train} training samples that there are; set "
-            f"probe_size={data.num_train} or less."
-        )
-    if cfg.log_layers_every_n_steps is not None and task.class_order is not None:
-        raise UserError("log_layers_every_n_steps needs all classes from the start; set it to null.")
-    if cfg.osgd.anneal is not None and not hasattr(data, "training_images"):
-        raise UserError("osgd.anneal works with image data; set it to null.")
-    if task.method.batches and (task.class_order is not None or not hasattr(data, "training_batches")):
-        name = task.method.name
-        raise UserError(
-            f"{name} looks at images of all classes; choose other data, or another growth method."
-        )
-    if cfg.osgd.anneal == "stage" and task.decides_widths:
-        raise UserError("osgd.anneal=stage needs stages whose ends are known before; set osgd.anneal=run.")
-
-
-def _check_pretrained(cfg: DictConfig, plan: Plan, graph: WidthGraph) -> None:
-    for key in ("pretrained", "weights"):
-        if cfg.model.get(key) and str(cfg.growth.get("initialisation", "constructor")) != "constructor":
-            raise UserError(
-                f"model.{key}={cfg.model.get(key)} are weights to go on from, but "
-                f"growth.initialisation={cfg.growth.initialisation} draws others: leave one of them out."
-            )
-        if cfg.model.get(key) and plan.widths[0] != graph.full_widths:
-            raise UserError(
-                f"model.{key}={cfg.model.get(key)} are weights of the full-width network, but this run starts "
-                "narrower or wider and would draw its own; set growth=none lr_adapt=none to train on from them."
-            )

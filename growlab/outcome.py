@@ -24,9 +24,10 @@ def results_row(
         world_size: processes.
         num_nodes: machines.
     """
+    grower = task.grower
     choices, overrides = HydraConfig.get().runtime.choices, list(HydraConfig.get().overrides.task)
-    stages = recorder.stages(plan, task.events)
-    errors = [event[f"parity_error_{mode}"] for event in task.events for mode in ("eval", "train")]
+    stages = recorder.stages(plan, grower.events)
+    errors = [event[f"parity_error_{mode}"] for event in grower.events for mode in ("eval", "train")]
     last = recorder.rows[-1]
     return {
         "experiment": cfg.name,
@@ -48,7 +49,7 @@ def results_row(
             )
         ),
         **task.metrics("test"),
-        **task.metrics("test_ema"),
+        **{key: value for name in grower.copies() for key, value in task.metrics(f"test_{name}").items()},
         **{
             f"{split}_{name}": last.get(f"{split}_{name}")
             for split in ("train", "val")

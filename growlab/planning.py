@@ -1,7 +1,9 @@
-"""What a run will do, as its configuration says; batch sizes that fit are found here."""
+"""A run as its configuration says: what grows when, at what cost, and the batch sizes that fit."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import hydra
@@ -9,58 +11,140 @@ import lightning
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from growlab.data import ImageData
 from growlab.errors import UserError
-from growlab.growth import Demand, Depth, GrowthMethod
+from growlab.grower import Grower, no_widths, prepared
+from growlab.growth import GrowthMethod
+from growlab.pairing import make_network
+from growlab.parts import Part
 from growlab.processes import is_first, started_elsewhere, world_size
 from growlab.ranks import gather
 from growlab.trainer_options import for_lightning
+from growlab.training.anneal import anneal_steps
 from growlab.training.batch_fit import fit_batch_sizes
 from growlab.training.distributed import check_strategy, cluster_environment
-from growlab.training.plan import Plan, make_plan
+from growlab.training.plan import Loop, Plan, StageCost, check_growth, choose_trigger, make_plan
 from growlab.training.trial_steps import TrialRun, TrialSteps
+from growlab.triggers import Trigger
 from growlab.widths import WidthGraph
 
+_PROBE = 32  # samples
+# Of `conf/schedule` what is not about stages.
+_OTHERS = ("learning_rate", "demand", "batch_size", "max_memory_gib_per_device")
 
-def plan_run(
-    cfg: DictConfig,
-    network: nn.Module,
-    graph: WidthGraph,
-    method: GrowthMethod,
-    data: ImageData,
-    known: list[dict[str, int]] | None,
-    demand: Demand | None = None,
-    depth: Depth | None = None,
-) -> tuple[Plan, list[dict[str, int]] | None]:
-    """Work out a run, see `make_plan`.
+
+@dataclass(frozen=True)
+class Planned:
+    """A run, worked out.
+
+    Attributes:
+        grower: of the network, which is planted.
+        plan: stages, cost, batches and steps.
+        cost: of the network at any widths.
+        batch_fit: batch sizes that were found to fit; None where the schedule says them.
+    """
+
+    grower: Grower
+    plan: Plan
+    cost: StageCost
+    batch_fit: list[dict[str, int]] | None
+
+
+def plan_run(cfg: DictConfig, data: ImageData, known_sizes: list[dict[str, int]] | None) -> Planned:
+    """Make the network, find its widths, work out the run and plant the seed.
 
     Args:
         cfg: the run's configuration.
-        network: at full width.
-        graph: its width graph.
-        method: the growth method.
         data: set up.
-        known: batch sizes that were found before the run was interrupted.
-        demand: see `make_plan`.
-        depth: likewise.
-
-    Returns:
-        The plan, and the batch sizes that were found to fit (`fit_batch_sizes`); None where the schedule says them.
+        known_sizes: batch sizes that were found before the run was interrupted.
 
     Raises:
         UserError: the settings do not allow it.
     """
+    network = make_network(cfg.model, data)
+    method: GrowthMethod = hydra.utils.instantiate(cfg.growth)
     settings = OmegaConf.to_container(cfg.schedule, resolve=True)
-    for name in ("learning_rate", "demand", "batch_size", "max_memory_gib_per_device"):
-        del settings[name]
-    sizes = None if cfg.schedule.batch_size is None else _FoundSizes(cfg, network, graph, data, known, depth)
-    batches = (cfg.trainer.limit_train_batches, cfg.trainer.accumulate_grad_batches, world_size(cfg.trainer))
+    settings = {name: value for name, value in settings.items() if name not in _OTHERS}
+    loop = Loop(cfg.trainer.limit_train_batches, cfg.trainer.accumulate_grad_batches, world_size(cfg.trainer))
+    fits = cfg.schedule.batch_size is not None
+    if fits:
+        # The smallest that is possible, until the widths are known that sizes are found at.
+        settings |= {"batch_growth_rate": 0.0, "max_batch_size": None, "max_batch_size_per_device": None}
     try:
-        plan = make_plan(settings, network, graph, method, data, *batches, demand, depth, sizes)
+        demand = hydra.utils.instantiate(cfg.schedule.demand)
+        base = loop.num_processes if fits else data.batch_size
+        trigger = choose_trigger(settings, method, demand, base, loop)
+        parts = make_parts(cfg.parts, data, trigger)
+        example = data.probe_batch(2)
+        graph = _graph(cfg, network, example, method, trigger, parts)
+        check_growth(graph, trigger, parts)
+        cost = StageCost(network, graph, parts, example)
+        sizes = _FoundSizes(cfg, network, graph, trigger, parts, data, known_sizes) if fits else None
+        plan = make_plan(settings, trigger, graph, cost, data, loop, parts, sizes)
     except ValueError as error:
         raise UserError(str(error)) from error
-    return plan, None if sizes is None else sizes.found
+    _check_pretrained(cfg, plan, graph)
+    grower = Grower(
+        network,
+        data.probe_batch(probe_size(cfg.probe_size, data.num_train)),
+        method=method,
+        trigger=trigger,
+        parts=parts,
+        seed=cfg.seed,
+        anneal_steps=partial(anneal_steps, part=cfg.norm_anneal, plan=plan),
+        graph=graph,
+    )
+    grower.check_ranks = cfg.check_ranks
+    return Planned(grower, plan, cost, None if sizes is None else sizes.found)
+
+
+def _graph(
+    cfg: DictConfig,
+    network: nn.Module,
+    example: Any,
+    method: GrowthMethod,
+    trigger: Trigger,
+    parts: Sequence[Part],
+) -> WidthGraph:
+    """The network's width graph; one of no groups where it keeps its size and need not be traced."""
+    if any(map(is_parametrized, network.modules())):
+        if trigger.resizes:
+            raise UserError(
+                "a network whose weights are computed from others does not grow as it is: take the plain network as "
+                "model with growth=hyperfan, or train this one with growth=none."
+            )
+        return no_widths()
+    return prepared(network, example, method, parts, cfg.seed, list(cfg.opaque), trigger.resizes)
+
+
+def probe_size(given: int | None, num_train: int) -> int:
+    """Training samples that parity is checked on.
+
+    Raises:
+        UserError: there are not as many as were asked for.
+    """
+    if given is not None and given > num_train:
+        raise UserError(
+            f"probe_size={given} is more than the {num_train} training samples that there are; set "
+            f"probe_size={num_train} or less."
+        )
+    return max(2, min(_PROBE, num_train)) if given is None else given
+
+
+def make_parts(settings: DictConfig, data: ImageData, trigger: Trigger) -> list[Part]:
+    """The parts of `conf/parts` that are not left out by an argument of null, and those that the data need."""
+    given = [
+        hydra.utils.instantiate(part)
+        for part in settings.values()
+        if part is not None and all(value is not None for value in part.values())
+    ]
+    wrong = [part for part in given if not isinstance(part, Part)]
+    if wrong:
+        raise UserError(f"parts must be growlab.parts.Part, not {type(wrong[0]).__name__}.")
+    of_data = getattr(data, "parts", list)()
+    return [part for part in (*given, *of_data) if part.applies(trigger)]
 
 
 class _FoundSizes:
@@ -70,9 +154,10 @@ class _FoundSizes:
         cfg: the run's configuration.
         network: at full width.
         graph: its width graph.
+        trigger: of the run.
+        parts: features beside growing.
         data: set up.
         known: what was found before the run was interrupted, so that it goes on with the same sizes.
-        depth: the blocks that come in with the stages.
 
     Attributes:
         found: what `fit_batch_sizes` returns; None until asked.
@@ -83,12 +168,13 @@ class _FoundSizes:
         cfg: DictConfig,
         network: nn.Module,
         graph: WidthGraph,
+        trigger: Trigger,
+        parts: Sequence[Part],
         data: ImageData,
         known: list[dict[str, int]] | None,
-        depth: Depth | None,
     ) -> None:
         self._cfg, self._network, self._graph, self._data = cfg, network, graph, data
-        self._depth, self.found = depth, known
+        self._trigger, self._parts, self.found = trigger, parts, known
 
     def __call__(self, stages: Sequence[Mapping[str, int]]) -> list[int]:
         """Global batch size of each stage.
@@ -120,10 +206,12 @@ class _FoundSizes:
         )
         check_strategy(trainer)
         trainer.strategy.setup_environment()
-        depth = self._depth
 
         def narrow(copied: nn.Module, stage: int) -> WidthGraph:
-            return self._graph if depth is None else depth.as_at(copied, stage, len(stages))
+            graph, share = self._graph, self._trigger.share(stage, stages[stage])
+            for part in self._parts:
+                graph = part.at_share(copied, graph, 1.0 if share is None else share)
+            return graph
 
         run = TrialRun(
             self._network,
@@ -133,7 +221,7 @@ class _FoundSizes:
             trainer.strategy.root_device,
             data.image_shape,
             data.channels_last,
-            num_copies=(trainer.world_size > 1) + (cfg.ema.decay is not None),
+            num_copies=(trainer.world_size > 1) + sum(part.num_copies for part in self._parts),
             held_bytes=data.held_bytes(),
             narrow=narrow,
             max_memory_gib=cfg.schedule.max_memory_gib_per_device,
@@ -150,22 +238,24 @@ def _least(size: int) -> int:
 
 
 def optimizer_maker(cfg: DictConfig) -> Callable[[Any], torch.optim.Optimizer]:
-    """What makes the configured optimizer of parameters.
+    """A function that makes the configured optimizer of parameters, with its rates of regions.
 
-    What it makes raises:
-        UserError: the optimizer does not take its settings.
+    It raises:
+        UserError: the optimizer does not take its settings, or not the rates of regions.
     """
-    make = hydra.utils.instantiate(cfg.optimizer)
+    make, adaptation = hydra.utils.instantiate(cfg.optimizer), hydra.utils.instantiate(cfg.lr_adapt)
 
     def told(parameters: Any) -> torch.optim.Optimizer:
         try:
-            return make(parameters)
+            optimizer = make(parameters)
         except (TypeError, ValueError) as error:
             given = {key: value for key, value in cfg.optimizer.items() if not key.startswith("_")}
             settings = ", ".join(f"{key}={value}" for key, value in given.items())
             raise UserError(
                 f"optimizer cannot be made with {settings}: {str(error).rstrip('.')} (HYDRA_FULL_ERROR=1 shows where)."
             ) from error
+        adaptation.apply(optimizer)
+        return optimizer
 
     return told
 
@@ -175,3 +265,17 @@ def learning_rate(cfg: DictConfig) -> Any:
     settings = cfg.schedule.learning_rate
     known = cfg.schedule.batch_size is None or settings.batch_size is not None
     return hydra.utils.instantiate(settings, **({} if known else {"batch_size": cfg.data.batch_size}))
+
+
+def _check_pretrained(cfg: DictConfig, plan: Plan, graph: WidthGraph) -> None:
+    for key in ("pretrained", "weights"):
+        if cfg.model.get(key) and str(cfg.growth.get("initialisation", "constructor")) != "constructor":
+            raise UserError(
+                f"model.{key}={cfg.model.get(key)} are weights to go on from, but "
+                f"growth.initialisation={cfg.growth.initialisation} draws others: leave one of them out."
+            )
+        if cfg.model.get(key) and plan.widths[0] != graph.full_widths:
+            raise UserError(
+                f"model.{key}={cfg.model.get(key)} are weights of the full-width network, but this run starts "
+                "narrower or wider and would draw its own; set growth=none lr_adapt=none to train on from them."
+            )

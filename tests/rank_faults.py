@@ -11,27 +11,26 @@ import torch
 
 def keep_ranks(folder: str) -> None:
     """Every rank writes all that it holds into a folder, after each growth event and at the end of each epoch."""
-    from growlab.training import GrowthCallback
-    from growlab.training.rank_check import held
+    from growlab import Grower
     from growlab.training.saving import SaveCheckpoints
 
-    def keep(name: str, trainer: Any, task: Any) -> None:
-        content = {
-            name: value for name, value in held(task, trainer.optimizers) if isinstance(value, torch.Tensor)
-        }
-        torch.save(content, Path(folder) / f"{name}_rank{trainer.global_rank}.pt")
+    def keep(name: str, grower: Any) -> None:
+        content = {name: value for name, value in grower.held() if isinstance(value, torch.Tensor)}
+        rank = torch.distributed.get_rank()
+        torch.save(content, Path(folder) / f"{name}_rank{rank}.pt")
 
-    grow, save = GrowthCallback._grow, SaveCheckpoints.on_train_epoch_end
+    grow, save = Grower._grow, SaveCheckpoints.on_train_epoch_end
 
-    def grow_and_keep(self: Any, trainer: Any, task: Any, *rest: Any) -> None:
-        grow(self, trainer, task, *rest)
-        keep(f"stage{task.growth_state.stage}", trainer, task)
+    def grow_and_keep(self: Any, widths: Any) -> Any:
+        event = grow(self, widths)
+        keep(f"stage{self.state.stage}", self)
+        return event
 
     def save_and_keep(self: Any, trainer: Any, task: Any) -> None:
         save(self, trainer, task)
-        keep(f"epoch{trainer.current_epoch}", trainer, task)
+        keep(f"epoch{trainer.current_epoch}", task.grower)
 
-    GrowthCallback._grow, SaveCheckpoints.on_train_epoch_end = grow_and_keep, save_and_keep
+    Grower._grow, SaveCheckpoints.on_train_epoch_end = grow_and_keep, save_and_keep
 
 
 def drift(what: str, step: int) -> None:
@@ -44,7 +43,7 @@ def drift(what: str, step: int) -> None:
         weight = task.network.classifier.weight
         tensor = {
             "weight": lambda: weight,
-            "average": lambda: task.average.module.classifier.weight,
+            "average": lambda: task.grower.copies()["ema"].classifier.weight,
             "buffer": lambda: task.network.bn1.running_mean,
             "state": lambda: trainer.optimizers[0].state[weight].get("momentum_buffer"),
         }[what]()
@@ -56,16 +55,14 @@ def drift(what: str, step: int) -> None:
 
 def other_draws() -> None:
     """This process draws other weights than the others when it grows."""
-    from growlab.training import growth_callback
+    from growlab.grower import events
 
-    grow = growth_callback.grow
+    grow = events.grow
 
-    def grow_differently(
-        network: Any, graph: Any, method: Any, state: Any, widths: Any, seed: int, *rest: Any, **named: Any
-    ) -> Any:
-        return grow(network, graph, method, state, widths, seed + 1, *rest, **named)
+    def grow_differently(*rest: Any, seed: int, **named: Any) -> Any:
+        return grow(*rest, seed=seed + 1, **named)
 
-    growth_callback.grow = grow_differently
+    events.grow = grow_differently
 
 
 def parity_fails() -> None:

@@ -253,34 +253,35 @@ def _at_validation(epoch: int, batch: int, number: int) -> None:
 
 def _before_growth(stage: int, number: int) -> None:
     """A signal between the last step of a stage and the growth event that begins the given one."""
-    from growlab.training import GrowthCallback
+    from growlab import Grower
 
-    grow = GrowthCallback._grow
+    grow = Grower._grow
 
-    def struck(self: Any, trainer: Any, task: Any, *rest: Any) -> None:
-        if task.growth_state.stage + 1 == stage:
+    def struck(self: Any, widths: Any) -> Any:
+        if self.state.stage + 1 == stage:
             _strike(number)
-        grow(self, trainer, task, *rest)
+        return grow(self, widths)
 
-    GrowthCallback._grow = struck
+    Grower._grow = struck
 
 
 def _in_growth(stage: int, number: int) -> None:
     """A signal in the middle of an event: the network has grown, the optimizer has not followed."""
-    from growlab.training import GrowthCallback, growth_callback
+    from growlab import Grower
+    from growlab.optim import followers
 
-    follow, grow, stages = growth_callback.follow, GrowthCallback._grow, []
+    follow, grow, stages = followers.follow, Grower._grow, []
 
-    def noted(self: Any, trainer: Any, task: Any, widths: Any) -> None:
-        stages.append(task.growth_state.stage + 1)
-        grow(self, trainer, task, widths)
+    def noted(self: Any, widths: Any) -> Any:
+        stages.append(self.state.stage + 1)
+        return grow(self, widths)
 
     def struck(*arguments: Any, **named: Any) -> None:
         if stages[-1] == stage:
             _strike(number)
         follow(*arguments, **named)
 
-    GrowthCallback._grow, growth_callback.follow = noted, struck
+    Grower._grow, followers.follow = noted, struck
 
 
 # The moments of a file's way to the disk, see `growlab.files.write_atomically`; a checkpoint has the ones in the
@@ -397,13 +398,13 @@ def _weights_are_nan(step: int) -> None:
 # Phases of a run, each with the function that is called in it.
 PHASES = {
     "read": "growlab.data.readers.ImageBatches._read",
-    "trace": "growlab.experiment.find_widths",
+    "trace": "growlab.grower.preparing.trace",
     "step": "growlab.training.task.Task.training_step",
-    "event": "growlab.training.growth_callback.grow",
+    "event": "growlab.grower.events.grow",
     "checkpoint": "growlab.training.checkpoints.AtomicCheckpointIO.save_checkpoint",
     "validation": "growlab.training.task.Task.validation_step",
     "test": "growlab.training.task.Task.test_step",
-    "loggers": "growlab.experiment.finish",
+    "loggers": "growlab.grower.grower.finish",
 }
 
 

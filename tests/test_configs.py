@@ -41,7 +41,8 @@ def composed(*overrides: str) -> DictConfig:
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: value)
 def test_every_option_composes(group: str, option: str) -> None:
     cfg = composed(f"{group}={option}")
-    assert set(cfg) == {field.name for field in fields(configs.MainConfig)}
+    parts = {path.stem for path in (CONF / "parts").glob("*.yaml")}
+    assert set(cfg) == {field.name for field in fields(configs.MainConfig)} | parts
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from growlab.analysis.flops import forward_flops, stage_flops, train_cost_percent
 from growlab.analysis.published import published
 from growlab.configuration import PRIMARY, config_dir, register_schemas
+from growlab.flops import forward_flops, stage_flops, train_cost_percent
 from growlab.growth import make_schedule
 from growlab.widths import trace
 from tests.runs import ROOT

@@ -156,7 +156,7 @@ def test_the_model_is_an_ordinary_one_with_the_reported_accuracy(
     if "growth=none" not in arguments:
         # The output multiplier has been folded: the last checkpoint's weights are others.
         checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
-        assert checkpoint["growlab"]["state"]["multipliers"]
+        assert checkpoint["growlab"]["grower"]["growth"]["multipliers"]
 
 
 class _InDouble(torch.nn.Module):
@@ -386,7 +386,7 @@ def one_sentence(outcome: Outcome) -> str:
         (("schedule.learning_rate.warmup_epochs=45",), "leaves none of 45 epochs"),
         (("schedule.learning_rate.shape=cosin",), "did you mean 'cosine'?"),
         (("schedule.learning_rate.decay=-1",), "decay must be positive"),
-        (("depth.blocks=3",), "depth.blocks=3 must be auto, a list"),
+        (("depth.blocks=3",), "depth.blocks must be text or a list"),
         (("optimizer_state=zero",), "did you mean 'zero_new'?"),
         (("growth.rule=rato",), "did you mean 'ratio'?"),
         (("lr_adapt.ruel=x",), "did you mean 'rule'?"),

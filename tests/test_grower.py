@@ -42,13 +42,13 @@ PROBE = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks of the same modules have the same graph, which takes longer to find than the rest of a test."""
 
-    def find(network: nn.Module, example: object, **settings: object) -> WidthGraph:
+    def find(network: nn.Module, example: object, *settings: object) -> WidthGraph:
         key = (str(network), str(settings))
         if key not in GRAPHS:
-            GRAPHS[key] = trace(network, example, **settings)
+            GRAPHS[key] = trace(network, example, *settings)
         return GRAPHS[key]
 
-    monkeypatch.setattr("growlab.grower.trace", find)
+    monkeypatch.setattr("growlab.grower.preparing.trace", find)
 
 
 def mlp() -> nn.Sequential:
@@ -137,7 +137,7 @@ class Loop:
         state = self.optimizer.state_dict()
         moments = [v for entry in state["state"].values() for v in entry.values()]
         tensors = [*self.network.state_dict().values(), *(torch.as_tensor(m) for m in moments)]
-        events = [{n: v for n, v in e.items() if n != "seconds"} for e in self.grower.events]
+        events = [{n: v for n, v in e.items() if not n.startswith("seconds")} for e in self.grower.events]
         return [*(t.tolist() for t in tensors), state["param_groups"], events, self.grower.state.as_dict()]
 
 
@@ -338,7 +338,7 @@ def test_averages_grow_along_as_a_part_or_as_a_module_of_ones_own() -> None:
     loop.train()
     for name, tensor in own.module.state_dict().items():
         assert torch.equal(average.module.state_dict()[name], tensor), name
-    assert all(e["average_parity_error_eval"] < 1e-5 for e in loop.grower.events)
+    assert all(e["ema_parity_error_eval"] < 1e-5 for e in loop.grower.events)
     outputs = average.module.eval()(PROBE)
     loop.grower.finish()
     plain = mlp().eval()

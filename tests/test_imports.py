@@ -34,16 +34,17 @@ RULES = {
     "widths": rule("networks", packages="torch"),
     "growth": rule("widths networks", packages="torch"),
     "hypernets": rule("widths growth", packages="torch"),
-    "optim": rule("widths", packages="torch triton"),
+    "optim": rule("widths", packages="torch"),
     "triggers": rule("widths growth", packages="torch"),
-    "parts": rule("widths growth triggers", packages="torch"),
+    "flops": rule("widths", packages="torch"),
+    "parts": rule("widths growth optim triggers flops", packages="torch"),
     "grower": rule("widths growth optim triggers parts", packages="torch"),
     "frontends": rule("widths growth optim triggers parts grower", packages="torch lightning transformers"),
-    "data": rule("fairseq_library"),
+    "data": rule("fairseq_library parts"),
     "fairseq_library": rule(packages="hydra"),
     "analysis": rule("widths"),
-    "training": rule("widths growth optim analysis data frontends"),
-    "studies": rule("hypernets networks growth analysis training", packages="torch hydra omegaconf"),
+    "training": rule("widths growth optim triggers parts grower analysis flops data frontends"),
+    "studies": rule("hypernets networks growth analysis flops training", packages="torch hydra omegaconf"),
     "translation": rule("fairseq_library data training", packages="torch"),
     "signatures": rule(packages="omegaconf"),
     "configs": rule("naming signatures", packages="hydra omegaconf"),
@@ -54,7 +55,7 @@ RULES = {
     "explain": rule("trainer_options", packages="hydra omegaconf yaml"),
     "library": rule(packages="torch torchvision timm safetensors"),
     "widths.__main__": rule("survey", packages=""),
-    "survey": rule("networks widths growth analysis", packages="torch"),
+    "survey": rule("networks widths growth analysis flops", packages="torch"),
     "analysis.__main__": rule("analysis"),
     "dashboard": rule(packages="wandb_workspaces"),
     "resuming": rule("configuration", packages="hydra omegaconf"),
@@ -62,12 +63,13 @@ RULES = {
     "launcher": rule("processes", packages="hydra torch"),
     "sweeps": rule("analysis processes experiment training", packages="hydra omegaconf torch"),
     "outcome": rule("training", packages="hydra omegaconf"),
-    "planning": rule("widths growth data training processes trainer_options"),
-    "callbacks": rule("growth training", packages="lightning hydra omegaconf"),
+    "planning": rule("widths growth triggers parts grower data training processes trainer_options pairing"),
+    "telling": rule("grower data planning training"),
+    "callbacks": rule("training", packages="lightning hydra omegaconf"),
     "pairing": rule("training data", packages="torch hydra omegaconf"),
     "experiment": rule(
         "studies networks widths growth optim data training analysis configuration processes outcome planning "
-        "argument_types callbacks pairing trainer_options"
+        "argument_types callbacks pairing telling trainer_options"
     ),
     "__main__": rule(
         "configuration explain experiment launcher resuming processes sweeps", packages="hydra omegaconf"
@@ -100,7 +102,7 @@ CONFIGURED = {
 RESERVED = {
     "hydra": CONFIGURED,
     "omegaconf": CONFIGURED,
-    "lightning": {"frontends", "training", "data", "experiment", "planning", "callbacks"},
+    "lightning": {"frontends", "training", "data", "experiment", "planning", "telling", "callbacks"},
     "pytorch_lightning": set(),
     "wandb": set(),
     "tensorboard": set(),

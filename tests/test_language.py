@@ -34,9 +34,9 @@ def test_killed_in_the_middle_of_epochs_and_of_annealing(
         )
         assert outcome.code == -SIGKILL, outcome.err
         saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
-        state = saved["growlab"]["state"]
-        # As the last step saw it; the event was behind the fifth.
-        progress = max(0, saved["global_step"] - 1 - 5) / 9
+        state = saved["growlab"]["grower"]["growth"]
+        # As the next step sees it; the event was behind the fifth.
+        progress = max(0, saved["global_step"] - 5) / 9
         assert (state["norm_progress"], bool(state["norm_weights"])) == (pytest.approx(progress), step > 5)
     outcome = cli(*command, "ckpt_path=last", cwd=tmp_path)
     assert outcome.code == 0, outcome.err

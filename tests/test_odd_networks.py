@@ -115,7 +115,6 @@ def test_grows_three_times(name: str) -> None:
         inputs,
         method=VarianceTransfer(gain=GAIN),
         trigger=STAGES,
-        optimizer_state="inherit",
         anneal_steps=STEPS,
     )
     assert grower.graph.groups
@@ -126,7 +125,7 @@ def test_grows_three_times(name: str) -> None:
         else SGD(network.parameters(), lr=2e-3, momentum=0.9)
     )
     moments = ("exp_avg", "exp_avg_sq") if adaptive else ("momentum_buffer",)
-    grower.follow(optimizer)
+    grower.follow(optimizer, state="inherit")
     losses = train(network, optimizer, inputs)
     total, count = 0.0, 0
     for stage in (1, 2, 3):

@@ -276,7 +276,7 @@ def one_sentence(outcome: Outcome) -> str:
             "after growing in epoch 3 (stage 2): momentum_buffer of classifier.weight",
             marks=pytest.mark.slow,
         ),
-        (("other_draws",), "after growing in epoch 1 (stage 1): conv1.weight, "),
+        (("other_draws",), "after growth to stage 1: conv1.weight, "),
         pytest.param(("parity_fails",), "changed the output by 1.00e+00", marks=pytest.mark.slow),
         (("loss_is_nan", 4), "the training loss became NaN or infinite at step 4"),
         pytest.param(

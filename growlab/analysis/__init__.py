@@ -4,7 +4,7 @@
     print(markdown(summarise(load_runs(["runs"]))))
 
 Figures are in `growlab.analysis.figures`, imported on their own because they bring in matplotlib. Nothing
-here imports torch or Lightning (`growlab.analysis.flops` does, and is imported where it is needed).
+here imports torch or Lightning (`growlab.flops` does, and is imported where it is needed).
 """
 
 from growlab.analysis.results import Group, Run, load_runs

@@ -23,6 +23,7 @@ from growlab.data.sources import open_images
 from growlab.data.split import first_balanced, stratified_split
 from growlab.data.statistics import channel_statistics, normalisation, sample_of
 from growlab.errors import UserError
+from growlab.parts import Classes, Part
 
 VALIDATIONS = ("none", "split", "test")
 
@@ -306,6 +307,13 @@ class ImageData(LightningDataModule):
     def network_arguments(self) -> dict[str, Any]:
         """What a network has to know of the data."""
         return {"image_shape": list(self.image_shape), "num_classes": self.num_classes}
+
+    def parts(self) -> list[Part]:
+        """Features beside growing that this data needs: a head that grows with classes that arrive."""
+        arriving = self.incremental
+        if arriving is None or arriving.mode != "classes":
+            return []
+        return [Classes(arriving.order(self.num_classes), partial(arriving.num_classes, self.num_classes))]
 
     def held_bytes(self) -> int:
         """Return the bytes of all images that a run holds on the training device, besides its batches."""

@@ -18,12 +18,13 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from growlab.errors import UserError
 from growlab.frontends.example import captured
 from growlab.grower import Grower
-from growlab.growth import GrowthMethod, Schedule
+from growlab.growth import GrowthEvent, GrowthMethod, Schedule
 from growlab.optim import Inheritance
 from growlab.parts.part import Part
 from growlab.triggers import Clock, Never, Trigger, as_trigger
@@ -46,7 +47,51 @@ def renew_wrapper(trainer: Trainer) -> None:
         strategy.configure_ddp()
 
 
-class Growth(Callback):
+class GrowthSteps(Callback):
+    """Drives a grower through Lightning's training loop: optimizers follow, boundaries are announced.
+
+    It asks whenever an epoch or a batch begins, so that a run resumed from just before an event grows as the
+    uninterrupted run does.
+
+    Args:
+        grower: None: made later, before training begins.
+        optimizer_state: what becomes of optimizer state at an event, see `growlab.optim.follow`.
+    """
+
+    def __init__(self, grower: Grower | None = None, optimizer_state: Inheritance = "auto") -> None:
+        self.grower, self._optimizer_state = grower, optimizer_state
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let all optimizers follow, which have been made by now."""
+        assert self.grower is not None
+        self.grower.follow(*trainer.optimizers, state=self._optimizer_state, announced=True)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Let parts act on gradients, which Lightning computes inside of the optimizer's step."""
+        assert self.grower is not None
+        self.grower.before_step(optimizer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Grow if the trigger says so."""
+        self._step(trainer)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Grow if the trigger says so; a run resumed at the end of an epoch begins with a batch."""
+        self._step(trainer)
+
+    def _step(self, trainer: Trainer) -> list[GrowthEvent]:
+        assert self.grower is not None
+        events = self.grower.step(epoch=trainer.current_epoch, step=trainer.global_step)
+        if events:
+            renew_wrapper(trainer)
+        return events
+
+
+class Growth(GrowthSteps):
     """Grows a network of any LightningModule while it trains.
 
     The module becomes a seed before its optimizers are made, grows before the batches that the trigger says, and ends
@@ -86,16 +131,9 @@ class Growth(Callback):
         optimizer_state: Inheritance = "auto",
         anneal_steps: int = 100,
     ) -> None:
+        super().__init__(None, optimizer_state)
         self._network, self._example, self._trigger = network, example, as_trigger(trigger)
-        self._make = partial(
-            Grower,
-            method=method,
-            parts=parts,
-            seed=seed,
-            optimizer_state=optimizer_state,
-            anneal_steps=anneal_steps,
-        )
-        self.grower: Grower | None = None
+        self._make = partial(Grower, method=method, parts=parts, seed=seed, anneal_steps=anneal_steps)
         self._planted = False
 
     @property
@@ -133,24 +171,8 @@ class Growth(Callback):
         self.grower, self._planted = self._make(network, example, trigger=trigger), stage == "fit"
         return self.grower
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let all optimizers follow, which have been made by now."""
-        assert self.grower is not None
-        self.grower.follow(*trainer.optimizers)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Grow if the trigger says so."""
-        self._step(trainer)
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Grow if the trigger says so; a run resumed at the end of an epoch begins with a batch."""
-        self._step(trainer)
-
-    def _step(self, trainer: Trainer) -> None:
-        assert self.grower is not None
-        events = self.grower.step(epoch=trainer.current_epoch, step=trainer.global_step)
+    def _step(self, trainer: Trainer) -> list[GrowthEvent]:
+        events = super()._step(trainer)
         for event in events:
             log.info(
                 "stage %d: %s parameters, relative output error %.0e",
@@ -158,8 +180,7 @@ class Growth(Callback):
                 f"{event.num_params:,}",
                 event.parity_error_eval,
             )
-        if events:
-            renew_wrapper(trainer)
+        return events
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave an ordinary network behind."""

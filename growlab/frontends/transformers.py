@@ -67,9 +67,9 @@ class Growth(TrainerCallback, ExportableState):
             trigger=as_trigger(trigger),
             parts=parts,
             seed=seed,
-            optimizer_state=optimizer_state,
             anneal_steps=anneal_steps,
         )
+        self._optimizer_state = optimizer_state
         self.grower: Grower | None = None
 
     def on_init_end(
@@ -131,7 +131,7 @@ class Growth(TrainerCallback, ExportableState):
             self.grower.load_state_dict({**saved, "parts": self._saved_parts(_folder(args, state))})
         if optimizer is not None:
             # accelerate's optimizer is a wrapper.
-            self.grower.follow(getattr(optimizer, "optimizer", optimizer))
+            self.grower.follow(getattr(optimizer, "optimizer", optimizer), state=self._optimizer_state)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

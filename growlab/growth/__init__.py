@@ -1,8 +1,5 @@
 """Growth methods, schedules and the surgery itself."""
 
-from growlab.growth.blocks import Depth
-from growlab.growth.classes import CLASSES, open_classes, sort_classes, with_classes
-from growlab.growth.demand import Budget, Course, Demand, Expressivity, GradientNorm, Plateau
 from growlab.growth.depth import deepen
 from growlab.growth.event import (
     GrowthEvent,
@@ -33,20 +30,13 @@ from growlab.growth.tiny import Tiny
 from growlab.growth.variance_transfer import VarianceTransfer
 
 __all__ = [
-    "CLASSES",
     "Bottleneck",
-    "Budget",
     "Choices",
-    "Course",
-    "Demand",
-    "Depth",
     "Diagonal",
     "Expansion",
-    "Expressivity",
     "FireFly",
     "FixedSize",
     "GradMax",
-    "GradientNorm",
     "Growth",
     "GrowthEvent",
     "GrowthMethod",
@@ -57,7 +47,6 @@ __all__ = [
     "NewWeights",
     "PairGrowth",
     "ParityError",
-    "Plateau",
     "RandomGrowth",
     "Schedule",
     "Splitting",
@@ -75,12 +64,9 @@ __all__ = [
     "grow",
     "make_schedule",
     "measurable",
-    "open_classes",
     "out_of_reach",
     "plant",
     "restore",
-    "sort_classes",
     "sparsify",
     "spectra",
-    "with_classes",
 ]

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from growlab.growth.event import GrowthState
@@ -37,6 +38,14 @@ class OutputScale:
         """Multiply."""
         factor = self.state.output_factor
         return output if factor == 1.0 else output * factor
+
+
+class _Eager(OutputScale):
+    """The same where the compiler does not inline hooks: of a network that was compiled by its own `compile`."""
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        return super().__call__(module, inputs, output)
 
 
 class _WriteState:
@@ -97,7 +106,7 @@ def attach(
         network.eval()
         output = network(*probe)
     if isinstance(output, Tensor):
-        network.register_forward_hook(scale)
+        network.register_forward_hook(scale if network._compiled_call_impl is None else _Eager(state))
     else:
         layers = (layer for layer in graph.layers if layer.scale_out == graph.output_class)
         names = {path for layer in layers for path in layer.callers}

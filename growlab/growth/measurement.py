@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from growlab import ranks
 from growlab.errors import UserError
 from growlab.growth.parity import buffers_kept, main_output, quietly
 from growlab.growth.surrogates import twice_differentiable
@@ -99,6 +100,21 @@ class Measurement:
             for batch in batches
         ]
         self._loss, self._average, self.share = loss, average, share
+
+    def told(self) -> dict[str, Any]:
+        """Cost of the passes so far, for a receipt: work of all processes, memory of the one that took most.
+
+        FLOPs are those of forward passes that cost as much with a backward pass each.
+        """
+        cost = self.cost
+        costs = ranks.gather((cost.flops, cost.samples, cost.held_bytes, cost.peak_memory_bytes))
+        flops, samples, held, peaks = zip(*costs, strict=True)
+        return {
+            "auxiliary_flops": round(sum(flops) / 3),
+            "auxiliary_samples": sum(samples),
+            "auxiliary_held_bytes": max(held),
+            "auxiliary_peak_memory_bytes": max((peak for peak in peaks if peak is not None), default=None),
+        }
 
     def run(
         self,

@@ -235,3 +235,15 @@ def _full_precision() -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(matmul)
+
+
+def network_inputs(example: Tensor | tuple[Any, ...], network: nn.Module) -> tuple[Any, ...]:
+    """Inputs as the network takes them: on its device, numbers in its precision, indices as they are."""
+    parameter = next(network.parameters())
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(parameter.device, parameter.dtype if value.is_floating_point() else None)
+
+    return tuple(map(moved, example if isinstance(example, tuple) else (example,)))

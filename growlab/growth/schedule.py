@@ -1,7 +1,7 @@
 """When a network grows and how wide it is: stages of epochs, widths and batch sizes (Yuan et al. 2023, Sec. 3.2)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from math import floor
@@ -20,13 +20,11 @@ class Schedule:
         epochs: epochs of each stage.
         width_fractions: width of each stage relative to full width; the last is 1.
         batch_sizes: global batch size of each stage.
-        given: width at each stage of groups that do not follow the fractions.
     """
 
     epochs: tuple[int, ...]
     width_fractions: tuple[Fraction, ...]
     batch_sizes: tuple[int, ...]
-    given: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def num_stages(self) -> int:
@@ -61,9 +59,6 @@ class Schedule:
         for fraction in self.width_fractions:
             widths = {}
             for name, group in graph.groups.items():
-                if name in self.given:
-                    widths[name] = self.given[name][len(stages)]
-                    continue
                 width = stream_width(group.below + group.full_width, fraction)
                 width -= stream_width(group.below, fraction) if group.below else 0
                 before = stages[-1][name] if stages else 1

@@ -9,7 +9,6 @@ from growlab.optim.avagrad import AvaGrad
 from growlab.optim.decay import exempt_from_decay, without_decay
 from growlab.optim.lars import LARS
 from growlab.optim.muon import Muon
-from growlab.optim.orthogonal import Orthogonalised
 from growlab.optim.rates import BaseRate, MaxOne, NormRatio, RateRule
 from growlab.optim.regional import Regional
 from growlab.optim.regions import Regions, weight_regions
@@ -27,7 +26,6 @@ __all__ = [
     "MaxOne",
     "Muon",
     "NormRatio",
-    "Orthogonalised",
     "RateRule",
     "Regional",
     "Regions",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from growlab.optim import gpu
+from growlab.optim.blocks import handed_over
 from growlab.optim.regional import Regional
 from growlab.optim.regions import Regions
 
@@ -103,10 +103,10 @@ class _Aged(Regional):
             params, factors_PK.shape[1], steps[0].device
         )
         device = factors_PK.device
-        unbias2_PK = gpu.handed_over((1 - beta2**ages_PK).sqrt_(), device)
+        unbias2_PK = handed_over((1 - beta2**ages_PK).sqrt_(), device)
         rates_PK = factors_PK * group["lr"]
         values = [
-            -rates_PK * unbias2_PK / gpu.handed_over(1 - beta1**ages_PK, device),
+            -rates_PK * unbias2_PK / handed_over(1 - beta1**ages_PK, device),
             group["eps"] * unbias2_PK,
         ]
         decoupled = group["decoupled_weight_decay"] and group["weight_decay"] != 0
@@ -133,7 +133,7 @@ class _Aged(Regional):
             starts = self.state[param].get("region_start", {})
             row = [starts.get(stage, 0) for stage in self._regions[param].stages.tolist()]
             rows.append(row + [0] * (num_regions - len(row)))
-        return gpu.handed_over(torch.tensor(rows, dtype=torch.float64), device)
+        return handed_over(torch.tensor(rows, dtype=torch.float64), device)
 
 
 class Adam(_Aged, torch.optim.Adam):

@@ -179,3 +179,10 @@ def batches(elements: Sequence[int]) -> Iterator[slice]:
 def layout_key(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.device]:
     """What a cut of a tensor depends on."""
     return tensor.shape, tensor.stride(), tensor.device
+
+
+def handed_over(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, without waiting until the device has done what it has to do already."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,45 +1,51 @@
 """Optimizers that follow a network through growth and through loading, and a guard against those that do not."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from growlab.errors import UserError
 from growlab.optim.regional import Regional
-from growlab.optim.regions import weight_regions
+from growlab.optim.regions import Regions
 from growlab.optim.state import Inheritance, follow, running_gradients
 from growlab.widths import Carry, WidthGraph
 
-Births = Mapping[str, Sequence[int]]
+
+class Owner(Protocol):
+    """Who grows the network."""
+
+    network: nn.Module
+    graph: WidthGraph
+    seed_widths: dict[str, int]
+
+    def regions(self) -> dict[str, Regions]:
+        """Which elements of which parameters came with which stage, by name."""
+        ...
+
+    def on_step(self, after: bool) -> None:
+        """Called before (False) and after (True) each step of the optimizer that holds the network's parameters."""
+        ...
 
 
 class Followers:
     """The optimizers of a growing network, held weakly.
 
     Args:
-        network: the network.
-        graph: its width graph.
-        inheritance: what becomes of state at an event, see `follow`.
-        on_step: called before (False) and after (True) each step of the optimizer that holds parameters of the
-            network: of several, the last that was added.
+        owner: held weakly; told of the steps of the optimizer that holds the network's parameters: of several, of the
+            last that was added.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        graph: WidthGraph,
-        inheritance: Inheritance,
-        on_step: Callable[[bool], None],
-    ) -> None:
-        self._network, self._graph, self._inheritance = network, graph, inheritance
-        # Else optimizers, which people copy and keep, would hold the network's owner.
-        self._on_step = weakref.WeakMethod(on_step)
+    def __init__(self, owner: Owner) -> None:
+        # Else optimizers, which people copy and keep, would hold it.
+        self._owner = weakref.ref(owner)
         self._known: list[weakref.ref[Optimizer]] = []
+        self._inheritance: dict[int, Inheritance] = {}
         self._handles: list[RemovableHandle] = []
         self._past: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 
@@ -48,17 +54,31 @@ class Followers:
         """Those that are still in use, in the order in which they were added."""
         return [optimizer for known in self._known if (optimizer := known()) is not None]
 
-    def add(self, optimizer: Optimizer, births: Births) -> None:
-        """Let an optimizer follow from now on; it may hold parameters that the network had before."""
-        now = dict(self._network.named_parameters())
+    @property
+    def _run(self) -> Owner:
+        owner = self._owner()
+        assert owner is not None
+        return owner
+
+    def add(self, optimizer: Optimizer, inheritance: Inheritance, announced: bool = False) -> None:
+        """Let an optimizer follow from now on; it may hold parameters that the network had before.
+
+        Args:
+            optimizer: any.
+            inheritance: what becomes of its state at an event, see `follow`.
+            announced: `before_step` is called when it has gradients.
+        """
+        now = dict(self._run.network.named_parameters())
         exchange(
             optimizer, {key: now[name] for key, (past, name) in self._past.items() if past() is not None}
         )
         if not any(known is optimizer for known in self.optimizers):
             self._known.append(weakref.ref(optimizer))
-            self._handles.append(optimizer.register_step_pre_hook(partial(self._step, False)))
+            if not announced:
+                self._handles.append(optimizer.register_step_pre_hook(partial(self._step, False)))
             self._handles.append(optimizer.register_step_post_hook(partial(self._step, True)))
-        self.relabel(optimizer, births)
+        self._inheritance[id(optimizer)] = inheritance
+        self.relabel(optimizer)
 
     def carry(
         self,
@@ -66,7 +86,6 @@ class Followers:
         before: Mapping[str, int],
         after: Mapping[str, int],
         carry: Carry,
-        births: Births,
     ) -> None:
         """Let all follow through a growth event, with gradients that are being accumulated.
 
@@ -75,45 +94,67 @@ class Followers:
         Raises:
             ValueError: an optimizer has state that cannot follow.
         """
-        own = {id(old) for old, _ in replaced.values()} | {id(p) for p in self._network.parameters()}
+        network, graph = self._run.network, self._run.graph
+        own = {id(old) for old, _ in replaced.values()} | {id(p) for p in network.parameters()}
         for optimizer in self.optimizers:
             others = {p: state for p, state in optimizer.state.items() if id(p) not in own}
-            follow(optimizer, replaced, self._graph, before, after, self._inheritance, carry)
+            follow(optimizer, replaced, graph, before, after, self._inheritance[id(optimizer)], carry)
             optimizer.state.update(others)
-            self.relabel(optimizer, births)
+            self.relabel(optimizer)
         for name, (old, new) in replaced.items():
             if isinstance(old, nn.Parameter) and old.grad is not None and not old.grad.is_sparse:
-                gradient = carry.carried(old.grad, name, self._graph, before, after)
+                gradient = carry.carried(old.grad, name, graph, before, after)
                 new.grad = torch.empty_like(new).copy_(gradient)
         self.forget({name: old for name, (old, _) in replaced.items()})
 
-    def exchange(self, past: Mapping[str, Tensor], births: Births) -> None:
-        """Let all follow where the network has been resized to load something."""
-        now = dict(self._network.named_parameters())
+    def exchange(self, past: Mapping[str, Tensor]) -> None:
+        """Let all follow where the network has been resized to load something.
+
+        Args:
+            past: its parameters before that, by name.
+        """
+        now = dict(self._run.network.named_parameters())
         for optimizer in self.optimizers:
-            exchange(optimizer, {id(old): now[name] for name, old in past.items() if old is not now[name]})
-            self.relabel(optimizer, births)
+            own = {id(p) for p in past.values()}
+            exchange(
+                optimizer,
+                {id(old): now[name] for name, old in past.items() if name in now and old is not now[name]},
+            )
+            if past.keys() != now.keys() and any(id(p) in own for p in _parameters(optimizer)):
+                order_parameters(optimizer, past, now)
+            self.relabel(optimizer)
         self.forget(past)
 
     def forget(self, past: Mapping[str, Tensor]) -> None:
         """Note which of these parameters, by name, are no longer the network's."""
-        now = dict(self._network.named_parameters())
+        now = dict(self._run.network.named_parameters())
         self._past = {key: known for key, known in self._past.items() if known[0]() is not None}
         gone = {name: old for name, old in past.items() if name in now and old is not now[name]}
         self._past |= {id(old): (weakref.ref(old), name) for name, old in gone.items()}
 
-    def relabel(self, optimizer: Optimizer, births: Births) -> None:
-        """Tell an optimizer of growlab which elements came with which stage."""
-        if isinstance(optimizer, Regional) and optimizer.rule is not None:
-            regions = weight_regions(self._graph, births)
-            named = self._network.named_parameters()
-            optimizer.set_regions({p: regions[name] for name, p in named if name in regions})
+    def relabel(self, optimizer: Optimizer) -> None:
+        """Tell an optimizer of growlab which elements came with which stage, and the output layers' scale."""
+        if not isinstance(optimizer, Regional) or optimizer.rule is None:
+            return
+        run = self._run
+        named, scales = dict(run.network.named_parameters()), dict[Tensor, float]()
+        for layer in run.graph.layers if optimizer.output_fan_in else ():
+            if layer.is_output:
+                fan_in = run.graph.fan_in(layer, run.seed_widths)
+                scales |= {
+                    named[name]: 1.0 / fan_in for name in (layer.weight, *layer.emitters) if name in named
+                }
+        optimizer.set_regions({named[name]: region for name, region in run.regions().items()}, scales)
 
     def gradients(self) -> dict[str, Tensor]:
         """Running means of gradients, by parameter name."""
-        names: dict[Tensor, str] = {p: name for name, p in self._network.named_parameters()}
+        names: dict[Tensor, str] = {p: name for name, p in self._run.network.named_parameters()}
         found = {p: mean for optimizer in self.optimizers for p, mean in running_gradients(optimizer).items()}
         return {names[parameter]: mean for parameter, mean in found.items() if parameter in names}
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Tell the owner that an optimizer is about to step."""
+        self._step(False, optimizer)
 
     def release(self) -> None:
         """Take the hooks off all optimizers."""
@@ -122,17 +163,16 @@ class Followers:
         self._handles, self._known = [], []
 
     def _step(self, after: bool, optimizer: Optimizer, *_: Any) -> None:
-        on_step = self._on_step()
-        if on_step is not None and optimizer is self._leading():
-            on_step(after)
+        owner = self._owner()
+        if owner is not None and optimizer is self._leading():
+            owner.on_step(after)
 
     def _leading(self) -> Optimizer | None:
         if len(self._known) == 1:
             return self._known[0]()
-        mine = {id(parameter) for parameter in self._network.parameters()}
+        mine = {id(parameter) for parameter in self._run.network.parameters()}
         for optimizer in reversed(self.optimizers):
-            held = (p for group in optimizer.param_groups for p in group["params"])
-            if any(id(p) in mine for p in held):
+            if any(id(p) in mine for p in _parameters(optimizer)):
                 return optimizer
         return None
 
@@ -160,3 +200,35 @@ def exchange(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> None:
 
 def _fits(value: Any, parameter: Tensor) -> bool:
     return not isinstance(value, Tensor) or value.numel() == 1 or value.shape == parameter.shape
+
+
+def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
+    """Let an optimizer that held a network's parameters hold those that have come since too, in the network's order.
+
+    So a run that makes its optimizer of the network as it is then has the same order.
+
+    Args:
+        optimizer: with one group of parameters.
+        past: the network's parameters before, by name.
+        now: and as they are.
+
+    Raises:
+        UserError: it has several groups, and nothing says which the new ones belong to.
+    """
+    if len(optimizer.param_groups) != 1:
+        raise UserError(
+            "parameters that come in while a network trains need an optimizer with one group of them; "
+            f"{type(optimizer).__name__} has {len(optimizer.param_groups)}."
+        )
+    (group,) = optimizer.param_groups
+    known = {id(p) for p in (*past.values(), *now.values())}
+    others = [p for p in group["params"] if id(p) not in known]
+    group["params"][:] = [*now.values(), *others]
+    for parameter in [
+        p for p in optimizer.state if id(p) in known and not any(p is one for one in now.values())
+    ]:
+        del optimizer.state[parameter]
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

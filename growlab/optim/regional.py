@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from growlab.optim import gpu, native
-from growlab.optim.blocks import Pieces, add_squares, aligned, batches, layout_key
+from growlab.optim import native
+from growlab.optim.blocks import Pieces, add_squares, aligned, batches, handed_over, layout_key
 from growlab.optim.rates import BaseRate, RateRule
 from growlab.optim.regions import Regions
 
@@ -32,7 +32,13 @@ class Regional(torch.optim.Optimizer):
         args: as for torch's optimizer.
         rule: turns region norms into factors; None treats every parameter as one region.
         kwargs: as for torch's optimizer.
+
+    Attributes:
+        output_fan_in: divide the rate of a network's output layers by their fan-in in the seed (Table 1: 1 / C_0);
+            whoever grows the network does it when it labels regions.
     """
+
+    output_fan_in: bool = False
 
     def __init__(self, *args: Any, rule: RateRule | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -42,13 +48,21 @@ class Regional(torch.optim.Optimizer):
         self._regions: dict[Tensor, Regions] = {}
         self._scales: dict[Tensor, float] = {}
         self._pieces: dict[Tensor, Pieces] = {}
-        self._tables: dict[Tensor, tuple[Any, native.Table | gpu.Table | None]] = {}
+        self._tables: dict[Tensor, tuple[Any, native.Table | None]] = {}
         self._square_sums: dict[Tensor, tuple[int, int, Tensor]] = {}
         # Those of weights that were stepped together, with the weights and their versions and storages then.
         self._joint_sums: dict[tuple[int, ...], tuple[list[Tensor], list[tuple[int, int]], Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("rule", "_rule", "_spares_one", "_regions", "_scales", "_step_supports_amp_scaling")
+        own = (
+            "rule",
+            "_rule",
+            "output_fan_in",
+            "_spares_one",
+            "_regions",
+            "_scales",
+            "_step_supports_amp_scaling",
+        )
         state = {name: self.__dict__[name] for name in own if name in self.__dict__}
         caches: dict[str, Any] = {"_pieces": {}, "_tables": {}, "_square_sums": {}, "_joint_sums": {}}
         return {**super().__getstate__(), **state, **caches}
@@ -179,12 +193,12 @@ class Regional(torch.optim.Optimizer):
         device = norms_PK.device
         unrated = [i for i, p in enumerate(params) if not self._regions[p].has_rates(p)]
         if unrated:
-            rows = gpu.handed_over(torch.tensor(unrated), device)
+            rows = handed_over(torch.tensor(unrated), device)
             norms_PK = norms_PK.index_fill(0, rows, 1.0)
         factors_PK = self._rule.factors(norms_PK)
         if self._scales:
             scales = torch.tensor([self._scales.get(p, 1.0) for p in params], dtype=factors_PK.dtype)
-            factors_PK = factors_PK * gpu.handed_over(scales, device)[:, None]
+            factors_PK = factors_PK * handed_over(scales, device)[:, None]
         if unrated:
             factors_PK = factors_PK.index_fill(0, rows, 1.0)
         return factors_PK
@@ -222,8 +236,7 @@ class Regional(torch.optim.Optimizer):
             return
         watched = not isinstance(self._rule, BaseRate)
         values_VPK = torch.stack(list(values_PK))
-        kernels = _kernels(params[0])
-        sums = kernels.step(name, settings, params, tensors[0], tensors[1:], values_VPK, tables, watched)
+        sums = native.step(name, settings, params, tensors[0], tensors[1:], values_VPK, tables, watched)
         if sums is not None:
             sums = sums.to(_sums_dtype(params[0]))
             for param, sums_K in zip(params, sums.unbind(0), strict=True):
@@ -277,7 +290,7 @@ class Regional(torch.optim.Optimizer):
         state[key] = aligned(state[key], param)
         return state[key]
 
-    def _table(self, param: Tensor) -> native.Table | gpu.Table | None:
+    def _table(self, param: Tensor) -> native.Table | None:
         """How a kernel takes this parameter; None where none does."""
         if self.defaults.get("differentiable", False):
             return None
@@ -285,7 +298,7 @@ class Regional(torch.optim.Optimizer):
         known = self._tables.get(param)
         if known is None or known[0] != key:
             regions = self._regions[param].to(param.device)
-            known = self._tables[param] = key, _kernels(param).Table.of(param, regions)
+            known = self._tables[param] = key, native.Table.of(param, regions)
         return known[1]
 
     def _cut(self, param: Tensor) -> Pieces:
@@ -310,7 +323,7 @@ class Regional(torch.optim.Optimizer):
             return known[2]
         table = self._table(param)
         if table is not None:
-            sums = _kernels(param).square_sums(param, table, self._regions[param].num_regions)
+            sums = native.square_sums(param, table, self._regions[param].num_regions)
             return sums.to(_sums_dtype(param))
         return self._cut(param).square_sums(param.detach())
 
@@ -318,10 +331,6 @@ class Regional(torch.optim.Optimizer):
         with torch.no_grad():
             regions = self._regions[param]
             return regions.norms(param)
-
-
-def _kernels(param: Tensor) -> Any:
-    return gpu if param.device.type == "cuda" else native
 
 
 def _key_of(params: Sequence[Tensor]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from growlab.errors import UserError
@@ -26,11 +26,12 @@ class Averages(Part):
         UserError: another decay.
     """
 
-    name = "averages"
+    name = "ema"
+    num_copies = 1
 
     def __init__(self, decay: float = 0.999) -> None:
         if not 0 < decay < 1:
-            raise UserError(f"a decay of {decay} of averaged weights must lie between 0 and 1.")
+            raise UserError(f"ema.decay={decay} must lie between 0 and 1, or be null for no average.")
         self._decay = decay
         self._average: AveragedModel | None = None
 
@@ -49,16 +50,17 @@ class Averages(Part):
         """Start as a copy of the seed."""
         average = get_ema_multi_avg_fn(self._decay)
         self._average = AveragedModel(run.network, multi_avg_fn=average, use_buffers=True)
-        self._average.requires_grad_(False)
+        self._average.requires_grad_(False).eval()
 
     def followers(self) -> Mapping[str, nn.Module]:
         """The averaged network."""
-        return {} if self._average is None else {"average": self._average.module}
+        return {} if self._average is None else {self.name: self._average.module}
 
     def after_step(self, run: Run) -> None:
         """Average."""
         if self._average is not None:
-            self._average.to(next(run.network.parameters()).device)
+            _go_along(self._average.module, run.network.state_dict())
+            self._average.n_averaged = self._average.n_averaged.to(next(run.network.parameters()).device)
             self._average.update_parameters(run.network)
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,4 +70,14 @@ class Averages(Part):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` returned."""
         if self._average is not None:
+            # In the precision that was saved, which the network may only take on later.
+            _go_along(self._average, state)
             self._average.load_state_dict(state)
+
+
+def _go_along(average: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Bring the average's tensors to the devices and the precision of the network's."""
+    for name, tensor in (*average.named_parameters(), *average.named_buffers()):
+        other = tensors.get(name)
+        if other is not None and (tensor.device, tensor.dtype) != (other.device, other.dtype):
+            tensor.data = tensor.data.to(other.device, other.dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from growlab.analysis.flops import forward_flops
+from growlab.flops import forward_flops
 from growlab.growth import (
     GrowthMethod,
     Net2Net,

@@ -53,7 +53,8 @@ def fresh_statistics(network: nn.Module, batches: Sequence[tuple[Tensor, ...]]) 
                 weight = _weight(module, empty.get(_joined(name, "num_batches_tracked")))
                 for kind in _STATISTICS:
                     key = _joined(name, kind)
-                    found = empty[key].float() / (weight * len(batches))
+                    precise = torch.promote_types(empty[key].dtype, torch.float32)
+                    found = empty[key].to(precise) / (weight * len(batches))
                     totals[key] = totals[key] + found if key in totals else found
     finally:
         for module, training in modes.items():
@@ -132,7 +133,7 @@ class FreshStatistics(Callback):
 
     @staticmethod
     def _networks(task: Task) -> list[nn.Module]:
-        return [task.network, *([] if task.average is None else [task.average.module])]
+        return [task.network, *task.grower.copies().values()]
 
     def _find(self, trainer: Trainer, task: Task, epoch: int) -> None:
         self._fresh, self._epoch = [], epoch

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from growlab.data import ImageData
 from growlab.errors import UserError
 from growlab.files import write_text
+from growlab.grower import Grower
 from growlab.training.task import Task
 
 LAYER_COLUMNS = ("step", "layer", "quantity", "mean", "std", "low", "high", "counts")
@@ -36,6 +37,21 @@ def held_out(data: LightningDataModule) -> tuple[Tensor, Tensor]:
         if count >= _IMAGES:
             break
     return torch.cat(images)[:_IMAGES], torch.cat(labels)[:_IMAGES]
+
+
+def layer_statistics(
+    every: int | None, data: LightningDataModule, grower: Grower, run_dir: Path
+) -> list["LayerStatistics"]:
+    """The callback that `log_layers_every_n_steps` asks for; none where it is null.
+
+    Raises:
+        UserError: the data are no images, or not all classes are there from the start.
+    """
+    if every is None:
+        return []
+    if any(part.groups for part in grower.parts):
+        raise UserError("log_layers_every_n_steps needs all classes from the start; set it to null.")
+    return [LayerStatistics(run_dir, *held_out(data), every)]
 
 
 class LayerStatistics(Callback):

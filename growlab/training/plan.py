@@ -1,30 +1,22 @@
 """What a run will do, worked out before it trains: stages, widths, cost, batches and steps."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
-from growlab.analysis.flops import forward_flops, stage_flops, train_cost_percent
 from growlab.data import ImageData, Incremental
 from growlab.errors import UserError
-from growlab.growth import (
-    CLASSES,
-    Demand,
-    Depth,
-    FixedSize,
-    GrowthMethod,
-    Schedule,
-    WidthDecision,
-    make_schedule,
-    with_classes,
-)
-from growlab.growth.multipliers import without_multipliers
-from growlab.training.objective import network_inputs
-from growlab.widths import UnsupportedOperation, WidthGraph, trace
+from growlab.flops import forward_flops, train_cost_percent
+from growlab.grower import forecast
+from growlab.growth import FixedSize, GrowthMethod, Schedule, WidthDecision, make_schedule
+from growlab.growth.parity import network_inputs
+from growlab.parts.part import Part
+from growlab.triggers import Decided, Demand, Never, OnDemand, Scheduled, Trigger, Widths, climb
+from growlab.widths import WidthGraph, resize
 
 # A forward and a backward pass cost about three forward passes.
 _TRAINING_FACTOR = 3
@@ -46,7 +38,6 @@ class Plan:
         reference_samples: training samples of the fixed-size run that cost is relative to, where epochs differ in
             them because data arrives with the stages; else None.
         stage_numbers: what growth events call each stage; None for 0, 1, 2, ...
-        ladder: widths that growth on demand climbs by, the seed's first; None where a schedule says when.
         auxiliary_flops: forward FLOPs of passes beside training's, each with a backward pass, or what costs as much.
     """
 
@@ -60,7 +51,6 @@ class Plan:
     samples: list[int]
     reference_samples: int | None = None
     stage_numbers: list[int] | None = None
-    ladder: list[dict[str, int]] | None = None
     auxiliary_flops: int = 0
 
     @property
@@ -91,202 +81,196 @@ class Plan:
         return _TRAINING_FACTOR * (sum(self.flops_in_epoch) + self.auxiliary_flops)
 
 
-def find_widths(
-    network: nn.Module, example: Tensor | tuple[Any, ...], method: GrowthMethod, opaque: Sequence[str] = ()
-) -> WidthGraph:
-    """The width graph of a network; an empty one where nothing grows and the network cannot be followed.
+class StageCost:
+    """Forward FLOPs per sample of a network at any stage of its growth.
 
     Args:
-        network: at full width.
-        example: two inputs, or the tuple of the forward's positional ones.
-        method: the growth method.
-        opaque: see `trace`.
+        network: as `growlab.grower.prepared` left it, at full width; copied.
+        graph: what it returned.
+        parts: features beside growing.
+        example: inputs, [B, ...] or a tuple of them; the first sample is taken.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        graph: WidthGraph,
+        parts: Sequence[Part],
+        example: Tensor | tuple[Any, ...],
+    ) -> None:
+        self._network, self._graph, self._parts = copy.deepcopy(network), graph, tuple(parts)
+        inputs = network_inputs(example, network)
+        self._sample = tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs)
+        self._known: dict[tuple[Any, ...], int] = {}
+
+    def __call__(self, widths: Widths, share: float = 1.0) -> int:
+        """FLOPs at these widths, when a share of all growth is done."""
+        key = (*(widths[group] for group in self._graph.groups), share)
+        if key not in self._known:
+            copied = self.copy_at(widths, share)
+            self._known[key] = forward_flops(copied, self._sample)
+        return self._known[key]
+
+    def copy_at(self, widths: Widths, share: float = 1.0) -> nn.Module:
+        """A copy of the network at these widths."""
+        copied, graph = copy.deepcopy(self._network), self._graph
+        for part in self._parts:
+            graph = part.at_share(copied, graph, share)
+        resize(copied, graph, graph.full_widths, widths)
+        return copied
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Settings of the training loop that a plan depends on.
+
+    Attributes:
+        limit_batches: Lightning's `limit_train_batches`: a number (int) or part (float) of an epoch's batches.
+        accumulate: batches whose gradients make a step.
+        num_processes: that every batch is divided among.
+    """
+
+    limit_batches: float | None = None
+    accumulate: int = 1
+    num_processes: int = 1
+
+
+def choose_trigger(
+    settings: Mapping[str, Any], method: GrowthMethod, demand: Demand | None, batch_size: int, loop: Loop
+) -> Trigger:
+    """The trigger that a schedule's settings, a demand and a growth method mean together.
+
+    Args:
+        settings: see `make_plan`.
+        method: one of fixed size never grows; one that decides widths is asked.
+        demand: asks for growth in place of the schedule.
+        batch_size: of the schedule's reference stage.
+        loop: of the run.
 
     Raises:
-        UnsupportedOperation: the network cannot be followed, and it should grow.
-        UserError: its weights are computed from others already.
+        ValueError: the schedule is impossible.
+        UserError: the settings do not go together.
     """
-    keeps_size = isinstance(method, FixedSize) and method.width_multiple == 1.0
-    nothing = WidthGraph({}, {}, (), (), frozenset(), 0)
-    if any(is_parametrized(module) for module in network.modules()):
-        if keeps_size:
-            return nothing
-        raise UserError(
-            "a network whose weights are computed from others does not grow as it is: take the plain network as "
-            "model with growth=hyperfan, or train this one with growth=none."
-        )
-    try:
-        return trace(network, example, opaque, method.follows_norms)
-    except UnsupportedOperation:
-        if keeps_size:
-            return nothing
-        raise
+    if isinstance(method, FixedSize):
+        if settings["equal_flops"] and demand is not None:
+            raise UserError(
+                "what growth on demand costs is not known before: set schedule.total_epochs in place of "
+                "schedule.equal_flops."
+            )
+        return Never(method.width_multiple)
+    if demand is not None:
+        _refuse_stages(settings, method)
+        number = settings["num_stages"] if settings["widths"] is None else len(settings["widths"])
+        stages = _schedule({**settings, "epochs": [1] * number}, 1, Loop())
+        return OnDemand(demand, stages, settings["total_epochs"])
+    if isinstance(method, WidthDecision):
+        _refuse_widths(settings)
+        return Decided()
+    if settings["equal_flops"]:
+        raise UserError("schedule.equal_flops is for the fixed-size run; set growth=none with it.")
+    return Scheduled(_schedule(settings, batch_size, loop))
 
 
 def make_plan(
     settings: Mapping[str, Any],
-    network: nn.Module,
+    trigger: Trigger,
     graph: WidthGraph,
-    method: GrowthMethod,
+    cost: StageCost,
     data: ImageData,
-    limit_batches: float | None = None,
-    accumulate: int = 1,
-    num_processes: int = 1,
-    demand: Demand | None = None,
-    depth: Depth | None = None,
-    fit: Callable[[Sequence[Mapping[str, int]]], Sequence[int]] | None = None,
+    loop: Loop = Loop(),
+    parts: Sequence[Part] = (),
+    fit: Callable[[Sequence[Widths]], Sequence[int]] | None = None,
 ) -> Plan:
     """Work out a run.
 
     Args:
         settings: arguments of `make_schedule` but the batch size, and `equal_flops`: whether a fixed-size run
             trains for as many epochs as cost what growing by this schedule costs.
-        network: at full width; left as it is.
-        graph: its width graph.
-        method: the growth method; a `FixedSize` one has a single stage.
+        trigger: of these settings, see `choose_trigger`.
+        graph: the network's width graph, as prepared.
+        cost: of the network.
         data: set up.
-        limit_batches: Lightning's `limit_train_batches`: a number (int) or part (float) of an epoch's batches.
-        accumulate: batches whose gradients make a step.
-        num_processes: what every batch is divided among.
-        demand: decides when the network grows, in place of the schedule.
-        depth: the blocks that come in with the stages of a scheduled run.
+        loop: of the run.
+        parts: features beside growing.
         fit: finds the batch size of each stage from its widths, in place of the schedule's rates.
 
     Raises:
         ValueError: the schedule is impossible.
         UserError: the settings do not go together.
     """
-    if not graph.groups and depth is None and not isinstance(method, FixedSize):
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(graph.fixed.items())[:3])
-        raise UserError(
-            f"nothing in this network can grow{f' ({reasons})' if reasons else ''}; train it as it is with growth=none "
-            "lr_adapt=none, or take another growth or model."
-        )
-    ladder = None
-    settings = {**settings, "num_processes": num_processes}
-    base = data.batch_size
+    base = data.batch_size if fit is None else loop.num_processes
+    total = settings["total_epochs"] if settings["epochs"] is None else sum(settings["epochs"])
+    widths = forecast(trigger, graph, parts) or [dict(trigger.first(graph))]
+    flops = [cost(each, _share(trigger, stage, each)) for stage, each in enumerate(widths)]
+    epochs = total
+    if settings["equal_flops"]:
+        grown = _schedule(settings, base, loop)
+        epochs = max(1, round(_epochs_worth(grown, [cost(w) for w in grown.widths(graph)], data) / flops[0]))
+    schedule = trigger.schedule if isinstance(trigger, Scheduled) else _one_stage(epochs, base, loop)
+    reference_epochs = schedule.total_epochs if isinstance(trigger, Scheduled) else total
     if fit is not None:
-        # The smallest that is possible, until the widths are known that sizes are found at.
-        base = num_processes
-        settings |= {"batch_growth_rate": 0.0, "max_batch_size": None, "max_batch_size_per_device": None}
-    equal_flops = settings.pop("equal_flops")
-    sample = network_inputs(data.probe_batch(1), network)
-    full_flops = forward_flops(network, sample)
-
-    def flops_of(widths: list[dict[str, int]]) -> list[int]:
-        def narrow(copied: nn.Module, stage: int) -> WidthGraph:
-            return graph if depth is None else depth.as_at(copied, stage, len(widths))
-
-        return stage_flops(network, graph, graph.full_widths, widths, sample, narrow)
-
-    def fixed(epochs: int) -> Schedule:
-        return make_schedule(epochs, base, num_stages=1, num_processes=num_processes)
-
-    # Also of a run that does not grow: data arrives with the stages all the same.
-    stages = None if _incremental(data) is None else make_schedule(batch_size=base, **settings)
-    if isinstance(method, FixedSize):
-        if equal_flops and demand is not None:
+        if not trigger.knows_stages:
             raise UserError(
-                "what growth on demand costs is not known before: set schedule.total_epochs in place of "
-                "schedule.equal_flops."
+                "schedule.batch_size=auto needs to know how wide the network is at which epoch, and this run decides "
+                "that while it trains: leave it out."
             )
-        demand = None
-        epochs = settings["total_epochs"] if settings["epochs"] is None else sum(settings["epochs"])
-        reference_epochs = epochs
-        widths = [_multiple(graph, method.width_multiple)]
-        flops = flops_of(widths)
-        if equal_flops:
-            grown = make_schedule(batch_size=base, **settings)
-            epochs = max(1, round(_epochs_worth(grown, flops_of(grown.widths(graph)), data) / flops[0]))
-        schedule = fixed(epochs)
-    elif demand is not None:
-        _refuse_stages(settings, equal_flops, method)
-        _refuse_fit(fit)
-        reference_epochs, ladder = settings["total_epochs"], _ladder(settings, graph)
-        widths, schedule = ladder[:1], fixed(reference_epochs)
-        flops = flops_of(widths)
-    elif isinstance(method, WidthDecision):
-        _refuse_widths(settings, equal_flops)
-        _refuse_fit(fit)
-        reference_epochs, widths = settings["total_epochs"], [graph.full_widths]
-        schedule = fixed(reference_epochs)
-        flops = flops_of(widths)
-    else:
-        if equal_flops:
-            raise UserError("schedule.equal_flops is for the fixed-size run; set growth=none with it.")
-        schedule = make_schedule(batch_size=base, **settings)
-        incremental = _incremental(data)
-        if incremental is not None and CLASSES in graph.groups:
-            counts = incremental.num_classes(data.num_classes, schedule.num_stages)
-            schedule = replace(schedule, given={CLASSES: tuple(counts)})
-        reference_epochs, widths = schedule.total_epochs, schedule.widths(graph)
-        flops = flops_of(widths)
-    if fit is not None:
         schedule = replace(schedule, batch_sizes=tuple(fit(widths)))
     reference_samples = None
-    if stages is not None:
+    if _incremental(data) is not None:
+        # Data arrives with the stages of a run that does not grow, too.
+        stages = _schedule(settings, base, loop)
         data.follow_stages(stages.starts, stages.total_epochs, reference_epochs)
-        reference_samples = sum(_batches(data, fixed(reference_epochs), limit_batches)[1])
+        reference = _one_stage(reference_epochs, base, loop)
+        reference_samples = sum(_batches(data, reference, loop.limit_batches)[1])
         data.follow_stages(stages.starts, stages.total_epochs, schedule.total_epochs)
-    batches, samples = _batches(data, schedule, limit_batches)
-    steps = optimizer_steps(batches, accumulate)
+    batches, samples = _batches(data, schedule, loop.limit_batches)
+    steps = optimizer_steps(batches, loop.accumulate)
     plan = Plan(
-        *(schedule, widths, flops, full_flops, reference_epochs, batches, steps, samples, reference_samples),
-        ladder=ladder,
+        *(schedule, widths, flops, cost(graph.full_widths), reference_epochs),
+        *(batches, steps, samples, reference_samples),
     )
-    if demand is not None and ladder is not None:
-        rungs = len(ladder) - 1
-        narrow = demand.latest(reference_epochs, rungs) if rungs else 0
-        ways = flops_of(ladder)
-        spent = ways[0] * sum(samples[:narrow]) + climb(ways[1:] or ways, samples[narrow:], demand.min_epochs)
-        demand.check(reference_epochs, rungs, 100.0 * spent / plan.reference_flops)
+    if isinstance(trigger, OnDemand):
+        _check_demand(trigger, graph, cost, plan)
     return plan
 
 
-def _refuse_fit(fit: Any | None) -> None:
-    if fit is not None:
-        raise UserError(
-            "schedule.batch_size=auto needs to know how wide the network is at which epoch, and this run decides that "
-            "while it trains: leave it out."
-        )
+def check_growth(graph: WidthGraph, trigger: Trigger, parts: Sequence[Part]) -> None:
+    """Refuse a run in which nothing would grow.
 
-
-def climb(flops: Sequence[int], samples: Sequence[int], every: int) -> int:
-    """Forward FLOPs of growing now, and then a rung every so many epochs, to the end of the run.
-
-    Args:
-        flops: per sample, of each rung to come; none: nothing is left to climb, and nothing is spent.
-        samples: of each epoch to come.
-        every: epochs on each rung but the last.
+    Raises:
+        UserError: the network has no width groups, and no part grows otherwise.
     """
-    last = len(flops) - 1
-    return sum(flops[min(i // every, last)] * count for i, count in enumerate(samples)) if flops else 0
+    if graph.groups or not trigger.grows or any(part.grows for part in parts):
+        return
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in list(graph.fixed.items())[:3])
+    raise UserError(
+        f"nothing in this network can grow{f' ({reasons})' if reasons else ''}; train it as it is with growth=none "
+        "lr_adapt=none, or take another growth or model."
+    )
 
 
-def _ladder(settings: Mapping[str, Any], graph: WidthGraph) -> list[dict[str, int]]:
-    """The widths of the schedule's stages, each once."""
-    number = settings["num_stages"] if settings["widths"] is None else len(settings["widths"])
-    stages = make_schedule(batch_size=1, **{**settings, "epochs": [1] * number, "num_processes": 1})
-    ladder: list[dict[str, int]] = []
-    for widths in stages.widths(graph):
-        if not ladder or widths != ladder[-1]:
-            ladder.append(widths)
-    return ladder
+def _check_demand(trigger: OnDemand, graph: WidthGraph, cost: StageCost, plan: Plan) -> None:
+    steps, demand = trigger.steps(graph), trigger.demand
+    ahead, total = len(steps) - 1, trigger.total_epochs
+    narrow = demand.latest(total, ahead) if ahead else 0
+    ways = [cost(widths, trigger.share(stage, widths)) for stage, widths in enumerate(steps)]
+    spent = ways[0] * sum(plan.samples[:narrow])
+    spent += climb(ways[1:] or ways, plan.samples[narrow:], demand.min_epochs)
+    demand.check(total, ahead, 100.0 * spent / plan.reference_flops)
 
 
-def grow_head(
-    graph: WidthGraph, method: GrowthMethod, data: ImageData, on_demand: bool = False
-) -> WidthGraph:
-    """Let the network's outputs grow with the classes, where they appear one after the other and a schedule grows it.
+def _share(trigger: Trigger, stage: int, widths: Widths) -> float:
+    share = trigger.share(stage, widths)
+    return 1.0 if share is None else share
 
-    A network of fixed size, and one whose widths the method or a demand decides, has all outputs from the start.
-    """
-    incremental = _incremental(data)
-    if incremental is None or incremental.mode != "classes":
-        return graph
-    if on_demand or isinstance(method, (FixedSize, WidthDecision)):
-        return graph
-    return with_classes(graph, data.num_classes) or graph
+
+def _schedule(settings: Mapping[str, Any], batch_size: int, loop: Loop) -> Schedule:
+    known = {name: value for name, value in settings.items() if name != "equal_flops"}
+    return make_schedule(batch_size=batch_size, **known, num_processes=loop.num_processes)
+
+
+def _one_stage(epochs: int, batch_size: int, loop: Loop) -> Schedule:
+    return make_schedule(epochs, batch_size, num_stages=1, num_processes=loop.num_processes)
 
 
 def _incremental(data: ImageData) -> Incremental | None:
@@ -312,39 +296,31 @@ def _batches(data: ImageData, schedule: Schedule, limit: float | None) -> tuple[
 
 
 def carried_out(
-    plan: Plan,
-    stage_of_epoch: Sequence[int],
-    stage_widths: Sequence[dict[str, int]],
-    network: nn.Module,
-    graph: WidthGraph,
-    sample: tuple[Any, ...],
+    plan: Plan, trigger: Trigger, stage_of_epoch: Sequence[int], stages: Sequence[Widths], cost: StageCost
 ) -> Plan:
-    """The plan of a run whose widths the method has decided, as it turned out.
+    """The plan of a run as it turned out whose widths were decided while it trained.
 
     Its stages are those that an epoch ended in. An epoch in which widths changed counts with its last ones.
 
     Args:
-        plan: what was known before.
+        plan: known before.
+        trigger: of the run.
         stage_of_epoch: the stage that each epoch ended in.
-        stage_widths: width of each group at every stage; the last one's are the network's.
-        network: as it is now; left so.
-        graph: its width graph.
-        sample: the network's inputs, of one sample.
+        stages: width of each group at every stage.
+        cost: of the network.
     """
     numbers = sorted(set(stage_of_epoch))
-    widths = [stage_widths[number] for number in numbers]
+    widths = [dict(stages[number]) for number in numbers]
     epochs = tuple(stage_of_epoch.count(number) for number in numbers)
     sizes = tuple(plan.schedule.batch_sizes[:1] * len(numbers))
-    fractions = (Fraction(1),) * len(numbers)
-    flops = stage_flops(without_multipliers(network), graph, stage_widths[-1], widths, sample)
-    schedule = Schedule(epochs, fractions, sizes)
+    flops = [cost(stages[number], _share(trigger, number, stages[number])) for number in numbers]
+    schedule = Schedule(epochs, (Fraction(1),) * len(numbers), sizes)
     return replace(plan, schedule=schedule, widths=widths, flops=flops, stage_numbers=numbers)
 
 
-def _refuse_stages(settings: Mapping[str, Any], equal_flops: bool, method: GrowthMethod) -> None:
+def _refuse_stages(settings: Mapping[str, Any], method: GrowthMethod) -> None:
     given = [name for name in ("epochs", "batch_sizes") if settings[name] is not None]
-    given += ["batch_growth_rate"] if settings["batch_growth_rate"] else []
-    given += ["equal_flops"] if equal_flops else []
+    given += [name for name in ("batch_growth_rate", "equal_flops") if settings[name]]
     if given:
         raise UserError(
             f"schedule.{given[0]} is about stages whose ends are known before; growth on demand (schedule.demand) has "
@@ -356,12 +332,12 @@ def _refuse_stages(settings: Mapping[str, Any], equal_flops: bool, method: Growt
         )
 
 
-def _refuse_widths(settings: Mapping[str, Any], equal_flops: bool) -> None:
+def _refuse_widths(settings: Mapping[str, Any]) -> None:
     given = [name for name in ("epochs", "widths", "batch_sizes") if settings[name] is not None]
-    if given or equal_flops:
-        name = given[0] if given else "equal_flops"
+    given += ["equal_flops"] if settings["equal_flops"] else []
+    if given:
         raise UserError(
-            f"schedule.{name} is for runs whose widths the schedule says; this growth method decides them itself: "
+            f"schedule.{given[0]} is for runs whose widths the schedule says; this growth method decides them itself: "
             "set schedule.total_epochs alone."
         )
 
@@ -387,7 +363,3 @@ def _limited(batches: int, limit: float | None) -> int:
             "batches from 1 or a part of them up to 1.0."
         )
     return limited
-
-
-def _multiple(graph: WidthGraph, multiple: float) -> dict[str, int]:
-    return {name: max(1, round(group.full_width * multiple)) for name, group in graph.groups.items()}

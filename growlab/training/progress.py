@@ -134,7 +134,7 @@ class GrowthProgress(Callback):
     def _describe(self, trainer: Trainer, task: Task) -> str:
         schedule = task.schedule
         # The last stage is not known where widths are decided on the way.
-        last = "" if task.decides_widths else f"/{schedule.num_stages - 1}"
+        last = "" if not task.grower.trigger.knows_stages else f"/{schedule.num_stages - 1}"
         return (
             f"stage {task.growth_state.stage}{last}  widths {_span(task.growth_state.widths)}"
             f"  epoch {trainer.current_epoch}/{schedule.total_epochs - 1}"

@@ -1,13 +1,9 @@
 """Do all ranks hold the same network and the same optimizer state, bit for bit?"""
 
 import time
-from collections.abc import Iterator
-from typing import Any
 
-import torch
 from lightning import Callback, Trainer
 
-from growlab import ranks
 from growlab.ranks import broadcast_buffers, compare
 from growlab.training.task import Task
 
@@ -15,7 +11,7 @@ from growlab.training.task import Task
 class RankCheck(Callback):
     """Stops a run whose ranks have drifted apart.
 
-    Ranks are compared when training begins, after every growth event (by the growth callback), at the end of the
+    Ranks are compared when training begins, after every growth event (by the grower), at the end of the
     epoch after it and at the end of training. They exchange one number each; only if those differ, one a tensor.
 
     Args:
@@ -33,9 +29,8 @@ class RankCheck(Callback):
         """Bring statistics together; after the first epoch of a stage and the last of all, compare."""
         if trainer.world_size == 1:
             return
-        broadcast_buffers(pl_module.network)
-        if pl_module.average is not None:
-            broadcast_buffers(pl_module.average.module)
+        for network in (pl_module.network, *pl_module.grower.copies().values()):
+            broadcast_buffers(network)
         epoch, schedule = trainer.current_epoch, pl_module.schedule
         if epoch in schedule.starts or epoch == schedule.total_epochs - 1:
             self.check(trainer, pl_module, f"at the end of epoch {epoch}")
@@ -53,14 +48,5 @@ class RankCheck(Callback):
             return 0.0
         began = time.perf_counter()
         when = f"{when} (stage {task.growth_state.stage})"
-        compare(held(task, trainer.optimizers), when, ", or set check_ranks=false to go on")
+        compare(task.grower.held(), when, ", or set check_ranks=false to go on")
         return time.perf_counter() - began
-
-
-def held(task: Task, optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[str, Any]]:
-    """Names and values of all that must be alike on ranks: parameters, buffers, optimizer state, growth state."""
-    yield "the growth state", task.growth_state.as_dict()
-    yield from ranks.held(task.network, optimizers)
-    if task.average is not None:
-        for name, tensor in task.average.module.state_dict().items():
-            yield f"{name} of the average", tensor

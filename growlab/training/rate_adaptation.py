@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from growlab.errors import UserError
-from growlab.optim import RateRule
+from growlab.optim import RateRule, Regional
 
 
 @dataclass(frozen=True)
@@ -29,3 +31,21 @@ class RateAdaptation:
             raise UserError(
                 "lr_adapt.output_fan_in=true needs rates by region: choose lr_adapt=mup for one rate."
             )
+
+    def apply(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer adapt its rates, in place.
+
+        Raises:
+            UserError: it is none that these rates are for.
+        """
+        if self.rule is None:
+            return
+        if not isinstance(optimizer, Regional) or (
+            self.optimizers and type(optimizer).__name__ not in self.optimizers
+        ):
+            raise UserError(
+                f"this lr_adapt works with the optimizers {', '.join(self.optimizers) or 'of growlab.optim'}, not "
+                f"{type(optimizer).__module__}.{type(optimizer).__name__}; choose one of them with optimizer=..., or "
+                "lr_adapt=none."
+            )
+        optimizer.rule, optimizer.output_fan_in = self.rule, self.output_fan_in

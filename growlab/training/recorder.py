@@ -45,8 +45,6 @@ class RunRecorder(Callback):
             raise UserError(f"log_rates_every_n_steps={log_rates_every_n_steps} must be at least 1.")
         self.run_dir, self.samples = run_dir, samples
         self.log_rates_every_n_steps = log_rates_every_n_steps
-        #: Add the norm of the optimizer's running gradients to the rows, for a demand that looks at it.
-        self.with_gradient_norm = False
         self.rows: list[dict[str, Any]] = []
         self.peak_memory_bytes: dict[int, int] = {}
         self._rates: list[str] = []
@@ -131,7 +129,7 @@ class RunRecorder(Callback):
         adapted = isinstance(optimizer, Regional) and optimizer.rule is not None
         logged = {}
         parameters = dict(pl_module.network.named_parameters())
-        for name, regions in pl_module.regions.items():
+        for name, regions in pl_module.grower.regions().items():
             parameter = parameters[name]
             if not regions.has_rates(parameter) or not parameter.requires_grad:
                 continue
@@ -154,7 +152,8 @@ class RunRecorder(Callback):
         """Add the epoch's row and write the files, before the checkpoint is saved."""
         pl_module.check_loss()
         pl_module.check_weights()
-        splits = ("train", pl_module.watched, f"{pl_module.watched}_ema")
+        watched = pl_module.watched
+        splits = ("train", watched, *(f"{watched}_{name}" for name in pl_module.grower.copies()))
         metrics = {key: value for split in splits for key, value in pl_module.metrics(split).items()}
         seconds = time.perf_counter() - self._began
         stage, epoch = pl_module.growth_state.stage, trainer.current_epoch
@@ -169,7 +168,7 @@ class RunRecorder(Callback):
             "samples_per_sec": self.samples[epoch] / (seconds - self._validation_sec),
             "seconds": seconds,
         }
-        if self.with_gradient_norm:
+        if pl_module.grower.trigger.wants_gradients:
             means = [mean for o in trainer.optimizers for mean in running_gradients(o).values()]
             row["gradient_norm"] = float(sum(mean.double().square().sum() for mean in means)) ** 0.5
         self.rows.append(row)
@@ -231,7 +230,7 @@ class RunRecorder(Callback):
 
     def write(self, task: Task) -> None:
         """Write all files of the run so far."""
-        columns = metric_columns(task.objective, task.average is not None, task.watched)
+        columns = metric_columns(task.objective, list(task.grower.copies()), task.watched)
         lines = [",".join(columns)]
         lines += [",".join(_cell(row.get(column)) for column in columns) for row in self.rows]
         write_text(self.run_dir / "metrics.csv", "\n".join(lines) + "\n")
@@ -242,24 +241,23 @@ class RunRecorder(Callback):
             name: {"full_width": group.full_width, "widths": [stage[name] for stage in widths]}
             for name, group in task.graph.groups.items()
         }
-        write_json(
-            self.run_dir / "growth.json", {"events": task.events, "looks": task.looks, "groups": groups}
-        )
+        looks = list(task.grower.trigger.looks)
+        write_json(self.run_dir / "growth.json", {"events": task.events, "looks": looks, "groups": groups})
 
 
-def metric_columns(objective: Objective, averaged: bool = False, watched: str = "val") -> list[str]:
-    """The columns of metrics.csv; those of averaged weights, if there are any, come last.
+def metric_columns(objective: Objective, averages: Sequence[str] = (), watched: str = "val") -> list[str]:
+    """The columns of metrics.csv; those of averages of the network come last.
 
     Args:
         objective: names the metrics.
-        averaged: whether there are averaged weights.
+        averages: names of averages of the network.
         watched: what is evaluated behind each epoch, "val" or "test".
     """
     names = list(objective.metric_names)
     metrics = [f"train_{name}" for name in names]
     metrics += [f"{watched}_{name}" for name in (*names, *objective.evaluated_names)]
-    average = [f"{watched}_ema_{name}" for name in names] if averaged else []
-    return [*_FIRST_COLUMNS, *metrics, *_LAST_COLUMNS, *average]
+    averaged = [f"{watched}_{average}_{name}" for average in averages for name in names]
+    return [*_FIRST_COLUMNS, *metrics, *_LAST_COLUMNS, *averaged]
 
 
 def _log(trainer: Trainer, values: dict[str, float], step: int) -> None:

@@ -1,5 +1,6 @@
 """Batch normalisation over the images of all ranks, on CPUs too, that leaves the network's own classes behind."""
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from growlab.errors import UserError
+from growlab.training.task import Task
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -82,7 +84,8 @@ class SynchroniseBatchNorm(TorchSyncBatchNorm):
         Raises:
             UserError: one is of a class of its own, whose forward would be lost.
         """
-        for name, module in model.named_modules():
+        averages = model.grower.copies().values() if isinstance(model, Task) else ()
+        for name, module in chain(*(network.named_modules() for network in (model, *averages))):
             if type(module) in _PLAIN:
                 self._classes[module] = type(module)
                 module.__class__ = self._class

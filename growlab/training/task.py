@@ -6,19 +6,17 @@ from typing import Any
 
 import torch
 from lightning import LightningModule
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import Tensor
 
 from growlab.errors import UserError
-from growlab.growth import Depth, GrowthMethod, GrowthState, Schedule, WidthDecision, restore
-from growlab.optim import Regional, Regions, exempt_from_decay, weight_regions
+from growlab.grower import Grower, forecast
+from growlab.growth import GrowthState, Schedule
+from growlab.optim import exempt_from_decay
 from growlab.ranks import stacked
 from growlab.training.checkpoints import HEADER, as_precise, differences, shapes
 from growlab.training.learning_rate import LearningRate
 from growlab.training.objective import Classification, Objective, SumObjective
-from growlab.training.rate_adaptation import RateAdaptation
-from growlab.training.weight_average import WeightAverage
-from growlab.widths import WidthGraph, resize
+from growlab.widths import WidthGraph
 
 _CHECK_LOSS_EVERY = 50  # steps: reading the loss stalls a GPU, and ranks have to agree
 
@@ -27,154 +25,89 @@ class Task(LightningModule):
     """Training towards an objective with a growing network.
 
     Args:
-        network: the network, planted at its first widths.
-        graph: its width graph.
-        method: the growth method.
-        schedule: the run's stages.
-        state: what `plant` returned.
-        make_optimizer: makes the optimizer from the parameters; decay then spares `growlab.optim.without_decay`.
+        grower: of the network.
+        schedule: epochs and batch sizes of the run's stages.
         steps_in_epoch: optimizer steps of each epoch.
-        rate_adaptation: rates of regions; needs an optimizer of `growlab.optim`.
+        make_optimizer: makes the optimizer from the parameters; decay then spares `growlab.optim.without_decay`.
         learning_rate: the schedule of the rate.
-        seed: of everything that a training step draws.
+        objective: loss and metrics; None: of classification.
         settings: the run's, in plain containers; a checkpoint of other settings is not resumed.
         run_id: a name for the run that survives interruptions, for loggers.
-        ema_decay: of an average of the weights that is evaluated and saved beside them; None: no average.
-        objective: loss and metrics; None: of classification.
+
+    Attributes:
+        statistics_ranks: into how many parts, by rank, a batch is divided for the statistics of batch normalisation.
+        batch_fit: batch sizes that were found to fit, see `fit_batch_sizes`; None where the schedule says them.
+        watched: what is evaluated behind each epoch: "val", or "test" where the test set is watched.
+        evaluating: what a validation batch is evaluated in, see `FreshStatistics`.
     """
 
     def __init__(
         self,
-        network: nn.Module,
-        graph: WidthGraph,
-        method: GrowthMethod,
+        grower: Grower,
         schedule: Schedule,
-        state: GrowthState,
-        make_optimizer: Callable[..., torch.optim.Optimizer],
         steps_in_epoch: list[int],
-        rate_adaptation: RateAdaptation | None = None,
+        make_optimizer: Callable[..., torch.optim.Optimizer],
         learning_rate: LearningRate | None = None,
-        seed: int = 0,
+        objective: Objective | None = None,
         settings: Mapping[str, Any] | None = None,
         run_id: str | None = None,
-        ema_decay: float | None = None,
-        objective: Objective | None = None,
     ) -> None:
         super().__init__()
-        self.network = network
-        self.average = None if ema_decay is None else WeightAverage(network, ema_decay)
-        self.graph, self.method, self.schedule = graph, method, schedule
-        self.growth_state = state
-        self.events: list[dict[str, Any]] = []
-        self.looks: list[dict[str, Any]] = []  # What a demand has measured by passes of its own, and when.
-        self.rate_adaptation = rate_adaptation or RateAdaptation()
+        self.network, self.grower = grower.network, grower
+        self.schedule, self.steps_in_epoch = schedule, steps_in_epoch
         self.learning_rate = learning_rate or LearningRate()
         self.objective = objective or Classification()
-        self.seed, self.settings, self.run_id = seed, dict(settings or {}), run_id
-        #: The class that each row of a head that grows with the classes is of; None: rows are in the labels' order.
-        self.class_order: list[int] | None = None
-        #: The blocks that come in while the network trains; None: it has all of them from the start.
-        self.depth: Depth | None = None
-        #: Whether a demand says when the network grows, in place of the schedule.
-        self.on_demand = False
-        #: Into how many parts, by rank, a batch is divided for the statistics of batch normalisation.
+        self.settings, self.run_id = dict(settings or {}), run_id
         self.statistics_ranks = 1
-        #: The batch sizes that were found to fit, see `fit_batch_sizes`; None where the schedule says them.
         self.batch_fit: list[dict[str, int]] | None = None
-        #: What is evaluated behind each epoch: "val", or "test" where the test set is watched.
         self.watched = "val"
-        #: What a validation batch is evaluated in, see `FreshStatistics`.
         self.evaluating: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._make_optimizer, self.steps_in_epoch = make_optimizer, steps_in_epoch
-        self._seed_widths = dict(state.widths)
-        self._regions: tuple[Any, dict[str, Regions]] | None = None
+        self._make_optimizer = make_optimizer
         self._sums: dict[str, Tensor] = {}
         self._evaluated: dict[str, dict[str, Any]] = {}
         self._saved_sums: Tensor | None = None
         self._bad_step: Tensor | None = None
 
     @property
-    def stage_widths(self) -> list[dict[str, int]]:
-        """Width of each group at every stage: of the whole schedule, or as a method has decided so far."""
-        if self.decides_widths:
-            return [self._seed_widths, *(event["widths_after"] for event in self.events)]
-        return self.schedule.widths(self.graph)
+    def graph(self) -> WidthGraph:
+        """The network's width graph."""
+        return self.grower.graph
 
     @property
-    def decides_widths(self) -> bool:
-        """Whether widths are decided while the network trains, by the method or on demand."""
-        return self.on_demand or isinstance(self.method, WidthDecision)
+    def growth_state(self) -> GrowthState:
+        """Stage and widths."""
+        return self.grower.state
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Receipts of all growth events."""
+        return self.grower.events
+
+    @property
+    def stage_widths(self) -> list[dict[str, int]]:
+        """Width of each group at every stage: of the whole schedule, or as has been decided so far."""
+        grower = self.grower
+        known = forecast(grower.trigger, grower.full_graph, grower.parts)
+        return known or [grower.seed_widths, *(event["widths_after"] for event in grower.events)]
 
     def forward(self, *inputs: Any) -> Tensor:
         """Map a batch's inputs to logits, such as [B, num_classes]."""
-        return self._scaled(self.network(*inputs))
-
-    def positions(self, y: Tensor) -> Tensor:
-        """The output that stands for each label."""
-        if self.class_order is None:
-            return y
-        order = torch.tensor(self.class_order, device=y.device)
-        return torch.argsort(order)[y]
+        return self.network(*inputs)
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         """Mean loss of what the network puts out, such as [B, num_classes], against the target."""
-        return self.objective(self._scaled(output), self.positions(y))[0]
-
-    def _scaled(self, logits: Tensor) -> Tensor:
-        factor = self.growth_state.output_factor
-        return logits if factor == 1.0 else tree_map_only(Tensor, lambda tensor: tensor * factor, logits)
+        return self.objective(output, self.grower.targets(y))[0]
 
     # Optimizer -----------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> dict[str, Any]:
         """One optimizer over all parameters, its rate stepped after every batch."""
         optimizer = self._make_optimizer(self.network.parameters())
-        if self.depth is None:  # Else blocks that come in join a single group.
+        if not any(part.one_group for part in self.grower.parts):
             exempt_from_decay(optimizer, self.network)
-        if self.rate_adaptation.rule is not None:
-            known = self.rate_adaptation.optimizers
-            if not isinstance(optimizer, Regional) or (known and type(optimizer).__name__ not in known):
-                raise UserError(
-                    f"this lr_adapt works with the optimizers {', '.join(known) or 'of growlab.optim'}, not "
-                    f"{type(optimizer).__module__}.{type(optimizer).__name__}; choose one of them with "
-                    "optimizer=..., or lr_adapt=none."
-                )
-            optimizer.rule = self.rate_adaptation.rule
-        self.relabel_regions(optimizer)
         factor = self.learning_rate.factor_at_step(self.schedule, self.steps_in_epoch)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def optimizer_step(self, *arguments: Any, **named: Any) -> None:
-        """Step, and let the average follow."""
-        super().optimizer_step(*arguments, **named)
-        if self.average is not None:
-            self.average.update_parameters(self.network)
-
-    def relabel_regions(self, optimizer: torch.optim.Optimizer) -> None:
-        """Tell the optimizer which elements came with which stage."""
-        if not isinstance(optimizer, Regional) or self.rate_adaptation.rule is None:
-            return
-        parameters = dict(self.network.named_parameters())
-        scales = {}
-        if self.rate_adaptation.output_fan_in:
-            for layer in self.graph.layers:
-                if layer.is_output:
-                    scale = 1.0 / self.graph.fan_in(layer, self._seed_widths)
-                    names = (layer.weight, *layer.emitters)
-                    scales |= {parameters[name]: scale for name in names if name in parameters}
-        optimizer.set_regions({parameters[name]: region for name, region in self.regions.items()}, scales)
-
-    @property
-    def regions(self) -> dict[str, Regions]:
-        """Which elements of which parameters came with which stage, by the parameter's name."""
-        key = (self.growth_state.stage, self.device)
-        if self._regions is None or self._regions[0] != key:
-            since = {} if self.depth is None else self.depth.births(self.growth_state.blocks)
-            known = weight_regions(self.graph, self.growth_state.births, since)
-            parameters = [name for name, _ in self.network.named_parameters() if name in known]
-            self._regions = key, {name: known[name].to(self.device) for name in parameters}
-        return self._regions[1]
 
     # Steps ---------------------------------------------------------------------------------------------
 
@@ -200,7 +133,7 @@ class Task(LightningModule):
 
     def seed_step(self, epoch: int, batch_index: int) -> None:
         """Seed what the network draws in a step (dropout), as a function of the run's seed, these and the rank."""
-        seed = hash((self.seed, epoch, batch_index, self.global_rank)) & (2**63 - 1)
+        seed = hash((self.grower.seed, epoch, batch_index, self.global_rank)) & (2**63 - 1)
         if self.device.type == "cpu":
             torch.default_generator.manual_seed(seed)
         else:
@@ -209,7 +142,7 @@ class Task(LightningModule):
     def training_step(self, batch: tuple[Tensor, ...], batch_index: int) -> Tensor:
         """Loss of one batch."""
         *inputs, target = batch
-        loss, sums = self.objective(self(*inputs), self.positions(target))
+        loss, sums = self.objective(self(*inputs), self.grower.targets(target))
         self._add("train", sums)
         self._watch(loss, batch_index)
         if self.objective.uneven and self.trainer.world_size > 1:
@@ -246,7 +179,7 @@ class Task(LightningModule):
         """The objective's metrics over the epoch so far, over all ranks; empty if there are none.
 
         Args:
-            split: "train", "val" or "test"; "val_ema" or "test_ema" for the averaged weights.
+            split: "train", "val" or "test"; "val_NAME" or "test_NAME" for an average of the network.
         """
         if split not in self._sums:
             return {}
@@ -294,19 +227,18 @@ class Task(LightningModule):
 
     def _evaluate(self, split: str, batch: tuple[Tensor, ...]) -> None:
         *inputs, target = batch
-        target, output = self.positions(target), self(*inputs)
+        target, output = self.grower.targets(target), self(*inputs)
         self._add(split, self.objective(output, target)[1])
         if isinstance(self.objective, SumObjective):
             self.objective.observe(output, target)
-        if self.average is not None:
-            logits = self._scaled(self.average.module(*inputs))
-            self._add(f"{split}_ema", self.objective(logits, target)[1])
+        for name, copy in self.grower.copies().items():
+            self._add(f"{split}_{name}", self.objective(copy(*inputs), target)[1])
 
     def _finish(self, split: str, epoch: int | None) -> None:
         self._evaluated[split] = self.objective.evaluate(self, split, epoch)
 
     def _forget(self, split: str) -> None:
-        for name in (split, f"{split}_ema"):
+        for name in (split, *(f"{split}_{copy}" for copy in self.grower.copies())):
             self._sums.pop(name, None)
             self._evaluated.pop(name, None)
 
@@ -329,14 +261,11 @@ class Task(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the growth history, which the weights cannot be loaded without."""
         checkpoint[HEADER] = {
-            "state": self.growth_state.as_dict(),
-            "events": self.events,
-            "looks": self.looks,
-            "full_widths": self.graph.full_widths,
+            "grower": self.grower.state_dict(),
             "epochs": list(self.schedule.epochs),
             "batch_sizes": list(self.schedule.batch_sizes),
             "batch_fit": self.batch_fit,
-            "method": self.method.name,
+            "method": self.grower.method.name,
             "settings": self.settings,
             "run_id": self.run_id,
             "statistics_ranks": self.statistics_ranks,
@@ -345,7 +274,7 @@ class Task(LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Bring the network to the widths that the weights were saved at.
+        """Bring the network to the structure and the widths that the weights were saved at.
 
         Raises:
             UserError: the checkpoint is of another network, method or schedule, or of other settings.
@@ -355,26 +284,19 @@ class Task(LightningModule):
             raise UserError("the checkpoint was not written by growlab; give ckpt_path one of growlab's.")
         other = differences(saved["settings"], self.settings)
         other = other or differences(
-            {key: saved[key] for key in ("full_widths", "method", "epochs", "batch_sizes")},
             {
-                "full_widths": self.graph.full_widths,
-                "method": self.method.name,
+                **{key: saved[key] for key in ("method", "epochs", "batch_sizes")},
+                "full_widths": saved["grower"]["full_widths"],
+            },
+            {
+                "method": self.grower.method.name,
                 "epochs": list(self.schedule.epochs),
                 "batch_sizes": list(self.schedule.batch_sizes),
+                "full_widths": self.grower.full_graph.full_widths,
             },
         )
-        state = GrowthState.from_dict(saved["state"])
         if not other:
-            resize(self.network, self.graph, self.growth_state.widths, state.widths)
-            if self.average is not None:
-                self.average.resize(self.graph, self.growth_state, state)
-            if self.depth is not None:
-                # Their weights follow.
-                self.graph = self.depth.restore(self.network, state.blocks, state.widths)
-                if self.average is not None:
-                    self.depth.restore(self.average.module, state.blocks, state.widths)
-                    self.average.resize(self.graph, state, state)
-            restore(self.network, self.graph, state)
+            self.grower.load_state_dict(saved["grower"])
             other = differences(shapes(checkpoint["state_dict"]), shapes(self.state_dict()), "the shape of ")
         if other:
             more = f" and {len(other) - 3} more" if len(other) > 3 else ""
@@ -389,6 +311,4 @@ class Task(LightningModule):
                 "between one device and several with trainer.sync_batchnorm=true."
             )
         as_precise(self, checkpoint["state_dict"])
-        self.growth_state, self.events = state, list(saved["events"])
-        self.looks = list(saved.get("looks", []))
         self._saved_sums = saved["train_sums"]

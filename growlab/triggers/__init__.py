@@ -2,6 +2,27 @@
 
 from growlab.triggers.at import At, Never, Scheduled, as_trigger
 from growlab.triggers.decided import Decided
-from growlab.triggers.trigger import Clock, Run, Trigger, Widths
+from growlab.triggers.demand import Budget, Demand, Expressivity, GradientNorm, Plateau, Progress
+from growlab.triggers.on_demand import OnDemand, climb
+from growlab.triggers.trigger import Clock, Run, Training, Trigger, Widths
 
-__all__ = ["At", "Clock", "Decided", "Never", "Run", "Scheduled", "Trigger", "Widths", "as_trigger"]
+__all__ = [
+    "At",
+    "Budget",
+    "Clock",
+    "Decided",
+    "Demand",
+    "Expressivity",
+    "GradientNorm",
+    "Never",
+    "OnDemand",
+    "Plateau",
+    "Progress",
+    "Run",
+    "Scheduled",
+    "Training",
+    "Trigger",
+    "Widths",
+    "as_trigger",
+    "climb",
+]

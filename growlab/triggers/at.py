@@ -31,6 +31,8 @@ class At(Trigger):
         [0, 0, 1, 2]
     """
 
+    knows_stages = True
+
     def __init__(
         self,
         widths: Mapping[float, Any],
@@ -86,6 +88,17 @@ class At(Trigger):
         now = getattr(clock, self.unit)
         return max(stage for stage, start in enumerate(self.starts) if start <= max(now, 0))
 
+    def share(self, stage: int, widths: Widths) -> float:
+        """Part of all growth that is done: stages are equal steps."""
+        last = len(self.starts) - 1
+        return stage / last if last else 1.0
+
+    def stage_end(self, run: Run) -> int | None:
+        """Epoch behind the last one of the present stage."""
+        epochs = range(len(run.training.steps))
+        own = [epoch for epoch in epochs if self.stage_at(Clock(epoch=epoch)) == run.state.stage]
+        return own[-1] + 1 if own and self.unit == "epoch" else None
+
     def next(self, run: Run) -> Widths | None:
         """Widths of the next stage, once its moment has come."""
         stage = run.state.stage
@@ -109,15 +122,44 @@ class Scheduled(At):
         return list(self.schedule.widths(graph))
 
 
-class Never(At):
+class Never(Trigger):
     """Train one width from beginning to end.
 
     Args:
-        width: fraction of full width. At 1 the network keeps the weights that its constructor drew.
+        width: of every group relative to full width; may be above 1. At 1 the network keeps the weights that its
+            constructor drew.
+
+    Raises:
+        UserError: it is not positive.
     """
 
+    grows = False
+    knows_stages = True
+
     def __init__(self, width: Number = 1) -> None:
-        super().__init__({0: width})
+        if not width > 0:
+            raise UserError(f"a width of {width} relative to full width must be above 0.")
+        self._width, self.resizes = width, width != 1
+
+    def forecast(self, graph: WidthGraph) -> list[Widths]:
+        """The width of each group."""
+        return [{name: max(1, round(g.full_width * self._width)) for name, g in graph.groups.items()}]
+
+    def share(self, stage: int, widths: Widths) -> float:
+        """Nothing is left to grow."""
+        return 1.0
+
+    def stage_at(self, clock: Clock) -> int:
+        """The only stage."""
+        return 0
+
+    def stage_end(self, run: Run) -> int:
+        """Epoch behind the run's last one."""
+        return len(run.training.steps)
+
+    def next(self, run: Run) -> Widths | None:
+        """Nothing."""
+        return None
 
 
 def as_trigger(trigger: Trigger | Schedule | Mapping[float, Any]) -> Trigger:

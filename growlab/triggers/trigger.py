@@ -1,13 +1,14 @@
 """The interface of triggers, and what they see of a run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from growlab.growth import GrowthMethod, GrowthState
+from growlab.growth import GrowthMethod, GrowthState, Measurement
 from growlab.widths import WidthGraph
 
 #: Width of each group.
@@ -29,16 +30,76 @@ class Clock:
     cost: float = 0.0
 
 
+@dataclass(frozen=True)
+class Training:
+    """What a training loop tells triggers, parts and methods beside the network.
+
+    Attributes:
+        batches: maps a number to so many training batches, this process's part: tuples of inputs and a target.
+        loss: mean loss of a batch from the network's output and the target.
+        weight: weight of a batch in means over batches, from output and target; None: its samples.
+        near_zero: a number beside zero that training does not take for zero, in its precision.
+        steps: optimizer steps of each epoch.
+        samples: training samples of each epoch.
+        records: what was recorded of each epoch so far, by column of metrics.csv.
+        reference_flops: forward FLOPs of the fixed-size run, which percentages of cost are of.
+        flops: maps widths and the share of growth that is done to forward FLOPs per sample.
+        epoch_batches: maps an epoch and a number that order and augmentation are drawn by to all of the epoch's
+            training batches, this process's part.
+        seed_draws: makes what the network draws (dropout) a function of an epoch and a batch's number.
+    """
+
+    batches: Callable[[int], Sequence[tuple[Tensor, ...]]] | None = None
+    loss: Callable[..., Tensor] | None = None
+    weight: Callable[..., Tensor] | None = None
+    near_zero: float = 2.0**-100
+    steps: Sequence[int] = ()
+    samples: Sequence[int] = ()
+    records: Callable[[], Sequence[Mapping[str, Any]]] = list
+    reference_flops: float = 0.0
+    flops: Callable[[Mapping[str, int], float], int] | None = None
+    epoch_batches: Callable[[int, int], Iterable[tuple[Tensor, ...]]] | None = None
+    seed_draws: Callable[[int, int], None] | None = None
+
+
 class Run(Protocol):
     """A growing network in training, as triggers and parts see it; `growlab.Grower` is one."""
 
     network: nn.Module
     graph: WidthGraph
     method: GrowthMethod
+    trigger: "Trigger"
     state: GrowthState
     clock: Clock
     seed: int
     events: list[dict[str, Any]]
+    training: Training
+    seed_widths: dict[str, int]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that follow and are still in use."""
+        ...
+
+    def copies(self) -> dict[str, nn.Module]:
+        """Averages of the network that grow along, by name."""
+        ...
+
+    def graph_at(self, state: GrowthState) -> WidthGraph:
+        """The width graph of the network in a state."""
+        ...
+
+    def probe(self) -> tuple[Any, ...]:
+        """Inputs that events are checked on, where the network is and in its precision."""
+        ...
+
+    def measurement(self, number: int, asker: str) -> Measurement:
+        """So many training batches to measure something on.
+
+        Raises:
+            UserError: the training loop gives none.
+        """
+        ...
 
     def gradients(self) -> dict[str, Tensor]:
         """The optimizers' running means of gradients, by parameter name."""
@@ -54,6 +115,16 @@ class Trigger(ABC):
 
     #: Global batch size of each stage, where the trigger says it.
     batch_sizes: tuple[int, ...] | None = None
+    #: Whether the network grows at all.
+    grows: bool = True
+    #: Whether the network leaves the widths that it is made with.
+    resizes: bool = True
+    #: Whether it is known beforehand when each stage begins.
+    knows_stages: bool = False
+    #: Whether the norm of the optimizers' running gradients belongs into the records.
+    wants_gradients: bool = False
+    #: Passes of its own over data, with their results and their cost.
+    looks: Sequence[Mapping[str, Any]] = ()
 
     def forecast(self, graph: WidthGraph) -> list[Widths] | None:
         """Width of each group at every stage; None where it is not known before.
@@ -74,6 +145,25 @@ class Trigger(ABC):
 
         It is asked at every boundary that the training loop announces, and again after each event.
         """
+
+    def share(self, stage: int, widths: Widths) -> float | None:
+        """Part of all growth that is done once a stage with these widths has begun; None where it is not known."""
+        return None
+
+    def check(self, run: Run) -> None:  # noqa: B027 - most go with every run
+        """Called when the run knows its training, before the first step.
+
+        Raises:
+            UserError: it does not go with the run, and why.
+        """
+
+    def stage_end(self, run: Run) -> int | None:
+        """Epoch behind the last one of the present stage, at the latest; None where it is not known before."""
+        return None
+
+    def told(self) -> Mapping[str, Any]:
+        """Entries for the receipt of the event that it has just asked for."""
+        return {}
 
     def stage_at(self, clock: Clock) -> int | None:
         """Stage that a moment belongs to; None where it is not known before."""

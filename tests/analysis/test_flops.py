@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from growlab.analysis.flops import forward_flops, stage_flops, train_cost_percent
+from growlab.flops import forward_flops, stage_flops, train_cost_percent
 from growlab.growth import make_schedule
 from growlab.networks import MLP, resnet20
 from growlab.widths import trace

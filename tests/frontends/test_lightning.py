@@ -173,7 +173,9 @@ def outcome(module: L.LightningModule, growth: Growth, trainer: L.Trainer) -> li
     tensors = [*module.state_dict().values(), *(torch.as_tensor(moment) for moment in moments)]
     for part in growth.grower.parts:
         tensors += part.state_dict().values()
-    events = [{n: v for n, v in event.items() if n != "seconds"} for event in growth.grower.events]
+    events = [
+        {n: v for n, v in event.items() if not n.startswith("seconds")} for event in growth.grower.events
+    ]
     return [*(t.tolist() for t in tensors), [o["param_groups"] for o in optimizers], events]
 
 

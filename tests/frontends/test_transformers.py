@@ -61,7 +61,9 @@ def everything(trainer: Any, growth: Growth) -> list[Any]:
     moments = [value for state in optimizer["state"].values() for value in state.values()]
     averages = growth.grower.parts[0].state_dict().values()
     tensors = [*trainer.model.state_dict().values(), *(torch.as_tensor(m) for m in moments), *averages]
-    events = [{n: v for n, v in event.items() if n != "seconds"} for event in growth.grower.events]
+    events = [
+        {n: v for n, v in event.items() if not n.startswith("seconds")} for event in growth.grower.events
+    ]
     return [*(tensor.tolist() for tensor in tensors), events]
 
 

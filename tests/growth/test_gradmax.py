@@ -1,14 +1,12 @@
 """GradMax: no other new neurons of the same length have a larger gradient (Evci et al. 2022, Eqs. 8 and 11)."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
 from growlab.growth import GradMax
-from growlab.training.looking import measurement
+from growlab.telling import near_zero
 from tests.cases import NETWORKS
 from tests.growth.measured import Started, started
 
@@ -234,16 +232,7 @@ def test_impossible_choices_are_refused() -> None:
 )
 def test_what_training_takes_for_near_zero(precision: str, dtype: torch.dtype) -> None:
     """It is not zero in the precision of training, and nothing beside a number of the network's."""
-    run = started(mlp(nn.ReLU()), (5,), GradMax())
-    task = SimpleNamespace(
-        network=run.network,
-        graph=run.graph,
-        loss=nn.functional.cross_entropy,
-        growth_state=run.state,
-        trainer=SimpleNamespace(precision=precision),
-    )
-    data = measurement(task, lambda wanted: run.batches[:wanted], 1, "GradMax")
-    near = torch.tensor(data.near_zero)
+    near = torch.tensor(near_zero(precision))
     assert float(near.to(dtype)) > 0
     assert float(near.to(dtype) * 0.5) > 0
     assert float(torch.tensor(0.01, dtype=dtype) + near.to(dtype)) == float(torch.tensor(0.01, dtype=dtype))

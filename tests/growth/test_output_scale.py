@@ -1,5 +1,6 @@
 """What the growth methods leave on the output, and whether the last layers can take it up."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.errors import UserError
-from growlab.growth import PairGrowth, finish, grow, make_schedule, plant
+from growlab.grower import Grower
+from growlab.growth import PairGrowth, finish, grow, plant
 from growlab.optim import SGD, NormRatio
-from growlab.training import RateAdaptation, Task
+from growlab.training import RateAdaptation
 from growlab.training.progress import first_line
 from growlab.widths import WidthGraph, trace
 from tests.cases import METHODS, PRESERVING, outputs
@@ -120,6 +122,7 @@ def test_the_last_layers_are_found_whatever_stands_behind_them(end: str) -> None
     told = f"output layers: {last}" + ("" if free else " (something behind it fixes its scale)")
     assert told in first_line(graph)
     method = METHODS["ours"].make(0.0)
+    other = copy.deepcopy(network)
     state = plant(network, graph, method, dict.fromkeys(graph.groups, 4), 0)
     before = outputs(network, x, training=False)
     old = {name: network.get_parameter(name).detach().clone() for name in found}
@@ -131,20 +134,12 @@ def test_the_last_layers_are_found_whatever_stands_behind_them(end: str) -> None
         new = network.get_parameter(name).detach()
         torch.testing.assert_close(new[:, :4], old[name] / 2)
         assert 0.3 < float(new[:, 4:6].square().mean()) * 8**2 < 3.0
-    task = Task(
-        network,
-        graph,
-        method,
-        make_schedule(1, 4, num_stages=1),
-        state,
-        lambda parameters: SGD(parameters, 0.1),
-        [1],
-        RateAdaptation(NormRatio(), output_fan_in=True),
-    )
-    optimizer = task.configure_optimizers()["optimizer"]
+    grower = Grower(other, (x,), method=method, trigger={0: dict.fromkeys(graph.groups, 8)})
+    optimizer = SGD(other.parameters(), 0.1)
+    RateAdaptation(NormRatio(), output_fan_in=True).apply(optimizer)
+    grower.follow(optimizer)
     for name in found:
-        # The task was made at width 8.
-        factors = optimizer.factors(network.get_parameter(name))
+        factors = optimizer.factors(other.get_parameter(name))
         assert float(factors[0]) == pytest.approx(1 / 8)
 
 
@@ -165,9 +160,10 @@ class Tail(nn.Module):
         return h @ self.matrix if self.follow == "matrix" else self.recurrent(h)[0]
 
 
-@pytest.mark.parametrize(("follow", "last"), [("itself", {}), ("matrix", {"": True}), ("recurrent", {})])
+@pytest.mark.parametrize(
+    ("follow", "last"), [("itself", {}), ("matrix", {"matrix": True}), ("recurrent", {})]
+)
 def test_a_layer_that_another_map_follows_is_not_the_last(follow: str, last: dict[str, bool]) -> None:
     torch.manual_seed(0)
     graph = trace(Tail(follow), torch.randn(4, 5, 6))
-    # A parameter that the network itself multiplies by is a layer by the network's own name.
     assert graph.last_layers == last

@@ -114,7 +114,7 @@ def test_recording_changes_nothing(cli: CommandLine, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("growth=pairs",), "take the plain network as model with growth=hyperfan"),
+        (("growth=pairs", "schedule.num_stages=2"), "take the plain network as model with growth=hyperfan"),
         (("growth.width_multiple=0.5",), "take the plain network as model with growth=hyperfan"),
         (("model.initialisation=lucky",), "initialisation must be one of"),
         (("log_layers_every_n_steps=0",), "log_layers_every_n_steps=0 must be at least 1"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.analysis.flops import forward_flops
+from growlab.flops import forward_flops
 from growlab.networks import resnet20
 from tests.runs import CommandLine, Left
 

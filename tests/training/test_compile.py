@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from growlab.data import ImageData
-from growlab.growth import PairGrowth, make_schedule, plant
+from growlab.grower import Grower
+from growlab.growth import PairGrowth, make_schedule
 from growlab.networks.mlp import MLP
 from growlab.training import GrowthCallback, Task
-from growlab.widths import trace
 
 NUM_STAGES = 10  # more widths than the compiler's recompile limit of 8
 
@@ -42,19 +42,17 @@ def train(backend: _Counter | None) -> dict[str, torch.Tensor]:
     data.setup()
     lightning.seed_everything(0, verbose=False)
     network = small_network()
-    graph = trace(network, data.probe_batch(2))
     widths = [(stage + 1) / NUM_STAGES for stage in range(NUM_STAGES - 1)]
     schedule = make_schedule(NUM_STAGES, 16, epochs=[1] * NUM_STAGES, widths=[*widths, 1])
     method = PairGrowth(noise_std=0.001)
-    state = plant(network, graph, method, schedule.widths(graph)[0], 0)
+    grower = Grower(network, data.probe_batch(16), method=method, trigger=schedule)
     if backend is not None:
         network.compile(backend=backend)
-    task = Task(
-        network, graph, method, schedule, state, lambda p: torch.optim.SGD(p, 0.05, 0.9), [3] * NUM_STAGES
-    )
+        grower.reopen()
+    task = Task(grower, schedule, [3] * NUM_STAGES, lambda p: torch.optim.SGD(p, 0.05, 0.9))
     trainer = lightning.Trainer(
         max_epochs=NUM_STAGES,
-        callbacks=[GrowthCallback(data.probe_batch(16))],
+        callbacks=[GrowthCallback(grower)],
         reload_dataloaders_every_n_epochs=1,
         num_sanity_val_steps=0,
         accelerator="cpu",

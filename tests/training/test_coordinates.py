@@ -8,11 +8,12 @@ import torch
 from torch.nn import functional as F
 
 from growlab.errors import UserError
-from growlab.growth import FixedSize, make_schedule, plant
+from growlab.grower import Grower
+from growlab.growth import FixedSize
 from growlab.networks import MLP
 from growlab.optim import SGD, BaseRate
-from growlab.training import RateAdaptation, Task
-from growlab.widths import trace
+from growlab.training import RateAdaptation
+from growlab.triggers import Never
 
 WIDTHS, STEPS, SEEDS, RATE = (64, 128, 256), 4, 2, 0.002
 MUP_RATES = RateAdaptation(BaseRate(), output_fan_in=True)
@@ -24,12 +25,10 @@ def sizes_of_changes(initialisation: str, rates: RateAdaptation, width: int, see
     network = MLP(20, [width, width, width], 10).double()
     torch.nn.init.zeros_(network.classifier.bias)
     x, y = torch.randn(32, 20, dtype=torch.float64), torch.arange(32) % 10
-    graph = trace(network, x[:2])
-    state = plant(network, graph, FixedSize(initialisation=initialisation), graph.full_widths, seed)
-    schedule = make_schedule(total_epochs=1, batch_size=32, epochs=[1], widths=[1])
-    make = lambda parameters: SGD(parameters, RATE)  # noqa: E731
-    task = Task(network, graph, FixedSize(), schedule, state, make, [STEPS], rates)
-    optimizer = task.configure_optimizers()["optimizer"]
+    grower = Grower(network, x, method=FixedSize(initialisation=initialisation), trigger=Never(), seed=seed)
+    optimizer = SGD(network.parameters(), RATE)
+    rates.apply(optimizer)
+    grower.follow(optimizer)
 
     def activations() -> list[torch.Tensor]:
         found = [x]

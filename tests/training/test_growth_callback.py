@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from growlab.data import ImageData
-from growlab.growth import VarianceTransfer, grow, make_schedule, plant
+from growlab.grower import Grower
+from growlab.growth import VarianceTransfer, grow, make_schedule
 from growlab.networks.mlp import MLP
 from growlab.optim import Inheritance, follow
 from growlab.training import GrowthCallback, LearningRate, Task
-from growlab.widths import trace
 
 EPOCHS, WIDTHS, BATCHES = [2, 1, 2], [0.5, 0.75, 1], [40, 32, 24]
 
@@ -32,14 +32,13 @@ def new_run(make: Callable[..., torch.optim.Optimizer]) -> tuple[Task, ImageData
     data.setup()
     lightning.seed_everything(0, verbose=False)
     network = MLP(64, [12, 12], 10, batch_norm=True)
-    graph = trace(network, data.probe_batch(2))
     schedule = make_schedule(5, 24, epochs=EPOCHS, widths=WIDTHS, batch_sizes=BATCHES)
     data.batch_size_at_epoch = schedule.batch_size_at
     method = VarianceTransfer(noise_std=0.001)
-    state = plant(network, graph, method, schedule.widths(graph)[0], 0)
+    grower = Grower(network, data.probe_batch(16), method=method, trigger=schedule)
     steps = [-(-96 // schedule.batch_size_at(epoch)) for epoch in range(5)]
     rate = LearningRate(shape="constant")
-    return Task(network, graph, method, schedule, state, make, steps, learning_rate=rate), data
+    return Task(grower, schedule, steps, make, learning_rate=rate), data
 
 
 def new_trainer(epochs: int, *callbacks: lightning.Callback) -> lightning.Trainer:
@@ -65,7 +64,7 @@ def test_one_fit_equals_one_fit_for_each_stage(
     make: Callable[..., torch.optim.Optimizer], inheritance: Inheritance
 ) -> None:
     task, data = new_run(make)
-    trainer = new_trainer(5, GrowthCallback(data.probe_batch(16), inheritance))
+    trainer = new_trainer(5, GrowthCallback(task.grower, inheritance))
     trainer.fit(task, datamodule=data)
     assert len(task.events) == 2
 
@@ -77,7 +76,7 @@ def test_one_fit_equals_one_fit_for_each_stage(
         return kept[0]
 
     reference, data = new_run(same_optimizer)
-    widths = reference.schedule.widths(reference.graph)
+    widths, seed = reference.schedule.widths(reference.graph), reference.grower.seed
     optimizer: Any = None
     ends = [2, 3, 5]
     stages = new_trainer(ends[0])
@@ -86,10 +85,10 @@ def test_one_fit_equals_one_fit_for_each_stage(
             event = grow(
                 reference.network,
                 reference.graph,
-                reference.method,
+                reference.grower.method,
                 reference.growth_state,
                 widths[stage],
-                reference.seed,
+                seed,
                 (data.probe_batch(16),),
             )
             follow(

@@ -4,10 +4,18 @@ from omegaconf import DictConfig
 
 from growlab.data import ImageData
 from growlab.errors import UserError
-from growlab.growth import FixedSize, PairGrowth
+from growlab.growth import FixedSize, GrowthMethod, PairGrowth
 from growlab.networks import isotropic_mlp, mlp8
 from growlab.planning import optimizer_maker
-from growlab.training.plan import Plan, make_plan, optimizer_steps
+from growlab.training.plan import (
+    Loop,
+    Plan,
+    StageCost,
+    check_growth,
+    choose_trigger,
+    make_plan,
+    optimizer_steps,
+)
 from growlab.widths import trace
 
 SETTINGS = {
@@ -19,6 +27,10 @@ SETTINGS = {
 }
 
 
+LOOP = Loop()
+NO_RATES = {"_target_": "growlab.training.RateAdaptation"}
+
+
 @pytest.fixture(scope="module")
 def data() -> ImageData:
     made = ImageData("digits", limit_train=110, limit_test=10, batch_size=20)
@@ -28,9 +40,18 @@ def data() -> ImageData:
 
 def plan(data: ImageData, growth=None, **changes) -> Plan:
     network = mlp8(data.image_shape, 10, width=8)
-    limit, accumulate = changes.pop("limit", None), changes.pop("accumulate", 1)
+    loop = Loop(changes.pop("limit", None), changes.pop("accumulate", 1))
+    return planned(network, SETTINGS | changes, growth or PairGrowth(), data, loop)
+
+
+def planned(
+    network: torch.nn.Module, settings: dict, growth: GrowthMethod, data: ImageData, loop: Loop = LOOP
+) -> Plan:
     graph = trace(network, data.probe_batch(2))
-    return make_plan(SETTINGS | changes, network, graph, growth or PairGrowth(), data, limit, accumulate)
+    trigger = choose_trigger(settings, growth, None, data.batch_size, loop)
+    check_growth(graph, trigger, ())
+    cost = StageCost(network, graph, (), data.probe_batch(1))
+    return make_plan(settings, trigger, graph, cost, data, loop)
 
 
 def mlp_flops(data: ImageData, width: int) -> int:
@@ -51,21 +72,23 @@ def test_a_growing_run(data: ImageData) -> None:
 
 def test_a_network_that_cannot_grow_is_told_and_trains_at_fixed_size(data: ImageData) -> None:
     network = isotropic_mlp(data.image_shape, 10, width=8)
-    graph = trace(network, data.probe_batch(2))
     with pytest.raises(
         UserError, match=r"nothing in this network can grow \(.*classifier: the network's out"
     ):
-        make_plan(SETTINGS, network, graph, PairGrowth(), data)
+        planned(network, SETTINGS, PairGrowth(), data)
     settings = SETTINGS | {"widths": None, "batch_sizes": None, "epochs": None}
-    assert make_plan(settings, network, graph, FixedSize(), data).schedule.epochs == (9,)
+    assert planned(network, settings, FixedSize(), data).schedule.epochs == (9,)
 
 
 @pytest.mark.parametrize("wrong", [{"lr": "abc"}, {"weight_decay": -1}, {"momentum": [0.9]}])
 def test_an_optimizer_that_does_not_take_its_settings_is_told(wrong: dict) -> None:
     settings = {"_target_": "growlab.optim.SGD", "_partial_": True, "lr": 0.1}
     weight = torch.nn.Parameter(torch.zeros(2))
-    assert optimizer_maker(DictConfig({"optimizer": settings}))([weight]).defaults["lr"] == 0.1
-    make = optimizer_maker(DictConfig({"optimizer": settings | wrong}))
+    assert (
+        optimizer_maker(DictConfig({"optimizer": settings, "lr_adapt": NO_RATES}))([weight]).defaults["lr"]
+        == 0.1
+    )
+    make = optimizer_maker(DictConfig({"optimizer": settings | wrong, "lr_adapt": NO_RATES}))
     with pytest.raises(UserError, match=r"optimizer cannot be made with lr=.*: .* \(HYDRA_FULL_ERROR=1 sh"):
         make([weight])
 

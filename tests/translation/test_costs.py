@@ -7,8 +7,8 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from growlab.analysis.flops import forward_flops, stage_flops, train_cost_percent
 from growlab.configuration import PRIMARY, config_dir, register_schemas
+from growlab.flops import forward_flops, stage_flops, train_cost_percent
 from growlab.growth import make_schedule
 from growlab.widths import trace
 from tests.runs import ROOT

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.analysis.flops import forward_flops
+from growlab.flops import forward_flops
 from growlab.networks import resnet20
 from growlab.networks.resnet import CifarResNet
 from tests.runs import CommandLine, Left
@@ -48,7 +48,6 @@ def test_depth_and_width_grow_in_one_run(uninterrupted: Callable[..., Left]) -> 
             ("depth.blocks=auto", "growth=hyperfan"),
             "depth.blocks needs weights that are no functions of others",
         ),
-        (("depth.blocks=auto", "schedule=plateau"), "take schedule=exponential or linear"),
         (("depth.blocks=auto", "depth.start=nothing"), "zero"),
     ],
 )

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from growlab.growth import PairGrowth, grow, plant
-from growlab.optim import Orthogonalised
-from growlab.training.orthogonal import OldGradient
+from growlab.growth import PairGrowth, grow, make_schedule, plant
+from growlab.parts.osgd import OldGradient, Orthogonalised
+from growlab.triggers import Clock, Scheduled, Training
 from growlab.widths import trace
 
 
@@ -103,18 +103,22 @@ def test_what_is_taken_out_falls_evenly_from_all_after_an_event_to_nothing(
     anneal: Literal["stage", "run"], step: int, strength: float
 ) -> None:
     layer = nn.Linear(2, 1, bias=False)
-    old = OldGradient(layer, anneal, [3, 3, 4, 4, 4])
-    old.load_state_dict({"gradients": {"weight": torch.tensor([[2.0, 0.0]])}})
     events = [{"step": 6}, {"step": 10}][: 1 + (step >= 10)]
-    task = SimpleNamespace(
+    run = SimpleNamespace(
+        network=layer,
         events=events,
-        growth_state=SimpleNamespace(stage=len(events)),
-        schedule=SimpleNamespace(starts=[0, 2, 3], epochs=[2, 1, 2]),
+        state=SimpleNamespace(stage=len(events)),
+        trigger=Scheduled(make_schedule(5, 8, epochs=[2, 1, 2], widths=[0.25, 0.5, 1])),
+        training=Training(steps=[3, 3, 4, 4, 4]),
+        clock=Clock(step=step),
     )
+    old = OldGradient(anneal)
+    old.begin(run)
+    old.load_state_dict({"gradients": {"weight": torch.tensor([[2.0, 0.0]])}})
     layer.weight.grad = torch.tensor([[5.0, 3.0]])
-    old.on_before_optimizer_step(SimpleNamespace(global_step=step), task, None)
+    old.before_step(run)
     torch.testing.assert_close(layer.weight.grad, torch.tensor([[5.0 * (1 - strength), 3.0]]))
-    task.events = []
+    run.events = []
     layer.weight.grad = torch.tensor([[5.0, 3.0]])
-    old.on_before_optimizer_step(SimpleNamespace(global_step=step), task, None)
+    old.before_step(run)
     assert layer.weight.grad.tolist() == [[5.0, 3.0]]

@@ -6,20 +6,20 @@ from dataclasses import dataclass, field
 from math import ceil, isfinite
 from typing import Any
 
-from growlab.growth.expressivity import Bottleneck
+from growlab.growth import Bottleneck
 
 GROUPS = ("all", "gradient", "bottleneck")
 
 
 @dataclass(frozen=True)
-class Course:
+class Progress:
     """How a run has gone, at the beginning of an epoch.
 
     Attributes:
         epoch: that begins, counted from 0.
         total_epochs: of the run.
         rows: what was recorded of each epoch since the last growth event, or since the beginning.
-        rungs_left: growth events of all groups between here and full width.
+        steps_left: growth events of all groups between here and full width.
         spent: what has been trained, in percent of the fixed-size run's FLOPs.
         climbing: what the whole run will have cost, likewise, if it grows now and after every `min_epochs` until it
             has full width.
@@ -32,7 +32,7 @@ class Course:
     epoch: int
     total_epochs: int
     rows: Sequence[Mapping[str, Any]]
-    rungs_left: int
+    steps_left: int
     spent: float = 0.0
     climbing: float = 0.0
     gradient_norms: Mapping[str, float] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Course:
 
 
 class Demand(ABC):
-    """Decides at the beginning of each epoch whether a network grows by a rung of its schedule's widths.
+    """Decides at the beginning of each epoch whether a network grows by a step of its schedule's widths.
 
     It has full width in time: where waiting longer would leave less than `final_fraction` of the epochs to the last
     stage, every group grows. What it says is a function of its arguments alone: ranks follow the first one's, and a
@@ -89,64 +89,62 @@ class Demand(ABC):
         self.wants_bottlenecks = self.wants_bottlenecks or groups == "bottleneck"
 
     @abstractmethod
-    def wants(self, course: Course) -> bool:
+    def wants(self, progress: Progress) -> bool:
         """Whether it is time to grow, as far as there is time."""
 
-    def latest(self, total_epochs: int, rungs_left: int) -> int:
-        """The last epoch at whose beginning the next rung may be climbed, with so many to climb."""
+    def latest(self, total_epochs: int, steps_left: int) -> int:
+        """The last epoch at whose beginning the next step may be climbed, with so many to climb."""
         final = max(1, ceil(self.final_fraction * total_epochs))
-        return total_epochs - final - (rungs_left - 1) * self.min_epochs
+        return total_epochs - final - (steps_left - 1) * self.min_epochs
 
-    def must(self, course: Course) -> bool:
+    def must(self, progress: Progress) -> bool:
         """Whether waiting longer would leave too little time at full width."""
-        return course.epoch >= self.latest(course.total_epochs, course.rungs_left)
+        return progress.epoch >= self.latest(progress.total_epochs, progress.steps_left)
 
-    def check(self, total_epochs: int, rungs: int, cheapest: float) -> None:
+    def check(self, total_epochs: int, steps: int, cheapest: float) -> None:
         """Refuse a run in which it could not do what it promises.
 
         Args:
             total_epochs: of the run.
-            rungs: growth events of all groups to full width.
+            steps: growth events of all groups to full width.
             cheapest: least that the run can cost, in percent of the fixed-size run's FLOPs.
 
         Raises:
             ValueError: it could not.
         """
-        if rungs and self.latest(total_epochs, rungs) < self.min_epochs:
-            needed = total_epochs - self.latest(total_epochs, rungs) + self.min_epochs
+        if steps and self.latest(total_epochs, steps) < self.min_epochs:
+            needed = total_epochs - self.latest(total_epochs, steps) + self.min_epochs
             raise ValueError(
-                f"{total_epochs} epochs are too few to grow {rungs} times, every schedule.demand.min_epochs="
+                f"{total_epochs} epochs are too few to grow {steps} times, every schedule.demand.min_epochs="
                 f"{self.min_epochs}, and to train a part of {self.final_fraction} at full width: take "
                 f"{needed}, or lower schedule.num_stages."
             )
 
     def decide(
-        self, course: Course, widths: Mapping[str, int], ladder: Sequence[Mapping[str, int]]
+        self, progress: Progress, widths: Mapping[str, int], steps: Sequence[Mapping[str, int]]
     ) -> dict[str, int]:
         """Width of each group from here on: those that it has, or more.
 
         Args:
-            course: how training has gone.
+            progress: how training has gone.
             widths: width of each group now.
-            ladder: widths of the schedule's stages; the last ones are the full ones.
+            steps: widths of the schedule's stages; the last ones are the full ones.
         """
-        due = course.rungs_left > 0 and self.must(course)
-        early = len(course.rows) < self.min_epochs
-        if course.rungs_left == 0 or (early and not due) or not (due or self.wants(course)):
+        due = progress.steps_left > 0 and self.must(progress)
+        early = len(progress.rows) < self.min_epochs
+        if progress.steps_left == 0 or (early and not due) or not (due or self.wants(progress)):
             return dict(widths)
         if due or self.groups == "all":
-            rung = ladder[len(ladder) - course.rungs_left]
-            return {group: max(width, rung[group]) for group, width in widths.items()}
-        growing = [group for group in widths if widths[group] < ladder[-1][group]]
-        scores = course.gradient_norms
+            step = steps[len(steps) - progress.steps_left]
+            return {group: max(width, step[group]) for group, width in widths.items()}
+        growing = [group for group in widths if widths[group] < steps[-1][group]]
+        scores = progress.gradient_norms
         if self.groups == "bottleneck":
-            scores = {group: found.missing for group, found in course.bottlenecks.items()}
+            scores = {group: found.missing for group, found in progress.bottlenecks.items()}
         # Of equal scores the first group counts.
         growing.sort(key=lambda group: -scores.get(group, 0.0))
         chosen = growing[: max(1, round(self.groups_fraction * len(growing)))]
-        wider = {
-            group: min(rung[group] for rung in ladder if rung[group] > widths[group]) for group in chosen
-        }
+        wider = {group: min(step[group] for step in steps if step[group] > widths[group]) for group in chosen}
         return {**widths, **wider}
 
 
@@ -175,7 +173,7 @@ class Plateau(Demand):
             raise ValueError("schedule.demand.patience must be at least 1, and min_delta not negative.")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
 
-    def wants(self, course: Course) -> bool:
+    def wants(self, progress: Progress) -> bool:
         """Whether the last improvement is `patience` epochs ago.
 
         Raises:
@@ -183,7 +181,7 @@ class Plateau(Demand):
         """
         sign = 1.0 if self.metric.endswith("loss") else -1.0
         best, since = None, 0
-        for row in course.rows:
+        for row in progress.rows:
             if row.get(self.metric) is None:
                 raise ValueError(
                     f"schedule.demand.metric={self.metric} is not recorded: set data.validation=split, or watch "
@@ -218,9 +216,9 @@ class GradientNorm(Demand):
             raise ValueError(f"schedule.demand.ratio={ratio} must lie in (0, 1].")
         self.ratio = ratio
 
-    def wants(self, course: Course) -> bool:
+    def wants(self, progress: Progress) -> bool:
         """Whether the last epoch's gradient is that much smaller than the stage's largest."""
-        norms = [float(row["gradient_norm"]) for row in course.rows]
+        norms = [float(row["gradient_norm"]) for row in progress.rows]
         finite = [norm for norm in norms if isfinite(norm)]
         return len(finite) > 1 and norms[-1] < self.ratio * max(finite)
 
@@ -249,10 +247,10 @@ class Expressivity(Demand):
             raise ValueError(f"schedule.demand.ratio={ratio} must lie in (0, 1].")
         self.ratio = ratio
 
-    def wants(self, course: Course) -> bool:
+    def wants(self, progress: Progress) -> bool:
         """Whether what is within reach has shrunk that much, or nothing is left to measure it by."""
-        within = [1.0 - share for share in course.out_of_reach]
-        return not course.bottlenecks or within[-1] < self.ratio * max(within)
+        within = [1.0 - share for share in progress.out_of_reach]
+        return not progress.bottlenecks or within[-1] < self.ratio * max(within)
 
 
 class Budget(Demand):
@@ -274,17 +272,17 @@ class Budget(Demand):
             raise ValueError(f"schedule.demand.percent={percent} must lie above 0 and at most at 100.")
         self.percent = percent
 
-    def wants(self, course: Course) -> bool:
+    def wants(self, progress: Progress) -> bool:
         """Whether climbing from now on stays within the budget."""
-        return course.climbing <= self.percent
+        return progress.climbing <= self.percent
 
-    def check(self, total_epochs: int, rungs: int, cheapest: float) -> None:
+    def check(self, total_epochs: int, steps: int, cheapest: float) -> None:
         """Refuse a budget that the narrowest way exceeds.
 
         Raises:
             ValueError: it does.
         """
-        super().check(total_epochs, rungs, cheapest)
+        super().check(total_epochs, steps, cheapest)
         if cheapest > self.percent:
             raise ValueError(
                 f"schedule.demand.percent={self.percent} is below {cheapest:.1f}, what growing late costs: "

@@ -1,7 +1,8 @@
 """A head that grows with the classes: the output layer's rows open as classes appear (Yuan et al. 2023, App. H)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +10,63 @@ from torch import Tensor, nn
 from growlab.growth.event import GrowthState
 from growlab.growth.method import Expansion, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, fold_multipliers, multiply
+from growlab.parts import part as parts
+from growlab.parts.part import Replaced
+from growlab.triggers import Run, Trigger, Widths
 from growlab.widths import Axis, Carry, Group, Part, WidthGraph, grid, replace_tensors, tensors_of
 
 #: The group whose channels are the network's outputs.
 CLASSES = "classes"
+
+
+class Classes(parts.Part):
+    """Opens the output layer's rows stage by stage, as classes arrive.
+
+    Args:
+        order: the classes in the order in which they arrive, all of them.
+        counts: maps a number of stages to how many classes each has.
+    """
+
+    name = "classes"
+
+    def __init__(self, order: Sequence[int], counts: Callable[[int], Sequence[int]]) -> None:
+        self._order, self._counts = list(order), counts
+        self._sorted = False
+
+    def applies(self, trigger: Trigger) -> bool:
+        """Stages have to be known before; else the network has all outputs from the start."""
+        return trigger.grows and trigger.knows_stages
+
+    def prepare(
+        self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
+    ) -> WidthGraph:
+        """Make the network's outputs a width group, where one layer puts them out."""
+        opened = with_classes(graph, len(self._order))
+        self.groups = () if opened is None else (CLASSES,)
+        return opened or graph
+
+    def stage_widths(self, num_stages: int) -> Mapping[str, Sequence[int]]:
+        """Classes of each stage."""
+        return {CLASSES: list(self._counts(num_stages))} if self.groups else {}
+
+    def widen(self, run: Run, network: nn.Module, state: GrowthState, widths: Widths) -> Replaced:
+        """Open rows."""
+        if not self.groups:
+            return {}
+        return open_classes(network, run.graph, run.method, state, widths[CLASSES], run.seed)
+
+    def targets(self, y: Tensor) -> Tensor:
+        """Row of each class: while the network trains they are in the order of arrival."""
+        if self._sorted or not self.groups:
+            return y
+        return torch.argsort(torch.tensor(self._order, device=y.device))[y]
+
+    def finish(self, run: Run) -> None:
+        """Bring rows into the order of the labels."""
+        if self.groups and not self._sorted:
+            for network in (run.network, *run.copies().values()):
+                sort_classes(network, run.graph, self._order)
+            self._sorted = True
 
 
 def with_classes(graph: WidthGraph, num_classes: int) -> WidthGraph | None:

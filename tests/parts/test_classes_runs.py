@@ -38,7 +38,7 @@ def test_classes_appear_and_the_head_grows(cli: CommandLine, tmp_path: Path) -> 
     assert [stage["widths"]["classes"] for stage in results["stages"]] == [4, 7, 10]
     assert [event["widths_after"]["classes"] for event in events] == [7, 10]
     assert all(event["parity_error_eval"] <= event["parity_tolerance_eval"] for event in events)
-    assert all("average_parity_error_eval" in event for event in events)
+    assert all("ema_parity_error_eval" in event for event in events)
     # One pass over the images of the stage that ends, before the network grows.
     assert [event["auxiliary_samples"] for event in events] == [80, 140]
     widths, classes = (6, 10, 12), (4, 7, 10)

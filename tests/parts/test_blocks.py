@@ -1,6 +1,7 @@
 """Blocks that come into a network while it trains."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
-from growlab.growth import Depth, GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, plant
+from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, plant
 from growlab.growth.event import ParityError
 from growlab.growth.multipliers import fold_multipliers
 from growlab.networks.mlp import MLP
 from growlab.networks.resnet import CifarResNet
 from growlab.optim import weight_regions
+from growlab.parts.depth import Deepening, Depth
+from growlab.triggers import Decided
 from growlab.widths import WidthGraph, trace
 
 IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
@@ -195,5 +198,11 @@ def test_a_start_that_does_not_fit_is_told(start: str, told: str) -> None:
 def test_blocks_come_evenly() -> None:
     network = resnet()
     depth = Depth(network, trace(network, IMAGES), None, "zero", (IMAGES,))
-    assert [len(depth.present_at(stage, 5)) for stage in range(5)] == [0, 2, 3, 4, 6]
-    assert len(depth.present_at(0, 1)) == 6
+    assert [len(depth.present_at(stage / 4)) for stage in range(5)] == [0, 2, 3, 4, 6]
+    assert len(depth.present_at(1.0)) == 6
+
+
+def test_a_trigger_has_to_know_how_far_growth_is() -> None:
+    run = SimpleNamespace(trigger=Decided(), graph=trace(resnet(), IMAGES))
+    with pytest.raises(UserError, match="needs a trigger that knows how far growth has come"):
+        Deepening().check(run)

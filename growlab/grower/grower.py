@@ -1,16 +1,17 @@
 """The engine: a network that grows in anyone's training."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from growlab import ranks
 from growlab.errors import UserError
+from growlab.grower.events import carry_out
+from growlab.grower.loading import adopt, arrive, recognised
+from growlab.grower.preparing import prepared, with_parts
 from growlab.growth import (
     GrowthEvent,
     GrowthMethod,
@@ -19,20 +20,16 @@ from growlab.growth import (
     Schedule,
     anneal_norms,
     finish,
-    grow,
     plant,
-    restore,
 )
-from growlab.growth.attached import attach, detach, state_of
-from growlab.growth.multipliers import saved_multipliers
+from growlab.growth.attached import attach, detach
+from growlab.growth.parity import network_inputs
 from growlab.growth.weighted_norms import annealed
-from growlab.optim import Inheritance
+from growlab.optim import Inheritance, Regions, weight_regions
 from growlab.optim.followers import Followers
 from growlab.parts.part import Part
-from growlab.triggers import Clock, Trigger, Widths, as_trigger
-from growlab.widths import replace_tensors, resized, tensors_of, trace
-
-Batches = Callable[[int], Sequence[tuple[Tensor, ...]]]
+from growlab.triggers import Clock, Run, Training, Trigger, Widths, as_trigger
+from growlab.widths import WidthGraph
 
 
 class Grower:
@@ -54,15 +51,17 @@ class Grower:
             each stage such as {0: 0.25, 10: 0.5, 20: 1.0}.
         parts: features beside growing; see `growlab.parts`.
         seed: of everything that growth draws.
-        optimizer_state: what becomes of optimizer state at an event, see `growlab.optim.follow`.
         anneal_steps: optimizer steps after an event in which normalisations over channels that grew become plain
-            ones again, see `growlab.growth.anneal_norms`.
+            ones again, see `growlab.growth.anneal_norms`; or a function of the grower that says how many.
+        graph: what `prepared` returned for this network; None: it is traced here.
 
     Attributes:
         graph: the network's width graph.
         state: its stage, widths and whatever else its tensors do not tell.
         clock: what the last `step` was told.
         events: receipts of all growth events, in plain containers.
+        training: what `look_at` told.
+        check_ranks: compare processes after each event, bit for bit.
 
     Raises:
         UserError: the network cannot be traced, or trigger, method or a part cannot go with it.
@@ -77,49 +76,57 @@ class Grower:
         trigger: Trigger | Schedule | Mapping[float, Any],
         parts: Sequence[Part] = (),
         seed: int = 0,
-        optimizer_state: Inheritance = "auto",
-        anneal_steps: int = 100,
+        anneal_steps: int | Callable[[Run], int] = 100,
+        graph: WidthGraph | None = None,
     ) -> None:
         self.network: nn.Module = getattr(network, "_orig_mod", network)
         self.method, self.trigger, self.parts = method, as_trigger(trigger), tuple(parts)
-        self.seed, self.anneal_steps = seed, anneal_steps
-        self.clock, self.events = Clock(), list[dict[str, Any]]()
+        self.seed, self.check_ranks = seed, True
+        self.clock, self.events, self.training = Clock(), list[dict[str, Any]](), Training()
+        self._anneal_steps = anneal_steps
         self._example = example if isinstance(example, tuple) else (example,)
         self._modules: list[nn.Module] = []
-        self._data: tuple[Batches, Callable[..., Tensor]] | None = None
-        graph = trace(self.network, self._probe(), follow_norms=method.follows_norms)
-        self.graph = method.prepare(self.network, graph, seed)
-        for part in self.parts:
-            self.graph = part.prepare(self.network, self.graph, seed)
-        full = dict(self.network.named_parameters())
-        try:
-            self.state = plant(self.network, self.graph, method, dict(self.trigger.first(self.graph)), seed)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        self._followers = Followers(self.network, self.graph, optimizer_state, self.on_step)
-        self._followers.forget(full)
+        self._regions: dict[str, Regions] | None = None
+        if graph is None:
+            graph = prepared(self.network, self.probe(), method, self.parts, seed)
+        past, self.full_graph, self.graph = dict(self.network.named_parameters()), graph, graph
+        self.seed_widths = with_parts(self, self.trigger.first(graph), 0)
+        share = self.trigger.share(0, self.seed_widths)
         for part in self.parts:
             part.check(self)
+        for part in self.parts:
+            self.graph = part.at_share(self.network, self.graph, 1.0 if share is None else share)
+        try:
+            self.state = plant(self.network, self.graph, method, self.seed_widths, seed)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        self.followers = Followers(self)
+        self.followers.forget(past)
         for part in self.parts:
             part.begin(self)
         self.reopen()
 
     # In a loop ---------------------------------------------------------------------------------------------
 
-    def follow(self, *followers: Optimizer | nn.Module) -> None:
+    def follow(
+        self, *followers: Optimizer | nn.Module, state: Inheritance = "auto", announced: bool = False
+    ) -> None:
         """Let optimizers track the network through growth, and averages of it grow along; once each.
 
         Args:
             followers: optimizers of torch, of growlab or others; those that were made before the network became a
                 seed are brought to its parameters. Or modules of the network's tensors and widths: averages of it
                 such as `torch.optim.swa_utils.AveragedModel`.
+            state: what becomes of these optimizers' state at an event, see `growlab.optim.follow`.
+            announced: the loop calls `before_step` once gradients are there, since it gives optimizers a closure that
+                computes them.
 
         Raises:
             UserError: it is neither, or a module of other tensors.
         """
         for follower in followers:
             if isinstance(follower, Optimizer):
-                self._followers.add(follower, self.state.births)
+                self.followers.add(follower, state, announced)
             elif isinstance(follower, nn.Module):
                 copy = getattr(follower, "module", follower)
                 shapes = [{n: t.shape for n, t in m.state_dict().items()} for m in (copy, self.network)]
@@ -129,21 +136,43 @@ class Grower:
                         "is now; copy the network after the Grower was made."
                     )
                 self._modules.append(copy)
-                attach(copy, self.graph, self.state, self, self._probe())
+                attach(copy, self.graph, self.state, self, self.probe())
             else:
                 raise UserError(
                     f"{type(follower).__name__} cannot follow a network: give torch.optim.Optimizers, or modules that "
                     "are averages of the network."
                 )
 
-    def look_at(self, batches: Batches, loss: Callable[..., Tensor]) -> None:
-        """Give training data to methods that look at some before an event (`GrowthMethod.batches`).
+    def look_at(
+        self,
+        batches: Callable[[int], Sequence[tuple[Tensor, ...]]] | None = None,
+        loss: Callable[..., Tensor] | None = None,
+        **known: Any,
+    ) -> None:
+        """Tell what methods, triggers and parts may want to know of the training, once and before the first step.
 
         Args:
             batches: maps a number to so many training batches, this process's part: tuples of inputs and targets.
             loss: mean loss of a batch from the network's output and the targets.
+            known: further fields of `growlab.triggers.Training`.
+
+        Raises:
+            UserError: trigger or parts do not go with it.
         """
-        self._data = batches, loss
+        self.training = replace(self.training, batches=batches, loss=loss, **known)
+        self.trigger.check(self)
+        for part in self.parts:
+            part.check(self)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Let parts act on gradients, of optimizers that `follow` was told of as announced."""
+        self.followers.before_step(optimizer)
+
+    def targets(self, y: Tensor) -> Tensor:
+        """Targets of a batch as the network's outputs stand for them at this stage."""
+        for part in self.parts:
+            y = part.targets(y)
+        return y
 
     def step(
         self, *, epoch: int | None = None, step: int | None = None, cost: float | None = None
@@ -186,33 +215,34 @@ class Grower:
                 f"growth cannot end yet: normalisations over channels that grew need {left} more optimizer steps to "
                 "become plain ones; train on, or lower anneal_steps."
             )
-        copies = tuple(self._copies().values())
+        for part in self.parts:
+            part.finish(self)
+        copies = tuple(self.copies().values())
         finish(self.network, self.graph, self.method, self.state, copies)
         for network in (self.network, *copies):
             detach(network)
-        self._followers.release()
-        for part in self.parts:
-            part.finish(self)
+        self.followers.release()
         return self.network
 
     def withdraw(self) -> None:
         """Leave the network at the widths that it was traced at, without hooks; new channels are zero."""
-        full = self.graph.full_widths
-        self._adopt(GrowthState(0, full, {group: [0] * width for group, width in full.items()}))
+        full = self.full_graph.full_widths
+        births = {group: [0] * width for group, width in full.items()}
+        adopt(self, recognised(self, self.full_graph.axes, GrowthState(0, full, births)))
         detach(self.network)
-        self._followers.release()
+        self.followers.release()
 
     def reopen(self) -> None:
         """Bring the hooks back that `finish` took away, so that checkpoints of earlier stages load again."""
-        for network in (self.network, *self._copies().values()):
-            attach(network, self.graph, self.state, self, self._probe())
+        for network in (self.network, *self.copies().values()):
+            attach(network, self.graph, self.state, self, self.probe())
 
     # Checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """State of growth beside the network's and the optimizers' own, in plain containers and tensors."""
         return {
-            "full_widths": self.graph.full_widths,
+            "full_widths": self.full_graph.full_widths,
             "growth": self.state.as_dict(),
             "clock": asdict(self.clock),
             "events": list(self.events),
@@ -226,13 +256,13 @@ class Grower:
         Raises:
             UserError: it is another network's, or of a run with other parts.
         """
-        if state["full_widths"] != self.graph.full_widths:
+        if state["full_widths"] != self.full_graph.full_widths:
             raise UserError("the state is of another network: its width groups or their full widths differ.")
         names = {part.name for part in self.parts}
         if names != set(state["parts"]):
             saved, own = (", ".join(sorted(each)) or "none" for each in (state["parts"], names))
             raise UserError(f"the state is of a run with other parts: {saved}; this one has {own}.")
-        self._adopt(GrowthState.from_dict(state["growth"]))
+        adopt(self, GrowthState.from_dict(state["growth"]))
         self.clock, self.events = Clock(**state["clock"]), list(state["events"])
         self.trigger.load_state_dict(state["trigger"])
         for part in self.parts:
@@ -241,159 +271,117 @@ class Grower:
     def arrive(
         self, network: nn.Module, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None
     ) -> None:
-        """Bring the network, or a copy of it, to the widths of tensors that it is about to load.
+        """Bring the network, or a copy of it, to the structure and widths of tensors that it is about to load."""
+        arrive(self, network, tensors, state)
 
-        Tensors that are not the network's are left to `load_state_dict` to complain about.
-        """
-        if not self.graph.axes.keys() <= tensors.keys():
-            return
-        shapes = {name: tuple(tensors[name].shape) for name in self.graph.axes}
-        widths = self.graph.widths_of(shapes)
-        if any(self.graph.shape(name, widths) != shape for name, shape in shapes.items()):
-            return
-        known = GrowthState.from_dict(state) if state is not None and state["widths"] == widths else None
-        if network is self.network:
-            if known is not None or widths != self.state.widths:
-                self._adopt(known or replace(self._state_at(widths), multipliers=saved_multipliers(tensors)))
-            return
-        self._resize(network, widths)
-        own = state_of(network)
-        if known is not None and own is not None and own is not self.state:
-            vars(own).update(vars(known))
-            restore(network, self.graph, known)
+    @property
+    def auxiliary_flops(self) -> int:
+        """Forward FLOPs so far of passes beside training's, each with a backward pass or what costs as much."""
+        return sum(passes.get("auxiliary_flops", 0) for passes in (*self.events, *self.trigger.looks))
 
     # What triggers and parts ask -----------------------------------------------------------------------------
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that follow and are still in use."""
-        return self._followers.optimizers
+        return self.followers.optimizers
+
+    @property
+    def anneal_steps(self) -> int:
+        """Optimizer steps in which normalisations of this stage become plain ones."""
+        return self._anneal_steps(self) if callable(self._anneal_steps) else self._anneal_steps
 
     def gradients(self) -> dict[str, Tensor]:
         """The optimizers' running means of gradients, by parameter name."""
-        return self._followers.gradients()
+        return self.followers.gradients()
 
-    # Events --------------------------------------------------------------------------------------------------
-
-    def _grow(self, widths: Widths) -> GrowthEvent:
-        told: dict[str, Any] = {}
-        for part in self.parts:
-            told |= part.before_growth(self, widths)
-        copies = self._copies()
-        for network in (self.network, *copies.values()):
-            ranks.broadcast_buffers(network)
-        before, leader = GrowthState.from_dict(self.state.as_dict()), tensors_of(self.network, self.graph)
-        gradients = self.gradients() if self.method.wants_gradients else {}
-        enlarge = partial(
-            grow,
-            new_widths=dict(widths),
-            seed=self.seed,
-            probe=self._probe(),
-            agree=ranks.agreed,
-            gradients=gradients,
-        )
-        try:
-            event = enlarge(self.network, self.graph, self.method, self.state, data=self._measurement())
-            widths_before, widths_after = event.widths_before, event.widths_after
-            self._followers.carry(event.replaced, widths_before, widths_after, event.carry, self.state.births)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        for name, copy in copies.items():
-            own = GrowthState.from_dict(before.as_dict())
-            along = enlarge(copy, self.graph, self.method, own, leader=leader, leading=event)
-            told |= {
-                f"{name}_parity_error_{mode}": getattr(along, f"parity_error_{mode}")
-                for mode in ("eval", "train")
-            }
-        for part in self.parts:
-            told |= part.after_growth(self, event)
-        if ranks.several():
-            ranks.compare(
-                ranks.held(self.network, self.optimizers), f"after growth to stage {self.state.stage}"
-            )
-        # Else the ninth width exceeds the compiler's recompile limit and it silently stops compiling.
-        torch.compiler.reset()
-        self.events.append({**asdict(self.clock), **event.receipt(), **told})
-        return event
-
-    def _measurement(self) -> Measurement | None:
-        if not self.method.batches:
-            return None
-        if self._data is None:
-            raise UserError(f"{self.method.name} looks at training data: give some with Grower.look_at.")
-        batches, loss = self._data
-        weights = annealed(self.state.norm_weights, self.state.norm_progress)
-        return Measurement(
-            self.network,
-            self.graph,
-            batches(self.method.batches),
-            loss,
-            ranks.averaged,
-            ranks.shared,
-            weights,
-        )
-
-    # Followers -----------------------------------------------------------------------------------------------
-
-    def _copies(self) -> dict[str, nn.Module]:
+    def copies(self) -> dict[str, nn.Module]:
         """Averages of the network that grow along, by name."""
         found = {f"module{index}": module for index, module in enumerate(self._modules)}
         for part in self.parts:
             found |= part.followers()
         return found
 
+    def graph_at(self, state: GrowthState) -> WidthGraph:
+        """The width graph of the network in a state."""
+        graph = self.full_graph
+        for part in self.parts:
+            graph = part.graph_at(graph, state)
+        return graph
+
+    def forget_regions(self) -> None:
+        """Find regions anew when they are asked for: widths or births have changed."""
+        self._regions = None
+
+    def regions(self) -> dict[str, Regions]:
+        """Which elements of which parameters came with which stage, by name, on the network's device."""
+        parameters = dict(self.network.named_parameters())
+        device = next(iter(parameters.values())).device
+        if self._regions is None:
+            since = {name: stage for part in self.parts for name, stage in part.births(self.state).items()}
+            known = weight_regions(self.graph, self.state.births, since)
+            self._regions = {name: known[name] for name in parameters if name in known}
+        self._regions = {name: region.to(device) for name, region in self._regions.items()}
+        return self._regions
+
+    def measurement(self, number: int, asker: str) -> Measurement:
+        """So many training batches to measure something on; what is measured is averaged over processes.
+
+        Args:
+            number: of batches.
+            asker: for the message.
+
+        Raises:
+            UserError: `look_at` told of none.
+        """
+        training = self.training
+        if training.batches is None or training.loss is None:
+            raise UserError(
+                f"{asker} looks at training data, of which there is none; give some with Grower.look_at, or choose "
+                "another."
+            )
+        weights = annealed(self.state.norm_weights, self.state.norm_progress)
+        return Measurement(
+            self.network,
+            self.graph,
+            training.batches(number),
+            training.loss,
+            ranks.averaged,
+            ranks.shared,
+            weights,
+            training.near_zero,
+        )
+
+    def probe(self) -> tuple[Any, ...]:
+        """The example on the network's device, numbers in its precision."""
+        return network_inputs(self._example, self.network)
+
+    # Events --------------------------------------------------------------------------------------------------
+
+    def _grow(self, widths: Widths) -> GrowthEvent:
+        return carry_out(self, widths)
+
+    def held(self) -> Iterator[tuple[str, Any]]:
+        """Names and values of all that processes must hold alike."""
+        yield "the growth state", self.state.as_dict()
+        yield from ranks.held(self.network, self.optimizers)
+        for name, copy in self.copies().items():
+            yield from ((f"{key} of {name}", tensor) for key, tensor in copy.state_dict().items())
+
+    # Steps ---------------------------------------------------------------------------------------------------
+
     def on_step(self, after: bool) -> None:
         """Called before and after each step of the optimizer that holds the network's parameters."""
         for part in self.parts:
             (part.after_step if after else part.before_step)(self)
         if after and self.state.norm_weights:
-            done = round(self.state.norm_progress * self.anneal_steps) + 1
-            progress = min(1.0, done / max(1, self.anneal_steps))
-            for copy in self._copies().values():
-                anneal_norms(copy, self.graph, GrowthState.from_dict(self.state.as_dict()), progress)
-            anneal_norms(self.network, self.graph, self.state, progress)
+            steps = max(1, self.anneal_steps)
+            self.anneal(min(1.0, (round(self.state.norm_progress * steps) + 1) / steps))
+
+    def anneal(self, progress: float) -> None:
+        """Bring weighted normalisations of the network and its averages closer to plain ones, which they are at 1."""
+        for copy in self.copies().values():
+            anneal_norms(copy, self.graph, GrowthState.from_dict(self.state.as_dict()), progress)
+        anneal_norms(self.network, self.graph, self.state, progress)
 
     # Widths --------------------------------------------------------------------------------------------------
-
-    def _adopt(self, state: GrowthState) -> None:
-        """Go on in another state of growth: widths of all that follows, factors, regions."""
-        past = dict(self.network.named_parameters())
-        for network in (self.network, *self._copies().values()):
-            self._resize(network, state.widths)
-            restore(network, self.graph, state)
-        # The same object: hooks look at it.
-        vars(self.state).update(vars(state))
-        self._followers.exchange(past, self.state.births)
-
-    def _resize(self, network: nn.Module, widths: Widths) -> None:
-        tensors = tensors_of(network, self.graph)
-        before = self.graph.widths_of({name: tensor.shape for name, tensor in tensors.items()})
-        changed = {
-            name: resized(tensor, self.graph.axes[name], before, widths)
-            for name, tensor in tensors.items()
-            if self.graph.changes(name, before, widths)
-        }
-        replace_tensors(network, self.graph, changed)
-
-    def _state_at(self, widths: Widths) -> GrowthState:
-        """State of a network of which only the widths are known: stage and births as the trigger foresees them."""
-        stages = list(self.trigger.forecast(self.graph) or [])
-        stage = stages.index(widths) if widths in stages else self.state.stage
-        births = {
-            group: [
-                next((s for s, known in enumerate(stages[:stage]) if known[group] > channel), stage)
-                for channel in range(width)
-            ]
-            for group, width in widths.items()
-        }
-        return GrowthState(stage, dict(widths), births, asked=self.state.asked)
-
-    def _probe(self) -> tuple[Any, ...]:
-        """The example on the network's device, numbers in its precision."""
-        parameter = next(self.network.parameters())
-        return tuple(
-            x.to(parameter.device, parameter.dtype if x.is_floating_point() else None)
-            if isinstance(x, Tensor)
-            else x
-            for x in self._example
-        )

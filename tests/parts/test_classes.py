@@ -4,18 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.growth import (
-    CLASSES,
-    Net2Net,
-    PairGrowth,
-    VarianceTransfer,
-    grow,
-    open_classes,
-    plant,
-    sort_classes,
-    with_classes,
-)
+from growlab.growth import Net2Net, PairGrowth, VarianceTransfer, grow, plant
 from growlab.networks.mlp import MLP
+from growlab.parts.classes import CLASSES, open_classes, sort_classes, with_classes
 from growlab.widths import WidthGraph, trace
 
 METHODS = [PairGrowth(), Net2Net(), VarianceTransfer(noise_std=0.0)]

@@ -17,7 +17,7 @@ from growlab.errors import UserError
 from growlab.growth.event import ParityError
 from growlab.growth.method import Expansion, GrowthMethod
 from growlab.growth.parity import main_output, observe, positional, quietly, relative_error, rounding
-from growlab.growth.starts import START_PRESERVES, STARTS, Site
+from growlab.parts.depth.starts import START_PRESERVES, STARTS, Site
 from growlab.widths import Axis, WidthGraph, replace_tensors, resize, tensors_of
 
 Widths = Mapping[str, int]
@@ -56,7 +56,7 @@ class Depth:
         graph: its width graph.
         blocks: names of blocks in the order in which they come in; None for all that follow another of their kind in
             a sequence and put out what goes in: the second of each sequence, then the third, and so on.
-        start: how a block begins, a name in `growlab.growth.starts.STARTS`.
+        start: how a block begins, a name in `growlab.parts.depth.starts.STARTS`.
         example: positional inputs of the network.
 
     Raises:
@@ -100,10 +100,13 @@ class Depth:
                         f"the network does not run without the block {name}; leave it out of depth.blocks."
                     )
 
-    def present_at(self, stage: int, num_stages: int) -> list[str]:
-        """The blocks that are there at a stage: they come evenly, all by the last one."""
-        share = 1.0 if num_stages == 1 else stage / (num_stages - 1)
+    def present_at(self, share: float) -> list[str]:
+        """The blocks that are there when a share of all growth is done: they come evenly, all by the end."""
         return list(self.blocks)[: round(share * len(self.blocks))]
+
+    def tensors(self, name: str) -> list[str]:
+        """Names of a block's tensors."""
+        return [tensor for tensor in self.full.axes if self.blocks[name].holds(tensor)]
 
     def leave_out(self, network: nn.Module, names: Collection[str] | None = None) -> None:
         """Take blocks out of a network, in place: all of them, or the named ones."""
@@ -111,19 +114,17 @@ class Depth:
             for path in self.blocks[name].paths:
                 network.set_submodule(path, Absent())
 
-    def as_at(self, network: nn.Module, stage: int, num_stages: int) -> WidthGraph:
-        """Leave out of a whole network what a stage does not have yet, in place, and give its width graph."""
-        present = self.present_at(stage, num_stages)
-        self.leave_out(network, [name for name in self.blocks if name not in present])
-        return self.graph(present)
-
-    def graph(self, present: Collection[str]) -> WidthGraph:
+    def graph(self, present: Collection[str], full: WidthGraph | None = None) -> WidthGraph:
         """The width graph of the network with these blocks alone: the same groups, fewer tensors.
 
         Where a block that is left out hands channels of one group on as another's, its readers read the first.
+
+        Args:
+            present: names of blocks.
+            full: of the network with all of them; None: as it was when they were found.
         """
         absent = [block for name, block in self.blocks.items() if name not in present]
-        graph = _kept(self.full, lambda name: not any(block.holds(name) for block in absent))
+        graph = _kept(full or self.full, lambda name: not any(block.holds(name) for block in absent))
         aliases: dict[str, str] = {}
         for name in self.blocks:
             if name not in present and self._aliases[name]:
@@ -173,11 +174,14 @@ class Depth:
             resize(network, self.only(name), self.full.full_widths, widths)
         return before
 
-    def restore(self, network: nn.Module, names: Collection[str], widths: Widths) -> WidthGraph:
-        """Put in the blocks that a checkpoint's network has, in place, and give its width graph."""
-        for name in names:
-            self.put_in(network, name, widths)
-        return self.graph(names)
+    def restore(self, network: nn.Module, names: Collection[str], widths: Widths) -> None:
+        """Put in the blocks that a checkpoint's network has and leave out the others, in place."""
+        for name, block in self.blocks.items():
+            there = not any(isinstance(network.get_submodule(path), Absent) for path in block.paths)
+            if name in names and not there:
+                self.put_in(network, name, widths)
+            elif name not in names and there:
+                self.leave_out(network, [name])
 
     def insert(
         self,

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from growlab.errors import UserError
 from growlab.growth import GrowthState, Isotropic, Net2Net, PairGrowth, VarianceTransfer, grow, plant
 from growlab.growth.isotropic import adaptable
 from growlab.networks import isotropic_mlp, resnet20
-from growlab.training.weight_average import WeightAverage
+from growlab.parts import Averages
 from growlab.widths import tensors_of, trace
 from tests.runs import MLP, CommandLine, Left, table
 from tests.test_resume import BY_STEPS, ISOTROPIC
@@ -48,7 +49,7 @@ def test_the_grown_average_is_the_average_of_grown_networks(name: str) -> None:
     early, state = network_at(1, method, graph, narrow)
     late, _ = network_at(2, method, graph, narrow)
 
-    average = WeightAverage(early, decay=0.25)
+    average = AveragedModel(early, multi_avg_fn=get_ema_multi_avg_fn(0.25), use_buffers=True)
     for network in (early, late):
         average.update_parameters(network)
     leader = tensors_of(late, graph)
@@ -108,7 +109,7 @@ def test_an_average_grows_and_is_pruned_in_the_basis_of_its_network(choices: dic
     early, late = networks
     graph = trace(early, probe[:2], follow_norms=True)
     hidden = adaptable(graph)
-    average = WeightAverage(early, decay=0.25)
+    average = AveragedModel(early, multi_avg_fn=get_ema_multi_avg_fn(0.25), use_buffers=True)
     for network in networks:
         average.update_parameters(network)
     state = plant(late, graph, method, graph.full_widths, 0)
@@ -156,7 +157,7 @@ def test_an_average_changes_nothing_else_and_goes_on_after_a_kill(
     for row in table(tmp_path / "run" / "metrics.csv"):
         assert float(row["val_ema_loss"]) == pytest.approx(float(row["val_loss"]), rel=1e-4)
     assert left.results["test_ema_loss"] == pytest.approx(left.results["test_loss"], rel=1e-4)
-    assert all(event["average_parity_error_eval"] < 1e-4 for event in left.growth["events"])
+    assert all(event["ema_parity_error_eval"] < 1e-4 for event in left.growth["events"])
 
 
 def test_an_average_resumes_bit_for_bit(cli: CommandLine, uninterrupted, tmp_path: Path) -> None:
@@ -211,13 +212,13 @@ def test_an_average_that_drifts_on_one_rank_is_noticed(cli: CommandLine, tmp_pat
     told = [
         line for line in outcome.err.splitlines() if line.startswith("error: ranks hold different values")
     ]
-    assert len(told) == 1 and "classifier.weight of the average" in told[0]
+    assert len(told) == 1 and "classifier.weight of ema" in told[0]
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0, -1.0, 2.0])
 def test_impossible_decays_are_refused(decay: float) -> None:
     with pytest.raises(UserError, match=r"ema\.decay=.* must lie between 0 and 1"):
-        WeightAverage(nn.Linear(1, 1), decay)
+        Averages(decay)
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from growlab.growth import Bottleneck, Budget, Course, Demand, Expressivity, GradientNorm, Plateau
+from growlab.growth import Bottleneck
+from growlab.triggers import Budget, Demand, Expressivity, GradientNorm, Plateau, Progress
 
-LADDER = [{"a": 2, "b": 4}, {"a": 4, "b": 8}, {"a": 6, "b": 10}, {"a": 8, "b": 16}]
+STEPS = [{"a": 2, "b": 4}, {"a": 4, "b": 8}, {"a": 6, "b": 10}, {"a": 8, "b": 16}]
 
 
 def rows(metric: str, *values: float | None) -> list[dict[str, Any]]:
     return [{metric: value} for value in values]
 
 
-def course(rows: list[dict[str, Any]], **other: Any) -> Course:
-    return Course(**{"epoch": 5, "total_epochs": 100, "rows": rows, "rungs_left": 2, **other})
+def progress(rows: list[dict[str, Any]], **other: Any) -> Progress:
+    return Progress(**{"epoch": 5, "total_epochs": 100, "rows": rows, "steps_left": 2, **other})
 
 
 @pytest.mark.parametrize(
@@ -33,24 +34,24 @@ def course(rows: list[dict[str, Any]], **other: Any) -> Course:
     ],
 )
 def test_a_plateau(losses: list[float], wanted: bool) -> None:
-    assert Plateau(patience=2, min_delta=0.01).wants(course(rows("val_loss", *losses))) == wanted
+    assert Plateau(patience=2, min_delta=0.01).wants(progress(rows("val_loss", *losses))) == wanted
     accuracies = rows("val_accuracy", *(4.0 - loss for loss in losses))
     if losses and wanted:
-        assert Plateau("val_accuracy", patience=2, min_delta=0.01).wants(course(accuracies))
+        assert Plateau("val_accuracy", patience=2, min_delta=0.01).wants(progress(accuracies))
 
 
 def test_a_metric_that_is_not_there_is_told() -> None:
     with pytest.raises(ValueError, match=r"data\.validation=split"):
-        Plateau().wants(course(rows("val_loss", None)))
+        Plateau().wants(progress(rows("val_loss", None)))
 
 
 def test_little_within_reach() -> None:
     demand, some = Expressivity(0.8), {"a": Bottleneck(1.0, 0.5)}
-    assert not demand.wants(course([{}], bottlenecks=some, out_of_reach=[0.9]))
-    assert not demand.wants(course([{}], bottlenecks=some, out_of_reach=[0.9, 0.915]))
-    assert demand.wants(course([{}], bottlenecks=some, out_of_reach=[0.9, 0.925]))
+    assert not demand.wants(progress([{}], bottlenecks=some, out_of_reach=[0.9]))
+    assert not demand.wants(progress([{}], bottlenecks=some, out_of_reach=[0.9, 0.915]))
+    assert demand.wants(progress([{}], bottlenecks=some, out_of_reach=[0.9, 0.925]))
     # Groups that have one are at full width already: the others need not wait.
-    assert demand.wants(course([{}], bottlenecks={}, out_of_reach=[0.9, 1.0]))
+    assert demand.wants(progress([{}], bottlenecks={}, out_of_reach=[0.9, 1.0]))
     with pytest.raises(ValueError, match=r"schedule\.demand\.ratio"):
         Expressivity(0.0)
 
@@ -59,26 +60,26 @@ def test_groups_grow_where_most_is_missing() -> None:
     demand = Plateau("train_loss", patience=1, groups="bottleneck", groups_fraction=0.5)
     assert demand.wants_bottlenecks and not demand.wants_gradients
     missing = {"a": Bottleneck(9.0, 1.0), "b": Bottleneck(3.0, 2.0)}
-    now = course(rows("train_loss", 1.0, 1.0), bottlenecks=missing, rungs_left=3)
-    assert demand.decide(now, LADDER[0], LADDER) == {"a": 2, "b": 8}
+    now = progress(rows("train_loss", 1.0, 1.0), bottlenecks=missing, steps_left=3)
+    assert demand.decide(now, STEPS[0], STEPS) == {"a": 2, "b": 8}
 
 
 def test_a_small_gradient() -> None:
     demand = GradientNorm(0.5)
-    assert not demand.wants(course(rows("gradient_norm", 1.0)))
-    assert not demand.wants(course(rows("gradient_norm", 1.0, 3.0, 1.6)))
-    assert demand.wants(course(rows("gradient_norm", 1.0, 3.0, 1.4)))
+    assert not demand.wants(progress(rows("gradient_norm", 1.0)))
+    assert not demand.wants(progress(rows("gradient_norm", 1.0, 3.0, 1.6)))
+    assert demand.wants(progress(rows("gradient_norm", 1.0, 3.0, 1.4)))
 
 
 def test_groups_with_the_largest_gradients_grow() -> None:
     demand = GradientNorm(1.0, groups="gradient", groups_fraction=0.5)
-    seen = course(rows("gradient_norm", 2.0, 1.0), rungs_left=3, gradient_norms={"a": 0.1, "b": 0.2})
-    assert demand.decide(seen, LADDER[0], LADDER) == {"a": 2, "b": 8}
+    seen = progress(rows("gradient_norm", 2.0, 1.0), steps_left=3, gradient_norms={"a": 0.1, "b": 0.2})
+    assert demand.decide(seen, STEPS[0], STEPS) == {"a": 2, "b": 8}
     # What has full width is not chosen, however large its gradient.
-    assert demand.decide(seen, {"a": 2, "b": 16}, LADDER) == {"a": 4, "b": 16}
+    assert demand.decide(seen, {"a": 2, "b": 16}, STEPS) == {"a": 4, "b": 16}
     # When it is due, all catch up.
-    due = course(seen.rows, rungs_left=1, epoch=95, gradient_norms=seen.gradient_norms)
-    assert demand.decide(due, {"a": 2, "b": 16}, LADDER) == LADDER[-1]
+    due = progress(seen.rows, steps_left=1, epoch=95, gradient_norms=seen.gradient_norms)
+    assert demand.decide(due, {"a": 2, "b": 16}, STEPS) == STEPS[-1]
 
 
 class Whim(Demand):
@@ -88,20 +89,20 @@ class Whim(Demand):
         super().__init__(**other)
         self.wishes = wishes
 
-    def wants(self, course: Course) -> bool:
-        return self.wishes[course.epoch % len(self.wishes)]
+    def wants(self, progress: Progress) -> bool:
+        return self.wishes[progress.epoch % len(self.wishes)]
 
 
 def run(demand: Demand, total_epochs: int, flops: tuple[int, ...]) -> tuple[list[int], float]:
     """Stage of each epoch, and the cost in percent, of a run by hand."""
     stages, stage, age = [], 0, 0
     for epoch in range(total_epochs):
-        left = len(LADDER) - 1 - stage
+        left = len(STEPS) - 1 - stage
         spent = sum(flops[s] for s in stages)
         rest = [flops[min(stage + 1 + i // demand.min_epochs, 3)] for i in range(total_epochs - epoch)]
         percent = 100.0 / (flops[-1] * total_epochs)
-        seen = Course(epoch, total_epochs, [{}] * age, left, spent * percent, (spent + sum(rest)) * percent)
-        if epoch and demand.decide(seen, LADDER[stage], LADDER) != LADDER[stage]:
+        seen = Progress(epoch, total_epochs, [{}] * age, left, spent * percent, (spent + sum(rest)) * percent)
+        if epoch and demand.decide(seen, STEPS[stage], STEPS) != STEPS[stage]:
             stage, age = stage + 1, 0
         stages.append(stage)
         age += 1

@@ -1,0 +1,98 @@
+"""A grower's network about to load tensors of another stage: its structure and widths follow them."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from growlab.grower.preparing import forecast
+from growlab.growth import GrowthState, restore
+from growlab.growth.attached import state_of
+from growlab.growth.multipliers import saved_multipliers
+from growlab.triggers import Widths
+from growlab.widths import replace_tensors, resized, tensors_of
+
+if TYPE_CHECKING:
+    from growlab.grower.grower import Grower
+
+
+def arrive(
+    run: "Grower", network: nn.Module, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None
+) -> None:
+    """Bring the network, or a copy of it, to the structure and widths of tensors that it is about to load.
+
+    Tensors that are not the network's are left to `load_state_dict` to complain about.
+    """
+    known = None if state is None else GrowthState.from_dict(state)
+    graph = run.graph_at(known or recognised(run, tensors, run.state))
+    if not graph.axes.keys() <= tensors.keys():
+        return
+    shapes = {name: tuple(tensors[name].shape) for name in graph.axes}
+    widths = {**run.state.widths, **graph.widths_of(shapes)}
+    if any(graph.shape(name, widths) != shape for name, shape in shapes.items()):
+        return
+    known = known if known is not None and known.widths == widths else None
+    own = run.state if network is run.network else state_of(network)
+    if known is None and own is not None:
+        guess = recognised(run, tensors, state_at(run, widths))
+        alike = (own.widths, set(own.blocks)) == (widths, set(guess.blocks))
+        known = own if alike else replace(guess, multipliers=saved_multipliers(tensors))
+    if known is None or known is own:
+        return
+    if network is run.network:
+        adopt(run, known)
+    elif own is not run.state:
+        bring(run, network, known)
+        vars(own).update(vars(known))
+        restore(network, run.graph_at(known), known)
+    else:
+        bring(run, network, known)
+
+
+def adopt(run: "Grower", state: GrowthState) -> None:
+    """Go on in another state of growth: structure and widths of all that follows, factors, regions."""
+    past, graph = dict(run.network.named_parameters()), run.graph_at(state)
+    for network in (run.network, *run.copies().values()):
+        bring(run, network, state)
+        restore(network, graph, state)
+    run.graph = graph
+    # The same object: hooks look at it.
+    vars(run.state).update(vars(state))
+    run.forget_regions()
+    run.followers.exchange(past)
+
+
+def bring(run: "Grower", network: nn.Module, state: GrowthState) -> None:
+    """Bring the network, or a copy of it, to the widths and the structure of a state."""
+    tensors = tensors_of(network, run.graph)
+    now = {**run.state.widths, **run.graph.widths_of({name: t.shape for name, t in tensors.items()})}
+    changed = {
+        name: resized(tensor, run.graph.axes[name], now, state.widths)
+        for name, tensor in tensors.items()
+        if run.graph.changes(name, now, state.widths)
+    }
+    replace_tensors(network, run.graph, changed)
+    for part in run.parts:
+        part.restore(network, state)
+
+
+def recognised(run: "Grower", names: Collection[str], state: GrowthState) -> GrowthState:
+    """A state as the names of tensors tell that it is."""
+    for part in run.parts:
+        state = part.recognise(names, state)
+    return state
+
+
+def state_at(run: "Grower", widths: Widths) -> GrowthState:
+    """State of a network of which only the widths are known: stage and births as the trigger foresees them."""
+    stages = forecast(run.trigger, run.graph, run.parts) or []
+    stage = stages.index(dict(widths)) if dict(widths) in stages else run.state.stage
+    births = {
+        group: [
+            next((s for s, known in enumerate(stages[:stage]) if known[group] > channel), stage)
+            for channel in range(width)
+        ]
+        for group, width in widths.items()
+    }
+    return GrowthState(stage, dict(widths), births, asked=run.state.asked)

@@ -1,0 +1,74 @@
+"""A network as growth takes it: traced, changed by method and parts; and its widths at every stage."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from growlab.growth import GrowthMethod
+from growlab.parts.part import Part
+from growlab.triggers import Trigger, Widths
+from growlab.widths import UnsupportedOperation, WidthGraph, trace
+
+if TYPE_CHECKING:
+    from growlab.grower.grower import Grower
+
+
+def forecast(trigger: Trigger, graph: WidthGraph, parts: Sequence[Part]) -> list[dict[str, int]] | None:
+    """Width of each group at every stage, those of parts too; None where it is not known before."""
+    stages = trigger.forecast(graph)
+    if stages is None:
+        return None
+    own = {group: each for part in parts for group, each in part.stage_widths(len(stages)).items()}
+    return [{**widths, **{g: each[stage] for g, each in own.items()}} for stage, widths in enumerate(stages)]
+
+
+def no_widths() -> WidthGraph:
+    """The width graph of a network of which nothing is to grow."""
+    return WidthGraph({}, {}, (), (), frozenset(), 0)
+
+
+def prepared(
+    network: nn.Module,
+    example: Tensor | tuple[Any, ...],
+    method: GrowthMethod,
+    parts: Sequence[Part] = (),
+    seed: int = 0,
+    opaque: Sequence[str] = (),
+    grows: bool = True,
+) -> WidthGraph:
+    """Trace a full-width network, and let method and parts change how it holds its weights, in place.
+
+    Args:
+        network: at full width.
+        example: see `Grower`.
+        method: the growth method.
+        parts: features beside growing.
+        seed: the run's.
+        opaque: see `growlab.widths.trace`.
+        grows: False: a network that cannot be traced is one of no width groups.
+
+    Returns:
+        The width graph to go on with.
+
+    Raises:
+        UnsupportedOperation: the network cannot be traced.
+    """
+    inputs = example if isinstance(example, tuple) else (example,)
+    try:
+        graph = trace(network, inputs, opaque, method.follows_norms)
+    except UnsupportedOperation:
+        if grows:
+            raise
+        graph = no_widths()
+    graph = method.prepare(network, graph, seed)
+    for part in parts:
+        graph = part.prepare(network, graph, seed, inputs)
+    return graph
+
+
+def with_parts(run: "Grower", widths: Widths, stage: int) -> dict[str, int]:
+    """Widths that the trigger says, with those of the groups that parts widen."""
+    known = forecast(run.trigger, run.full_graph, run.parts)
+    own = {group for part in run.parts for group in part.groups}
+    return {**widths, **({group: known[stage][group] for group in own} if own and known else {})}

@@ -1,0 +1,131 @@
+"""The part that leaves blocks out at first and brings them in with the stages."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from growlab import ranks
+from growlab.errors import UserError
+from growlab.growth import GrowthState
+from growlab.optim.followers import order_parameters
+from growlab.parts.depth.blocks import Depth
+from growlab.parts.part import Part
+from growlab.triggers import Run, Trigger, Widths
+from growlab.widths import WidthGraph
+
+
+class Deepening(Part):
+    """Lets blocks come in evenly with the share of growth that is done, before each event's widening.
+
+    Args:
+        blocks: names of blocks in the order in which they come in; "auto": all that follow another of their kind in a
+            sequence and put out what goes in.
+        start: how a block begins, see `growlab.parts.depth.starts`.
+
+    Raises:
+        UserError: the blocks are no names.
+    """
+
+    name = "depth"
+    grows = True
+    one_group = True
+
+    def __init__(
+        self, blocks: str | Sequence[str] = "auto", start: Literal["zero", "identity", "stack"] = "zero"
+    ) -> None:
+        if not isinstance(blocks, str | Sequence):
+            raise UserError(f"depth.blocks={blocks} must be auto, a list of names of modules, or null.")
+        self._names = None if blocks == "auto" else [blocks] if isinstance(blocks, str) else list(blocks)
+        self._start = str(start)
+        self._depth: Depth | None = None
+
+    @property
+    def depth(self) -> Depth:
+        """The blocks of the network that it was prepared for."""
+        assert self._depth is not None
+        return self._depth
+
+    def applies(self, trigger: Trigger) -> bool:
+        """A network that does not grow has all blocks."""
+        return trigger.grows
+
+    def prepare(
+        self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
+    ) -> WidthGraph:
+        """Find the blocks; the network keeps them for now.
+
+        Raises:
+            UserError: they cannot be left out.
+        """
+        if any(map(is_parametrized, network.modules())):
+            raise UserError(
+                "depth.blocks needs weights that are no functions of others: choose another growth method or model."
+            )
+        self._depth = Depth(network, graph, self._names, self._start, example)
+        return graph
+
+    def at_share(self, network: nn.Module, graph: WidthGraph, share: float) -> WidthGraph:
+        """Leave out of a whole network what it does not have yet."""
+        present = self.depth.present_at(share)
+        self.depth.leave_out(network, [name for name in self.depth.blocks if name not in present])
+        return self.depth.graph(present, graph)
+
+    def check(self, run: Run) -> None:
+        """How far growth has come has to be known."""
+        if run.trigger.share(0, run.trigger.first(run.graph)) is None:
+            raise UserError(
+                "depth.blocks needs a trigger that knows how far growth has come: take schedule=exponential, linear or "
+                "a demand, and a growth method that follows it."
+            )
+
+    def births(self, state: GrowthState) -> Mapping[str, int]:
+        """Stage that the blocks' tensors came with."""
+        return self.depth.births(state.blocks)
+
+    def before_growth(self, run: Run, widths: Widths) -> Mapping[str, Any]:
+        """Put in the blocks that come with the next stage; optimizers and averages follow.
+
+        Returns:
+            What came in, each with its own parity; empty where nothing did.
+
+        Raises:
+            ParityError: a block changed the outputs; it was taken out again.
+            UserError: a block cannot begin as configured, or an optimizer has several groups of parameters.
+        """
+        state, stage = run.state, run.state.stage + 1
+        share = run.trigger.share(stage, widths)
+        assert share is not None
+        past, inserted = dict(run.network.named_parameters()), []
+        for name in self.depth.present_at(share):
+            if name in state.blocks:
+                continue
+            now = (run.method, state.widths, run.seed, stage)
+            inserted.append(self.depth.insert(run.network, name, *now, run.probe(), ranks.agreed))
+            for copy in run.copies().values():
+                # The average of what has only just begun is what it begins as.
+                self.depth.put_in(copy, name, state.widths, run.network)
+                copy.requires_grad_(False)
+            state.blocks[name] = stage
+        if not inserted:
+            return {}
+        run.graph = run.graph_at(state)
+        parameters = dict(run.network.named_parameters())
+        for optimizer in run.optimizers:
+            order_parameters(optimizer, past, parameters)
+        return {"inserted": inserted}
+
+    def graph_at(self, graph: WidthGraph, state: GrowthState) -> WidthGraph:
+        """The width graph with a state's blocks."""
+        return self.depth.graph(state.blocks, graph)
+
+    def recognise(self, names: Collection[str], state: GrowthState) -> GrowthState:
+        """Blocks are there whose tensors are."""
+        present = [name for name in self.depth.blocks if set(self.depth.tensors(name)) <= set(names)]
+        return replace(state, blocks={name: state.blocks.get(name, state.stage) for name in present})
+
+    def restore(self, network: nn.Module, state: GrowthState) -> None:
+        """Put in the blocks that a state has, and take out those that it has not."""
+        self.depth.restore(network, state.blocks, state.widths)

@@ -1,0 +1,255 @@
+"""Dynamic orthogonalised SGD (Yuan et al. 2023, App. H, Eq. 21), around any optimizer."""
+
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from growlab.errors import UserError
+from growlab.flops import forward_flops
+from growlab.growth import GrowthEvent
+from growlab.growth.parity import buffers_kept, network_inputs
+from growlab.parts.part import Part
+from growlab.ranks import sum_over_ranks
+from growlab.triggers import Run, Widths
+from growlab.widths import Carry, WidthGraph
+
+
+class Orthogonalised:
+    """Take out of each gradient what would undo the steps on the data of before.
+
+    Before a network grows, the mean gradient G of its loss on the data that it was trained on is remembered. Then the
+    gradient g of every step, all parameters as one vector, becomes
+
+        g* = g - strength * (<g, G_pad> / <G_pad, G_pad>) G_pad                  (Eq. 21; strength is its lambda)
+
+    where G_pad is G in the places of the old entries and zero at those that have come since. At strength 1 nothing of
+    the step is along G; the strength then falls to 0, and the optimizer steps on the gradient as it is.
+
+    It stands before the optimizer, whichever it is: `project` between the backward pass and `optimizer.step()`, and
+    `follow` beside `growlab.optim.follow` at a growth event.
+
+    Args:
+        network: whose parameters have the gradients; one that is replaced is found by its name.
+
+    >>> weight = nn.Linear(2, 1, bias=False)
+    >>> orthogonalised = Orthogonalised(weight)
+    >>> orthogonalised.remember({"weight": torch.tensor([[3.0, 0.0]])})
+    >>> weight.weight.grad = torch.tensor([[1.0, 1.0]])
+    >>> orthogonalised.project(1.0)
+    >>> weight.weight.grad
+    tensor([[0., 1.]])
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._network = network
+        self.gradients: dict[str, Tensor] = {}
+        self._square: Tensor | None = None
+
+    def remember(self, gradients: Mapping[str, Tensor]) -> None:
+        """Keep G.
+
+        Args:
+            gradients: by parameter name; parameters without one count as zero.
+        """
+        self.gradients, self._square = {name: g.detach().clone() for name, g in gradients.items()}, None
+
+    def follow(
+        self, graph: WidthGraph, widths_before: Mapping[str, int], widths_after: Mapping[str, int]
+    ) -> None:
+        """Bring G to new widths: zero at new entries.
+
+        Args:
+            graph: the network's width graph.
+            widths_before: width of each group before the growth event.
+            widths_after: and after.
+        """
+        padding = Carry()
+        self.gradients = {
+            name: padding.carried(g, name, graph, widths_before, widths_after) if name in graph.axes else g
+            for name, g in self.gradients.items()
+        }
+        self._square = None
+
+    def project(self, strength: float) -> None:
+        """Take `strength` of the part along G out of the gradients, in place.
+
+        Args:
+            strength: lambda, from 0 (nothing) to 1 (all of it).
+        """
+        if strength == 0 or not self.gradients:
+            return
+        pairs = []
+        for name, parameter in self._network.named_parameters():
+            if parameter.grad is not None and name in self.gradients:
+                known = self.gradients[name]
+                if known.device != parameter.device:
+                    known = self.gradients[name] = known.to(parameter.device)
+                pairs.append((parameter.grad, known))
+        if not pairs:
+            return
+        if self._square is None:
+            self._square = _inner([(g, g) for g in self.gradients.values()])
+        # Where G is zero there is nothing to take out; no number is read back, which would stall a GPU.
+        square = self._square.to(pairs[0][1].device).clamp(min=torch.finfo(self._square.dtype).tiny)
+        along = strength * _inner(pairs) / square
+        with torch.no_grad():
+            for gradient, known in pairs:
+                gradient.sub_(known.to(gradient.dtype) * along.to(gradient.dtype))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs."""
+        return {"gradients": {name: g.cpu() for name, g in self.gradients.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.remember(state["gradients"])
+
+
+def _inner(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Inner product over all pairs, added up in double precision where the device has it."""
+    device = pairs[0][1].device
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    products = [(one.detach().to(dtype) * other.to(dtype)).sum() for one, other in pairs]
+    return torch.stack([product.to(device) for product in products]).sum()
+
+
+class OldGradient(Part):
+    """Takes the mean gradient on the data of the stage that ends, before each event, and orthogonalises steps to it.
+
+    Args:
+        anneal: "stage": the strength falls evenly from 1 at the first step after an event to 0 at the last one before
+            the next; "run": from 1 after the first event to 0 at the end of the run.
+
+    Raises:
+        UserError: there is no such way.
+    """
+
+    name = "osgd"
+
+    def __init__(self, anneal: Literal["stage", "run"] = "stage") -> None:
+        if anneal not in ("stage", "run"):
+            raise UserError(f"osgd.anneal={anneal} must be stage, run or null.")
+        self._anneal: str = str(anneal)
+        self._known: Orthogonalised | None = None
+        self._saved: Mapping[str, Any] | None = None
+
+    def check(self, run: Run) -> None:
+        """Stages' ends have to be known to fall to 0 by them, and old data has to be there to look at."""
+        if self._anneal == "stage" and run.training.steps and run.trigger.stage_end(run) is None:
+            raise UserError(
+                "osgd.anneal=stage needs stages whose ends, or the latest ones, are known before; set osgd.anneal=run."
+            )
+        if run.training.steps and run.training.epoch_batches is None:
+            raise UserError(
+                "osgd.anneal works with data whose epochs can be gone through again; set it to null."
+            )
+
+    def begin(self, run: Run) -> None:
+        """Remember nothing yet."""
+        self._known = Orthogonalised(run.network)
+        if self._saved is not None:
+            self._known.load_state_dict(self._saved)
+
+    def before_growth(self, run: Run, widths: Widths) -> Mapping[str, Any]:
+        """Remember the gradient on the data of the stage that ends; what that takes counts as cost."""
+        assert self._known is not None
+        if run.training.epoch_batches is None:
+            raise UserError(
+                "osgd looks at the data of the stage that ends: give epoch_batches to Grower.look_at."
+            )
+        stage = run.state.stage + 1
+        # An order and augmentation that no epoch of training has.
+        batches = run.training.epoch_batches(max(0, run.clock.epoch - 1), len(run.training.steps) + stage)
+        gradients, samples = mean_gradients(run, batches, stage)
+        self._known.remember(gradients)
+        one = tuple(value[:1] if isinstance(value, Tensor) else value for value in run.probe())
+        return {"auxiliary_flops": forward_flops(run.network, one) * samples, "auxiliary_samples": samples}
+
+    def after_growth(self, run: Run, event: GrowthEvent) -> Mapping[str, Any]:
+        """Let the gradient go through the event."""
+        assert self._known is not None
+        self._known.follow(run.graph, event.widths_before, event.widths_after)
+        return {}
+
+    def before_step(self, run: Run) -> None:
+        """Take out of the gradients what lies along the remembered one."""
+        assert self._known is not None
+        self._known.project(strength(run, self._anneal))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The gradient that is remembered."""
+        return {} if self._known is None else self._known.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        if self._known is not None and state:
+            self._known.load_state_dict(state)
+
+
+def strength(run: Run, anneal: str) -> float:
+    """How much is taken out at the step to come: lambda of Eq. 21.
+
+    Args:
+        run: at `run.clock.step` steps of `run.training.steps`.
+        anneal: see `OldGradient`.
+    """
+    if not run.events:
+        return 0.0
+    ends = list(accumulate(run.training.steps))
+    begin, last = run.events[0]["step"], ends[-1] - 1
+    if anneal == "stage":
+        begin, end = run.events[-1]["step"], run.trigger.stage_end(run)
+        assert end is not None
+        last = ends[end - 1] - 1
+    return 1.0 - (run.clock.step - begin) / max(1, last - begin)
+
+
+def mean_gradients(
+    run: Run, batches: Iterable[tuple[Tensor, ...]], pass_number: int = 0
+) -> tuple[dict[str, Tensor], int]:
+    """The gradient of the mean loss over batches, in train mode and the parameters' own precision.
+
+    Statistics of normalisation are left as they were, and no optimizer steps.
+
+    Args:
+        run: with the network as it is before it grows.
+        batches: this process's part of them.
+        pass_number: what dropout draws is a function of it, of the batch's number and the process.
+
+    Returns:
+        By parameter name, and the number of samples over all processes.
+    """
+    network, training, loss_of = run.network, run.training, run.training.loss
+    assert loss_of is not None
+    parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
+    sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    example = next(iter(parameters.values()))
+    # Not whole where classes have weights.
+    precise = torch.float32 if example.device.type == "mps" else torch.float64
+    count = torch.zeros((), dtype=precise, device=example.device)
+    samples = torch.zeros((), dtype=torch.long, device=example.device)
+    modes = {module: module.training for module in network.modules()}
+    network.train()
+    try:
+        with torch.enable_grad(), torch.compiler.set_stance("force_eager"), buffers_kept(network):
+            for index, batch in enumerate(batches):
+                if training.seed_draws is not None:
+                    training.seed_draws(-1 - pass_number, index)
+                *inputs, target = network_inputs(batch, network)
+                output = network(*inputs)
+                weight = len(target) if training.weight is None else training.weight(output, target)
+                loss = loss_of(output, target) * weight
+                found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+                for total, gradient in zip(sums.values(), found, strict=True):
+                    if gradient is not None:
+                        total += gradient
+                count += weight
+                samples += len(target)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    count = sum_over_ranks(count)
+    return {name: sum_over_ranks(total) / count for name, total in sums.items()}, int(sum_over_ranks(samples))

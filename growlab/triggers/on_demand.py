@@ -1,0 +1,179 @@
+"""The trigger that grows when training asks for it: a demand decides at the beginning of each epoch."""
+
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from typing import Any
+
+from growlab.errors import UserError
+from growlab.growth import Bottleneck, Schedule, WidthDecision, bottlenecks, measurable, out_of_reach
+from growlab.ranks import gather
+from growlab.triggers.demand import Demand, Progress
+from growlab.triggers.trigger import Run, Trigger, Widths
+from growlab.widths import WidthGraph
+
+
+class OnDemand(Trigger):
+    """Grow through the widths of a schedule's stages whenever a demand asks for it.
+
+    What the demand is asked about comes from the weights' widths, the records so far and the optimizers' state, all
+    of which a checkpoint holds: a resumed run is told the same.
+
+    Args:
+        demand: decides.
+        stages: whose widths the network climbs through; its epochs do not count.
+        total_epochs: of the run.
+    """
+
+    def __init__(self, demand: Demand, stages: Schedule, total_epochs: int) -> None:
+        self.demand, self.total_epochs = demand, total_epochs
+        self._stages, self._told = stages, dict[str, Any]()
+        self.looks: list[dict[str, Any]] = []
+        self.wants_gradients = demand.wants_gradients
+
+    def steps(self, graph: WidthGraph) -> list[Widths]:
+        """Widths that growth goes through, the seed's first, each once."""
+        found: list[Widths] = []
+        for widths in self._stages.widths(graph):
+            if not found or widths != found[-1]:
+                found.append(widths)
+        return found
+
+    def first(self, graph: WidthGraph) -> Widths:
+        """Width of each group in the seed."""
+        self._known = self.steps(graph)
+        return self._known[0]
+
+    def share(self, stage: int, widths: Widths) -> float:
+        """Part of the widths that have been reached by every group."""
+        last = len(self._known) - 1
+        return 1 - len(_above(self._known, widths)) / last if last else 1.0
+
+    def stage_end(self, run: Run) -> int:
+        """Epoch before which it grows in any case, or behind the run's last one."""
+        ahead = len(_above(self.steps(run.graph), run.state.widths))
+        return self.demand.latest(self.total_epochs, ahead) if ahead else self.total_epochs
+
+    def check(self, run: Run) -> None:
+        """A method that decides widths by itself leaves nothing to decide."""
+        if isinstance(run.method, WidthDecision):
+            raise UserError(
+                f"{run.method.name} decides widths itself; take it with schedule=exponential, or another growth method."
+            )
+
+    def next(self, run: Run) -> Widths | None:
+        """The demand's widths, as the first process says.
+
+        Raises:
+            UserError: what the demand looks at is not there.
+        """
+        epoch, state = run.clock.epoch, run.state
+        # Nothing is known before the first epoch, and an epoch that a run is resumed in has been asked about.
+        if not state.asked < epoch < self.total_epochs or not epoch:
+            return None
+        state.asked = epoch
+        progress = self._progress(run)
+        try:
+            widths = self.demand.decide(progress, state.widths, self.steps(run.graph))
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        reason = {
+            "by": type(self.demand).__name__,
+            "due": progress.steps_left > 0 and self.demand.must(progress),
+            "spent_percent": progress.spent,
+            "climbing_percent": progress.climbing,
+        }
+        widths, reason = gather((widths, reason))[0]
+        self._told = {"demand": reason}
+        return None if widths == state.widths else widths
+
+    def told(self) -> Mapping[str, Any]:
+        """How the last decision came about."""
+        return self._told
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been measured by passes of its own, and when."""
+        return {"looks": list(self.looks)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+        self.looks = list(state["looks"])
+
+    def _progress(self, run: Run) -> Progress:
+        training, widths, stage = run.training, run.state.widths, run.state.stage
+        rows, samples, flops = training.records(), training.samples, training.flops
+        assert flops is not None
+        above = _above(self.steps(run.graph), widths)
+        ahead = [{group: max(width, step[group]) for group, width in widths.items()} for step in above]
+        stages = [run.seed_widths, *(event["widths_after"] for event in run.events)]
+        spent = sum(
+            flops(stages[row["stage"]], self.share(row["stage"], stages[row["stage"]]))
+            * samples[row["epoch"]]
+            for row in rows
+        )
+        found = self._look(run) if above and self.demand.wants_bottlenecks else {}
+        spent += sum(passes.get("auxiliary_flops", 0) for passes in (*run.events, *self.looks))
+        epoch = run.clock.epoch
+        costs = [flops(step, self.share(stage + 1, step)) for step in ahead]
+        percent = 100.0 / training.reference_flops
+        return Progress(
+            epoch,
+            self.total_epochs,
+            [row for row in rows if row["stage"] == stage],
+            len(above),
+            spent * percent,
+            (spent + climb(costs, samples[epoch:], self.demand.min_epochs)) * percent,
+            self._gradient_norms(run) if self.demand.wants_gradients else {},
+            found,
+            [look["out_of_reach"] for look in self.looks if look["stage"] == stage],
+        )
+
+    def _look(self, run: Run) -> dict[str, Bottleneck]:
+        """Measure bottlenecks, and note what was found and what it took."""
+        name = f"schedule.demand ({type(self.demand).__name__})"
+        if not measurable(run.graph, run.network):
+            raise UserError(
+                f"{name} looks at channels that one layer puts out and one takes, of which this network has none: "
+                "choose schedule=plateau or gradient."
+            )
+        data = run.measurement(self.demand.batches, name)
+        found = bottlenecks(run.graph, run.state.widths, data, run.seed)
+        told = {group: {"wanted": one.wanted, "missing": one.missing} for group, one in found.items()}
+        look = {"stage": run.state.stage, "epoch": run.clock.epoch, "out_of_reach": out_of_reach(found)}
+        self.looks.append({**look, "bottlenecks": told, **data.told()})
+        return found
+
+    def _gradient_norms(self, run: Run) -> dict[str, float]:
+        """Root mean square of the running gradient of the layers that put out each group's channels."""
+        found = run.gradients()
+        if not found:
+            raise UserError(
+                f"schedule.demand ({type(self.demand).__name__}) looks at running gradients, which this optimizer does "
+                "not keep: set optimizer.momentum, or choose another optimizer."
+            )
+        squares: dict[str, float] = {}
+        counts: dict[str, int] = {}
+        for name, parameter in run.network.named_parameters():
+            axes = [axis for axis in run.graph.axes.get(name, ()) if axis.role == "out"]
+            if name not in found or not axes:
+                continue
+            square = float(found[name].double().square().sum())
+            for group in {group for axis in axes for group in axis.groups}:
+                squares[group] = squares.get(group, 0.0) + square
+                counts[group] = counts.get(group, 0) + parameter.numel()
+        return {group: sqrt(square / counts[group]) for group, square in squares.items()}
+
+
+def climb(flops: Sequence[int], samples: Sequence[int], every: int) -> int:
+    """Forward FLOPs of growing now, and then a step every so many epochs, to the end of the run.
+
+    Args:
+        flops: per sample, at each step to come; none: nothing is left to grow, and nothing is spent.
+        samples: of each epoch to come.
+        every: epochs at each step but the last.
+    """
+    last = len(flops) - 1
+    return sum(flops[min(i // every, last)] * count for i, count in enumerate(samples)) if flops else 0
+
+
+def _above(steps: Sequence[Widths], widths: Widths) -> list[Widths]:
+    return [step for step in steps if any(step[group] > width for group, width in widths.items())]

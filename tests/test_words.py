@@ -1,0 +1,81 @@
+"""No feature's name stands in a room that is not its own: the words of the code are read."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import growlab
+
+PACKAGE = Path(growlab.__file__).parent
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature, by the words that only it uses.
+
+    Attributes:
+        words: a pattern.
+        home: files and folders that are its own, relative to the package.
+        elsewhere: files that may name it all the same, each with the reason.
+    """
+
+    words: str
+    home: tuple[str, ...]
+    elsewhere: dict[str, str] = field(default_factory=dict)
+
+
+FACE, EXPORTS = {"__init__.py": "the face names what users import"}, {"parts/__init__.py": "exports"}
+FEATURES = {
+    "averages": Feature(
+        r"\bema\b|import Averages|Averages\(|AveragedModel|average_parity",
+        ("parts/averages.py",),
+        {
+            **FACE,
+            **EXPORTS,
+            "callbacks.py": "says what to use in place of Lightning's averages, which do not grow",
+            "grower/grower.py": "gives torch's AveragedModel as an example of what may follow",
+        },
+    ),
+    "old gradients": Feature(
+        r"\bosgd\b|OldGradient|Orthogonalised|mean_gradients|look_back",
+        ("parts/osgd.py",),
+        {
+            **EXPORTS,
+            "analysis/published.py": "tells published rows apart by their settings",
+            "analysis/results.py": "calls runs by the settings that make them",
+        },
+    ),
+    "depth": Feature(
+        r"\bDeepening\b|\bDepth\b|depth\.(blocks|start)|STARTS|\bAbsent\b", ("parts/depth",), EXPORTS
+    ),
+    "arriving classes": Feature(
+        r"\bCLASSES\b|\bClasses\b\(|import Classes|open_classes|with_classes|sort_classes|class_order",
+        ("parts/classes.py",),
+        {**EXPORTS, "data/module.py": "data whose classes arrive bring the part along"},
+    ),
+    "growth on demand": Feature(
+        r"\bOnDemand\b|\bPlateau\b|\bGradientNorm\b|\bBudget\b\(|climb",
+        ("triggers/demand.py", "triggers/on_demand.py"),
+        {
+            "triggers/__init__.py": "exports",
+            "training/plan.py": "chooses the trigger that a schedule means, and checks its budget",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_features_words_stay_at_home(name: str) -> None:
+    feature, found = FEATURES[name], {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        place = path.relative_to(PACKAGE).as_posix()
+        if place.startswith(("conf/", *feature.home)):
+            continue
+        lines = [line.strip() for line in path.read_text().splitlines() if re.search(feature.words, line)]
+        if lines:
+            found[place] = lines
+    unexpected = {place: lines for place, lines in found.items() if place not in feature.elsewhere}
+    assert not unexpected
+    assert set(feature.elsewhere) <= set(found), "the list of exceptions is longer than it need be"
