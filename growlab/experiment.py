@@ -134,11 +134,7 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
             task.network.compile()
             grower.reopen()
         trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-        plan = completed(plan, recorder.rows, task, cfg)
-        if not grower.trigger.knows_stages:
-            stages = [row["stage"] for row in recorder.rows]
-            plan = carried_out(plan, grower.trigger, stages, task.stage_widths, planned.cost)
-        plan = replace(plan, auxiliary_flops=grower.auxiliary_flops)
+        plan = _carried_out(completed(plan, recorder.rows, task, cfg), planned, task, recorder)
         if trainer.is_global_zero:
             recorder.write(task)
         # Before the test, so that the accuracy is that of the very weights in model.pt.
@@ -150,15 +146,28 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
         results = results_row(cfg, plan, task, recorder, trainer.world_size, trainer.num_nodes)
         recorder.on_result(trainer, results)
         if trainer.is_global_zero:
-            for name, network in weights.items():
-                save(run_dir / name, {key: t.detach().cpu() for key, t in network.state_dict().items()})
-            for name, content in task.objective.exports(task.network).items():
-                (write_text if isinstance(content, str) else save)(run_dir / name, content)
-            write_json(run_dir / "results.json", results)
-            write_run_figures(run_dir)
+            _save(run_dir, weights, task, results)
         records.publish(trainer, run_dir)
     if trainer.is_global_zero:
         print_results(results, run_dir)
+
+
+def _carried_out(plan: Plan, planned: Planned, task: Task, recorder: RunRecorder) -> Plan:
+    """The plan as it turned out: stages that were decided on the way, and passes beside training's."""
+    grower = planned.grower
+    if not grower.trigger.knows_stages:
+        stages = [row["stage"] for row in recorder.rows]
+        plan = carried_out(plan, grower.trigger, stages, task.stage_widths, planned.cost)
+    return replace(plan, auxiliary_flops=grower.auxiliary_flops)
+
+
+def _save(run_dir: Path, weights: dict[str, nn.Module], task: Task, results: dict[str, Any]) -> None:
+    for name, network in weights.items():
+        save(run_dir / name, {key: t.detach().cpu() for key, t in network.state_dict().items()})
+    for name, content in task.objective.exports(task.network).items():
+        (write_text if isinstance(content, str) else save)(run_dir / name, content)
+    write_json(run_dir / "results.json", results)
+    write_run_figures(run_dir)
 
 
 def _task(cfg: DictConfig, data: ImageData, planned: Planned, run_id: str) -> Task:

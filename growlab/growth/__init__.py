@@ -1,15 +1,7 @@
 """Growth methods, schedules and the surgery itself."""
 
 from growlab.growth.depth import deepen
-from growlab.growth.event import (
-    GrowthEvent,
-    GrowthState,
-    ParityError,
-    anneal_norms,
-    grow,
-    plant,
-    restore,
-)
+from growlab.growth.event import anneal_norms, grow, plant, restore
 from growlab.growth.expressivity import Bottleneck, bottlenecks, measurable, out_of_reach
 from growlab.growth.finish import finish
 from growlab.growth.firefly import FireFly
@@ -26,6 +18,7 @@ from growlab.growth.schedule import Schedule, make_schedule
 from growlab.growth.sparsify import Diagonal, densify, sparsify
 from growlab.growth.spectrum import diagonalise, diagonalise_partially, spectra
 from growlab.growth.splitting import Splitting
+from growlab.growth.state import GrowthEvent, GrowthState, ParityError
 from growlab.growth.tiny import Tiny
 from growlab.growth.variance_transfer import VarianceTransfer
 

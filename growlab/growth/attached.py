@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from growlab.growth.event import GrowthState
 from growlab.growth.parity import quietly
+from growlab.growth.state import GrowthState
 from growlab.widths import WidthGraph
 
 #: Where a state_dict's metadata, which other code leaves alone, holds the state of growth.

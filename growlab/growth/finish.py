@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from growlab.errors import UserError
-from growlab.growth.event import GrowthState
 from growlab.growth.method import GrowthMethod
 from growlab.growth.rescale import fold_output_factor
+from growlab.growth.state import GrowthState
 from growlab.growth.weighted_norms import weighted_modules
 from growlab.widths import WidthGraph
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.growth.event import GrowthState
 from growlab.growth.method import Expansion, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, fold_multipliers, multiply
+from growlab.growth.state import GrowthState
 from growlab.parts import part as parts
 from growlab.parts.part import Replaced
 from growlab.triggers import Run, Trigger, Widths

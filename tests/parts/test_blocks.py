@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from growlab.errors import UserError
 from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, plant
-from growlab.growth.event import ParityError
 from growlab.growth.multipliers import fold_multipliers
+from growlab.growth.state import ParityError
 from growlab.networks.mlp import MLP
 from growlab.networks.resnet import CifarResNet
 from growlab.optim import weight_regions

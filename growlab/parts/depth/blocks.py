@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
-from growlab.growth.event import ParityError
 from growlab.growth.method import Expansion, GrowthMethod
 from growlab.growth.parity import main_output, observe, positional, quietly, relative_error, rounding
+from growlab.growth.state import ParityError
 from growlab.parts.depth.starts import START_PRESERVES, STARTS, Site
 from growlab.widths import Axis, WidthGraph, replace_tensors, resize, tensors_of
 
