@@ -173,9 +173,10 @@ def _save(run_dir: Path, weights: dict[str, nn.Module], task: Task, results: dic
 def _task(cfg: DictConfig, data: ImageData, planned: Planned, run_id: str) -> Task:
     plan, maker = planned.plan, optimizer_maker(cfg)
     objective = make_objective(cfg.objective, data)
-    settings = (learning_rate(cfg), objective, deciding_settings(cfg), run_id)
+    settings = (learning_rate(cfg, planned.grower.trigger), objective, deciding_settings(cfg), run_id)
     task = Task(planned.grower, plan.schedule, plan.steps, maker, *settings)
     task.batch_fit, task.watched = planned.batch_fit, getattr(data, "watched", "val")
+    task.flops_in_epoch = plan.flops_in_epoch if planned.grower.trigger.knows_stages else None
     if any(isinstance(module, _BATCH_NORMS) for module in task.network.modules()):
         task.statistics_ranks = 1 if cfg.trainer.get("sync_batchnorm") else world_size(cfg.trainer)
     return task

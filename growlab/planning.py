@@ -25,6 +25,7 @@ from growlab.trainer_options import for_lightning
 from growlab.training.anneal import anneal_steps
 from growlab.training.batch_fit import fit_batch_sizes
 from growlab.training.distributed import check_strategy, cluster_environment
+from growlab.training.learning_rate import LearningRate
 from growlab.training.plan import Loop, Plan, StageCost, check_growth, choose_trigger, make_plan
 from growlab.training.trial_steps import TrialRun, TrialSteps
 from growlab.triggers import Trigger
@@ -260,11 +261,21 @@ def optimizer_maker(cfg: DictConfig) -> Callable[[Any], torch.optim.Optimizer]:
     return told
 
 
-def learning_rate(cfg: DictConfig) -> Any:
-    """The schedule of the rate; with sizes that are found, the optimizer's rate is for the data's batch size."""
+def learning_rate(cfg: DictConfig, trigger: Trigger) -> Any:
+    """The schedule of the rate; with sizes that are found, the optimizer's rate is for the data's batch size.
+
+    Raises:
+        UserError: it needs to know before the run when the network grows, and the trigger does not.
+    """
     settings = cfg.schedule.learning_rate
     known = cfg.schedule.batch_size is None or settings.batch_size is not None
-    return hydra.utils.instantiate(settings, **({} if known else {"batch_size": cfg.data.batch_size}))
+    rate = hydra.utils.instantiate(settings, **({} if known else {"batch_size": cfg.data.batch_size}))
+    if isinstance(rate, LearningRate) and rate.needs_stages and not trigger.knows_stages:
+        raise UserError(
+            f"schedule.learning_rate.{rate.needs_stages} needs to know before the run how wide the network is at which "
+            "epoch, and this run decides that while it trains: leave it out, or take schedule=exponential."
+        )
+    return rate
 
 
 def _check_pretrained(cfg: DictConfig, plan: Plan, graph: WidthGraph) -> None:

@@ -386,6 +386,15 @@ def one_sentence(outcome: Outcome) -> str:
         (("schedule.learning_rate.warmup_epochs=45",), "leaves none of 45 epochs"),
         (("schedule.learning_rate.shape=cosin",), "did you mean 'cosine'?"),
         (("schedule.learning_rate.decay=-1",), "decay must be positive"),
+        (
+            ("schedule.learning_rate.clock=cost", "schedule=plateau"),
+            "clock=cost needs to know before the run",
+        ),
+        (
+            ("schedule.learning_rate.rewarm_steps=9", "schedule=plateau"),
+            "rewarm_steps=9 needs to know before",
+        ),
+        (("schedule.learning_rate.clock=images",), "'images'"),
         (("depth.blocks=3",), "depth.blocks must be text or a list"),
         (("optimizer_state=zero",), "did you mean 'zero_new'?"),
         (("growth.rule=rato",), "did you mean 'ratio'?"),

@@ -13,7 +13,11 @@ from growlab.resuming import resume_override
 from tests.runs import MLP, SMALL, CommandLine, Left, table
 
 SIGKILL = int(signal.SIGKILL)
-RESNET = (*SMALL, "model.width=4", "schedule.batch_growth_rate=0.5", "optimizer.nesterov=true")
+RESNET = (
+    *(*SMALL, "model.width=4", "schedule.batch_growth_rate=0.5", "optimizer.nesterov=true"),
+    *("schedule.learning_rate.clock=cost", "schedule.learning_rate.shape=wsd"),
+    "schedule.learning_rate.rewarm_steps=2",
+)
 ADAM = (
     *(*MLP, "growth=net2net", "lr_adapt=none", "optimizer=adamw", "optimizer_state=zero_new"),
     "trainer.precision=64-true",

@@ -34,6 +34,9 @@ _OFF = {
     "restarts": '"none"',
     "batch_size_of": '"last"',
     "milestones": "[]",
+    "clock": '"epochs"',
+    "warmup_fraction": "0.0",
+    "rewarm_steps": "0",
 }
 _PREFIX = "schedule."
 _FRACTIONS = {0.5: "1/2", 0.25: "1/4", 0.125: "1/8"}
@@ -158,6 +161,9 @@ def _shape(row: Row) -> dict[str, str]:
     shape |= {k: json.dumps(v) for k, v in learning_rate.items() if not k.startswith("_")}
     if shape.get("milestones", "[]") == "[]":
         shape.pop("decay", None)  # of the milestones
+    if learning_rate.get("shape") != "wsd":
+        for key in ("decay_fraction", "decay_shape"):
+            shape.pop(key, None)
     if schedule.get("epochs"):
         # Explicit lists win over the rates.
         shape["num_stages"] = str(len(schedule["epochs"]))

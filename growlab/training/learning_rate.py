@@ -11,10 +11,14 @@ from growlab.errors import UserError
 from growlab.growth import Schedule
 
 _CHOICES = {
-    "shape": ("cosine", "constant", "steps", "inverse_sqrt"),
+    "shape": ("cosine", "constant", "steps", "inverse_sqrt", "wsd"),
+    "clock": ("epochs", "cost"),
+    "decay_shape": ("linear", "1-sqrt"),
     "restarts": ("none", "stage"),
     "batch_rule": ("none", "linear", "sqrt"),
 }
+# Of sums of decimal fractions.
+_ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True)
@@ -22,9 +26,10 @@ class LearningRate:
     """How the rate runs; the base rate is the optimizer's own `lr`.
 
     Attributes:
-        shape: "cosine" from the base rate to 0; "constant"; "steps", constant but for the milestones; or
-            "inverse_sqrt", which falls with the root of the number of steps and passes the base rate where the
-            warm-up ends (Vaswani et al. 2017, Eq. 3, by its peak as fairseq has it).
+        shape: "cosine" from the base rate to 0; "constant"; "steps", constant but for the milestones; "inverse_sqrt",
+            which falls with the root of the number of steps and passes the base rate where the warm-up ends (Vaswani
+            et al. 2017, Eq. 3, by its peak as fairseq has it); or "wsd" (warm-up, stable, decay), constant and then
+            down to 0 over the last `decay_fraction` (Hu et al. 2024, MiniCPM, Section 4).
         warmup_epochs: epochs of linear rise from 0 at the beginning.
         restarts: run the shape once over the whole run ("none"), or anew in each stage ("stage").
         batch_rule: scale the rate with the stage's batch size over `batch_size`: "none", "linear", "sqrt".
@@ -32,12 +37,18 @@ class LearningRate:
         decay: that factor.
         warmup_steps: the rise in optimizer steps, of "inverse_sqrt".
         batch_size: the size that the optimizer's rate is for, which `batch_rule` compares with; None: the last stage's.
+        clock: progress of the shape is counted in "epochs", or in "cost": forward FLOPs of the run's planned total.
+        warmup_fraction: the rise as a part of the run by its clock, in place of `warmup_epochs`.
+        decay_fraction: part of the run by its clock (of the stage with `restarts="stage"`) over which "wsd" decays.
+        decay_shape: of "wsd", over the decay's progress x: "linear", 1 - x, or "1-sqrt", 1 - sqrt(x) (Haegele et al.
+            2024, Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations, Section 3).
+        rewarm_steps: optimizer steps after each scheduled growth event over which the rate rises linearly from 0.
 
     Raises:
         ValueError: a value is none of these.
     """
 
-    shape: Literal["cosine", "constant", "steps", "inverse_sqrt"] = "cosine"
+    shape: Literal["cosine", "constant", "steps", "inverse_sqrt", "wsd"] = "cosine"
     warmup_epochs: float = 0.0
     restarts: Literal["none", "stage"] = "none"
     batch_rule: Literal["none", "linear", "sqrt"] = "none"
@@ -45,6 +56,11 @@ class LearningRate:
     decay: float = 0.1
     warmup_steps: int | None = None
     batch_size: int | None = None
+    clock: Literal["epochs", "cost"] = "epochs"
+    warmup_fraction: float = 0.0
+    decay_fraction: float = 0.5
+    decay_shape: Literal["linear", "1-sqrt"] = "linear"
+    rewarm_steps: int = 0
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -57,54 +73,117 @@ class LearningRate:
                 "warmup_steps, such as 4000, goes with shape=inverse_sqrt; other shapes warm up over warmup_epochs."
             )
         if self.warmup_steps is not None and (
-            self.warmup_steps < 1 or self.warmup_epochs or self.restarts != "none"
+            self.warmup_steps < 1 or self.warmup_epochs or self.warmup_fraction or self.restarts != "none"
         ):
             raise ValueError(
-                "warmup_steps must be at least 1, with warmup_epochs=0 and restarts=none beside it."
+                "warmup_steps must be at least 1, with warmup_epochs=0, warmup_fraction=0 and restarts=none beside it."
             )
+        self._check_clock()
         if not self.decay > 0:
             raise ValueError(f"decay must be positive, not {self.decay}.")
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {self.batch_size}.")
 
-    def factor_at_step(self, schedule: Schedule, steps_in_epoch: Sequence[int]) -> Callable[[int], float]:
+    def _check_clock(self) -> None:
+        """Refuse values that the clock or the shape "wsd" cannot follow."""
+        if not 0 <= self.warmup_fraction < 1:
+            raise ValueError(f"warmup_fraction must be 0 or more and below 1, not {self.warmup_fraction}.")
+        if self.warmup_fraction and self.warmup_epochs:
+            raise ValueError(
+                "warmup_epochs and warmup_fraction are two ways to say one thing: leave one at 0."
+            )
+        if self.clock == "cost" and self.warmup_epochs:
+            raise ValueError(
+                "warmup_epochs goes with clock=epochs; with clock=cost set warmup_fraction, a part of the cost."
+            )
+        if self.clock == "cost" and self.shape in ("steps", "inverse_sqrt"):
+            raise ValueError(
+                f"clock=cost goes with shape=cosine, constant or wsd; shape={self.shape} counts its own "
+                f"{'milestones in epochs' if self.shape == 'steps' else 'steps'}."
+            )
+        if self.shape == "wsd" and not 0 < self.decay_fraction <= 1 - self.warmup_fraction:
+            raise ValueError(
+                f"decay_fraction must be above 0 and at most what warm-up leaves of the run, not {self.decay_fraction}."
+            )
+        if self.rewarm_steps < 0:
+            raise ValueError(f"rewarm_steps must be 0 or more, not {self.rewarm_steps}.")
+
+    @property
+    def needs_stages(self) -> str | None:
+        """The setting that needs to know before the run when the network grows; None if there is none."""
+        if self.clock == "cost":
+            return "clock=cost"
+        return f"rewarm_steps={self.rewarm_steps}" if self.rewarm_steps else None
+
+    def factor_at_step(
+        self,
+        schedule: Schedule,
+        steps_in_epoch: Sequence[int],
+        flops_in_epoch: Sequence[float] | None = None,
+    ) -> Callable[[int], float]:
         """The factor on the base rate as a function of the number of optimizer steps done.
 
         Args:
             schedule: stages of the run.
             steps_in_epoch: optimizer steps of each epoch.
+            flops_in_epoch: forward FLOPs of each epoch, which its steps share evenly; for `clock="cost"`.
 
         Raises:
-            UserError: the warm-up takes the whole run.
+            UserError: the warm-up takes the whole run, warm-up and decay take more, or the clock has no FLOPs to count.
         """
+        if self.clock == "cost" and flops_in_epoch is None:
+            raise UserError(
+                "schedule.learning_rate.clock=cost needs to know the FLOPs of each epoch before the run."
+            )
         if self.warmup_epochs >= schedule.total_epochs:
             raise UserError(
                 f"schedule.learning_rate.warmup_epochs={self.warmup_epochs} leaves none of "
                 f"{schedule.total_epochs} epochs to train at the full rate."
             )
+        if (
+            self.shape == "wsd"
+            and self.warmup_epochs > (1 - self.decay_fraction) * schedule.total_epochs * _ROUNDING
+        ):
+            raise UserError(
+                f"schedule.learning_rate.warmup_epochs={self.warmup_epochs} and decay_fraction={self.decay_fraction} "
+                f"take more than {schedule.total_epochs} epochs."
+            )
         starts = [0, *accumulate(steps_in_epoch)]
+        lengths = flops_in_epoch if self.clock == "cost" and flops_in_epoch else [1] * schedule.total_epochs
+        clock = [0, *accumulate(lengths)]
 
         def factor(step: int) -> float:
             epoch = min(bisect_right(starts, step) - 1, schedule.total_epochs - 1)
-            progress = min(epoch + (step - starts[epoch]) / steps_in_epoch[epoch], schedule.total_epochs)
-            return self._factor(schedule, epoch, progress, step)
+            part = min((step - starts[epoch]) / steps_in_epoch[epoch], 1.0)
+            stage = schedule.stage_at(epoch)
+            begin, end = 0, schedule.total_epochs
+            if self.restarts == "stage":
+                begin, end = schedule.starts[stage], schedule.starts[stage] + schedule.epochs[stage]
+            moment = clock[epoch] + part * lengths[epoch]
+            shape = self._shape(step, moment, clock[begin], clock[end], clock[-1])
+            since = step - starts[schedule.starts[stage]]
+            rewarm = since / self.rewarm_steps if stage and since < self.rewarm_steps else 1.0
+            return self._batch_scale(schedule, stage) * rewarm * shape
 
         return factor
 
-    def _factor(self, schedule: Schedule, epoch: int, progress: float, step: int) -> float:
-        stage = schedule.stage_at(epoch)
+    def _batch_scale(self, schedule: Schedule, stage: int) -> float:
         ratio = schedule.batch_sizes[stage] / (self.batch_size or schedule.batch_sizes[-1])
-        scale = {"none": 1.0, "linear": ratio, "sqrt": sqrt(ratio)}[self.batch_rule]
+        return {"none": 1.0, "linear": ratio, "sqrt": sqrt(ratio)}[self.batch_rule]
+
+    def _shape(self, step: int, moment: float, begin: float, end: float, total: float) -> float:
+        """The factor at a moment of the clock, for a shape that runs from `begin` to `end` of `total`."""
         if self.warmup_steps is not None:
-            return scale * min(step / self.warmup_steps, sqrt(self.warmup_steps / max(step, 1)))
-        if progress < self.warmup_epochs:
-            return scale * progress / self.warmup_epochs
+            return min(step / self.warmup_steps, sqrt(self.warmup_steps / max(step, 1)))
+        warmup = self.warmup_epochs or self.warmup_fraction * total
+        if moment < warmup:
+            return moment / warmup
         if self.shape == "constant":
-            return scale
+            return 1.0
         if self.shape == "steps":
-            return scale * self.decay ** sum(progress >= milestone for milestone in self.milestones)
-        begin, end = self.warmup_epochs, float(schedule.total_epochs)
-        if self.restarts == "stage":
-            begin = max(begin, schedule.starts[stage])
-            end = schedule.starts[stage] + schedule.epochs[stage]
-        return scale * 0.5 * (1 + cos(pi * (progress - begin) / (end - begin)))
+            return self.decay ** sum(moment >= milestone for milestone in self.milestones)
+        if self.shape == "wsd":
+            left = min(1.0, (end - moment) / (self.decay_fraction * (end - begin)))
+            return left if self.decay_shape == "linear" else 1 - sqrt(1 - left)
+        begin = max(begin, warmup)
+        return 0.5 * (1 + cos(pi * (moment - begin) / (end - begin)))

@@ -38,6 +38,7 @@ class Task(LightningModule):
         statistics_ranks: into how many parts, by rank, a batch is divided for the statistics of batch normalisation.
         batch_fit: batch sizes that were found to fit, see `fit_batch_sizes`; None where the schedule says them.
         watched: what is evaluated behind each epoch: "val", or "test" where the test set is watched.
+        flops_in_epoch: forward FLOPs of each epoch, where they are known before; a rate clocked by cost follows them.
         evaluating: what a validation batch is evaluated in, see `FreshStatistics`.
     """
 
@@ -61,6 +62,7 @@ class Task(LightningModule):
         self.statistics_ranks = 1
         self.batch_fit: list[dict[str, int]] | None = None
         self.watched = "val"
+        self.flops_in_epoch: list[int] | None = None
         self.evaluating: Callable[[], AbstractContextManager[None]] = nullcontext
         self._make_optimizer = make_optimizer
         self._sums: dict[str, Tensor] = {}
@@ -105,7 +107,7 @@ class Task(LightningModule):
         optimizer = self._make_optimizer(self.network.parameters())
         if not any(part.one_group for part in self.grower.parts):
             exempt_from_decay(optimizer, self.network)
-        factor = self.learning_rate.factor_at_step(self.schedule, self.steps_in_epoch)
+        factor = self.learning_rate.factor_at_step(self.schedule, self.steps_in_epoch, self.flops_in_epoch)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

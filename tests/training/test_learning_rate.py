@@ -12,10 +12,11 @@ from growlab.training import LearningRate
 SCHEDULE = make_schedule(6, 32, epochs=[2, 3, 1], widths=[0.5, 0.7, 1], batch_sizes=[128, 64, 32])
 STEPS = [2, 2, 4, 4, 4, 8]
 STARTS = [0, *accumulate(STEPS)]
+FLOPS = [10, 10, 20, 20, 20, 80]
 
 
 def factors(rate: LearningRate) -> list[float]:
-    factor = rate.factor_at_step(SCHEDULE, STEPS)
+    factor = rate.factor_at_step(SCHEDULE, STEPS, FLOPS)
     return [factor(step) for step in range(sum(STEPS) + 1)]
 
 
@@ -51,10 +52,70 @@ def test_the_rate_follows_the_batch_size(rule: str, scale) -> None:
 @given(
     warmup=st.floats(0, 5.9),
     restarts=st.sampled_from(["none", "stage"]),
-    shape=st.sampled_from(["cosine", "constant"]),
+    shape=st.sampled_from(["cosine", "constant", "wsd"]),
+    clock=st.sampled_from(["epochs", "cost"]),
+    rewarm=st.integers(0, 5),
 )
-def test_factors_stay_between_zero_and_one(warmup: float, restarts: str, shape: str) -> None:
-    assert all(0 <= f <= 1 for f in factors(LearningRate(shape, warmup, restarts)))
+def test_factors_stay_between_zero_and_one(
+    warmup: float, restarts: str, shape: str, clock: str, rewarm: int
+) -> None:
+    warmups = {"warmup_epochs": warmup} if clock == "epochs" else {"warmup_fraction": warmup / 6}
+    decay = {"decay_fraction": max((1 - warmup / 6) / 2, 1e-3)}
+    rate = LearningRate(shape, restarts=restarts, clock=clock, rewarm_steps=rewarm, **warmups, **decay)
+    assert all(0 <= f <= 1 for f in factors(rate))
+
+
+def flops_spent() -> list[float]:
+    """Part of the run's FLOPs that are spent before each step, and behind the last one."""
+    each = [FLOPS[e] / steps for e, steps in enumerate(STEPS) for _ in range(steps)]
+    return [spent / sum(FLOPS) for spent in accumulate(each, initial=0)]
+
+
+def test_the_cosine_by_cost_runs_over_the_flops_that_are_spent() -> None:
+    warmup = 0.1
+    rate = LearningRate(clock="cost", warmup_fraction=warmup)
+    expected = [
+        spent / warmup if spent < warmup else (1 + cos(pi * (spent - warmup) / (1 - warmup))) / 2
+        for spent in flops_spent()
+    ]
+    assert factors(rate) == pytest.approx(expected, abs=1e-12)
+    # Half of the FLOPs are left when the last of six epochs begins.
+    assert factors(LearningRate(clock="cost"))[STARTS[5]] == pytest.approx((1 + cos(pi / 2)) / 2)
+    assert factors(LearningRate())[STARTS[5]] == pytest.approx((1 + cos(pi * 5 / 6)) / 2)
+
+
+@given(batches=st.lists(st.integers(1, 20), min_size=6, max_size=6))
+def test_where_all_samples_cost_the_same_both_clocks_agree(batches: list[int]) -> None:
+    for rate in ({}, {"shape": "wsd", "warmup_fraction": 0.2}, {"restarts": "stage"}):
+        by_cost, by_epochs = (
+            LearningRate(**rate, clock=clock).factor_at_step(SCHEDULE, batches, [7] * 6)
+            for clock in ("cost", "epochs")
+        )
+        for step in range(sum(batches) + 1):
+            assert by_cost(step) == pytest.approx(by_epochs(step), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("decay_shape", "left"), [("linear", lambda x: 1 - x), ("1-sqrt", lambda x: 1 - sqrt(x))]
+)
+def test_wsd_is_constant_and_then_decays_over_the_last_part(decay_shape: str, left) -> None:
+    rate = LearningRate(
+        "wsd", clock="cost", warmup_fraction=0.125, decay_fraction=0.25, decay_shape=decay_shape
+    )
+    expected = [
+        spent / 0.125 if spent < 0.125 else 1.0 if spent <= 0.75 else left((spent - 0.75) / 0.25)
+        for spent in flops_spent()
+    ]
+    assert factors(rate) == pytest.approx(expected, abs=1e-7)
+
+
+def test_the_rate_rises_anew_after_each_growth_event() -> None:
+    plain, rewarmed = factors(LearningRate()), factors(LearningRate(rewarm_steps=3))
+    # Stages begin at steps 0, 4 and 16; the last is followed by 8 steps, the others by more.
+    rise = [1.0] * len(plain)
+    for start in (4, 16):
+        rise[start : start + 3] = [0, 1 / 3, 2 / 3]
+    assert rewarmed == pytest.approx([p * r for p, r in zip(plain, rise, strict=True)])
 
 
 @pytest.mark.parametrize(
@@ -63,6 +124,11 @@ def test_factors_stay_between_zero_and_one(warmup: float, restarts: str, shape: 
         *({"shape": "cosin"}, {"restarts": "epoch"}, {"batch_rule": "square"}),
         *({"warmup_epochs": -1}, {"warmup_epochs": float("nan")}),
         *({"warmup_steps": 3}, {"warmup_steps": 0, "shape": "inverse_sqrt"}),
+        *({"clock": "images"}, {"decay_shape": "sqrt", "shape": "wsd"}, {"rewarm_steps": -1}),
+        *({"warmup_epochs": 1, "clock": "cost"}, {"warmup_epochs": 1, "warmup_fraction": 0.1}),
+        *({"clock": "cost", "shape": "steps"}, {"clock": "cost", "shape": "inverse_sqrt", "warmup_steps": 3}),
+        *({"warmup_fraction": 1}, {"warmup_fraction": -0.1}, {"decay_fraction": 0, "shape": "wsd"}),
+        {"decay_fraction": 0.9, "shape": "wsd", "warmup_fraction": 0.2},
     ],
 )
 def test_what_is_no_schedule_is_refused(wrong: dict) -> None:
@@ -73,6 +139,13 @@ def test_what_is_no_schedule_is_refused(wrong: dict) -> None:
 def test_a_warm_up_without_end_is_refused() -> None:
     with pytest.raises(UserError, match="leaves none of 6 epochs"):
         LearningRate(warmup_epochs=6).factor_at_step(SCHEDULE, STEPS)
+    with pytest.raises(UserError, match="take more than 6 epochs"):
+        LearningRate("wsd", warmup_epochs=3.5).factor_at_step(SCHEDULE, STEPS)
+
+
+def test_a_clock_without_flops_is_refused() -> None:
+    with pytest.raises(UserError, match="clock=cost needs to know the FLOPs"):
+        LearningRate(clock="cost").factor_at_step(SCHEDULE, STEPS)
 
 
 def test_steps_fall_at_milestones() -> None:
