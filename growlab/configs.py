@@ -79,6 +79,7 @@ def _schedule() -> type:
         batch_size=Optional[BatchSize],  # noqa: UP045 - the type is a value here
         max_memory_gib_per_device=Optional[float],  # noqa: UP045
         equal_flops=bool,
+        budget=Optional[float],  # noqa: UP045
         demand=Any,
         learning_rate=schema("growlab.training.LearningRate"),
     )

@@ -69,7 +69,7 @@ def stage_flops(
 
 
 def train_cost_percent(
-    epochs: Sequence[int], flops: Sequence[int], full_flops: int, reference_epochs: int
+    epochs: Sequence[int], flops: Sequence[int], full_flops: int, reference_epochs: float
 ) -> float:
     """Forward FLOPs of a run over those of the fixed-size network, in percent.
 

@@ -24,14 +24,24 @@ from growlab.ranks import gather
 from growlab.trainer_options import for_lightning
 from growlab.training.anneal import anneal_steps
 from growlab.training.batch_fit import fit_batch_sizes
+from growlab.training.budget import check_budget
 from growlab.training.distributed import check_strategy, cluster_environment
 from growlab.training.learning_rate import LearningRate
-from growlab.training.plan import Loop, Plan, StageCost, check_growth, choose_trigger, make_plan
+from growlab.training.plan import (
+    Loop,
+    Plan,
+    StageCost,
+    check_growth,
+    choose_trigger,
+    epochs_of_budget,
+    make_plan,
+)
 from growlab.training.trial_steps import TrialRun, TrialSteps
-from growlab.triggers import Trigger
+from growlab.triggers import Never, Trigger
 from growlab.widths import WidthGraph
 
 _PROBE = 32  # samples
+_MANY_EPOCHS = 10**6
 # Of `conf/schedule` what is not about stages.
 _OTHERS = ("learning_rate", "demand", "batch_size", "max_memory_gib_per_device")
 
@@ -76,12 +86,19 @@ def plan_run(cfg: DictConfig, data: ImageData, known_sizes: list[dict[str, int]]
     try:
         demand = hydra.utils.instantiate(cfg.schedule.demand)
         base = loop.num_processes if fits else data.batch_size
+        check_budget(settings, method, demand)
+        if settings["budget"] is not None:
+            # Enough for any stages, until their cost is known.
+            settings["total_epochs"] = _MANY_EPOCHS
         trigger = choose_trigger(settings, method, demand, base, loop)
         parts = make_parts(cfg.parts, data, trigger)
         example = data.probe_batch(2)
         graph = _graph(cfg, network, example, method, trigger, parts)
         check_growth(graph, trigger, parts)
         cost = StageCost(network, graph, parts, example)
+        if settings["budget"] is not None:
+            settings["total_epochs"] = epochs_of_budget(settings, trigger, graph, cost, data, loop, parts)
+            trigger = choose_trigger(settings, method, demand, base, loop)
         sizes = _FoundSizes(cfg, network, graph, trigger, parts, data, known_sizes) if fits else None
         plan = make_plan(settings, trigger, graph, cost, data, loop, parts, sizes)
     except ValueError as error:
@@ -145,6 +162,11 @@ def make_parts(settings: DictConfig, data: ImageData, trigger: Trigger) -> list[
     if wrong:
         raise UserError(f"parts must be growlab.parts.Part, not {type(wrong[0]).__name__}.")
     of_data = getattr(data, "parts", list)()
+    if isinstance(trigger, Never) and trigger.depth < 1 and not any(part.grows for part in given):
+        raise UserError(
+            f"growth.depth_multiple={trigger.depth:g} is a part of the blocks that come in as a network "
+            "grows, and there are none: choose them, as method=smaller does."
+        )
     return [part for part in (*given, *of_data) if part.applies(trigger)]
 
 

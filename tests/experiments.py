@@ -20,6 +20,8 @@ _NARROWER = {
     f"hyperfan_{name}": ("model.network.width=12",)
     for name in ("mnist", "allconv_cifar10", "bnn_mobilenet_imagenet")
 }
+# A pass over the few images here has fewer batches than parts.
+_NARROWER["testbed_cifar10"] = ("schedule.budget=null", "data.epoch_parts=1")
 _OTHER_DATA = {"gpt_char": ("data.limit_characters=4000", "data.eval_batch_size=4")}
 
 
@@ -38,7 +40,12 @@ def write_fake_images(root: Path) -> Path:
 
 def two_steps(experiment: str, images: Path) -> tuple[str, ...]:
     """Overrides that shorten an experiment; everything else is as its file says."""
-    schedule = ("schedule.epochs=[1,1]", "schedule.widths=[0.25,1]", "schedule.batch_sizes=null")
+    schedule = (
+        "schedule.budget=null",
+        "schedule.epochs=[1,1]",
+        "schedule.widths=[0.25,1]",
+        "schedule.batch_sizes=null",
+    )
     data = (f"data.root={images}", "data.download=false", "data.num_workers=0", "data.limit_test=4")
     return (
         f"experiment={experiment}",

@@ -39,7 +39,8 @@ def cost_percent(experiment: str) -> float:
     """As the run itself works it out, but on the meta device, where nothing is computed."""
     cfg = compose(PRIMARY, overrides=[f"experiment={experiment}"])
     settings = OmegaConf.to_container(cfg.schedule, resolve=True)
-    for name in ("learning_rate", "demand", "equal_flops", "batch_size", "max_memory_gib_per_device"):
+    others = ("learning_rate", "demand", "equal_flops", "budget", "batch_size", "max_memory_gib_per_device")
+    for name in others:
         del settings[name]
     schedule = make_schedule(batch_size=cfg.data.batch_size, **settings)
     size, num_classes = DATA[cfg.data.name]

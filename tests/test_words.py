@@ -48,7 +48,9 @@ FEATURES = {
         },
     ),
     "depth": Feature(
-        r"\bDeepening\b|\bDepth\b|depth\.(blocks|start)|STARTS|\bAbsent\b", ("parts/depth",), EXPORTS
+        r"\bDeepening\b|\bDepth\b|depth\.(blocks|start)|STARTS|\bAbsent\b",
+        ("parts/depth",),
+        {**EXPORTS, "analysis/results.py": "calls runs by the settings that make them"},
     ),
     "arriving classes": Feature(
         r"\bCLASSES\b|\bClasses\b\(|import Classes|open_classes|with_classes|sort_classes|class_order",

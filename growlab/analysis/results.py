@@ -42,9 +42,13 @@ _MEANS = {
     "method=equal_flops": ("schedule.equal_flops=true",),
     "method=equal_flops_mup": ("schedule.equal_flops=true", "growth.initialisation=mup"),
     "method=fixed_size_mup": ("growth.initialisation=mup",),
+    "method=grown_both": ("depth.blocks=auto", "schedule.initial_width=0.5"),
+    "method=grown_depth": ("depth.blocks=auto", "schedule.initial_width=1.0"),
+    "method=grown_width": ("schedule.initial_width=0.5",),
     "method=mup": ("growth.initialisation=mup",),
     "method=ours_osgd": ("osgd.anneal=stage",),
     "method=ours_without_state": ("optimizer_state=reset",),
+    "method=smaller": ("depth.blocks=auto", "growth.depth_multiple=0.0"),
 }
 _NOT_A_DIFFERENCE_BELOW = ("hydra.", "hydra/", "trainer.", "logger.")
 
@@ -112,7 +116,7 @@ class Run:
         )
 
     @property
-    def reference_epochs(self) -> int:
+    def reference_epochs(self) -> float:
         """Epochs of the fixed-size training that `train_cost_percent` is relative to.
 
         Not the run's own for a fixed-size run cut short to the cost of a grown one.
@@ -301,7 +305,7 @@ def _read_results(path: Path) -> dict[str, Any]:
         value = content.get(key, ...)
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise ValueError(f"it is not the result of a growlab run ({key} is missing or of another kind).")
-    if not isinstance(content.get("reference_epochs"), (int, type(None))):
+    if not isinstance(content.get("reference_epochs"), (int, float, type(None))):
         raise ValueError("it is not the result of a growlab run (reference_epochs is not a number).")
     if not isinstance(content.get("overrides") or [], list):
         raise ValueError("it is not the result of a growlab run (overrides is not a list).")

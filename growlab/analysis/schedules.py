@@ -11,7 +11,7 @@ import numpy as np
 from growlab.analysis.tables import Row
 
 # What a curve of one schedule runs over: the budget. Everything else of a schedule makes another curve.
-_LENGTH = {"total_epochs", "initial_epochs", "epochs", "equal_flops"}
+_LENGTH = {"total_epochs", "initial_epochs", "epochs", "equal_flops", "budget"}
 _WORDS = {
     "num_stages": "{} stages",
     "initial_width": "from {} of the width",

@@ -44,7 +44,7 @@ class Row:
     group: Group
     runs: tuple[Run, ...]
     cost_percent: float | None
-    reference_epochs: int
+    reference_epochs: float
     metric: Metric
     score_mean: float | None
     score_std: float | None

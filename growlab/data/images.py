@@ -62,6 +62,17 @@ class ImageArray:
             labels_N=self.labels_N.index_select(0, index),
         )
 
+    def fitted(self, fit: Fit) -> "ImageArray":
+        """Return the images brought to one size; themselves if the fit leaves images as they are."""
+        if fit.size is None:
+            return self
+        pictures = (PIL.Image.fromarray(image.squeeze(-1)) for image in self.images_NHWC.cpu().numpy())
+        size = (len(self), fit.size, fit.size, self.frame.channels)
+        seen = np.empty(size, dtype=np.uint8)
+        for number, picture in enumerate(pictures):
+            seen[number] = np.asarray(fit(picture)).reshape(size[1:])
+        return replace(self, images_NHWC=torch.from_numpy(seen).to(self.images_NHWC.device))
+
     def read(
         self,
         positions: np.ndarray,

@@ -14,6 +14,12 @@ from growlab.data.order import ORDER, evaluation_batches, permutation, rolling_o
 from growlab.data.readers import Readers
 
 
+def part_of_pass(num_batches: int, epoch: int, parts: int) -> slice:
+    """The batches that an epoch has of a pass over the images that is divided into as many epochs as `parts`."""
+    part = epoch % parts
+    return slice(part * num_batches // parts, (part + 1) * num_batches // parts)
+
+
 @dataclass
 class EpochPlan:
     """Which images make the batches of an epoch on this rank, and how each is shifted and mirrored.
@@ -28,6 +34,7 @@ class EpochPlan:
         world_size: number of processes.
         blocks_N: block that each image lies in, where images are read in blocks.
         window: images that are shuffled together if they are read in blocks; see `rolling_order`.
+        parts: epochs that a pass over the images is divided into.
     """
 
     num_images: int
@@ -39,11 +46,13 @@ class EpochPlan:
     world_size: int = 1
     blocks_N: np.ndarray | None = None
     window: int = 1
+    parts: int = 1
 
     def __len__(self) -> int:
         if self.augmentation is None:
             return len(self.batches())
-        return -(-self.num_images // self.batch_size)
+        own = part_of_pass(-(-self.num_images // self.batch_size), self.epoch, self.parts)
+        return own.stop - own.start
 
     def set_epoch(self, epoch: int) -> None:
         """Go to another epoch."""
@@ -53,11 +62,13 @@ class EpochPlan:
         """Return the positions of the images of each batch."""
         if self.augmentation is None:
             return evaluation_batches(self.num_images, self.batch_size, self.rank, self.world_size)
+        number = self.epoch // self.parts
         if self.blocks_N is None:
-            order = permutation(self.num_images, ORDER, self.seed, self.epoch)
+            order = permutation(self.num_images, ORDER, self.seed, number)
         else:
-            order = rolling_order(self.blocks_N, self.window, ORDER, self.seed, self.epoch)
-        return training_batches(order, self.batch_size, self.rank, self.world_size)
+            order = rolling_order(self.blocks_N, self.window, ORDER, self.seed, number)
+        batches = training_batches(order, self.batch_size, self.rank, self.world_size)
+        return batches[part_of_pass(len(batches), self.epoch, self.parts)]
 
     def draw(self, positions: np.ndarray) -> Tensor | None:
         """Return the shifts and flips of these images in this epoch (see `Augmentation.draw`)."""

@@ -17,7 +17,7 @@ from growlab.data.class_schedule import ClassSchedule, positions_of
 from growlab.data.crops import views
 from growlab.data.images import EncodedImages, ImageArray, Images
 from growlab.data.incremental import Incremental
-from growlab.data.loaders import EpochPlan, MemoryLoader, StreamLoader
+from growlab.data.loaders import EpochPlan, MemoryLoader, StreamLoader, part_of_pass
 from growlab.data.readers import ImageBatches, Readers, workers_of_rank
 from growlab.data.sources import open_images
 from growlab.data.split import first_balanced, stratified_split
@@ -59,7 +59,7 @@ class ImageData(LightningDataModule):
         split_seed: decides which images "split" takes, whatever the seed of the run.
         limit_train: use only so many training images, the first ones of each class.
         limit_test: likewise of the test set.
-        image_size: bring images in folders and Parquet files to this many pixels square; None = as they are.
+        image_size: bring images to this many pixels square; None = as they are.
         resize_size: pixels of the shorter side before the centre is cropped to `image_size`; None = the same.
         crop_scale: least and largest area, relative to the image, of the random crops that are trained on; None
             = no random crops.
@@ -71,6 +71,8 @@ class ImageData(LightningDataModule):
         num_workers: processes that read images if they are not held in memory; None = one a core, at most 16.
         shuffle_window: images of Parquet files above 2 GiB that are shuffled together; they are read row group
             by row group, and as many are held in memory, encoded.
+        epoch_parts: divide each pass over the training images into so many epochs of nearly equal length, so that
+            schedules, budgets and validation are finer than a pass.
 
     Raises:
         UserError: an argument cannot be used; from `setup()` also, the data cannot be found or read.
@@ -110,11 +112,13 @@ class ImageData(LightningDataModule):
         in_memory: bool | None = None,
         num_workers: int | None = 0,
         shuffle_window: int = 8192,
+        epoch_parts: int = 1,
     ) -> None:
         super().__init__()
         check_numbers(
             1, batch_size=batch_size, eval_batch_size=eval_batch_size, shuffle_window=shuffle_window
         )
+        check_numbers(1, epoch_parts=epoch_parts)
         check_numbers(0, shift=shift, num_workers=num_workers)
         check_numbers(1, limit_train=limit_train, limit_test=limit_test)
         check_numbers(1, image_size=image_size, resize_size=resize_size)
@@ -152,7 +156,11 @@ class ImageData(LightningDataModule):
         if standardise not in ("channel", "feature"):
             raise UserError(f"data.standardise must be channel or feature, not {standardise}.")
         self.standardise, self._classes = standardise, ClassSchedule(class_schedule)
-        self.incremental = incremental
+        self.incremental, self.epoch_parts = incremental, epoch_parts
+        if incremental is not None and epoch_parts > 1:
+            raise UserError(
+                "data.epoch_parts goes with data that is all there from the start: leave it at 1."
+            )
         if incremental is not None and self._classes.tasks:
             raise UserError(
                 "data.class_schedule and data.incremental both say what an epoch is about; set one."
@@ -174,15 +182,17 @@ class ImageData(LightningDataModule):
         images = self._open()
         train = images.pop("train")
         train = train.select(first_balanced(train.labels, self.limit_train or len(train)))
-        train = held(train, self.in_memory) if self.crop is None else train
+        if self.crop is None or isinstance(train, ImageArray):
+            train = self._held(train)
         if self.validation != "split":
             images.pop("val", None)
         for name, part in images.items():
             chosen = part.select(first_balanced(part.labels, self.limit_test or len(part)))
-            images[name] = held(chosen, self.in_memory)
-            if train.frame != part.frame:
+            images[name] = self._held(chosen)
+            frame = images[name].frame
+            if train.frame != frame:
                 raise UserError(
-                    f"{name} images have the shape {astuple(part.frame)}, training images {astuple(train.frame)} "
+                    f"{name} images have the shape {astuple(frame)}, training images {astuple(train.frame)} "
                     "(height, width, channels); bring them to one size with data.image_size=N."
                 )
         images["train"], test = train, images["test"]
@@ -196,6 +206,12 @@ class ImageData(LightningDataModule):
         self._classes.check(self.num_classes)
         self._set_statistics(images["train"])
         self._images = images
+
+    def _held(self, images: Images) -> Images:
+        """Decoded, if they are to be held in memory, and of one size."""
+        if isinstance(images, ImageArray):
+            return images.fitted(self.fit)
+        return held(images, self.in_memory)
 
     def _open(self) -> dict[str, Images]:
         """The training and the test set, and a validation set where the data has its own."""
@@ -264,7 +280,7 @@ class ImageData(LightningDataModule):
         blocks_N = train.blocks_N if isinstance(train, EncodedImages) else None
         return EpochPlan(
             *(len(train), batch_size, self.seed, draw, self.augmentation, rank, world_size),
-            *(blocks_N, self.shuffle_window),
+            *(blocks_N, self.shuffle_window, self.epoch_parts),
         )
 
     def val_dataloader(self) -> MemoryLoader | StreamLoader | list:
@@ -294,9 +310,19 @@ class ImageData(LightningDataModule):
         self._stages = (tuple(starts), of, epochs)
 
     def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
-        """Return the number of images in each training batch of an epoch that has batches of this size."""
+        """Return the number of images in each training batch of an epoch that has batches of this size.
+
+        Raises:
+            UserError: a pass over the images has fewer batches than `epoch_parts`.
+        """
         whole, rest = divmod(self.num_train_at(epoch, batch_size), batch_size)
-        return [batch_size] * whole + [rest] * bool(rest)
+        batches = [batch_size] * whole + [rest] * bool(rest)
+        if len(batches) < self.epoch_parts:
+            raise UserError(
+                f"data.epoch_parts={self.epoch_parts} leaves epochs without a batch: a pass over the training images "
+                f"has {len(batches)} batches of {batch_size}."
+            )
+        return batches[part_of_pass(len(batches), epoch, self.epoch_parts)]
 
     @property
     def watched(self) -> str:

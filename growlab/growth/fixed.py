@@ -25,6 +25,7 @@ class FixedSize(GrowthMethod):
         width_multiple: width of every group relative to full width; may be above 1.
         initialisation: "constructor", "standard" or "mup".
         gain: of hidden layers; 2 suits ReLU.
+        depth_multiple: part of the blocks that come in as a network grows which it has, the first ones; 0: none.
 
     Raises:
         ValueError: the multiple is not positive.
@@ -36,6 +37,7 @@ class FixedSize(GrowthMethod):
         width_multiple: float = 1.0,
         initialisation: Literal["constructor", "standard", "mup"] = "constructor",
         gain: float = 2.0,
+        depth_multiple: float = 1.0,
     ) -> None:
         super().__init__(gain=gain)
         if width_multiple <= 0:
@@ -43,7 +45,7 @@ class FixedSize(GrowthMethod):
         if initialisation not in _OUTPUT_POWER:
             known = ", ".join(_OUTPUT_POWER)
             raise UserError(f"growth.initialisation must be one of {known}, not {initialisation!r}.")
-        self.width_multiple = width_multiple
+        self.width_multiple, self.depth_multiple = width_multiple, depth_multiple
         self.draws_full_width = initialisation != "constructor"
         self.new_weights = NewWeights(gain, output_power=_OUTPUT_POWER[initialisation])
 

@@ -14,7 +14,7 @@ from growlab.networks.isotropic_networks import (
 )
 from growlab.networks.mlp import MLP, mlp5, mlp8
 from growlab.networks.mobilenet import MobileNetV1, mobilenetv1
-from growlab.networks.resnet import CifarResNet, resnet18, resnet20
+from growlab.networks.resnet import CifarResNet, resnet14, resnet18, resnet20
 from growlab.networks.transformer import CausalTransformer, EncoderDecoder
 from growlab.networks.vgg import VGG, vgg11, vgg19
 from growlab.networks.wide_resnet import WideResNet, wrn28_1
@@ -44,6 +44,7 @@ __all__ = [
     "mlp8",
     "mobilenetv1",
     "nested",
+    "resnet14",
     "resnet18",
     "resnet20",
     "vgg11",

@@ -15,6 +15,7 @@ from growlab.grower import forecast
 from growlab.growth import FixedSize, GrowthMethod, Schedule, WidthDecision, make_schedule
 from growlab.growth.parity import network_inputs
 from growlab.parts.part import Part
+from growlab.training.budget import epochs_within
 from growlab.triggers import Decided, Demand, Never, OnDemand, Scheduled, Trigger, Widths, climb
 from growlab.widths import WidthGraph, resize
 
@@ -45,7 +46,7 @@ class Plan:
     widths: list[dict[str, int]]
     flops: list[int]
     full_flops: int
-    reference_epochs: int
+    reference_epochs: float
     batches: list[int]
     steps: list[int]
     samples: list[int]
@@ -157,7 +158,7 @@ def choose_trigger(
                 "what growth on demand costs is not known before: set schedule.total_epochs in place of "
                 "schedule.equal_flops."
             )
-        return Never(method.width_multiple)
+        return Never(method.width_multiple, method.depth_multiple)
     if demand is not None:
         _refuse_stages(settings, method)
         number = settings["num_stages"] if settings["widths"] is None else len(settings["widths"])
@@ -184,8 +185,8 @@ def make_plan(
     """Work out a run.
 
     Args:
-        settings: arguments of `make_schedule` but the batch size, and `equal_flops`: whether a fixed-size run
-            trains for as many epochs as cost what growing by this schedule costs.
+        settings: arguments of `make_schedule` but the batch size; `equal_flops`: whether a fixed-size run trains for
+            as many epochs as cost what growing by this schedule costs; and `budget`, see `epochs_of_budget`.
         trigger: of these settings, see `choose_trigger`.
         graph: the network's width graph, as prepared.
         cost: of the network.
@@ -207,7 +208,10 @@ def make_plan(
         grown = _schedule(settings, base, loop)
         epochs = max(1, round(_epochs_worth(grown, [cost(w) for w in grown.widths(graph)], data) / flops[0]))
     schedule = trigger.schedule if isinstance(trigger, Scheduled) else _one_stage(epochs, base, loop)
-    reference_epochs = schedule.total_epochs if isinstance(trigger, Scheduled) else total
+    reference_epochs: float = schedule.total_epochs if isinstance(trigger, Scheduled) else total
+    if budget := settings.get("budget"):
+        whole = budget * getattr(data, "epoch_parts", 1)
+        reference_epochs = int(whole) if whole == int(whole) else whole
     if fit is not None:
         if not trigger.knows_stages:
             raise UserError(
@@ -219,8 +223,8 @@ def make_plan(
     if _incremental(data) is not None:
         # Data arrives with the stages of a run that does not grow, too.
         stages = _schedule(settings, base, loop)
-        data.follow_stages(stages.starts, stages.total_epochs, reference_epochs)
-        reference = _one_stage(reference_epochs, base, loop)
+        data.follow_stages(stages.starts, stages.total_epochs, int(reference_epochs))
+        reference = _one_stage(int(reference_epochs), base, loop)
         reference_samples = sum(_batches(data, reference, loop.limit_batches)[1])
         data.follow_stages(stages.starts, stages.total_epochs, schedule.total_epochs)
     batches, samples = _batches(data, schedule, loop.limit_batches)
@@ -232,6 +236,37 @@ def make_plan(
     if isinstance(trigger, OnDemand):
         _check_demand(trigger, graph, cost, plan)
     return plan
+
+
+def epochs_of_budget(
+    settings: Mapping[str, Any],
+    trigger: Trigger,
+    graph: WidthGraph,
+    cost: StageCost,
+    data: ImageData,
+    loop: Loop = Loop(),
+    parts: Sequence[Part] = (),
+) -> int:
+    """Epochs of a run that trains for `budget` epochs of the fixed full network; the arguments are `make_plan`'s.
+
+    Raises:
+        UserError: the budget is too small.
+    """
+    widths = forecast(trigger, graph, parts)
+    assert widths is not None
+    scheduled = isinstance(trigger, Scheduled)
+    base = data.batch_size
+
+    def make(epochs: int) -> Schedule:
+        given = {**settings, "total_epochs": epochs}
+        return _schedule(given, base, loop) if scheduled else _one_stage(epochs, base, loop)
+
+    def samples(epoch: int, size: int) -> int:
+        batches = data.samples_in_batches(epoch, size)
+        return sum(batches[: _limited(len(batches), loop.limit_batches)])
+
+    flops = [cost(each, _share(trigger, stage, each)) for stage, each in enumerate(widths)]
+    return epochs_within(settings["budget"], make, flops, cost(graph.full_widths), data, samples)
 
 
 def check_growth(graph: WidthGraph, trigger: Trigger, parts: Sequence[Part]) -> None:
@@ -265,7 +300,7 @@ def _share(trigger: Trigger, stage: int, widths: Widths) -> float:
 
 
 def _schedule(settings: Mapping[str, Any], batch_size: int, loop: Loop) -> Schedule:
-    known = {name: value for name, value in settings.items() if name != "equal_flops"}
+    known = {name: value for name, value in settings.items() if name not in ("equal_flops", "budget")}
     return make_schedule(batch_size=batch_size, **known, num_processes=loop.num_processes)
 
 

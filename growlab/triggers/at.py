@@ -128,26 +128,30 @@ class Never(Trigger):
     Args:
         width: of every group relative to full width; may be above 1. At 1 the network keeps the weights that its
             constructor drew.
+        depth: part of the blocks that come in as a network grows which it has.
 
     Raises:
-        UserError: it is not positive.
+        UserError: they are not positive, or the depth is above 1.
     """
 
     grows = False
     knows_stages = True
 
-    def __init__(self, width: Number = 1) -> None:
+    def __init__(self, width: Number = 1, depth: float = 1.0) -> None:
         if not width > 0:
             raise UserError(f"a width of {width} relative to full width must be above 0.")
-        self._width, self.resizes = width, width != 1
+        if not 0 <= depth <= 1:
+            raise UserError(f"growth.depth_multiple={depth} must be a part of the blocks, from 0 to 1.")
+        self._width, self.depth = width, depth
+        self.resizes = width != 1 or depth != 1
 
     def forecast(self, graph: WidthGraph) -> list[Widths]:
         """The width of each group."""
         return [{name: max(1, round(g.full_width * self._width)) for name, g in graph.groups.items()}]
 
     def share(self, stage: int, widths: Widths) -> float:
-        """Nothing is left to grow."""
-        return 1.0
+        """The part of the blocks that it has; nothing is left to grow."""
+        return self.depth
 
     def stage_at(self, clock: Clock) -> int:
         """The only stage."""

@@ -1,12 +1,17 @@
 from types import SimpleNamespace
 
 import lightning
+import numpy as np
+import PIL.Image
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from growlab.data import ImageData
-from growlab.data.loaders import MemoryLoader, StreamLoader
+from growlab.data.augment import Augmentation
+from growlab.data.loaders import EpochPlan, MemoryLoader, StreamLoader
 from growlab.errors import UserError
 
 # Lightning 2.6 asks torch 2.15's pytree in a deprecated way whenever it collects loaders.
@@ -327,3 +332,36 @@ def test_on_a_gpu_batches_equal_those_on_the_cpu():
         torch.testing.assert_close(x.cpu(), cpu_x, rtol=0, atol=1e-6)
         assert torch.equal(y.cpu(), cpu_y)
     assert data.probe_batch(4).device.type == "cpu"
+
+
+@given(parts=st.integers(1, 15), batch_size=st.integers(90, 400))
+def test_epochs_that_are_parts_of_a_pass_make_up_the_pass(parts: int, batch_size: int) -> None:
+    whole, divided = (
+        EpochPlan(1438, batch_size, 3, 1, Augmentation()),
+        EpochPlan(1438, batch_size, 3, 1, Augmentation()),
+    )
+    divided.parts = parts
+    found = []
+    for epoch in range(parts, 2 * parts):
+        divided.set_epoch(epoch)
+        assert len(divided) == len(divided.batches())
+        found += divided.batches()
+    assert [batch.tolist() for batch in found] == [batch.tolist() for batch in whole.batches()]
+
+
+def test_epochs_that_are_parts_of_a_pass_are_those_that_a_run_is_planned_with():
+    data = _digits(epoch_parts=4)
+    for epoch in range(5):
+        planned = data.samples_in_batches(epoch, 100)
+        assert planned == [len(y) for _, y in _batches(data, epoch=epoch)] and len(planned) in (3, 4)
+    with pytest.raises(UserError, match=r"data\.epoch_parts=16 leaves epochs without a batch"):
+        _digits(epoch_parts=16).samples_in_batches(0, 100)
+
+
+def test_decoded_images_are_brought_to_one_size_as_encoded_ones_are():
+    small = _digits(image_size=5, limit_train=20, limit_test=10, shift=0, mirror=False)
+    assert small.image_shape == (1, 5, 5)
+    plain = _digits(limit_train=20, limit_test=10, shift=0, mirror=False)
+    fit, images = small._images["test"], plain._images["test"].images_NHWC
+    expected = [np.asarray(small.fit(PIL.Image.fromarray(image.squeeze(-1).numpy()))) for image in images]
+    assert np.array_equal(fit.images_NHWC.squeeze(-1).numpy(), np.stack(expected))

@@ -4,18 +4,23 @@ from omegaconf import DictConfig
 
 from growlab.data import ImageData
 from growlab.errors import UserError
+from growlab.grower import prepared
 from growlab.growth import FixedSize, GrowthMethod, PairGrowth
-from growlab.networks import isotropic_mlp, mlp8
+from growlab.networks import CifarResNet, isotropic_mlp, mlp8
+from growlab.parts import Deepening
 from growlab.planning import optimizer_maker
+from growlab.training.budget import check_budget
 from growlab.training.plan import (
     Loop,
     Plan,
     StageCost,
     check_growth,
     choose_trigger,
+    epochs_of_budget,
     make_plan,
     optimizer_steps,
 )
+from growlab.triggers import Plateau
 from growlab.widths import trace
 
 SETTINGS = {
@@ -140,3 +145,62 @@ def test_equal_flops_count_the_width(data: ImageData, multiple: float) -> None:
 def test_equal_flops_is_no_way_to_grow(data: ImageData) -> None:
     with pytest.raises(UserError, match="growth=none"):
         plan(data, equal_flops=True)
+
+
+@pytest.mark.parametrize(
+    ("growth", "changes", "depth"),
+    [
+        (FixedSize(), {}, None),
+        (FixedSize(0.5), {}, None),
+        (FixedSize(depth_multiple=0.0), {}, "auto"),
+        (PairGrowth(), {"initial_width": 0.5}, None),
+        (PairGrowth(), {"initial_width": 1.0, "num_stages": 2, "initial_fraction": 0.7}, "auto"),
+        (PairGrowth(), {"initial_width": 0.25, "num_stages": 3, "batch_growth_rate": 0.5}, "auto"),
+        (PairGrowth(), {"initial_epochs": 3, "num_stages": 2}, None),
+    ],
+)
+@pytest.mark.parametrize("budget", [7, 9.3])
+def test_at_one_budget_all_cost_the_same(growth, changes: dict, depth: str | None, budget: float) -> None:
+    """To an epoch of the last stage; with two epochs a pass."""
+    data = ImageData("digits", limit_train=110, limit_test=10, batch_size=20, epoch_parts=2)
+    data.setup()
+    rates = {name: None for name in ("epochs", "widths", "batch_sizes")} | {"num_stages": 4}
+    settings = SETTINGS | rates | {"total_epochs": 10**6, "budget": budget} | changes
+    network = CifarResNet(2, 10, 1, (4, 8))
+    trigger = choose_trigger(settings, growth, None, data.batch_size, LOOP)
+    parts = [Deepening(depth)] if depth else []
+    graph = prepared(network, data.probe_batch(2), growth, parts)
+    cost = StageCost(network, graph, parts, data.probe_batch(1))
+    arguments = (graph, cost, data, LOOP, parts)
+    settings["total_epochs"] = epochs_of_budget(settings, trigger, *arguments)
+    made = make_plan(settings, choose_trigger(settings, growth, None, data.batch_size, LOOP), *arguments)
+    allowed, spent = budget * 110 * made.full_flops, sum(made.flops_in_epoch)
+    assert 0 <= allowed - spent <= made.flops[-1] * 60
+    assert made.schedule.total_epochs == settings["total_epochs"] and made.reference_epochs == 2 * budget
+    smaller = isinstance(growth, FixedSize) and made.flops[0] < made.full_flops
+    assert (made.schedule.total_epochs > 2 * budget) == (smaller or not isinstance(growth, FixedSize))
+
+
+@pytest.mark.parametrize(
+    ("changes", "growth", "demand", "message"),
+    [
+        ({"budget": 0}, PairGrowth(), None, "must be a number of epochs"),
+        ({"epochs": [1, 2]}, PairGrowth(), None, "schedule.epochs says it"),
+        ({"equal_flops": True}, FixedSize(), None, "both say what the fixed-size run costs"),
+        ({}, PairGrowth(), Plateau(), "decides that while it trains"),
+    ],
+)
+def test_what_does_not_go_with_a_budget_is_told(changes, growth, demand, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_budget(SETTINGS | {"epochs": None, "budget": 5.0} | changes, growth, demand)
+
+
+def test_a_budget_below_the_shortest_run_is_told(data: ImageData) -> None:
+    network = mlp8(data.image_shape, 10, width=8)
+    graph = trace(network, data.probe_batch(2))
+    settings = SETTINGS | {"epochs": None, "budget": 0.9}
+    trigger = choose_trigger(settings | {"total_epochs": 10**6}, PairGrowth(), None, 20, LOOP)
+    cost = StageCost(network, graph, (), data.probe_batch(1))
+    least = (mlp_flops(data, 4) + mlp_flops(data, 8)) / mlp_flops(data, 8)
+    with pytest.raises(UserError, match=f"shortest run of 2 stages, which costs {least:.3g} epochs of"):
+        epochs_of_budget(settings, trigger, graph, cost, data)

@@ -13,7 +13,7 @@ from growlab.growth import GrowthState
 from growlab.optim.followers import order_parameters
 from growlab.parts.depth.blocks import Depth
 from growlab.parts.part import Part
-from growlab.triggers import Run, Trigger, Widths
+from growlab.triggers import Never, Run, Trigger, Widths
 from growlab.widths import WidthGraph
 
 
@@ -49,8 +49,8 @@ class Deepening(Part):
         return self._depth
 
     def applies(self, trigger: Trigger) -> bool:
-        """A network that does not grow has all blocks."""
-        return trigger.grows
+        """A network that does not grow has all blocks, unless it is a smaller one."""
+        return trigger.grows or (isinstance(trigger, Never) and trigger.depth < 1)
 
     def prepare(
         self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
