@@ -23,7 +23,7 @@ from growlab.data.sources import open_images
 from growlab.data.split import first_balanced, stratified_split
 from growlab.data.statistics import channel_statistics, normalisation, sample_of
 from growlab.errors import UserError
-from growlab.parts import Classes, Part
+from growlab.parts import Part
 
 VALIDATIONS = ("none", "split", "test")
 
@@ -339,6 +339,8 @@ class ImageData(LightningDataModule):
         arriving = self.incremental
         if arriving is None or arriving.mode != "classes":
             return []
+        from growlab.parts import Classes
+
         return [Classes(arriving.order(self.num_classes), partial(arriving.num_classes, self.num_classes))]
 
     def held_bytes(self) -> int:

@@ -1,9 +1,23 @@
 """Parts: features beside growing, each of its own and none known to the engine."""
 
-from growlab.parts.averages import Averages
-from growlab.parts.classes import Classes
-from growlab.parts.depth import Deepening
-from growlab.parts.osgd import OldGradient
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from growlab.parts.part import Part
 
+if TYPE_CHECKING:
+    from growlab.parts.averages import Averages
+    from growlab.parts.classes import Classes
+    from growlab.parts.depth import Deepening
+    from growlab.parts.osgd import OldGradient
+
 __all__ = ["Averages", "Classes", "Deepening", "OldGradient", "Part"]
+
+# None is imported before it is used: a part's file may be taken away.
+_HOMES = {"Averages": "averages", "Classes": "classes", "Deepening": "depth", "OldGradient": "osgd"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'growlab.parts' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"growlab.parts.{_HOMES[name]}"), name)
