@@ -119,17 +119,29 @@ class _Agent(LocalElasticAgent):
         self._older_checkpoints = _checkpoints(run_dir)
         self._too_slow: set[int] = set()
         self._received: set[int] = set()
+        # Signals that came while there were no processes yet to hand them on to; None: there are.
+        self._pending: list[int] | None = []
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if _checkpoints(self._run_dir) - self._older_checkpoints:
             given = [text for text in self._spec.args if not text.lstrip("+").startswith("ckpt_path=")]
             self._spec.args = (*given, "ckpt_path=last")
         self._too_slow.clear()
-        return super()._start_workers(worker_group)
+        self._pending = self._pending or []
+        started = super()._start_workers(worker_group)
+        waiting, self._pending = self._pending, None
+        for signal_number in waiting:
+            self._hand_on(signal_number)
+        return started
+
+    def _hand_on(self, number: int) -> None:
+        for process in self._processes():
+            process.send_signal(number)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if any(process.poll() for process in self._processes()):
             self._let_end()
+            self._pending = []
             reason = self.reason()
             if not self._restart_helps(reason):
                 self._remaining_restarts = 0  # as in torch's own agent where it gives up
@@ -199,8 +211,10 @@ class _Agent(LocalElasticAgent):
 
         def forward(number: int, frame: FrameType | None) -> None:
             self._received.add(number)
-            for process in self._processes():
-                process.send_signal(number)
+            if self._pending is not None:
+                self._pending.append(number)
+            else:
+                self._hand_on(number)
 
         main = threading.current_thread() is threading.main_thread()
         before = {number: signal.signal(number, forward) for number in _FORWARDED if main}
