@@ -1,14 +1,11 @@
 """Forward FLOPs of a network at any widths, and what a growing run costs (spec: Yuan et al. 2023, Section 4.1)."""
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import cached, is_parametrized
 from torch.utils.flop_counter import FlopCounterMode
-
-from growlab.widths import WidthGraph, resize
 
 
 def forward_flops(model: nn.Module, sample: Tensor | tuple[Tensor, ...]) -> int:
@@ -40,32 +37,6 @@ def forward_flops(model: nn.Module, sample: Tensor | tuple[Tensor, ...]) -> int:
         for module, training in modes.items():
             module.training = training
     return int(counter.get_total_flops())
-
-
-def stage_flops(
-    model: nn.Module,
-    graph: WidthGraph,
-    widths: Mapping[str, int],
-    stages: Sequence[Mapping[str, int]],
-    sample: Tensor | tuple[Tensor, ...],
-    narrow: Callable[[nn.Module, int], WidthGraph] | None = None,
-) -> list[int]:
-    """Forward FLOPs per sample at each stage's widths.
-
-    Args:
-        model: the network at `widths`; left as it is.
-        graph: its width graph.
-        widths: width of each group now.
-        stages: width of each group at each stage.
-        sample: one input [1, ...], or the tuple of the forward's positional inputs.
-        narrow: takes out of a copy what a stage, by its number, does not have, and gives its width graph.
-    """
-    flops = []
-    for number, stage in enumerate(stages):
-        copied = copy.deepcopy(model)
-        resize(copied, graph if narrow is None else narrow(copied, number), widths, stage)
-        flops.append(forward_flops(copied, sample))
-    return flops
 
 
 def train_cost_percent(

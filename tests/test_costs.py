@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 
 from growlab.analysis.published import published
 from growlab.configuration import PRIMARY, config_dir, register_schemas
-from growlab.flops import forward_flops, stage_flops, train_cost_percent
+from growlab.flops import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
+from growlab.training.plan import StageCost
 from growlab.widths import trace
 from tests.runs import ROOT
 
@@ -47,7 +48,7 @@ def cost_percent(experiment: str) -> float:
     network = hydra.utils.instantiate(cfg.model, image_shape=[3, size, size], num_classes=num_classes)
     graph = trace(network, torch.zeros(2, 3, size, size))
     network, sample = network.to("meta"), torch.empty(1, 3, size, size, device="meta")
-    flops = stage_flops(network, graph, graph.full_widths, schedule.widths(graph), sample)
+    flops = [*map(StageCost(network, graph, (), sample), schedule.widths(graph))]
     return train_cost_percent(schedule.epochs, flops, forward_flops(network, sample), schedule.total_epochs)
 
 

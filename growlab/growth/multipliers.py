@@ -16,7 +16,6 @@ itself. The gradient that reaches W_i is therefore divided by m_i^2: optimizers 
 normalise the gradient (Adam) do not notice the division.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -103,14 +102,6 @@ def fold_multipliers(model: nn.Module) -> None:
                     parameter.mul_(weight.rows.to(parameter))
                     folded.add(id(parameter))
             known.remove()
-
-
-def without_multipliers(model: nn.Module) -> nn.Module:
-    """A copy whose forward multiplies nothing, to be brought to other widths and counted."""
-    copied = copy.deepcopy(model)
-    for known in _attached(copied).values():
-        known.remove()
-    return copied
 
 
 def saved_multipliers(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:

@@ -221,12 +221,8 @@ def make_plan(
         schedule = replace(schedule, batch_sizes=tuple(fit(widths)))
     reference_samples = None
     if _incremental(data) is not None:
-        # Data arrives with the stages of a run that does not grow, too.
-        stages = _schedule(settings, base, loop)
-        data.follow_stages(stages.starts, stages.total_epochs, int(reference_epochs))
-        reference = _one_stage(int(reference_epochs), base, loop)
-        reference_samples = sum(_batches(data, reference, loop.limit_batches)[1])
-        data.follow_stages(stages.starts, stages.total_epochs, schedule.total_epochs)
+        stages, reference = _schedule(settings, base, loop), _one_stage(int(reference_epochs), base, loop)
+        reference_samples = _let_arrive(data, stages, schedule, reference, loop)
     batches, samples = _batches(data, schedule, loop.limit_batches)
     steps = optimizer_steps(batches, loop.accumulate)
     plan = Plan(
@@ -236,6 +232,16 @@ def make_plan(
     if isinstance(trigger, OnDemand):
         _check_demand(trigger, graph, cost, plan)
     return plan
+
+
+def _let_arrive(
+    data: ImageData, stages: Schedule, schedule: Schedule, reference: Schedule, loop: Loop
+) -> int:
+    """Let data arrive with the stages, also of a run that does not grow; samples of the fixed-size run so."""
+    data.follow_stages(stages.starts, stages.total_epochs, reference.total_epochs)
+    samples = sum(_batches(data, reference, loop.limit_batches)[1])
+    data.follow_stages(stages.starts, stages.total_epochs, schedule.total_epochs)
+    return samples
 
 
 def epochs_of_budget(

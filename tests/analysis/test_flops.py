@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from growlab.flops import forward_flops, stage_flops, train_cost_percent
+from growlab.flops import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
 from growlab.networks import MLP, resnet20
+from growlab.training.plan import StageCost
 from growlab.widths import trace
 
 
@@ -41,7 +42,7 @@ def test_cost_of_growing_resnet20_is_the_published_one(resnet):
     network, graph = resnet
     schedule = make_schedule(160, 128)
     stages = schedule.widths(graph)
-    flops = stage_flops(network, graph, graph.full_widths, stages, torch.randn(1, 3, 32, 32))
+    flops = [*map(StageCost(network, graph, (), torch.randn(1, 3, 32, 32)), stages)]
     expected = [
         resnet20_flops(a, b, c)
         for a, b, c in zip(

@@ -8,8 +8,9 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from growlab.configuration import PRIMARY, config_dir, register_schemas
-from growlab.flops import forward_flops, stage_flops, train_cost_percent
+from growlab.flops import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
+from growlab.training.plan import StageCost
 from growlab.widths import trace
 from tests.runs import ROOT
 
@@ -42,7 +43,7 @@ def test_the_cost_is_the_headers() -> None:
     assert [stage["encoder.0.self_attn.q_proj"] for stage in stages] == [8, 16, 32, 64]
     network = network.to("meta")
     sentence = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
-    flops = stage_flops(network, graph, graph.full_widths, stages, (sentence, sentence))
+    flops = [*map(StageCost(network, graph, (), (sentence, sentence)), stages)]
     full = forward_flops(network, (sentence, sentence))
     assert full == flops[-1]
     output = 2 * LENGTH * cfg.model.embedding_features * NUM_TOKENS
