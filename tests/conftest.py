@@ -1,5 +1,6 @@
 """Fixtures for tests in several folders."""
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +11,17 @@ from tests.runs import CommandLine, Left
 # Seeded like all other tests: the same examples in each run. `--hypothesis-profile=default` draws others.
 settings.register_profile("seeded", derandomize=True)
 settings.load_profile("seeded")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays: a full collection need not go through a million objects each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter take everything down in its order."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ for every run: exit codes, signals, what is printed and what is left behind are 
 import atexit
 import contextlib
 import csv
+import gc
 import json
 import os
 import pkgutil
@@ -21,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -492,6 +494,9 @@ _RUN_SEC, _LEFT_SEC = 120.0, 10.0
 def _serve() -> None:
     """Fork for every line on standard input; answer with the exit code and what the run has left running."""
     _import_everything(sys.argv[1:])
+    # What is imported stays: a run's first full collection would go through all of it, and copy its pages.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         order = json.loads(line)
         child = os.fork()
@@ -500,6 +505,7 @@ def _serve() -> None:
             os.setsid()
             _leave(_run(order))
         print(json.dumps([_exit_code(child), _end_session(child)]), flush=True)
+    gc.unfreeze()
 
 
 def _exit_code(child: int) -> int:
@@ -548,7 +554,7 @@ def _leave(code: int) -> None:
 def _import_everything(fairseq_modules: Sequence[str]) -> None:
     from growlab import experiment, launcher  # noqa: F401 - imported once for all runs
     from growlab.fairseq_library import fairseq_module
-    from growlab.networks import mlp8
+    from growlab.networks import mlp8, resnet20
     from growlab.optim.native import library
     from growlab.widths import trace
 
@@ -559,7 +565,8 @@ def _import_everything(fairseq_modules: Sequence[str]) -> None:
     for name in fairseq_modules:
         fairseq_module(name)
     # The first trace loads much of torch. Nothing here may call backward: a fork could not do so any more.
-    trace(mlp8([1, 2, 2], 2, width=2), torch.zeros(2, 1, 2, 2))
+    for make, size in ((partial(mlp8, batch_norm=True), 2), (resnet20, 8)):
+        trace(make([1, size, size], 2, width=2), torch.zeros(2, 1, size, size))
 
 
 class _Forked:
