@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from growlab.growth import (
         FireFly,
         GradMax,
-        Isotropic,
         Net2Net,
         PairGrowth,
         RandomGrowth,
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
         VarianceTransfer,
         make_schedule,
     )
-    from growlab.parts import Averages, Part
+    from growlab.parts import Averages, Isotropic, Part
     from growlab.triggers import At, Decided, Never, Scheduled, Trigger
     from growlab.widths import trace
 
@@ -50,9 +49,9 @@ __all__ = [
 _MODULES = {
     "growlab.frontends.lightning": "Growth",
     "growlab.grower": "Grower",
-    "growlab.growth": "FireFly GradMax Isotropic Net2Net PairGrowth RandomGrowth Splitting Tiny VarianceTransfer "
+    "growlab.growth": "FireFly GradMax Net2Net PairGrowth RandomGrowth Splitting Tiny VarianceTransfer "
     "make_schedule",
-    "growlab.parts": "Averages Part",
+    "growlab.parts": "Averages Isotropic Part",
     "growlab.triggers": "At Decided Never Scheduled Trigger",
     "growlab.widths": "trace",
 }

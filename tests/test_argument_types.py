@@ -48,4 +48,4 @@ def test_what_fits_and_what_nobody_knows_passes() -> None:
         check_types({"optimizer": {**sgd, "nesterov": "abc"}})
     nested = {"network": {"_target_": "growlab.networks.mlp5", "_partial_": True, "width": "wide"}}
     with pytest.raises(UserError, match=r"model.network.width must be an integer, not 'wide'"):
-        check_types({"model": {"_target_": "growlab.hypernets.hypernetwork", **nested}})
+        check_types({"model": {"_target_": "growlab.parts.hypernets.hypernetwork", **nested}})

@@ -17,7 +17,6 @@ from growlab.errors import UserError
 from growlab.grower import Grower
 from growlab.growth import (
     GradMax,
-    Isotropic,
     Net2Net,
     PairGrowth,
     VarianceTransfer,
@@ -26,9 +25,9 @@ from growlab.growth import (
     make_schedule,
     plant,
 )
-from growlab.networks import IsotropicMLP
 from growlab.optim import SGD, NormRatio, follow, weight_regions
 from growlab.parts import Averages, Part
+from growlab.parts.isotropic import Isotropic, IsotropicMLP
 from growlab.triggers import At, Decided, Never
 from growlab.widths import WidthGraph, trace
 

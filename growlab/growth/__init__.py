@@ -1,22 +1,17 @@
 """Growth methods, schedules and the surgery itself."""
 
-from growlab.growth.depth import deepen
 from growlab.growth.event import anneal_norms, grow, plant, restore
 from growlab.growth.expressivity import Bottleneck, bottlenecks, measurable, out_of_reach
 from growlab.growth.finish import finish
 from growlab.growth.firefly import FireFly
 from growlab.growth.fixed import FixedSize
 from growlab.growth.gradmax import GradMax
-from growlab.growth.isotropic import Isotropic
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, Growth, GrowthMethod, NewWeights, WidthDecision
 from growlab.growth.net2net import Net2Net
-from growlab.growth.neurons import Choices, change_width
 from growlab.growth.pairs import PairGrowth
 from growlab.growth.random import RandomGrowth
 from growlab.growth.schedule import Schedule, make_schedule
-from growlab.growth.sparsify import Diagonal, densify, sparsify
-from growlab.growth.spectrum import diagonalise, diagonalise_partially, spectra
 from growlab.growth.splitting import Splitting
 from growlab.growth.state import GrowthEvent, GrowthState, ParityError
 from growlab.growth.tiny import Tiny
@@ -24,8 +19,6 @@ from growlab.growth.variance_transfer import VarianceTransfer
 
 __all__ = [
     "Bottleneck",
-    "Choices",
-    "Diagonal",
     "Expansion",
     "FireFly",
     "FixedSize",
@@ -34,7 +27,6 @@ __all__ = [
     "GrowthEvent",
     "GrowthMethod",
     "GrowthState",
-    "Isotropic",
     "Measurement",
     "Net2Net",
     "NewWeights",
@@ -48,11 +40,6 @@ __all__ = [
     "WidthDecision",
     "anneal_norms",
     "bottlenecks",
-    "change_width",
-    "deepen",
-    "densify",
-    "diagonalise",
-    "diagonalise_partially",
     "finish",
     "grow",
     "make_schedule",
@@ -60,6 +47,4 @@ __all__ = [
     "out_of_reach",
     "plant",
     "restore",
-    "sparsify",
-    "spectra",
 ]

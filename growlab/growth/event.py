@@ -13,7 +13,6 @@ from growlab.growth.attention_scale import with_attention_scale
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, Growth, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, multiply
-from growlab.growth.observation import watch
 from growlab.growth.parity import Outputs, eps_bounds, evaluate, observe, positional, relative_error, rounding
 from growlab.growth.rescale import can_fold
 from growlab.growth.state import GrowthEvent, GrowthState, ParityError
@@ -122,7 +121,7 @@ def grow(
     parity_sec = time.perf_counter() - began
     num_params_before = sum(p.numel() for p in model.parameters())
     about = (graph, tensors_of(model, graph), dict(state.widths), dict(new_widths), seed, stage, leader)
-    watched = watch(model, graph, probe) if method.observes else {}
+    watched = method.observe(model, graph, probe)
     known = ({}, data, None) if leading is None else (leading.observed, data, _new_tensors(leading))
     expansion = Expansion(*about, gradients or {}, watched, *known)
     growth = with_attention_scale(expansion, method.grow(expansion), method.layer_multipliers)

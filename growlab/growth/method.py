@@ -42,8 +42,8 @@ class Expansion:
         stage: the stage that begins.
         leader: the tensors of the network that this one, its average, follows; None: it is its own.
         gradients: running means of gradients by parameter name, where the method asked for them.
-        observed: what isotropic activations do on the probe batch, where the method asked for it.
-        leader_observed: what the leader's did before its event, where it is known.
+        observed: what the method's `observe` has found.
+        leader_observed: the same of the leader, where it is known.
         data: training batches, where the method asked for some.
         leading: what the event of the network that this one is an average of came to: its new tensors by name, and
             how gradients followed. For methods that must not look at data twice.
@@ -229,7 +229,6 @@ class GrowthMethod(ABC):
         layer_multipliers: whether the forward may multiply rows of weights, see `growlab.growth.multipliers`.
         shrinks: events may narrow groups too.
         follows_norms: knows what to do with channels whose norm is taken; see `trace`.
-        observes: wants to know what isotropic activations do on the probe batch.
         wants_gradients: wants the optimizer's running means of gradients.
         batches: training batches that it wants to see at an event.
         draws_full_width: a seed of full width is drawn as any other, in place of keeping the network's own weights.
@@ -240,7 +239,6 @@ class GrowthMethod(ABC):
     layer_multipliers: bool = False
     shrinks: bool = False
     follows_norms: bool = False
-    observes: bool = False
     wants_gradients: bool = False
     batches: int = 0
     draws_full_width: bool = False
@@ -273,6 +271,16 @@ class GrowthMethod(ABC):
 
     def finish(self, network: nn.Module) -> None:  # noqa: B027 - most methods have nothing to undo
         """Undo what `prepare` did, once the network is trained: it is then an ordinary one again."""
+
+    def observe(self, model: nn.Module, graph: WidthGraph, probe: tuple[Any, ...]) -> Mapping[str, Any]:
+        """What the method needs to see of the network before an event; most need nothing.
+
+        Args:
+            model: left as it is.
+            graph: its width graph.
+            probe: its positional inputs.
+        """
+        return {}
 
     @abstractmethod
     def grow(self, expansion: Expansion) -> Growth:

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from growlab.growth.observation import Observation
 from growlab.widths import Carry
 
 _NOT_IN_RECEIPT = ("parity_sec", "replaced", "carry", "observed")
@@ -94,7 +93,7 @@ class GrowthEvent:
         parity_sec: of that, the checks (not part of the receipt).
         replaced: old and new tensor by name (not part of the receipt).
         carry: how gradients follow, for optimizer state (not part of the receipt).
-        observed: what isotropic activations did before the event, if the method asked (not part of the receipt).
+        observed: what the method saw of the network before the event (not part of the receipt).
     """
 
     stage: int
@@ -115,7 +114,7 @@ class GrowthEvent:
     parity_sec: float = field(compare=False)
     replaced: dict[str, tuple[Tensor, Tensor]] = field(repr=False, compare=False)
     carry: Carry = field(repr=False, compare=False)
-    observed: Mapping[str, Observation] = field(repr=False, compare=False)
+    observed: Mapping[str, Any] = field(repr=False, compare=False)
 
     def receipt(self) -> dict[str, Any]:
         """Everything but the tensors, in plain containers."""

@@ -2,16 +2,6 @@
 
 from growlab.networks.allconv import AllConv, allconv
 from growlab.networks.convnet import ConvNet, convnet4
-from growlab.networks.isotropic import Blend, ChiNorm, Isotropic
-from growlab.networks.isotropic_networks import (
-    IsotropicCNN,
-    IsotropicMLP,
-    NestedNetwork,
-    isotropic_cnn,
-    isotropic_mlp,
-    isotropic_nested,
-    nested,
-)
 from growlab.networks.mlp import MLP, mlp5, mlp8
 from growlab.networks.mobilenet import MobileNetV1, mobilenetv1
 from growlab.networks.resnet import CifarResNet, resnet14, resnet18, resnet20
@@ -23,27 +13,17 @@ __all__ = [
     "MLP",
     "VGG",
     "AllConv",
-    "Blend",
     "CausalTransformer",
-    "ChiNorm",
     "CifarResNet",
     "ConvNet",
     "EncoderDecoder",
-    "Isotropic",
-    "IsotropicCNN",
-    "IsotropicMLP",
     "MobileNetV1",
-    "NestedNetwork",
     "WideResNet",
     "allconv",
     "convnet4",
-    "isotropic_cnn",
-    "isotropic_mlp",
-    "isotropic_nested",
     "mlp5",
     "mlp8",
     "mobilenetv1",
-    "nested",
     "resnet14",
     "resnet18",
     "resnet20",

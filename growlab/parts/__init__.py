@@ -9,12 +9,21 @@ if TYPE_CHECKING:
     from growlab.parts.averages import Averages
     from growlab.parts.classes import Classes
     from growlab.parts.depth import Deepening
+    from growlab.parts.hypernets import Hyperfan
+    from growlab.parts.isotropic import Isotropic
     from growlab.parts.osgd import OldGradient
 
-__all__ = ["Averages", "Classes", "Deepening", "OldGradient", "Part"]
+__all__ = ["Averages", "Classes", "Deepening", "Hyperfan", "Isotropic", "OldGradient", "Part"]
 
 # None is imported before it is used: a part's file may be taken away.
-_HOMES = {"Averages": "averages", "Classes": "classes", "Deepening": "depth", "OldGradient": "osgd"}
+_HOMES = {
+    "Averages": "averages",
+    "Classes": "classes",
+    "Deepening": "depth",
+    "Hyperfan": "hypernets",
+    "Isotropic": "isotropic",
+    "OldGradient": "osgd",
+}
 
 
 def __getattr__(name: str) -> Any:

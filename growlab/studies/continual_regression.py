@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from growlab.analysis import style
 from growlab.files import write_json, write_text
 from growlab.growth.method import generator
-from growlab.hypernets import Hypernet, parametrise
 from growlab.networks import MLP
+from growlab.parts.hypernets import Hypernet, parametrise
 
 # Intervals, functions and noise of the three tasks (von Oswald et al. 2020, their code's task set 1), 100 samples each.
 TASKS = (

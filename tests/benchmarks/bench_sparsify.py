@@ -10,8 +10,7 @@ import time
 import pytest
 import torch
 
-from growlab.growth import sparsify
-from growlab.networks import IsotropicMLP
+from growlab.parts.isotropic import IsotropicMLP, sparsify
 from growlab.widths import trace
 
 MAPS = 9

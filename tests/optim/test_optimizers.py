@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from growlab.errors import UserError
-from growlab.networks import Blend, Isotropic
 from growlab.optim import (
     LARS,
     SGD,
@@ -24,6 +23,7 @@ from growlab.optim import (
     exempt_from_decay,
 )
 from growlab.optim.blocks import BLOCK_ELEMENTS
+from growlab.parts.isotropic import Blend, IsotropicActivation
 
 SHAPES = {"linear": (7, 5), "conv": (6, 4, 3, 3), "bias": (7,)}
 BIRTHS = {"linear": ([0, 0, 0, 1, 1, 2, 2], [0, 0, 1, 2, 2]), "conv": ([0, 1, 0, 1, 2, 2], [0, 0, 1, 1])}
@@ -588,7 +588,7 @@ def test_weight_decay_spares_what_no_one_decays(cls):
     """With a gradient of zero only decay moves: weights, biases and gains, but no logarithm, blend or slope."""
     torch.manual_seed(0)
     network = nn.Sequential(
-        *(nn.Linear(3, 4), nn.LayerNorm(4), Isotropic("tanh", 0.1)),
+        *(nn.Linear(3, 4), nn.LayerNorm(4), IsotropicActivation("tanh", 0.1)),
         *(nn.Linear(4, 1), Blend(nn.PReLU(), 0.5), nn.PReLU(1)),
     )
     nn.init.ones_(network[0].bias)

@@ -8,10 +8,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from growlab.errors import UserError
-from growlab.growth import GrowthState, Isotropic, Net2Net, PairGrowth, VarianceTransfer, grow, plant
-from growlab.growth.isotropic import adaptable
-from growlab.networks import isotropic_mlp, resnet20
+from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, plant
+from growlab.networks import resnet20
 from growlab.parts import Averages
+from growlab.parts.isotropic import Isotropic, isotropic_mlp
+from growlab.parts.isotropic.method import adaptable
 from growlab.widths import tensors_of, trace
 from tests.runs import MLP, CommandLine, Left, table
 from tests.test_resume import BY_STEPS, ISOTROPIC

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.hypernets import emitted
+from growlab.parts.hypernets import emitted
 from growlab.studies import continual_regression as study
 from tests.runs import CommandLine
 

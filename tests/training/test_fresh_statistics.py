@@ -7,7 +7,8 @@ from torch.nn import functional as F
 
 from growlab.data import ImageData
 from growlab.errors import UserError
-from growlab.networks import ChiNorm, mlp8
+from growlab.networks import mlp8
+from growlab.parts.isotropic import ChiNorm
 from growlab.training.fresh_statistics import FreshStatistics, fresh_statistics
 from tests.runs import MLP
 

@@ -6,8 +6,9 @@ from growlab.data import ImageData
 from growlab.errors import UserError
 from growlab.grower import prepared
 from growlab.growth import FixedSize, GrowthMethod, PairGrowth
-from growlab.networks import CifarResNet, isotropic_mlp, mlp8
+from growlab.networks import CifarResNet, mlp8
 from growlab.parts import Deepening
+from growlab.parts.isotropic import isotropic_mlp
 from growlab.planning import optimizer_maker
 from growlab.training.budget import check_budget
 from growlab.training.plan import (

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from growlab.growth import Choices, GrowthState, Isotropic, ParityError, change_width, grow
-from growlab.growth.neurons import IMPORTANCES
-from growlab.growth.observation import watch
-from growlab.growth.spectrum import decompose, incoming, producers
-from growlab.networks import IsotropicCNN, IsotropicMLP
+from growlab.growth import GrowthState, ParityError, grow
 from growlab.optim import LARS, SGD, exempt_from_decay, follow
+from growlab.parts.isotropic import Choices, Isotropic, IsotropicCNN, IsotropicMLP, change_width
+from growlab.parts.isotropic.observation import watch
+from growlab.parts.isotropic.resize import IMPORTANCES
+from growlab.parts.isotropic.spectrum import decompose, incoming, producers
 from growlab.widths import WidthGraph, replace_tensors, rotate, tensors_of, trace
 from tests.cases import outputs, roughen
-from tests.growth.test_sparsify import OneByOne
-from tests.networks.test_isotropic import rotation
+from tests.parts.isotropic.test_networks import rotation
+from tests.parts.isotropic.test_sparsify import OneByOne
 
 
 class Flattened(nn.Module):

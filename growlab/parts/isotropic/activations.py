@@ -69,7 +69,7 @@ GAINS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Isotropic(nn.Module):
+class IsotropicActivation(nn.Module):
     """f(x; o) = g(sqrt(||x||^2 + o)) x, which commutes with every rotation of the channels (Eqs. 3, 26, 29).
 
     Args:
@@ -84,7 +84,7 @@ class Isotropic(nn.Module):
         ValueError: there is no such gain, or the length is not positive.
 
     >>> x, o = torch.tensor([[3.0, 4.0]]), 0.5
-    >>> torch.allclose(Isotropic("tanh", o)(x), math.tanh(25.5**0.5) / 25.5**0.5 * x)
+    >>> torch.allclose(IsotropicActivation("tanh", o)(x), math.tanh(25.5**0.5) / 25.5**0.5 * x)
     True
     """
 

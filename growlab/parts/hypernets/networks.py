@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
-from growlab.hypernets.parametrise import Hypernet, initialise, parametrise
+from growlab.parts.hypernets.parametrise import Hypernet, initialise, parametrise
 
 
 class MonteCarlo(nn.Module):

@@ -8,8 +8,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from growlab.growth.observation import Observation
-from growlab.growth.spectrum import consumers, decompose, gain_columns, gather_constant, incoming, producers
+from growlab.parts.isotropic.observation import Observation
+from growlab.parts.isotropic.spectrum import (
+    consumers,
+    decompose,
+    gain_columns,
+    gather_constant,
+    incoming,
+    producers,
+)
 from growlab.widths import Axis, WidthGraph, applied, resized
 
 Columns = Literal["orthogonal", "zero", "copy", "random"]

@@ -2,10 +2,12 @@
 
 from torch import nn
 
-from growlab.networks import Blend, Isotropic
+from growlab.parts.isotropic.activations import Blend, IsotropicActivation
 
 
-def deepen(layers: nn.Sequential, position: int, activation: Isotropic | None = None) -> list[nn.Parameter]:
+def deepen(
+    layers: nn.Sequential, position: int, activation: IsotropicActivation | None = None
+) -> list[nn.Parameter]:
     """Insert a linear layer and an activation that together are the identity.
 
     The weight is the identity matrix, the bias zero, and the activation f*(x; a) = a x + (1 - a) f(x) begins at a = 1.
@@ -25,7 +27,7 @@ def deepen(layers: nn.Sequential, position: int, activation: Isotropic | None = 
         ValueError: there is no linear layer at or before the position that tells the width.
 
     >>> import torch
-    >>> layers = nn.Sequential(nn.Linear(4, 3), Isotropic())
+    >>> layers = nn.Sequential(nn.Linear(4, 3), IsotropicActivation())
     >>> x = torch.randn(5, 4)
     >>> before = layers(x)
     >>> new = deepen(layers, 1)
@@ -39,7 +41,9 @@ def deepen(layers: nn.Sequential, position: int, activation: Isotropic | None = 
     identity = nn.Linear(len(reference), len(reference))
     nn.init.eye_(identity.weight)
     nn.init.zeros_(identity.bias)
-    new = nn.Sequential(identity, Blend(activation or Isotropic())).to(reference.device, reference.dtype)
+    new = nn.Sequential(identity, Blend(activation or IsotropicActivation())).to(
+        reference.device, reference.dtype
+    )
     for offset, module in enumerate(new, start=1):
         layers.insert(position + offset, module)
     return list(new.parameters())

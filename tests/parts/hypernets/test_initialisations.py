@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
-from growlab.hypernets import INITIALISATIONS, Hypernet, Initialisation, emitted, parametrise
-from growlab.hypernets.parametrise import initialise
 from growlab.networks import MLP, AllConv, mobilenetv1, resnet20
+from growlab.parts.hypernets import INITIALISATIONS, Hypernet, Initialisation, emitted, parametrise
+from growlab.parts.hypernets.parametrise import initialise
 
 E, F = 40, 30  # sizes of an embedding and of what the output layer of chunks reads
 

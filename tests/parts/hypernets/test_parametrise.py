@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from growlab.errors import UserError
-from growlab.hypernets import Hypernet, emitted, materialize, parametrise
 from growlab.networks import MLP, allconv, mobilenetv1, resnet20
+from growlab.parts.hypernets import Hypernet, emitted, materialize, parametrise
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: MLP(20, [12, 12, 12], 10, activation="tanh"), (20,)),

@@ -13,8 +13,8 @@ from torch.nn.utils import parametrize
 
 from growlab.errors import UserError
 from growlab.growth.method import generator
-from growlab.hypernets.initialisations import Emission, Initialisation
-from growlab.hypernets.modules import Chunks, Embedding, Emitted, Features, Output, linear_layers
+from growlab.parts.hypernets.initialisations import Emission, Initialisation
+from growlab.parts.hypernets.modules import Chunks, Embedding, Emitted, Features, Output, linear_layers
 
 SHARINGS = ("layer", "size", "network", "chunk")
 EMBEDDINGS = ("fixed", "trained")
@@ -32,7 +32,7 @@ class Hypernet:
             embedding and one h for all, an output layer for each tensor. "chunk": Ha et al.'s (2016), an embedding and
             an input layer for each chunk of a weight, an output layer shared by all weights of the same receptive
             field.
-        initialisation: see `growlab.hypernets.initialisations`.
+        initialisation: see `growlab.parts.hypernets.initialisations`.
         distribution: "uniform" or "normal".
         embedding_features: size of an embedding.
         hidden_features: widths of h's hidden layers, ReLU behind each; of "chunk" one number, the size of what the

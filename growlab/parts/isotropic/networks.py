@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from growlab.networks.isotropic import GAINS, ChiNorm, Isotropic, add_gain_column, cast
+from growlab.parts.isotropic.activations import GAINS, ChiNorm, IsotropicActivation, add_gain_column, cast
 
 # What an isotropic activation is compared with: the same network with a function of each channel.
 _ELEMENTWISE = {"elementwise_tanh": nn.Tanh, "elementwise_relu": nn.ReLU, "elementwise_leaky": nn.LeakyReLU}
@@ -17,7 +17,7 @@ def _activation(name: str, length: float | None, gain_channel: bool) -> nn.Modul
         raise ValueError(f"activation must be one of {', '.join([*GAINS, *_ELEMENTWISE])}, not {name!r}")
     if name in _ELEMENTWISE and gain_channel:
         raise ValueError(f"{name} has no gain: take gain_channel=false")
-    return _ELEMENTWISE[name]() if name in _ELEMENTWISE else Isotropic(name, length, gain_channel)
+    return _ELEMENTWISE[name]() if name in _ELEMENTWISE else IsotropicActivation(name, length, gain_channel)
 
 
 def _read_gains(layers: list[nn.Module], classifier: nn.Linear) -> None:
@@ -38,7 +38,7 @@ class IsotropicMLP(nn.Module):
             "elementwise_tanh", "elementwise_relu", "elementwise_leaky".
         length: intrinsic length of each activation at the beginning, or None for none.
         chi_norm: put a Chi-normaliser before each activation.
-        gain_channel: let layers read each activation's gain, see `Isotropic`; with weights of zero at first.
+        gain_channel: let layers read each activation's gain, see `IsotropicActivation`; with weights of zero at first.
 
     Layers are drawn as torch draws them.
 
@@ -148,7 +148,7 @@ class NestedNetwork(nn.Module):
         in_features: number of values in one flattened sample.
         hidden_features: width of each level but the last.
         num_classes: width of the last.
-        activation: gain of each level, a name in `growlab.networks.isotropic.GAINS`.
+        activation: gain of each level, a name in `growlab.parts.isotropic.activations.GAINS`.
         length: intrinsic length of each at the beginning, or None.
         products: "first" as in Eq. 47, or "last".
 
@@ -172,7 +172,7 @@ class NestedNetwork(nn.Module):
         self.products = products
         self.terms = [width for level, width in enumerate(widths, start=1) for _ in range(level)]
         self.affine = nn.Linear(in_features, sum(self.terms))
-        self.activations = nn.ModuleList(Isotropic(activation, length) for _ in hidden_features)
+        self.activations = nn.ModuleList(IsotropicActivation(activation, length) for _ in hidden_features)
         # The terms of one level are summed: each is drawn smaller, so that the sum is as usual.
         with torch.no_grad():
             terms = (tensor.split(self.terms) for tensor in (self.affine.weight, self.affine.bias))
@@ -187,6 +187,7 @@ class NestedNetwork(nn.Module):
         level = next(terms)
         dtype = level.dtype
         for activation in self.activations:
+            assert isinstance(activation, IsotropicActivation)
             gains.append(activation.gain(level))
             level, product = next(terms), None
             for gain in gains if self.products == "first" else reversed(gains):
@@ -209,7 +210,7 @@ def nested(network: IsotropicMLP) -> NestedNetwork:
         ValueError: an activation is not isotropic or has a gain channel, or something else stands between the layers.
     """
     layers = [module for module in network.hidden if isinstance(module, nn.Linear)]
-    activations = [m for m in network.hidden if isinstance(m, Isotropic) and not m.gain_channel]
+    activations = [m for m in network.hidden if isinstance(m, IsotropicActivation) and not m.gain_channel]
     if len(layers) + len(activations) != len(network.hidden) or len(layers) != len(activations):
         raise ValueError("only linear layers with isotropic activations have a nested form")
     layers.append(network.classifier)

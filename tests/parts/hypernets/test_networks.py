@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from growlab.errors import UserError
-from growlab.hypernets import MonteCarlo, emitted, hypernetwork
 from growlab.networks import mlp5
+from growlab.parts.hypernets import MonteCarlo, emitted, hypernetwork
 from tests.runs import CommandLine
 
 SMALL = (

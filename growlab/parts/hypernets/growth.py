@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from growlab.errors import UserError
 from growlab.growth import Expansion, NewWeights, VarianceTransfer
 from growlab.growth.method import WeightRule
-from growlab.hypernets.initialisations import Emission, Initialisation
-from growlab.hypernets.parametrise import Hypernet, materialize, parametrise
-from growlab.hypernets.width_graph import emitted_graph
+from growlab.parts.hypernets.initialisations import Emission, Initialisation
+from growlab.parts.hypernets.parametrise import Hypernet, materialize, parametrise
+from growlab.parts.hypernets.width_graph import emitted_graph
 from growlab.widths import Layer, WidthGraph
 
 _RULES = ("hyperfan_in", "hyperfan_out")

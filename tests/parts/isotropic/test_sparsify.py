@@ -6,9 +6,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from growlab.growth import Diagonal, densify, diagonalise, diagonalise_partially, sparsify, spectra
-from growlab.growth.spectrum import decompose, producers
-from growlab.networks import IsotropicCNN, IsotropicMLP, isotropic_mlp
+from growlab.parts.isotropic import (
+    Diagonal,
+    IsotropicCNN,
+    IsotropicMLP,
+    densify,
+    diagonalise,
+    diagonalise_partially,
+    isotropic_mlp,
+    sparsify,
+    spectra,
+)
+from growlab.parts.isotropic.spectrum import decompose, producers
 from growlab.widths import WidthGraph, rotate, trace
 from tests.cases import outputs, roughen
 

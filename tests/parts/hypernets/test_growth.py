@@ -11,9 +11,9 @@ from torch import nn
 
 from growlab.errors import UserError
 from growlab.growth import GrowthState, anneal_norms, finish, grow, plant
-from growlab.hypernets import Hyperfan, emitted
 from growlab.networks import MLP, CifarResNet
 from growlab.optim import SGD, NormRatio, follow, weight_regions
+from growlab.parts.hypernets import Hyperfan, emitted
 from growlab.widths import WidthGraph, trace
 from tests.cases import NETWORKS, outputs, roughen, widths_at
 

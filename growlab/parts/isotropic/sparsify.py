@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from growlab.growth.spectrum import diagonal_groups, diagonalise
+from growlab.parts.isotropic.spectrum import diagonal_groups, diagonalise
 from growlab.widths import Layer, WidthGraph
 
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from growlab.networks import (
+from growlab.parts.isotropic import (
     Blend,
     ChiNorm,
-    Isotropic,
+    IsotropicActivation,
     IsotropicCNN,
     IsotropicMLP,
     NestedNetwork,
@@ -21,7 +21,7 @@ from growlab.networks import (
     isotropic_nested,
     nested,
 )
-from growlab.networks.isotropic import GAINS, tanh_gain
+from growlab.parts.isotropic.activations import GAINS, tanh_gain
 
 KINDS = list(GAINS)
 
@@ -50,7 +50,7 @@ def turned(matrix: Tensor, x: Tensor) -> Tensor:
 )
 def test_activations_commute_with_every_rotation(kind, length, width, space, scale, seed):
     """f(R x) = R f(x), also with an intrinsic length, for vectors and for channels of images."""
-    f, matrix = Isotropic(kind, length).double(), rotation(seed, width)
+    f, matrix = IsotropicActivation(kind, length).double(), rotation(seed, width)
     x = scale * drawn(seed + 1, 4, width, *space)
     assert torch.allclose(f(turned(matrix, x)), turned(matrix, f(x)), rtol=1e-12, atol=1e-14 * scale)
 
@@ -80,7 +80,7 @@ def test_an_element_wise_twin_does_not_commute():
 @pytest.mark.parametrize("length", [None, 1e-30, 1e-4, 0.5])
 def test_gradients_at_and_around_zero(kind, length):
     """Finite differences agree at x = 0 and on both sides of where the series takes over."""
-    f = Isotropic(kind, length).double()
+    f = IsotropicActivation(kind, length).double()
     if f.log_length is not None:
         f.log_length.requires_grad_(length > 1e-20)
     inputs = [torch.zeros(2, 3, dtype=torch.float64), 0.03 * drawn(0, 2, 3), drawn(1, 2, 3, 2)]
@@ -110,13 +110,13 @@ def test_isotropic_tanh_is_the_papers():
     """Eq. 37, and Eq. 29 with an intrinsic length."""
     x = drawn(0, 5, 4)
     norm = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-    assert torch.allclose(Isotropic("tanh", None)(x), torch.tanh(norm) * x / norm)
+    assert torch.allclose(IsotropicActivation("tanh", None)(x), torch.tanh(norm) * x / norm)
     longer = (norm**2 + 0.7).sqrt()
-    assert torch.allclose(Isotropic("tanh", 0.7).double()(x), torch.tanh(longer) / longer * x)
+    assert torch.allclose(IsotropicActivation("tanh", 0.7).double()(x), torch.tanh(longer) / longer * x)
 
 
 def test_the_intrinsic_length_is_trained():
-    f = Isotropic("tanh", 0.5)
+    f = IsotropicActivation("tanh", 0.5)
     f(torch.ones(2, 3)).sum().backward()
     assert f.log_length.grad is not None and f.log_length.grad != 0
 
@@ -128,7 +128,7 @@ def test_long_vectors_in_half_precision(kind, dtype, autocast):
     """Norms of 1e-3 to 3e4: in float16 the square leaves its range at 256, which made the output 0, and at 1e-4."""
     x = torch.nn.functional.normalize(drawn(0, 6, 8)) * torch.logspace(-3, 4.5, 6).double()[:, None]
     x = x.to(dtype)
-    f, exact = Isotropic(kind, 0.3), Isotropic(kind, 0.3).double()
+    f, exact = IsotropicActivation(kind, 0.3), IsotropicActivation(kind, 0.3).double()
     with torch.autocast("cpu", dtype, autocast):
         y = (f if autocast else f.to(dtype))(x.requires_grad_())
         assert y.dtype is dtype and torch.isfinite(torch.autograd.grad(y.sum(), x)[0]).all()
@@ -162,7 +162,7 @@ def test_networks_in_half_precision_follow_those_in_single_precision(make, dtype
 
 
 def test_a_blend_goes_from_the_identity_to_the_activation():
-    f, x = Isotropic("tanh"), torch.randn(4, 3)
+    f, x = IsotropicActivation("tanh"), torch.randn(4, 3)
     assert torch.equal(Blend(f)(x), x)
     assert torch.allclose(Blend(f, 0.0)(x), f(x))
 
@@ -188,7 +188,7 @@ def test_a_gain_channel_changes_nothing_at_first_and_is_read_then(make):
     assert torch.allclose(network(x), plain(x), atol=1e-6)
     network(x).sum().backward()
     assert network.classifier.weight.grad[:, -1].abs().min() > 0
-    f, inputs = Isotropic("tanh", 0.3, gain_channel=True), torch.randn(5, 4, 2)
+    f, inputs = IsotropicActivation("tanh", 0.3, gain_channel=True), torch.randn(5, 4, 2)
     assert torch.equal(f(inputs)[:, :4], f.gain(inputs) * inputs) and torch.equal(
         f(inputs)[:, 4:], f.gain(inputs)
     )
@@ -234,14 +234,14 @@ def test_networks_learn(make):
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: Isotropic("relu"), "one of tanh, softsign, soft_relu, leaky"),
-        (lambda: Isotropic(length=0.0), "above 0"),
+        (lambda: IsotropicActivation("relu"), "one of tanh, softsign, soft_relu, leaky"),
+        (lambda: IsotropicActivation(length=0.0), "above 0"),
         (lambda: isotropic_mlp((1, 2, 2), 2, activation="tan"), "elementwise_tanh"),
         (
             lambda: isotropic_mlp((1, 2, 2), 2, activation="elementwise_tanh", gain_channel=True),
             "has no gain",
         ),
-        (lambda: Blend(Isotropic(gain_channel=True)), "without a gain channel"),
+        (lambda: Blend(IsotropicActivation(gain_channel=True)), "without a gain channel"),
         (lambda: nested(isotropic_mlp((1, 2, 2), 2, gain_channel=True)), "have a nested form"),
         (lambda: IsotropicCNN(3, [4, 8], [2], 10), "2 widths of blocks and 1 pooling"),
         (lambda: NestedNetwork(4, [3], 2, products="all"), "first or last"),

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from growlab.errors import UserError
-from growlab.hypernets.modules import Chunks, Embedding, Emitted
+from growlab.parts.hypernets.modules import Chunks, Embedding, Emitted
 from growlab.widths import Axis, Group, Layer, Part, WidthGraph
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.growth import deepen, spectra
-from growlab.networks import IsotropicMLP
+from growlab.parts.isotropic import IsotropicMLP, deepen, spectra
 from growlab.widths import tensors_of, trace
 
 

@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from growlab.errors import UserError
 from growlab.growth.method import Expansion, Growth, GrowthMethod, WidthDecision
-from growlab.growth.neurons import IMPORTANCES, Change, Choices, Columns, Correction, change_width
-from growlab.growth.spectrum import consumers, decompose, gain_columns, incoming, producers
+from growlab.parts.isotropic.observation import Observation, watch
+from growlab.parts.isotropic.resize import IMPORTANCES, Change, Choices, Columns, Correction, change_width
+from growlab.parts.isotropic.spectrum import consumers, decompose, gain_columns, incoming, producers
 from growlab.widths import Carry, WidthGraph
 
 MODES = ("scaffold", "scheduled")
@@ -21,7 +22,7 @@ class Isotropic(GrowthMethod, WidthDecision):
     At every boundary each layer is looked at in the basis where its incoming weights are S V^T. "scaffold" keeps
     as many neurons, Xi, with a score below the threshold theta as it was told: fewer, and neurons are added; more,
     and those with the lowest scores are removed. "scheduled" moves a number of neurons at a time towards target
-    widths. How a neuron is added or removed: `growlab.growth.neurons.change_width`.
+    widths. How a neuron is added or removed: `growlab.parts.isotropic.resize.change_width`.
 
     **Preserves** the output exactly where neurons are only added, with the default choices. Removing one changes
     it about as much as it carried, its bias included where no gain channel takes that up: the receipt says what part
@@ -46,8 +47,8 @@ class Isotropic(GrowthMethod, WidthDecision):
         neurons_per_event: most neurons of a layer that one event adds or removes; None for no limit.
         min_width: of every layer.
         max_width: of every layer; None for no limit.
-        importance: score of a neuron, a name in `growlab.growth.neurons.IMPORTANCES`.
-        columns: see `growlab.growth.neurons.Choices`.
+        importance: score of a neuron, a name in `growlab.parts.isotropic.resize.IMPORTANCES`.
+        columns: see `growlab.parts.isotropic.resize.Choices`.
         bias: likewise.
         correction: likewise.
         least_squares: likewise.
@@ -60,7 +61,6 @@ class Isotropic(GrowthMethod, WidthDecision):
 
     shrinks = True
     follows_norms = True
-    observes = True
 
     def __init__(
         self,
@@ -127,6 +127,12 @@ class Isotropic(GrowthMethod, WidthDecision):
         except ValueError as error:
             raise UserError(str(error)) from error
         return graph
+
+    def observe(
+        self, model: nn.Module, graph: WidthGraph, probe: tuple[Any, ...]
+    ) -> Mapping[str, Observation]:
+        """What isotropic activations do on the probe batch, by which constants of removed neurons are corrected."""
+        return watch(model, graph, probe)
 
     def boundary(self, epoch: int, step: int) -> int | None:
         """The epoch or step, where the layers are to be looked at before it."""

@@ -1,0 +1,40 @@
+"""Isotropic layers, which find their widths while they train: neurons come and go by singular values (G. Bird)."""
+
+from growlab.parts.isotropic.activations import Blend, ChiNorm, IsotropicActivation
+from growlab.parts.isotropic.deepen import deepen
+from growlab.parts.isotropic.method import Isotropic
+from growlab.parts.isotropic.networks import (
+    IsotropicCNN,
+    IsotropicMLP,
+    NestedNetwork,
+    isotropic_cnn,
+    isotropic_mlp,
+    isotropic_nested,
+    nested,
+)
+from growlab.parts.isotropic.resize import Choices, change_width
+from growlab.parts.isotropic.sparsify import Diagonal, densify, sparsify
+from growlab.parts.isotropic.spectrum import diagonalise, diagonalise_partially, spectra
+
+__all__ = [
+    "Blend",
+    "ChiNorm",
+    "Choices",
+    "Diagonal",
+    "Isotropic",
+    "IsotropicActivation",
+    "IsotropicCNN",
+    "IsotropicMLP",
+    "NestedNetwork",
+    "change_width",
+    "deepen",
+    "densify",
+    "diagonalise",
+    "diagonalise_partially",
+    "isotropic_cnn",
+    "isotropic_mlp",
+    "isotropic_nested",
+    "nested",
+    "sparsify",
+    "spectra",
+]
