@@ -12,7 +12,7 @@ ARGS ?=
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-translation run test test-slow test-translation test-gpu lint format chaos digests bench docs notebooks clean clean-all
+.PHONY: help setup setup-translation run reproduce test test-slow test-translation test-gpu lint format chaos digests bench docs notebooks clean clean-all
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ $(READY): pyproject.toml requirements.lock
 
 run: $(READY)  ## the main job: grow a network on the digits data and print its results (ARGS="..." to change it)
 	$(PY) -m growlab $(ARGS)
+
+reproduce: $(READY)  ## train what is missing of the papers' tables and figures (ARGS="--list", ARGS="table2 --minutes 60")
+	$(PY) -m growlab.reproduce $(ARGS)
 
 test: $(READY)  ## every test that needs neither a GPU nor patience
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) $(ARGS)

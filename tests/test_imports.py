@@ -56,6 +56,8 @@ RULES = {
     "widths.__main__": rule("survey", packages=""),
     "survey": rule("networks widths growth analysis flops", packages="torch"),
     "analysis.__main__": rule("analysis"),
+    "reproduce": rule("analysis configuration"),
+    "reproduce.__main__": rule("analysis reproduce"),
     "dashboard": rule(packages="wandb_workspaces"),
     "resuming": rule("configuration", packages="hydra omegaconf"),
     "processes": rule(packages="omegaconf torch"),

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from growlab.analysis.comparison import compare
 from growlab.analysis.curves import learning_curves
 from growlab.analysis.frontier import frontier
-from growlab.analysis.layer_figures import at_start, loss_over_steps, over_training
+from growlab.analysis.layer_figures import at_end, at_start, loss_over_steps, over_training
 from growlab.analysis.region_figures import has_rate_factors, rate_factors, region_norms
 from growlab.analysis.resources import resources
 from growlab.analysis.results import Run, open_run
@@ -87,8 +87,9 @@ FIGURES: dict[str, Draw] = {
             ("activation", "activations"),
             ("gradient", "gradients"),
             ("weight", "weights"),
+            ("weight_gradient", "weight_gradients"),
         )
-        for when, make in (("at_start", at_start), ("over_training", over_training))
+        for when, make in (("at_start", at_start), ("over_training", over_training), ("at_end", at_end))
     },
 }
 

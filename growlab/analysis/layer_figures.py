@@ -1,11 +1,15 @@
-"""What went on in each layer of runs: histograms before training and means with bars over it, from `layers.csv`.
+"""What went on in each layer of runs: histograms before and after training, deviations over it, from `layers.csv`.
 
-They are the figures of Chang et al. 2020: activations before training (1), emitted weights over training (2), loss and
-accuracy (3), gradients before training (9), emitted weights before training (12).
+They are the figures of Chang et al. 2020, Section 5.1 and Appendix B.1, without biases (in brackets: with them):
+activations before training 1 (18), over it 7 (19), at its end 8 (20); gradients 9, 10, 11 (21, 22, 23); what the output
+layer of the hypernetwork puts out, which are the weights, 12, 2, 13 (24, 25, 26); gradients by these 14, 15, 16 (27, 28,
+29); loss and accuracy 3 (17).
 """
 
 import math
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -26,44 +30,70 @@ QUANTITIES = {
 }
 # Half the width of a histogram's axis, in standard deviations of its widest layer.
 _REACH = 3.5
+# A histogram shows a shape if a standard deviation spans so many of its bins.
+_FEWEST_BINS = 2
+# Epochs whose means make a line.
+_FEWEST_EPOCHS = 5
+# Held-out images behind each accuracy of layers.csv (Chang et al. 2020, Appendix B.1).
+_IMAGES = 300
 
 
 def at_start(quantity: str) -> Callable[[Sequence[Run]], Figure]:
-    """A function that draws a quantity's histograms before training: a panel a run, a line a layer."""
+    """A function that draws a quantity's histograms before training and the deviation of each layer."""
+    return lambda runs: _histograms(runs, quantity, at_end=False)
 
-    def draw(runs: Sequence[Run]) -> Figure:
-        return _panels(runs, f"{QUANTITIES[quantity]} before training", _histograms, quantity)
 
-    return draw
+def at_end(quantity: str) -> Callable[[Sequence[Run]], Figure]:
+    """A function that draws the same at the end of training."""
+    return lambda runs: _histograms(runs, quantity, at_end=True)
 
 
 def over_training(quantity: str) -> Callable[[Sequence[Run]], Figure]:
-    """A function that draws a quantity's means over steps, bars of one standard deviation: a panel a run."""
-
-    def draw(runs: Sequence[Run]) -> Figure:
-        return _panels(runs, f"{QUANTITIES[quantity]}: mean and standard deviation", _evolution, quantity)
-
-    return draw
+    """A function that draws a quantity's deviations over steps: a panel a run, a line a layer, equal scales."""
+    return lambda runs: _deviations(runs, quantity)
 
 
 def loss_over_steps(runs: Sequence[Run]) -> Figure:
-    """Loss and accuracy on the held-out images of `layers.csv` over steps, a line a run."""
-    names = labels(runs)
+    """Loss and accuracy over steps, a line a run.
+
+    Left: training loss as the mean of each epoch (dots), and the loss on the held-out images of `layers.csv`, faint
+    where there are epochs enough for a line of their own. Right: accuracy on those images, the shade one standard
+    error, which is what 300 images leave open.
+    """
     with style.styled():
         figure = style.new_figure(7.0, 2.9)
-        for axes, quantity, scale in zip(figure.subplots(1, 2), ("loss", "accuracy"), (1, 100), strict=True):
-            for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-                table = read(run)
-                rows = table[table["quantity"] == quantity]
-                colour, dashes = (
-                    style.PALETTE[index % len(style.PALETTE)],
-                    style.DASHES[index % len(style.DASHES)],
-                )
-                axes.plot(rows["step"], scale * rows["mean"], color=colour, linestyle=dashes, label=name)
+        left, right = figure.subplots(1, 2)
+        for index, (run, name) in enumerate(zip(runs, labels(runs), strict=True)):
+            table = read(run)
+            look = {
+                "color": style.PALETTE[index % len(style.PALETTE)],
+                "linestyle": style.DASHES[index % len(style.DASHES)],
+            }
+            held_out, losses = table[table["quantity"] == "loss"], run.curve("train_loss")
+            enough = losses is not None and len(losses) >= _FEWEST_EPOCHS
+            strength = {"linewidth": 0.8, "alpha": 0.4} if enough else {}
+            left.plot(held_out["step"], held_out["mean"], **look, **strength)
+            if losses is not None:
+                # An epoch's mean belongs to its middle.
+                ends = run.metrics["step"].to_numpy(dtype=float)
+                middles = ends - np.diff(ends, prepend=0.0) / 2
+                line = {} if enough else {"linestyle": "none"}
+                marker = style.MARKERS[index % len(style.MARKERS)]
+                left.plot(middles, losses, **(look | line), marker=marker)
+            rows = table[table["quantity"] == "accuracy"]
+            share = rows["mean"].to_numpy()
+            error = np.sqrt(share * (1 - share) / _IMAGES)
+            right.plot(rows["step"], 100 * share, **look, label=name)
+            shade = (100 * (share - error), 100 * (share + error))
+            right.fill_between(rows["step"], *shade, color=look["color"], alpha=0.15, linewidth=0)
+        low, high = left.get_ylim()
+        if high > 10 * max(low, 1e-9) and all(min(line.get_ydata(), default=1) > 0 for line in left.lines):
+            style.log_axis(left)
+        left.set_ylabel("loss: training (dots) and held-out")
+        right.set_ylabel("held-out accuracy (%)")
+        for axes in (left, right):
             axes.set_xlabel("step")
-            axes.set_ylabel("held-out loss" if quantity == "loss" else "held-out accuracy (%)")
-        handles, texts = figure.axes[0].get_legend_handles_labels()
-        style.legend_below(figure, handles, texts, min(4, len(runs)))
+        style.legend_below(figure, *right.get_legend_handles_labels(), min(4, len(runs)))
     return figure
 
 
@@ -99,63 +129,115 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return names
 
 
-def _panels(
-    runs: Sequence[Run],
-    what: str,
-    draw: Callable[[Axes, pandas.DataFrame, list[str], list], None],
-    quantity: str,
-) -> Figure:
-    columns = min(2, len(runs))
-    rows = math.ceil(len(runs) / columns)
-    tables = [read(run) for run in runs]
+def _histograms(runs: Sequence[Run], quantity: str, at_end: bool) -> Figure:
+    """A panel of histograms a run, and one of the standard deviations of all, which a histogram's axis hides."""
+    tables = [_of_step(run, quantity, at_end) for run in runs]
+    columns = 2
+    rows = math.ceil((len(runs) + 1) / columns)
     with style.styled():
         figure = style.new_figure(3.5 * columns, 0.7 + 2.1 * rows)
-        panels = figure.subplots(rows, columns, squeeze=False).flatten()
-        for axes in panels[len(runs) :]:
-            axes.set_visible(False)
-        for axes, table, name in zip(panels, tables, labels(runs), strict=False):
-            of_quantity = table[table["quantity"] == quantity]
-            layers = list(dict.fromkeys(of_quantity["layer"]))
-            colours = matplotlib.colormaps[style.STAGE_MAP](np.linspace(0.0, 0.9, len(layers)))
-            draw(axes, of_quantity, layers, list(colours))
-            axes.set_title(name)
+        grid = figure.add_gridspec(rows, columns)
+        places = [grid[index // columns, index % columns] for index in range(len(runs))]
+        # The last panel takes the rest of its row.
+        places.append(grid[len(runs) // columns, len(runs) % columns :])
+        panels = [figure.add_subplot(place) for place in places]
+        layers = list(dict.fromkeys(layer for table in tables for layer in table.index))
+        colours = dict(zip(layers, _shades(len(layers)), strict=True))
+        names = labels(runs)
+        for axes, table, name in zip(panels, tables, names, strict=False):
+            unresolved = _draw_histograms(axes, table, colours)
+            told = f" (too heavy-tailed to show: {', '.join(unresolved)})" if unresolved else ""
+            axes.set_title("\n".join(textwrap.wrap(name + told, 58)))
         handles, texts = panels[0].get_legend_handles_labels()
-        style.legend_below(figure, handles, texts, min(6, len(texts)), handle_length=1.6)
-        figure.suptitle(what, fontsize=9)
+        for axes in panels[1 : len(runs)]:
+            for handle, text in zip(*axes.get_legend_handles_labels(), strict=True):
+                if text not in texts:
+                    handles.append(handle)
+                    texts.append(text)
+        order = sorted(range(len(texts)), key=lambda index: layers.index(texts[index]))
+        last = panels[len(runs)]
+        for index, (table, name) in enumerate(zip(tables, names, strict=True)):
+            look = {
+                "color": style.PALETTE[index % len(style.PALETTE)],
+                "linestyle": style.DASHES[index % len(style.DASHES)],
+                "marker": style.MARKERS[index % len(style.MARKERS)],
+            }
+            positive = table["std"].where(table["std"] > 0)
+            last.plot([layers.index(layer) for layer in table.index], positive, **look, label=name)
+        last.set_xticks(range(len(layers)), layers, rotation=20, ha="right")
+        style.log_axis(last)
+        last.set_ylabel("standard deviation")
+        last.set_title("all runs")
+        if len(runs) % columns == 0:
+            # A whole row leaves room beside the lines.
+            last.legend(fontsize=6.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        else:
+            last.legend(fontsize=6.5)
+        style.legend_below(
+            figure, [handles[i] for i in order], [texts[i] for i in order], min(6, len(texts)), 1.6
+        )
+        when = "at the end of training" if at_end else "before training"
+        figure.suptitle(f"{QUANTITIES[quantity]} {when}", fontsize=9)
     return figure
 
 
-def _histograms(axes: Axes, table: pandas.DataFrame, layers: list[str], colours: list) -> None:
-    first = table[table["step"] == table["step"].min()].set_index("layer")
-    reach = _REACH * float(first["std"].max())
-    for layer, colour in zip(layers, colours, strict=True):
-        row = first.loc[layer]
+def _of_step(run: Run, quantity: str, at_end: bool) -> pandas.DataFrame:
+    """A quantity's rows of the first or the last step, by layer."""
+    table = read(run)
+    table = table[table["quantity"] == quantity]
+    step = table["step"].max() if at_end else table["step"].min()
+    return table[table["step"] == step].set_index("layer")
+
+
+def _draw_histograms(axes: Axes, table: pandas.DataFrame, colours: Mapping[str, Any]) -> list[str]:
+    """Draw them, the peak of each at 1; returns the layers whose deviation spans too few bins."""
+    unresolved, shown = [], []
+    for layer, row in table.iterrows():
         if not isinstance(row["counts"], str):
             continue
         counts = np.array([int(count) for count in row["counts"].split("|")], dtype=float)
         edges = np.linspace(row["low"], row["high"], len(counts) + 1)
-        axes.stairs(counts / counts.max(), edges, color=colour, label=layer, linewidth=1)
-    axes.set_xlim(-reach, reach)
+        if row["std"] < _FEWEST_BINS * (edges[1] - edges[0]):
+            unresolved.append(str(layer))
+            continue
+        shown.append(float(row["std"]))
+        axes.stairs(counts / counts.max(), edges, color=colours[str(layer)], label=str(layer), linewidth=1)
+    if shown:
+        reach = _REACH * max(shown)
+        axes.set_xlim(-reach, reach)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("frequency (peak = 1)")
+    return unresolved
 
 
-def _evolution(axes: Axes, table: pandas.DataFrame, layers: list[str], colours: list) -> None:
-    steps = np.unique(table["step"])
-    gap = float(np.diff(steps).min()) if len(steps) > 1 else 1.0
-    for index, (layer, colour) in enumerate(zip(layers, colours, strict=True)):
-        rows = table[table["layer"] == layer]
-        # Beside one another, so that no bar covers another.
-        shift = gap * 0.6 * ((index + 0.5) / len(layers) - 0.5)
-        axes.errorbar(
-            rows["step"] + shift,
-            rows["mean"],
-            rows["std"],
-            color=colour,
-            label=layer,
-            linewidth=0.9,
-            elinewidth=0.7,
-        )
-    axes.set_xlabel("step")
-    axes.set_ylabel("mean ± one deviation")
+def _deviations(runs: Sequence[Run], quantity: str) -> Figure:
+    """A panel a run; the title tells how far from 0 means are, which the lines leave out."""
+    columns = min(2, len(runs))
+    rows = math.ceil(len(runs) / columns)
+    tables = [read(run) for run in runs]
+    tables = [table[table["quantity"] == quantity] for table in tables]
+    layers = list(dict.fromkeys(layer for table in tables for layer in table["layer"]))
+    colours = dict(zip(layers, _shades(len(layers)), strict=True))
+    with style.styled():
+        figure = style.new_figure(3.5 * columns, 0.7 + 1.9 * rows)
+        panels = list(figure.subplots(rows, columns, squeeze=False, sharey=True, sharex=True).flat)
+        for axes in panels[len(runs) :]:
+            axes.set_visible(False)
+        for index, (axes, table, name) in enumerate(zip(panels, tables, labels(runs), strict=False)):
+            for layer, of_layer in table.groupby("layer", sort=False):
+                positive = of_layer["std"].where(of_layer["std"] > 0)
+                axes.plot(of_layer["step"], positive, color=colours[layer], label=layer, linewidth=1.2)
+            axes.set_title(name)
+            axes.set_xlabel("step" if index + columns >= len(runs) else "")
+            axes.set_ylabel("standard deviation" if index % columns == 0 else "")
+        style.log_axis(panels[0])
+        style.legend_below(figure, *panels[0].get_legend_handles_labels(), min(6, len(layers)), 1.6)
+        ratios = [abs(table["mean"]) / table["std"].where(table["std"] > 0) for table in tables]
+        most = float(np.nanmax(np.concatenate([ratio.to_numpy(dtype=float) for ratio in ratios])))
+        figure.suptitle(f"{QUANTITIES[quantity]}; no mean is above {most:.2g} deviations", fontsize=9)
+    return figure
+
+
+def _shades(number: int) -> list[Any]:
+    return list(matplotlib.colormaps[style.STAGE_MAP](np.linspace(0.0, 0.9, number)))

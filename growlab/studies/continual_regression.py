@@ -269,7 +269,12 @@ def being_learnt(settings: Settings, curves: Curves) -> Tensor:
 
 
 def draw(run_dir: Path) -> Path:
-    """Draw a run's `losses.png` from its files: loss on the task being learnt, mean and standard error (Figure 4)."""
+    """Draw a run's `losses.png` from its files: loss on the task being learnt, mean and standard error (Figure 4).
+
+    A panel a task. Four initialisations stand out: hyperfan's two, the paper's baseline that trains (Kaiming's
+    fan-out), and of the others the one with the smallest loss when learnt; the rest are grey. The loss before the first
+    step, which would hide everything else, stands in the legend.
+    """
     summary = json.loads((run_dir / "summary.json").read_text())
     curves: dict[str, list[tuple[float, float, float]]] = {
         row["initialisation"]: [] for row in summary["rows"]
@@ -278,29 +283,52 @@ def draw(run_dir: Path) -> Path:
         curves[line["initialisation"]].append(
             (float(line["step"]), float(line["loss"]), float(line["standard_error"]))
         )
-    steps_a_task = summary["settings"]["steps"]
+    shown = _chosen(summary["rows"])
+    length = summary["settings"]["steps"]
     with style.styled():
-        drawn = style.new_figure(6.9, 3.4)
-        axes = drawn.subplots()
-        for index, row in enumerate(summary["rows"]):
-            steps, mean, error = torch.tensor(curves[row["initialisation"]]).T
-            colour = style.PALETTE[index % len(style.PALETTE)]
-            dashes = style.DASHES[index // len(style.PALETTE) % len(style.DASHES)]
-            axes.plot(steps, mean, color=colour, linestyle=dashes, linewidth=1, label=_label(row))
-            axes.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.2, linewidth=0)
-        style.mark_growth(axes, [steps_a_task * t for t in range(1, len(TASKS))])
-        axes.set_yscale("log")
-        axes.set_xlabel("step; dashed lines: the next task begins")
-        axes.set_ylabel("training loss of the task being learnt")
-        axes.set_xlim(0, len(TASKS) * steps_a_task)
-        drawn.legend(loc="outside right center")
+        drawn = style.new_figure(7.0, 3.0)
+        panels = drawn.subplots(1, len(TASKS), sharey=True)
+        for task, axes in enumerate(panels):
+            for row in sorted(
+                summary["rows"], key=lambda row: (*shown, row["initialisation"]).index(row["initialisation"])
+            ):
+                steps, mean, error = torch.tensor(curves[row["initialisation"]]).T
+                own = (steps > task * length) & (steps < (task + 1) * length + (task == len(TASKS) - 1))
+                x, mean, error = steps[own] - task * length, mean[own], error[own]
+                if row["initialisation"] not in shown:
+                    axes.plot(x, mean, color="0.8", linewidth=0.8, zorder=1)
+                    continue
+                rank = shown.index(row["initialisation"])
+                look = {"color": style.PALETTE[rank], "linestyle": style.DASHES[rank]}
+                axes.plot(x, mean, **look, linewidth=1.3, label=_label(row))
+                # One standard error may reach below 0, where a logarithm ends.
+                low = (mean - error).clamp(min=float(mean.min()) / 3)
+                axes.fill_between(x, low, mean + error, color=look["color"], alpha=0.15, linewidth=0)
+            axes.set_title(f"task {task + 1}")
+            axes.set_xlim(0, length)
+            axes.set_xlabel("step of the task")
+        style.log_axis(panels[0])
+        panels[0].set_ylabel("training loss, mean over seeds")
+        handles, names = panels[0].get_legend_handles_labels()
+        if len(shown) < len(summary["rows"]):
+            handles += panels[0].plot([], [], color="0.8", linewidth=0.8)
+            names.append(f"{len(summary['rows']) - len(shown)} others")
+        style.legend_below(drawn, handles, names, 2)
     return style.save(drawn, run_dir / "losses.png")
+
+
+def _chosen(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Initialisations that stand out in the figure: at most four of those that trained."""
+    trained = {row["initialisation"]: row for row in rows if None not in row["loss_when_learnt"]}
+    named = [name for name in ("hyperfan_in", "hyperfan_out", "kaiming_out") if name in trained]
+    others = [name for name in trained if name not in named]
+    return named + sorted(others, key=lambda name: sum(trained[name]["loss_when_learnt"]))[: 4 - len(named)]
 
 
 def _label(row: dict[str, Any]) -> str:
     if None in row["loss_when_learnt"]:
         return f"{row['initialisation']}: diverged at every rate"
-    return f"{row['initialisation']}, lr {row['learning_rate']:g}"
+    return f"{row['initialisation']}, lr {row['learning_rate']:g}, median first loss {row['median_first_loss']:.2g}"
 
 
 def _table(settings: Settings, curves: Curves, rows: Sequence[dict[str, Any]]) -> str:

@@ -19,6 +19,8 @@ LAYER_COLUMNS = ("step", "layer", "quantity", "mean", "std", "low", "high", "cou
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Test images that are looked at (Chang et al. 2020, Appendix B.1), and bins of a histogram.
 _IMAGES, _BINS = 300, 60
+# Ends of a histogram, in standard deviations from the mean.
+_REACH = 4.0
 
 
 def held_out(data: LightningDataModule) -> tuple[Tensor, Tensor]:
@@ -56,6 +58,9 @@ def layer_statistics(
 
 class LayerStatistics(Callback):
     """Keeps layers.csv: mean, deviation and histogram of each layer's numbers, over training steps.
+
+    A histogram reaches from `low` to `high`: four deviations from the mean, or the extreme values where these are
+    closer.
 
     Quantities are `activation`, a layer's output; `gradient`, the loss's gradient by it; `weight`, also where it is
     computed from others; `weight_gradient`. Rows of `loss` and `accuracy` on the same images stand between them.
@@ -145,7 +150,9 @@ class LayerStatistics(Callback):
 
     def _add(self, step: int, name: str, quantity: str, tensor: Tensor) -> None:
         values = tensor.float().flatten()
-        low, high = float(values.min()), float(values.max())
+        # Of heavy tails too the bins show the middle: what lies further out is in none of them.
+        mean, reach = float(values.mean()), _REACH * float(values.std())
+        low, high = max(float(values.min()), mean - reach), min(float(values.max()), mean + reach)
         counts = torch.histc(values.cpu(), _BINS, low, high).long().tolist() if low < high else []
         numbers = ",".join(
             f"{number:.6g}" for number in (float(values.mean()), float(values.std()), low, high)

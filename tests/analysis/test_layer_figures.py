@@ -13,8 +13,8 @@ from tests.analysis.fake_runs import write_run
 HEADER = "step,layer,quantity,mean,std,low,high,counts\n"
 NAMES = [
     f"{quantity}_{when}"
-    for quantity in ("activations", "gradients", "weights")
-    for when in ("at_start", "over_training")
+    for quantity in ("activations", "gradients", "weights", "weight_gradients")
+    for when in ("at_start", "over_training", "at_end")
 ]
 
 
@@ -26,9 +26,9 @@ def with_layers(folder: Path, initialisation: str, scale: float) -> Path:
     for step in (0, 50, 100):
         lines += [f"{step},network,loss,{2 - step / 100},,,,", f"{step},network,accuracy,{step / 200},,,,"]
         for layer in ("hidden.0", "hidden.2"):
-            for quantity in ("activation", "gradient", "weight"):
-                lines.append(f"{step},{layer},{quantity},0.1,{scale},{-3 * scale},{3 * scale},1|5|9|5|1")
-            lines.append(f"{step},{layer},weight_gradient,0,0,0,0,")
+            for quantity in ("activation", "gradient", "weight", "weight_gradient"):
+                spread = scale * (1 + step / 100)
+                lines.append(f"{step},{layer},{quantity},0.1,{spread},{-spread},{spread},1|5|9|5|1")
     (run / "layers.csv").write_text(HEADER + "\n".join(lines) + "\n")
     return run
 
@@ -47,18 +47,43 @@ def test_a_panel_or_line_for_every_run(tmp_path: Path, name: str) -> None:
             line.get_ydata(), [2, 1.5, 1]
         )
     else:
-        assert sorted(axes.get_title() for axes in shown) == ["hyperfan_in", "hyperfan_out", "xavier_in"]
+        titles = ["hyperfan_in", "hyperfan_out", "xavier_in"]
+        titles += [] if name.endswith("over_training") else ["all runs"]
+        assert sorted(axes.get_title() for axes in shown) == sorted(titles)
         assert texts == ["hidden.0", "hidden.2"]
     assert figures.save(figure, tmp_path / "figure.png").stat().st_size > 5000
 
 
-def test_bars_are_one_deviation(tmp_path: Path) -> None:
-    with_layers(tmp_path / "a", "xavier_in", 2.0)
+def test_deviations_over_training_share_one_scale(tmp_path: Path) -> None:
+    for number, init in enumerate(("xavier_in", "hyperfan_in")):
+        with_layers(tmp_path / init, init, 1.0 + number)
     figure = figures.find("weights_over_training")(load_runs([tmp_path], print), None)
-    bars = figure.axes[0].containers[0]
-    (segments,) = bars[2]
-    heights = [segment[:, 1].tolist() for segment in segments.get_segments()]
-    assert heights[0] == pytest.approx([-1.9, 2.1])
+    assert [line.get_ydata().tolist() for axes in figure.axes for line in axes.lines[:1]] == [
+        [2, 3, 4],
+        [1, 1.5, 2],
+    ]
+    assert len({axes.get_ylim() for axes in figure.axes}) == 1
+    assert figure.get_suptitle() == "weights; no mean is above 0.1 deviations"
+
+
+@pytest.mark.parametrize(("when", "spread"), [("at_start", 1.0), ("at_end", 2.0)])
+def test_histograms_are_of_the_first_or_the_last_step(tmp_path: Path, when: str, spread: float) -> None:
+    with_layers(tmp_path / "a", "xavier_in", 1.0)
+    panel, deviations = figures.find(f"weights_{when}")(load_runs([tmp_path], print), None).axes
+    counts, edges, _ = panel.patches[0].get_data()
+    assert counts.tolist() == [1 / 9, 5 / 9, 1, 5 / 9, 1 / 9] and edges[-1] == pytest.approx(spread)
+    assert deviations.lines[0].get_ydata().tolist() == [spread, spread]
+
+
+def test_a_histogram_without_a_shape_is_told_and_not_drawn(tmp_path: Path) -> None:
+    run = with_layers(tmp_path / "a", "xavier_in", 1.0)
+    path = run / "layers.csv"
+    path.write_text(
+        path.read_text().replace("hidden.0,gradient,0.1,1.0,-1.0,1.0", "hidden.0,gradient,0.1,1.0,-9,9")
+    )
+    panel, deviations = figures.find("gradients_at_start")(load_runs([tmp_path], print), None).axes
+    assert panel.get_title() == "xavier_in (too heavy-tailed to show: hidden.0)" and len(panel.patches) == 1
+    assert deviations.lines[0].get_ydata().tolist() == [1.0, 1.0]
 
 
 def test_runs_without_the_table_are_refused(tmp_path: Path) -> None:

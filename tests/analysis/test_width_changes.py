@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from growlab.analysis.width_changes import width_changes
+from growlab.analysis.width_changes import CHANGE, width_changes
 from growlab.errors import UserError
 
 
@@ -23,6 +23,7 @@ def fake(path: list[int], accuracy: float, grows: bool = True, validated: bool =
         growth={"groups": {"hidden": {"full_width": path[0], "widths": widths}}},
         metrics=pd.DataFrame({"stage": stages}),
         held_out=lambda quantity: accuracy + np.zeros(len(path)) if validated else None,
+        curve=lambda column: None if column.startswith("val") else np.zeros(len(path)),
     )
 
 
@@ -57,12 +58,26 @@ def test_panels_hold_means_over_seeds_and_the_runs_without_growth(by, panels) ->
     colours = dict(zip((line.get_color() for line in legend.get_lines()), texts, strict=True))
     found = {}
     for axes in figure.axes:
-        heights = {colours[line.get_color()]: line.get_ydata() for line in axes.lines}
+        curves = [line for line in axes.lines if line.get_gid() != CHANGE]
+        heights = {colours[line.get_color()]: line.get_ydata() for line in curves}
         assert all(np.ptp(height) == 0 for height in heights.values())
         found[axes.get_title()] = {
             name.replace(control, "tanh"): round(float(height[0]), 9) for name, height in heights.items()
         }
     assert found == panels
+
+
+def test_each_line_marks_its_own_change_of_width_and_the_axis_says_what_was_watched() -> None:
+    figure = width_changes(RUNS, "start")
+    bars = {
+        axes.get_title(): [
+            (line.get_color(), *line.get_xdata()) for line in axes.lines if line.get_gid() == CHANGE
+        ]
+        for axes in figure.axes
+    }
+    blue, orange = "#0072B2", "#D55E00"
+    assert bars == {"from width 2": [(orange, 2, 4)], "from width 4": [(blue, 2, 4)]}
+    assert figure.axes[0].get_ylabel() == "test accuracy (%)"
 
 
 def test_the_band_is_one_sample_deviation_over_seeds() -> None:

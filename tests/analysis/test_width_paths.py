@@ -1,22 +1,24 @@
 """Widths of several runs in one figure."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from growlab.analysis.width_paths import path_of, width_paths
+from growlab.analysis.width_paths import TASK, path_of, width_paths
 from growlab.errors import UserError
 
 
-def fake(widths: dict[str, list[int]], stages: list[int]) -> SimpleNamespace:
+def fake(widths: dict[str, list[int]], stages: list[int], path: Path = Path("run")) -> SimpleNamespace:
     groups = {name: {"full_width": path[0], "widths": path} for name, path in widths.items()}
     return SimpleNamespace(
-        path="run",
+        path=path,
         growth={"events": [], "groups": groups},
         metrics=pd.DataFrame({"stage": stages}),
         held_out=lambda quantity: np.linspace(0.1, 0.9, len(stages)),
+        curve=lambda column: np.linspace(0.1, 0.9, len(stages)),
     )
 
 
@@ -43,3 +45,12 @@ def test_runs_of_one_start_share_a_colour_and_a_line_of_the_legend() -> None:
     assert np.allclose(below.lines[0].get_ydata(), [10, 50, 90])
     with pytest.raises(UserError, match="at least one run"):
         width_paths([])
+
+
+def test_few_neurons_are_counted_and_changes_of_the_task_marked(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("data: {class_schedule: {0: [3, 4], 2: [0, 1, 2, 3, 4, 5]}}\n")
+    above, below = width_paths([fake({"a": [2, 9]}, [0, 1, 1], tmp_path)]).axes
+    assert above.get_yscale() == "linear" and all(tick == int(tick) for tick in above.get_yticks())
+    assert below.get_ylabel() == "validation accuracy (%)"
+    assert [line.get_xdata()[0] for line in above.lines if line.get_gid() == TASK] == [0, 2]
+    assert [text.get_text() for text in above.texts] == ["classes 3, 4", "6 classes"]

@@ -85,6 +85,12 @@ def test_a_run_leaves_losses_a_summary_and_a_figure(cli: CommandLine, tmp_path: 
     )
 
 
+def test_the_figure_picks_out_four_that_trained() -> None:
+    losses = {"hyperfan_in": 0.3, "kaiming_in": None, "xavier_in": 0.2, "xavier_out": 0.1, "kaiming_out": 0.5}
+    rows = [{"initialisation": name, "loss_when_learnt": [loss] * 3} for name, loss in losses.items()]
+    assert study._chosen(rows) == ["hyperfan_in", "kaiming_out", "xavier_out", "xavier_in"]
+
+
 def test_what_diverges_at_every_rate_is_told_so(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(
         *("experiment=hyperfan_continual_regression", "study.steps=30", "study.measure_every=30"),

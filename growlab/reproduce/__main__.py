@@ -1,0 +1,178 @@
+"""`python -m growlab.reproduce [NAME]` trains what is missing of the papers' tables and figures; --list says what."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from growlab.errors import UserError
+from growlab.files import write_text
+from growlab.reproduce.registry import Item, Job, Registry, registry
+from growlab.reproduce.slices import Place, device, measured_seconds, missing, train
+
+_RESULTS = Path("notebooks", "results")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a wrong command line with one sentence, as everything else here does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see python -m growlab.reproduce --help.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv`; returns the exit code (2: told in one sentence on stderr)."""
+    try:
+        arguments = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+        _run(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="python -m growlab.reproduce",
+        description="Train what is missing of a table or figure of the papers, in slices that go on where they ended, "
+        "and write its rows beside the published ones. Without NAME: one entry after the other, as far as data are "
+        "there.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a table or figure; --list names them")
+    parser.add_argument(
+        "--list", action="store_true", help="say of each entry how many rows there are, and stop"
+    )
+    parser.add_argument("--minutes", type=_minutes, default=60.0, help="end after so many (60)")
+    parser.add_argument("--seeds", type=_seeds, metavar="0,1", help="these seeds alone")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="folder above the data sets' ($GROWLAB_DATA)"
+    )
+    parser.add_argument("--runs", type=Path, metavar="DIR", default=Path("runs"), help="where runs go (runs)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="measure a few steps, say what it takes, and stop"
+    )
+    parser.add_argument("--page", type=Path, metavar="DIR", help="make the docs' page from the rows in DIR")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="of --page")
+    return parser
+
+
+def _minutes(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of minutes above 0")
+    return value
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is no list of seeds such as 0,1") from error
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    known = registry()
+    if arguments.page is not None:
+        from growlab.reproduce.page import page
+
+        text = page(known, arguments.page)
+        if arguments.output is None:
+            print(text, end="")
+        else:
+            write_text(arguments.output, text)
+        return
+    items = [known.find(arguments.name)] if arguments.name else list(known.items.values())
+    if arguments.list:
+        _list(known, items, arguments)
+    elif arguments.name:
+        _reproduce(known, items[0], arguments, arguments.minutes)
+    else:
+        _everything(known, arguments)
+
+
+def _list(known: Registry, items: Sequence[Item], arguments: argparse.Namespace) -> None:
+    from growlab.reproduce.page import standings
+
+    place = Place(arguments.runs, arguments.data, ())
+    results = _RESULTS if _RESULTS.is_dir() else None
+    for standing in standings(known, results):
+        item = standing.item
+        if item in items:
+            jobs = item.jobs(arguments.seeds)
+            here = sum(map(place.done, jobs))
+            print(f"{item.name:30s} {here:3d} of {len(jobs):3d} in {place.runs}; kept: {standing.rows_text}")
+            print(f"{'':30s} {standing.verdict}")
+
+
+def _everything(known: Registry, arguments: argparse.Namespace) -> None:
+    """One entry after the other within the time; those without data are told and passed over."""
+    import time
+
+    end = time.monotonic() + 60 * arguments.minutes
+    for item in known.items.values():
+        left = (end - time.monotonic()) / 60
+        if left <= 0:
+            return
+        try:
+            _reproduce(known, item, arguments, left)
+        except UserError as error:
+            print(f"{item.name}: {error}", file=sys.stderr)
+
+
+def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, minutes: float) -> None:
+    place = Place(arguments.runs, arguments.data, device(known.papers[item.paper]))
+    for name in item.data:
+        place.root(known, name)
+    left = missing(item, place, arguments.seeds)
+    print(f"{item.title}\n{item.claim}")
+    if left:
+        _forecast(known, item, place, left)
+    if arguments.dry_run:
+        return
+    finished = train(left, place, known, minutes)
+    jobs = item.jobs(arguments.seeds)
+    print(f"{sum(map(place.done, jobs))} of {len(jobs)} runs are there")
+    if finished < len(left):
+        print("the same command goes on")
+    _tell(item, place)
+
+
+def _forecast(known: Registry, item: Item, place: Place, left: Sequence[Job]) -> None:
+    if item.minutes is not None:
+        print(f"{len(left)} runs to go, {item.minutes:g} minutes of one CPU core each")
+        return
+    hours = measured_seconds(left, place, known) / 3600
+    told = f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
+    print(f"{len(left)} runs to go: {told} here at most, by a few steps at full width", flush=True)
+
+
+def _tell(item: Item, place: Place) -> None:
+    """The rows that are there beside the published ones, as a table and as the figures that can be drawn."""
+    from growlab.analysis import figures
+    from growlab.analysis.paper_table import paper_table
+    from growlab.analysis.results import load_runs
+    from growlab.analysis.tables import summarise, write_table
+
+    folders = [place.runs / job.folder for job in item.jobs() if place.done(job) and not job.is_study]
+    if not folders:
+        return
+    runs = load_runs(folders)
+    rows = summarise(runs)
+    text = paper_table(rows, unmeasured=True).markdown() if item.table else write_table(rows, "markdown")
+    path = place.runs / f"{item.name}.md"
+    write_text(path, text)
+    print(f"{text}\n{path}")
+    for name in item.figures:
+        try:
+            print(figures.save(figures.find(name)(runs, None), place.runs / f"{item.name}_{name}.png"))
+        except UserError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""The page of the docs that holds every table and figure of the papers against our rows."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from growlab.analysis.paper_table import paper_table
+from growlab.analysis.results import Run, open_run
+from growlab.analysis.tables import summarise
+from growlab.reproduce.registry import Item, Registry, Rows
+from growlab.reproduce.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, Outcome, outcome, signed
+
+_INTRODUCTION = """# The papers, line by line
+
+Every table, figure and appendix experiment of the three papers that growlab is built on: its command, what is kept of
+it in `notebooks/results`, what the paper says and what our rows say. This page is made from the registry
+(`growlab/reproduce/registry.yaml`), the published values (`growlab/analysis/published.csv`) and those rows by
+
+    python -m growlab.reproduce --page notebooks/results -o notebooks/docs/pages/papers.md
+
+and a test makes it again. A difference is the first less the second over equal seeds, with Student's 95 % interval, not
+corrected for the number of comparisons. A statement *holds* or is *contradicted* where the interval says so, else it is
+*undecided*; *one run* has no interval. Most rows of the first paper are of 8 to 16 epochs where it trains for 160 or
+200: they decide nothing about its tables, and say so. `python -m growlab.reproduce NAME` trains what is missing.
+"""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """An entry beside what is there of it.
+
+    Attributes:
+        item: the entry.
+        results: the folder of the rows that are kept, such as `notebooks/results`; None where there is none.
+    """
+
+    item: Item
+    results: Path | None
+
+    @cached_property
+    def outcomes(self) -> list[Outcome]:
+        """What the rows say of each statement."""
+        return [] if self.results is None else [outcome(check, self.results) for check in self.item.checks]
+
+    @cached_property
+    def kept(self) -> list[tuple[Rows, list[Run]]]:
+        """The runs that are kept, by folder; a study's folder has none."""
+        return [] if self.results is None else [(rows, _runs(self.results, rows)) for rows in self.item.rows]
+
+    @property
+    def num_whole(self) -> int:
+        """Runs that are kept and of the paper's length; a study is one."""
+        return sum(max(len(runs), 1) for rows, runs in self.kept if rows.whole)
+
+    @property
+    def num_needed(self) -> int:
+        """Runs that the commands make."""
+        return len(self.item.jobs())
+
+    @property
+    def rows_text(self) -> str:
+        """How many of the runs are there, and how many shorter ones."""
+        shorter = [run for rows, runs in self.kept if not rows.whole for run in runs]
+        parts = [f"{self.num_whole} of {self.num_needed}"]
+        if shorter:
+            epochs = sorted({run.results["epochs"] for run in shorter})
+            of = f"{epochs[0]}" if len(epochs) == 1 else f"{epochs[0]} to {epochs[-1]}"
+            parts.append(f"{len(shorter)} shortened ({of} epochs)")
+        return "; ".join(parts)
+
+    @property
+    def verdict(self) -> str:
+        """In a few words, and what is missing."""
+        counts = {
+            word: sum(one.verdict == word for one in self.outcomes)
+            for word in (HOLDS, CONTRADICTED, UNDECIDED, ONE_RUN)
+        }
+        said = ", ".join(f"{number} {word}" for word, number in counts.items() if number)
+        if self.num_whole and self.outcomes:
+            decided = counts[HOLDS] == len(self.outcomes)
+            parts = ["reproduced" if decided else f"reproduced in part: {said}"]
+        else:
+            parts = [f"not run at this length; shortened: {said}" if said else "not run"]
+        left = self.num_needed - self.num_whole
+        if left > 0:
+            epochs = sorted({job.epochs for job in self.item.jobs() if job.epochs})
+            parts.append(f"it takes {left} runs of {' or '.join(map(str, epochs))} epochs")
+        if self.item.missing:
+            parts.append(f"no command yet for {self.item.missing}")
+        return "; ".join(parts)
+
+
+def standings(registry: Registry, results: Path | None) -> list[Standing]:
+    """Every entry beside what is there of it."""
+    return [Standing(item, results) for item in registry.items.values()]
+
+
+def page(registry: Registry, results: Path) -> str:
+    """The whole page as Markdown.
+
+    Args:
+        registry: all entries.
+        results: the folder of the rows.
+    """
+    all_standings = standings(registry, results)
+    outcomes = [(s.item, one) for s in all_standings for one in s.outcomes]
+    against = [(item, one) for item, one in outcomes if one.verdict == CONTRADICTED]
+    away = [(item, one) for item, one in outcomes if one.verdict == ONE_RUN and one.points_away]
+    undecided = [(item, one) for item, one in outcomes if one.verdict == UNDECIDED]
+    parts = [
+        _INTRODUCTION,
+        "## What our rows contradict\n\nAt the length that the column of epochs says, and at no other.\n",
+        _statements(against),
+        "## What one run points away from\n\nNo interval: another seed may turn it round.\n",
+        _statements(away),
+        "## What our rows do not decide\n",
+        _statements(undecided),
+    ]
+    for paper, about in registry.papers.items():
+        own = [standing for standing in all_standings if standing.item.paper == paper]
+        parts += [f"## {about['title']}\n", _entries(own)]
+        held = [(s.item, one) for s in own for one in s.outcomes]
+        if held:
+            parts += ["Statements and rows:\n", _statements(held, verdict=True)]
+        for standing in own:
+            if standing.item.table and standing.kept:
+                parts += [f"### {standing.item.title}, beside the published values\n", _beside(standing)]
+    return "\n".join(parts)
+
+
+def _entries(own: Sequence[Standing]) -> str:
+    head = ["what", "published", "command", "our rows", "verdict"]
+    rows = []
+    for standing in own:
+        item = standing.item
+        commands = "<br>".join(f"`python -m growlab -m {command}`" for command in item.commands)
+        rows.append(
+            [
+                item.title,
+                item.claim,
+                f"`python -m growlab.reproduce {item.name}`<br>{commands}",
+                standing.rows_text,
+                standing.verdict,
+            ]
+        )
+    return _table(head, rows)
+
+
+def _statements(outcomes: Iterable[tuple[Item, Outcome]], verdict: bool = False) -> str:
+    outcomes = list(outcomes)
+    if not outcomes:
+        return "Nothing.\n"
+    head = ["entry", "statement", "ours", "epochs", "published difference", *(["verdict"] if verdict else [])]
+    rows = []
+    for item, one in outcomes:
+        epochs = "" if one.epochs is None else str(one.epochs)
+        if one.published_epochs not in (None, one.epochs):
+            epochs += f" (published: {one.published_epochs})"
+        theirs = "" if one.published is None else signed(one.published)
+        if one.within is not None:
+            theirs += ", in our interval" if one.within else ", outside our interval"
+        row = [f"`{item.name}`", one.check.says, one.text(), epochs, theirs]
+        rows.append([*row, one.verdict] if verdict else row)
+    return _table(head, rows)
+
+
+def _beside(standing: Standing) -> str:
+    runs = [run for _, of_folder in standing.kept for run in of_folder]
+    return paper_table(summarise(runs, lambda sentence: None)).markdown() + "\n"
+
+
+def _runs(results: Path, rows: Rows) -> list[Run]:
+    folders = sorted((results / rows.folder).glob(rows.select))
+    return [open_run(path) for path in folders if (path / "results.json").is_file()]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return (
+        "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+        + "\n"
+    )

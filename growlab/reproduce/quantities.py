@@ -1,0 +1,91 @@
+"""Numbers of a run that a paper's statement is about, beside its test score."""
+
+import math
+from collections.abc import Callable
+
+import pandas
+
+from growlab.analysis.layer_figures import read
+from growlab.analysis.metrics import metric_of
+from growlab.analysis.results import Run
+from growlab.analysis.width_paths import path_of
+from growlab.errors import UserError
+
+
+def score(run: Run) -> float:
+    """The test metric in its own unit, of accuracy percent."""
+    metric = metric_of([run.results])
+    value = run.results.get(f"test_{metric.key}")
+    return math.nan if value is None else metric.scale * value
+
+
+def first_loss(run: Run) -> float:
+    """The loss on held-out images before training, from `layers.csv`."""
+    table = read(run)
+    losses = table[table["quantity"] == "loss"].sort_values("step")
+    return float(losses["mean"].iloc[0])
+
+
+def train_loss_change(run: Run) -> float:
+    """The training loss of the last epoch less that of the first."""
+    losses = run.curve("train_loss")
+    if losses is None:
+        raise UserError(f"{run.path} has no training loss over epochs.")
+    return float(losses[-1] - losses[0])
+
+
+def last_width(run: Run) -> float:
+    """Channels of all groups in the last epoch."""
+    return float(path_of(run)[-1])
+
+
+def jump(run: Run) -> float:
+    """Change of the held-out accuracy (points) in epochs that begin with another width, less that in the others.
+
+    Counted from the first change of width on; runs that keep their width have none (nan), as have steps to less than
+    16 neurons, which the paper itself sets apart.
+    """
+    path, accuracy = path_of(run), run.held_out("accuracy")
+    if accuracy is None:
+        raise UserError(f"{run.path} has no held-out accuracy over epochs.")
+    at = [epoch for epoch in range(1, len(path)) if path[epoch] != path[epoch - 1]]
+    events = [epoch for epoch in at if path[epoch] >= 16 or path[epoch] > path[epoch - 1]]
+    others = [epoch for epoch in range(at[0], len(path)) if epoch not in at] if at else []
+    if not events or not others:
+        return math.nan
+
+    def mean(epochs: list[int]) -> float:
+        return sum(float(accuracy[epoch] - accuracy[epoch - 1]) for epoch in epochs) / len(epochs)
+
+    return 100 * (mean(events) - mean(others))
+
+
+def log_seconds(run: Run) -> float:
+    """The logarithm of a run's seconds: differences are of ratios."""
+    return math.log(run.results["seconds"])
+
+
+def new_rate_factor(run: Run) -> float:
+    """Rate factor, less 1, with which what came last begins: its first record, the mean over inner layers.
+
+    The first and the last layer are left out: the paper has rules of their own for both.
+    """
+    if run.rates is None:
+        raise UserError(f"{run.path} has no rates.csv.")
+    layers = list(dict.fromkeys(run.rates["parameter"]))
+    inner = run.rates[run.rates["parameter"].isin(layers[1:-1])]
+    newest = inner[inner["region"] == inner["region"].max()].sort_values("step")
+    first = newest.groupby("parameter", sort=False).first()
+    return float(pandas.to_numeric(first["rate_factor"]).mean()) - 1
+
+
+QUANTITIES: dict[str, tuple[Callable[[Run], float], str]] = {
+    "score": (score, ""),
+    "first_loss": (first_loss, "loss"),
+    "train_loss_change": (train_loss_change, "loss"),
+    "last_width": (last_width, "neurons"),
+    "jump": (jump, "points"),
+    "log_seconds": (log_seconds, "(logarithm of seconds)"),
+    "new_rate_factor": (new_rate_factor, ""),
+}
+"""Each with the unit that it is told in."""

@@ -1,0 +1,225 @@
+"""What there is to reproduce, read from `registry.yaml`, and the single runs that each entry consists of."""
+
+import difflib
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from growlab.configuration import config_dir
+from growlab.errors import UserError
+
+# Overrides that are no part of a job's folder, as in `hydra.job.config.override_dirname` of conf/config.yaml.
+_NOT_IN_FOLDER = ("experiment=", "data.root=", "ckpt_path=")
+
+
+@dataclass(frozen=True)
+class Check:
+    """A statement of a paper, held against rows of ours.
+
+    Attributes:
+        says: the statement, in words.
+        first: pattern of run folders below `notebooks/results`.
+        second: pattern of those that it is compared with, by seed; None where `quantity` is itself a difference.
+        quantity: what is compared: "score" (the test metric), or a name of `growlab.reproduce.quantities`.
+        study: two initialisations of a study's `summary.json`, in place of two folders.
+        published: network, then two rows of `published.csv` as "Table 2: Ours", then an override of both, if need be.
+        expect: "more", "less" or "equal": what the statement says of first less second.
+    """
+
+    says: str
+    first: str
+    second: str | None = None
+    quantity: str = "score"
+    study: tuple[str, str] | None = None
+    published: tuple[str, ...] | None = None
+    expect: str = "more"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Runs that are kept in `notebooks/results`.
+
+    Attributes:
+        folder: below it.
+        select: pattern of run folders in it.
+        whole: whether they are of the paper's length and size.
+    """
+
+    folder: str
+    select: str = "*"
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of an entry.
+
+    Attributes:
+        experiment: its file in conf/experiment.
+        overrides: what the command and the sweep add to it.
+        epochs: it trains for; None for a study.
+        data: name of its data.
+        is_study: whether it is no training that stops and goes on.
+    """
+
+    experiment: str
+    overrides: tuple[str, ...]
+    epochs: int | None
+    data: str | None
+    is_study: bool
+
+    @property
+    def folder(self) -> str:
+        """Where `python -m growlab -m experiment=...` puts it, below its runs."""
+        kept = sorted(o for o in self.overrides if not o.startswith(_NOT_IN_FOLDER))
+        return f"{self.experiment}/{','.join(kept) or 'run'}"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A table, figure or experiment of a paper; `registry.yaml` says what the attributes are."""
+
+    name: str
+    paper: str
+    title: str
+    claim: str
+    commands: tuple[str, ...]
+    data: tuple[str, ...] = ()
+    table: str | None = None
+    rows: tuple[Rows, ...] = ()
+    figures: tuple[str, ...] = ()
+    minutes: float | None = None
+    checks: tuple[Check, ...] = ()
+    missing: str | None = None
+
+    def jobs(self, seeds: Sequence[int] | None = None) -> list[Job]:
+        """The runs of all its commands, each once.
+
+        Args:
+            seeds: take these in place of those that the commands name.
+        """
+        found = {job.folder: job for command in self.commands for job in _expand(command, seeds)}
+        return list(found.values())
+
+
+@dataclass(frozen=True)
+class Registry:
+    """All entries.
+
+    Attributes:
+        items: by name, in the papers' order.
+        papers: title and overrides on a GPU (`gpu`) of each paper.
+        data: number of training samples (`num_train`) of each data set, other names of its folder (`also`), and
+            whether it comes with growlab (`built_in`).
+    """
+
+    items: dict[str, Item]
+    papers: dict[str, dict[str, Any]]
+    data: dict[str, dict[str, Any]]
+
+    def find(self, name: str) -> Item:
+        """The entry of a name.
+
+        Raises:
+            UserError: there is none; the nearest name is suggested.
+        """
+        if name not in self.items:
+            near = difflib.get_close_matches(name, self.items, 1, cutoff=0.4)
+            hint = f"did you mean {near[0]}?" if near else "--list names them all."
+            raise UserError(f"there is nothing to reproduce that is called {name}; {hint}")
+        return self.items[name]
+
+
+@cache
+def registry() -> Registry:
+    """The registry as the package brings it."""
+    text = resources.files("growlab.reproduce").joinpath("registry.yaml").read_text(encoding="utf-8")
+    content = yaml.safe_load(text)
+    items = [_item(entry) for entry in content["items"]]
+    return Registry({item.name: item for item in items}, content["papers"], content["data"])
+
+
+def _item(entry: Mapping[str, Any]) -> Item:
+    plain = {key: value for key, value in entry.items() if key not in ("rows", "checks")}
+    checks = [
+        Check(**{key: tuple(value) if isinstance(value, list) else value for key, value in check.items()})
+        for check in entry.get("checks", ())
+    ]
+    rows = tuple(Rows(**rows) for rows in entry.get("rows", ()))
+    lists = {key: tuple(plain[key]) for key in ("commands", "data", "figures") if key in plain}
+    return Item(**{**plain, **lists}, rows=rows, checks=tuple(checks))
+
+
+def _expand(command: str, seeds: Sequence[int] | None) -> list[Job]:
+    """The jobs of `experiment=NAME override...`: every combination of values, those of the preset's sweep too."""
+    words = command.split()
+    name = words[0].removeprefix("experiment=")
+    settings = experiment(name)
+    given = dict(word.split("=", 1) for word in words[1:] if not word.startswith("hydra."))
+    swept = {} if "hydra.sweeper.params=null" in words else dict(settings.swept)
+    swept.update({key: _split(value) for key, value in given.items()})
+    if seeds is not None:
+        swept["seed"] = [str(seed) for seed in seeds]
+    jobs = []
+    for values in itertools.product(*swept.values()):
+        own = dict(zip(swept, values, strict=True))
+        epochs = None if settings.is_study else int(own.get("schedule.total_epochs", settings.epochs))
+        # The names of data sets in conf/data are their folders'; those that arrive are made of another.
+        data = str(own.get("data", settings.data)).removesuffix("_incremental")
+        overrides = tuple(f"{key}={value}" for key, value in own.items())
+        data = None if settings.is_study else data
+        jobs.append(Job(name, overrides, epochs, data, settings.is_study))
+    return jobs
+
+
+def _split(value: str) -> list[str]:
+    """`a,b` as two values, `[1,2]` as one."""
+    return re.findall(r"(?:\[[^\]]*\]|[^,\[])+", value)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a file of conf/experiment and those it builds on say of a run's length and data, and of its sweep."""
+
+    epochs: int | None
+    data: str
+    swept: dict[str, list[str]]
+    is_study: bool
+
+
+@cache
+def experiment(name: str) -> Experiment:
+    """Read an experiment's file without composing it, which takes a second.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    folder = config_dir() / "experiment"
+    path = folder / f"{name}.yaml"
+    if not path.is_file():
+        raise UserError(f"there is no {path.name} in {folder}.")
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    base: Experiment | None = None
+    data = None
+    for entry in content.get("defaults", ()):
+        if isinstance(entry, str) and (folder / f"{entry}.yaml").is_file():
+            base = experiment(entry)
+        elif isinstance(entry, dict) and "override /data" in entry:
+            data = entry["override /data"]
+    schedule = content.get("schedule") or {}
+    epochs = (
+        sum(schedule.get("epochs") or ()) or schedule.get("total_epochs") or (base.epochs if base else None)
+    )
+    params = ((content.get("hydra") or {}).get("sweeper") or {}).get("params") or {}
+    return Experiment(
+        epochs=epochs,
+        data=data or (base.data if base else "digits"),
+        swept={key: _split(str(value)) for key, value in params.items()},
+        is_study="study" in content or bool(base and base.is_study),
+    )

@@ -1,0 +1,187 @@
+"""Statements of the papers held against our rows: differences by seed, intervals, and what follows."""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from scipy.stats import t as student_t
+
+from growlab.analysis.metrics import metric_of
+from growlab.analysis.published import Published, published
+from growlab.analysis.results import Run, open_run
+from growlab.errors import UserError
+from growlab.reproduce.quantities import QUANTITIES
+from growlab.reproduce.registry import Check
+
+HOLDS, CONTRADICTED, UNDECIDED, ONE_RUN = "holds", "contradicted", "undecided", "one run"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What our rows say of a statement.
+
+    Attributes:
+        check: the statement.
+        n: seeds (or runs) that the difference is over.
+        difference: of the first less the second.
+        interval: its 95 % interval; None for a single run.
+        unit: of both.
+        epochs: epochs of our runs; None for studies.
+        published: the difference that the paper gives; None where it gives none.
+        published_epochs: of the runs behind it.
+    """
+
+    check: Check
+    n: int
+    difference: float
+    interval: tuple[float, float] | None
+    unit: str
+    epochs: int | None
+    published: float | None
+    published_epochs: int | None
+
+    @property
+    def verdict(self) -> str:
+        """Whether our rows bear the statement out: `HOLDS`, `CONTRADICTED`, `UNDECIDED` or `ONE_RUN`.
+
+        Equality is held against the published difference where there is one, else against none at all; it holds
+        as long as the interval contains it.
+        """
+        if self.interval is None:
+            return ONE_RUN
+        low, high = self.interval
+        if self.check.expect == "equal":
+            return HOLDS if low <= (self.published or 0.0) <= high else CONTRADICTED
+        if self.check.expect == "less":
+            low, high = -high, -low
+        return HOLDS if low > 0 else CONTRADICTED if high < 0 else UNDECIDED
+
+    @property
+    def points_away(self) -> bool:
+        """Whether the difference itself has the other sign than stated."""
+        signs = {"more": self.difference < 0, "less": self.difference > 0}
+        return signs.get(self.check.expect, False)
+
+    @property
+    def within(self) -> bool | None:
+        """Whether the published difference lies in our interval; None without either."""
+        if self.interval is None or self.published is None:
+            return None
+        return self.interval[0] <= self.published <= self.interval[1]
+
+    def text(self) -> str:
+        """The difference with its interval, as the page shows it."""
+        unit = f" {self.unit}" if self.unit else ""
+        if self.interval is None:
+            return f"{signed(self.difference)}{unit} (1 run)"
+        low, high = self.interval
+        return f"{signed(self.difference)}{unit} ({signed(low)} to {signed(high)}, n = {self.n})"
+
+
+def signed(value: float) -> str:
+    """Two decimals and the sign.
+
+    Example:
+        >>> signed(-0.634), signed(0.0)
+        ('−0.63', '+0.00')
+    """
+    return f"{value + 0.0:+.2f}".replace("-", "−")
+
+
+def outcome(check: Check, results: Path) -> Outcome:
+    """Hold a statement against the rows in a folder such as `notebooks/results`.
+
+    Raises:
+        UserError: there are no such rows.
+    """
+    if check.study is not None:
+        return _of_study(check, results)
+    firsts = _runs(results, check.first)
+    measure, unit = QUANTITIES[check.quantity]
+    if check.second is None:
+        differences = [measure(run) for run in firsts]
+    else:
+        seconds = _runs(results, check.second)
+        by_seed = [{run.results["seed"]: measure(run) for run in runs} for runs in (firsts, seconds)]
+        common = sorted(set(by_seed[0]) & set(by_seed[1]))
+        differences = [by_seed[0][seed] - by_seed[1][seed] for seed in common]
+    differences = [value for value in differences if math.isfinite(value)]
+    if not differences:
+        raise UserError(f"no two runs of one seed are among {check.first} and {check.second} in {results}.")
+    paper = _published(check.published) if check.published else None
+    if check.quantity == "score":
+        unit = "points" if metric_of([firsts[0].results]).unit == "%" else metric_of([firsts[0].results]).name
+    return Outcome(
+        check,
+        len(differences),
+        statistics.fmean(differences),
+        interval(differences),
+        unit,
+        int(firsts[0].results["epochs"]),
+        None if paper is None else paper[0].value - paper[1].value,
+        None if paper is None else paper[0].epochs,
+    )
+
+
+def interval(differences: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
+    """Student's t interval of their mean, n - 1 degrees of freedom; None for fewer than two."""
+    n = len(differences)
+    if n < 2:
+        return None
+    reach = float(student_t.ppf((1 + level) / 2, n - 1)) * statistics.stdev(differences) / math.sqrt(n)
+    mean = statistics.fmean(differences)
+    return mean - reach, mean + reach
+
+
+def _published(named: tuple[str, ...]) -> tuple[Published, Published]:
+    network, first, second, *override = named
+    return _row(network, first, override), _row(network, second, override)
+
+
+def _row(network: str, name: str, override: Sequence[str]) -> Published:
+    table, _, row = name.partition(": ")
+    found = [
+        one
+        for one in published()
+        if (one.table, one.model, one.row) == (table, network, row) and set(override) <= set(one.overrides)
+    ]
+    if len(found) != 1:
+        raise UserError(f"published.csv has {len(found)} rows {name} of {network}, not one.")
+    return found[0]
+
+
+@cache
+def _runs(results: Path, pattern: str) -> tuple[Run, ...]:
+    """Finished runs of a pattern.
+
+    Raises:
+        UserError: there is none.
+    """
+    runs = [open_run(path) for path in sorted(results.glob(pattern)) if (path / "results.json").is_file()]
+    if not runs:
+        raise UserError(f"{results} has no runs {pattern}.")
+    return tuple(runs)
+
+
+def _of_study(check: Check, results: Path) -> Outcome:
+    """Means over a study's tasks of the loss when learnt; its seeds are summarised, so the interval is unpaired."""
+    path = results / check.first / "summary.json"
+    if not path.is_file():
+        raise UserError(f"{path} is not there.")
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    rows = {row["initialisation"]: row for row in summary["rows"]}
+    assert check.study is not None
+    means, errors = [], []
+    for name in check.study:
+        losses, standard = rows[name]["loss_when_learnt"], rows[name]["standard_error_when_learnt"]
+        if None in losses:
+            raise UserError(f"{name} diverged in {path}, so it has no loss to compare.")
+        means.append(statistics.fmean(losses))
+        errors.append(math.sqrt(sum(error**2 for error in standard)) / len(standard))
+    difference, n = means[0] - means[1], summary["settings"]["num_seeds"]
+    reach = float(student_t.ppf(0.975, 2 * n - 2)) * math.hypot(*errors)
+    return Outcome(check, n, difference, (difference - reach, difference + reach), "loss", None, None, None)

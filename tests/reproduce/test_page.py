@@ -1,0 +1,111 @@
+"""The page of the docs is what the registry and the rows give, and its verdicts follow from the rows."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from growlab.errors import UserError
+from growlab.reproduce.page import Standing, page
+from growlab.reproduce.registry import Check, Item, Rows, registry
+from growlab.reproduce.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, _runs, outcome
+from tests.analysis.fake_runs import write_run
+from tests.runs import ROOT
+
+
+def test_the_page_is_not_stale() -> None:
+    """If this fails: python -m growlab.reproduce --page notebooks/results -o notebooks/docs/pages/papers.md."""
+    written = (ROOT / "notebooks" / "docs" / "pages" / "papers.md").read_text(encoding="utf-8")
+    assert written == page(registry(), ROOT / "notebooks" / "results")
+
+
+def test_no_line_is_without_a_command() -> None:
+    text = page(registry(), ROOT / "notebooks" / "results")
+    for item in registry().items.values():
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| {item.title} |")]
+        assert f"`python -m growlab.reproduce {item.name}`" in line
+        assert all(f"`python -m growlab -m {command}`" in line for command in item.commands)
+
+
+def scores(folder: Path, first: list[float], second: list[float]) -> None:
+    _runs.cache_clear()
+    for name, values in (("a", first), ("b", second)):
+        for seed, value in enumerate(values):
+            write_run(folder / f"{name}_s{seed}", seed=seed, test_accuracy=value)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "verdicts"),
+    [
+        ([0.9, 0.91, 0.92], [0.8, 0.81, 0.82001], (HOLDS, CONTRADICTED, CONTRADICTED)),
+        ([0.8, 0.81, 0.82001], [0.9, 0.91, 0.92], (CONTRADICTED, HOLDS, CONTRADICTED)),
+        ([0.9, 0.85, 0.92], [0.91, 0.86, 0.88], (UNDECIDED, UNDECIDED, HOLDS)),
+        ([0.9], [0.8], (ONE_RUN, ONE_RUN, ONE_RUN)),
+    ],
+)
+def test_a_verdict_follows_from_the_interval(tmp_path: Path, first, second, verdicts) -> None:
+    scores(tmp_path, first, second)
+    found = [outcome(Check("", "a_s*", "b_s*", expect=e), tmp_path) for e in ("more", "less", "equal")]
+    assert tuple(one.verdict for one in found) == verdicts
+    differences = 100 * (np.array(first) - np.array(second))
+    assert found[0].difference == pytest.approx(differences.mean()) and found[0].unit == "points"
+    if len(first) > 1:
+        expected = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+        assert found[0].interval == pytest.approx(tuple(expected))
+    else:
+        assert [one.points_away for one in found] == [False, True, False]
+
+
+def test_the_published_difference_is_held_against_the_interval(tmp_path: Path) -> None:
+    scores(tmp_path, [0.91, 0.92, 0.93], [0.9, 0.9105, 0.9205])
+    check = Check("", "a_s*", "b_s*", published=("resnet20", "Table 2: Ours", "Table 2: Net2Net"))
+    found = outcome(check, tmp_path)
+    assert found.published == pytest.approx(0.93) and found.within and found.published_epochs == 160
+    wrong = Check("", "a_s*", "b_s*", published=("resnet20", "Table 2: Ours", "Table 2: Nobody"))
+    with pytest.raises(UserError, match=r"published\.csv has 0 rows Table 2: Nobody of resnet20"):
+        outcome(wrong, tmp_path)
+
+
+def test_rows_that_are_missing_are_told(tmp_path: Path) -> None:
+    scores(tmp_path, [0.9], [0.8])
+    with pytest.raises(UserError, match=r"has no runs c_s\*"):
+        outcome(Check("", "c_s*", "b_s*"), tmp_path)
+    with pytest.raises(UserError, match=r"summary\.json is not there"):
+        outcome(Check("", "study", study=("a", "b")), tmp_path)
+
+
+def test_a_studys_interval_is_that_of_two_means(tmp_path: Path) -> None:
+    rows = [
+        {"initialisation": name, "loss_when_learnt": [loss, loss], "standard_error_when_learnt": [0.3, 0.4]}
+        for name, loss in (("a", 1.0), ("b", 0.25))
+    ]
+    (tmp_path / "study").mkdir()
+    path = tmp_path / "study" / "summary.json"
+    path.write_text(json.dumps({"settings": {"num_seeds": 15}, "rows": rows}))
+    found = outcome(Check("", "study", study=("a", "b")), tmp_path)
+    reach = stats.t.ppf(0.975, 28) * 0.25 * math.sqrt(2)
+    assert found.difference == 0.75 and found.interval == pytest.approx((0.75 - reach, 0.75 + reach))
+    rows[1]["loss_when_learnt"] = [0.2, None]
+    path.write_text(json.dumps({"settings": {"num_seeds": 15}, "rows": rows}))
+    with pytest.raises(UserError, match="b diverged"):
+        outcome(Check("", "study", study=("a", "b")), tmp_path)
+
+
+def test_an_entry_counts_whole_rows_and_shortened_ones(tmp_path: Path) -> None:
+    scores(tmp_path / "kept", [0.9, 0.91, 0.92], [0.8, 0.81, 0.82001])
+    item = Item(
+        "x",
+        "bird",
+        "X",
+        "A claim.",
+        ("experiment=table7",),
+        rows=(Rows("kept", "a_*", whole=True), Rows("kept", "b_*")),
+        checks=(Check("", "kept/a_s*", "kept/b_s*"),),
+    )
+    standing = Standing(item, tmp_path)
+    assert (standing.num_whole, standing.num_needed) == (3, 9)
+    assert standing.rows_text == "3 of 9; 3 shortened (16 epochs)"
+    assert standing.verdict == "reproduced; it takes 6 runs of 160 epochs"

@@ -1,0 +1,126 @@
+"""The registry: every entry can be run, and every statement finds its rows and its published values."""
+
+import re
+from collections import Counter
+from itertools import product
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from growlab.analysis.figures import FIGURES
+from growlab.analysis.published import published
+from growlab.configuration import PRIMARY, config_dir, register_schemas
+from growlab.errors import UserError
+from growlab.reproduce.quantities import QUANTITIES
+from growlab.reproduce.registry import _split, experiment, registry
+from tests.runs import ROOT
+
+REGISTRY = registry()
+ITEMS = list(REGISTRY.items.values())
+COMMANDS = sorted({command for item in ITEMS for command in item.commands})
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.name)
+def test_an_entry_names_what_there_is(item) -> None:
+    assert item.paper in REGISTRY.papers and set(item.data) <= set(REGISTRY.data)
+    assert item.commands and item.claim and item.title
+    assert set(item.figures) <= set(FIGURES)
+    assert item.table is None or any(one.table == item.table for one in published())
+    for check in item.checks:
+        assert check.quantity in QUANTITIES and check.expect in ("more", "less", "equal")
+    for rows in item.rows:
+        assert list((ROOT / "notebooks" / "results" / rows.folder).glob(rows.select))
+    jobs = item.jobs()
+    assert len({job.folder for job in jobs}) == len(jobs) > 0
+    assert {job.data for job in jobs if job.data} <= set(item.data)
+
+
+def test_every_published_table_has_an_entry() -> None:
+    assert {one.table for one in published()} == {item.table for item in ITEMS if item.table}
+
+
+def test_every_prepared_sweep_has_an_entry() -> None:
+    """Those of the papers; the frontier and the digits are none of theirs."""
+    presets = {
+        path.stem for path in (config_dir() / "experiment").glob("*.yaml") if "sweeper:" in path.read_text()
+    }
+    named = {command.split()[0].removeprefix("experiment=") for command in COMMANDS}
+    assert presets - named == {"digits_methods", "frontier_testbed"}
+
+
+def test_figures_of_a_papers_list_are_all_there() -> None:
+    """The second and third paper's figures by number, the first one's by the text that names them."""
+    titles = {paper: " ".join(i.title for i in ITEMS if i.paper == paper) for paper in REGISTRY.papers}
+    numbers = {
+        paper: {
+            number
+            for first, last in re.findall(
+                r"(\d+)(?: to (\d+))?", re.sub(r"Section [\d.A-Z]+|Table \d+", "", text)
+            )
+            for number in range(int(first), int(last or first) + 1)
+        }
+        for paper, text in titles.items()
+    }
+    assert set(range(1, 30)) <= numbers["chang"]
+    assert {3, 4, 5, 6, 7, *range(9, 15)} <= numbers["yuan"]
+    assert {3, 4, 5} <= numbers["bird"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_read_without_composing_is_what_the_configuration_says(command: str) -> None:
+    words = [word for word in command.split() if not word.startswith("hydra.")]
+    given = [f"{key}={_split(value)[-1]}" for key, value in (word.split("=", 1) for word in words)]
+    name = words[0].removeprefix("experiment=")
+    register_schemas()
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose(PRIMARY, overrides=[*given, "name=given"], return_hydra_config=True)
+    found = experiment(name)
+    item = next(item for item in ITEMS if command in item.commands)
+    job = next(
+        job
+        for job in item.jobs()
+        if job.experiment == name and {o for o in given[1:] if "total_epochs" not in o} <= set(job.overrides)
+    )
+    assert found.is_study == (cfg.study is not None)
+    if not found.is_study:
+        schedule = cfg.schedule
+        epochs = sum(schedule.epochs) if schedule.epochs else schedule.total_epochs
+        if "total_epochs" not in command:
+            assert job.epochs == epochs
+        assert found.data.removesuffix("_incremental") == cfg.data.name or "data" in found.swept
+    assert dict(found.swept) == {
+        key: _split(str(value)) for key, value in (cfg.hydra.sweeper.params or {}).items()
+    } or ("hydra.sweeper.params=null" in command)
+
+
+def test_a_sweeps_jobs_are_every_combination() -> None:
+    item = REGISTRY.items["table2"]
+    expected = Counter(
+        f"{name}/method={method},model={model},seed={seed}"
+        for name, methods in (
+            ("table2", ("fixed_size", "equal_flops", "net2net", "ours")),
+            ("table2_data_driven", ("splitting", "firefly_split", "firefly")),
+        )
+        for model, method, seed in product(("resnet20", "vgg11", "mobilenetv1"), methods, range(3))
+    )
+    assert Counter(job.folder for job in item.jobs()) == expected
+    assert {job.overrides[-1] for job in item.jobs(seeds=[7])} == {"seed=7"} and len(item.jobs([7])) == 21
+
+
+def test_values_in_brackets_are_one_value() -> None:
+    assert _split("[1,2],[3]") == ["[1,2]", "[3]"] and _split("a,b") == ["a", "b"] and _split("3") == ["3"]
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UserError, match="did you mean table13"):
+        REGISTRY.find("tabel13")
+    with pytest.raises(UserError, match="--list names them"):
+        REGISTRY.find("zzzz")
+    with pytest.raises(UserError, match=r"there is no nothing\.yaml"):
+        experiment("nothing")
+
+
+def test_the_registry_is_plain_data() -> None:
+    content = yaml.safe_load((ROOT / "growlab" / "reproduce" / "registry.yaml").read_text())
+    assert set(content) == {"papers", "data", "items"} and len(content["items"]) == len(REGISTRY.items)
