@@ -2,8 +2,8 @@
 
 They are the figures of Chang et al. 2020, Section 5.1 and Appendix B.1, without biases (in brackets: with them):
 activations before training 1 (18), over it 7 (19), at its end 8 (20); gradients 9, 10, 11 (21, 22, 23); what the output
-layer of the hypernetwork puts out, which are the weights, 12, 2, 13 (24, 25, 26); gradients by these 14, 15, 16 (27, 28,
-29); loss and accuracy 3 (17).
+layer of the hypernetwork puts out, which are the weights, 12, 2, 13 (24, 25, 26); gradients by these 14, 15, 16
+(27, 28, 29); loss and accuracy 3 (17).
 """
 
 import math
@@ -170,7 +170,8 @@ def _histograms(runs: Sequence[Run], quantity: str, at_end: bool) -> Figure:
         last.set_title("all runs")
         if len(runs) % columns == 0:
             # A whole row leaves room beside the lines.
-            last.legend(fontsize=6.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
+            last.set_xlim(-0.3, 1.9 * max(len(layers) - 1, 1))
+            last.legend(fontsize=6.5, loc="center right")
         else:
             last.legend(fontsize=6.5)
         style.legend_below(
