@@ -48,7 +48,7 @@ FEATURES = {
         },
     ),
     "depth": Feature(
-        r"\bDeepening\b|\bDepth\b|depth\.(blocks|start)|STARTS|\bAbsent\b",
+        r"\bDepth\b|parts.depth import|depth\.(blocks|start)|STARTS|\bAbsent\b",
         ("parts/depth",),
         {**EXPORTS, "analysis/results.py": "calls runs by the settings that make them"},
     ),

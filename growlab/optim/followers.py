@@ -1,5 +1,7 @@
 """Optimizers that follow a network through growth and through loading, and a guard against those that do not."""
 
+import copy
+import re
 import weakref
 from collections.abc import Mapping
 from functools import partial
@@ -205,29 +207,81 @@ def _fits(value: Any, parameter: Tensor) -> bool:
 def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
     """Let an optimizer that held a network's parameters hold those that have come since too, in the network's order.
 
-    So a run that makes its optimizer of the network as it is then has the same order.
+    So a run that makes its optimizer of the network as it is then has the same order. Of several groups a new parameter
+    joins the one that holds those whose names differ from its own in numbers alone: `layers.3.norm.weight` that of
+    `layers.0.norm.weight`.
 
     Args:
-        optimizer: with one group of parameters.
+        optimizer: any.
         past: the network's parameters before, by name.
         now: and as they are.
 
     Raises:
-        UserError: it has several groups, and nothing says which the new ones belong to.
+        UserError: it has several groups, and names do not say which a new parameter belongs to.
     """
-    if len(optimizer.param_groups) != 1:
-        raise UserError(
-            "parameters that come in while a network trains need an optimizer with one group of them; "
-            f"{type(optimizer).__name__} has {len(optimizer.param_groups)}."
-        )
-    (group,) = optimizer.param_groups
     known = {id(p) for p in (*past.values(), *now.values())}
-    others = [p for p in group["params"] if id(p) not in known]
-    group["params"][:] = [*now.values(), *others]
+    groups = optimizer.param_groups
+    home = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+    # Where the network is loading, an optimizer may hold its present parameters already.
+    held = {
+        name: next(
+            (home[id(p)] for p in (now.get(name), past[name]) if p is not None and id(p) in home), None
+        )
+        for name in past
+    }
+    if len(groups) == 1 and None not in held.values():
+        members = [list(now.values())]
+    else:
+        members = _by_group(held, now, len(groups), type(optimizer).__name__)
+    for group, own in zip(groups, members, strict=True):
+        group["params"][:] = [*own, *(p for p in group["params"] if id(p) not in known)]
     for parameter in [
         p for p in optimizer.state if id(p) in known and not any(p is one for one in now.values())
     ]:
         del optimizer.state[parameter]
+
+
+def _by_group(
+    held: Mapping[str, int | None], now: Mapping[str, Tensor], num_groups: int, optimizer: str
+) -> list[list[Tensor]]:
+    """A network's parameters in each group of an optimizer.
+
+    Args:
+        held: index of the group that holds each parameter that was there, by name; None: it is not the optimizer's.
+        now: the network's parameters by name.
+        num_groups: of the optimizer.
+        optimizer: its class, for the message.
+    """
+    alike: dict[str, set[int | None]] = {}
+    for name, index in held.items():
+        alike.setdefault(re.sub(r"\d+", "*", name), set()).add(index)
+    members: list[list[Tensor]] = [[] for _ in range(num_groups)]
+    for name, parameter in now.items():
+        choices = {held[name]} if name in held else alike.get(re.sub(r"\d+", "*", name), set())
+        if not choices and num_groups == 1:
+            choices = {0 if parameter.requires_grad else None}
+        if len(choices) != 1:
+            raise UserError(
+                "parameters that come in while a network trains join the group of those of the same name; of "
+                f"{optimizer}'s {num_groups} groups {len(choices) or 'none'} hold parameters named like {name}: give "
+                "it one group, or one for each kind of parameter."
+            )
+        (own,) = choices
+        if own is not None:
+            members[own].append(parameter)
+    return members
+
+
+def copy_state(optimizer: Optimizer, sources: Mapping[Tensor, Tensor]) -> None:
+    """Give parameters that are copies of others a copy of their state.
+
+    Args:
+        optimizer: any.
+        sources: by copy, what it is a copy of.
+    """
+    for parameter, source in sources.items():
+        if source in optimizer.state:
+            optimizer.state[parameter] = copy.deepcopy(optimizer.state[source])
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -8,18 +8,18 @@ from growlab.parts.part import Part
 if TYPE_CHECKING:
     from growlab.parts.averages import Averages
     from growlab.parts.classes import Classes
-    from growlab.parts.depth import Deepening
+    from growlab.parts.depth import Depth
     from growlab.parts.hypernets import Hyperfan
     from growlab.parts.isotropic import Isotropic
     from growlab.parts.osgd import OldGradient
 
-__all__ = ["Averages", "Classes", "Deepening", "Hyperfan", "Isotropic", "OldGradient", "Part"]
+__all__ = ["Averages", "Classes", "Depth", "Hyperfan", "Isotropic", "OldGradient", "Part"]
 
 # None is imported before it is used: a part's file may be taken away.
 _HOMES = {
     "Averages": "averages",
     "Classes": "classes",
-    "Deepening": "depth",
+    "Depth": "depth",
     "Hyperfan": "hypernets",
     "Isotropic": "isotropic",
     "OldGradient": "osgd",

@@ -1,6 +1,5 @@
 """Blocks that come into a network while it trains."""
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from growlab.growth.state import ParityError
 from growlab.networks.mlp import MLP
 from growlab.networks.resnet import CifarResNet
 from growlab.optim import weight_regions
-from growlab.parts.depth import Deepening, Depth
+from growlab.parts.depth import Blocks, Depth
 from growlab.triggers import Decided
 from growlab.widths import WidthGraph, trace
 
@@ -49,10 +48,10 @@ def half(graph: WidthGraph) -> dict[str, int]:
 
 
 def step(
-    network: nn.Module, depth: Depth, state: GrowthState, method: Any, name: str, widths: Any, x: Tensor
+    network: nn.Module, depth: Blocks, state: GrowthState, method: Any, name: str, widths: Any, x: Tensor
 ) -> dict[str, Any]:
     """Put a block in and widen, as an event of a run does."""
-    receipt = depth.insert(network, name, method, state.widths, 0, state.stage + 1, (x,))
+    receipt, _ = depth.insert(network, name, method, state.widths, 0, state.stage + 1, (x,))
     state.blocks[name] = state.stage + 1
     grow(network, depth.graph(state.blocks), method, state, widths, 0, (x,))
     return receipt
@@ -62,7 +61,7 @@ def step(
 def test_a_resnet_8_becomes_a_resnet_20_while_it_widens(method: Any) -> None:
     network = resnet()
     graph = trace(network, IMAGES)
-    depth = Depth(network, graph, None, "zero", (IMAGES,))
+    depth = Blocks(network, graph, None, "zero", (IMAGES,))
     assert list(depth.blocks) == [f"layers.{layer}.{block}" for block in (1, 2) for layer in (0, 1, 2)]
     depth.leave_out(network)
     small = resnet(1)
@@ -99,7 +98,7 @@ def test_net2deeper_in_a_network_without_residuals(method: Any) -> None:
     network = MLP(20, [8, 8, 8, 8], 5, batch_norm=True).double()
     graph = trace(network, SAMPLES)
     names = ["hidden.3:6", "hidden.6:9"]
-    depth = Depth(network, graph, names, "identity", (SAMPLES,))
+    depth = Blocks(network, graph, names, "identity", (SAMPLES,))
     depth.leave_out(network)
     state = plant(network, depth.graph([]), method, {g: 4 for g in graph.groups}, 0)
     # Running statistics that differ from the batch's.
@@ -117,7 +116,7 @@ def test_what_is_handed_on_needs_equal_widths_only_where_it_is_left_out() -> Non
     """Groups of a layer that is there are their own again."""
     network = MLP(20, [8, 8, 8], 5)
     graph = trace(network, SAMPLES.float())
-    depth = Depth(network, graph, ["hidden.2:4"], "identity", (SAMPLES.float(),))
+    depth = Blocks(network, graph, ["hidden.2:4"], "identity", (SAMPLES.float(),))
     without, whole = depth.graph([]), depth.graph(["hidden.2:4"])
     assert whole == graph
     assert without.axes["hidden.4.weight"][1].groups == ("hidden.0",)
@@ -125,30 +124,35 @@ def test_what_is_handed_on_needs_equal_widths_only_where_it_is_left_out() -> Non
     assert "hidden.2.weight" not in without.axes
 
 
-def test_branches_of_a_transformer_and_stacking() -> None:
+@pytest.mark.parametrize(("start", "same"), [("zero", True), ("stack", True), ("gstack", False)])
+def test_branches_of_a_transformer_and_stacking(start: str, same: bool) -> None:
     network = transformer()
     graph = trace(network, SAMPLES)
-    for start, same in (("zero", True), ("stack", False)):
-        deeper = copy.deepcopy(network)
-        depth = Depth(deeper, graph, None, start, (SAMPLES,))
-        assert list(depth.blocks) == ["2", "3", "4"]
-        depth.leave_out(deeper)
-        before = deeper.eval()(SAMPLES)
-        receipt = depth.insert(deeper, "2", PairGrowth(), graph.full_widths, 0, 1, (SAMPLES,))
-        assert torch.equal(deeper(SAMPLES), before) == same
-        assert (receipt["parity_tolerance"] is not None) == same
-        if not same:
-            assert receipt["parity_error_eval"] > 0.01
-            own, source = deeper[2].state_dict(), deeper[1].state_dict()
-            assert all(torch.equal(own[name], source[name]) for name in own)
-            # Copies, not the same tensors.
-            assert deeper[2].up.weight is not deeper[1].up.weight
+    depth = Blocks(network, graph, None, start, (SAMPLES,))
+    assert list(depth.blocks) == ["2", "3", "4"]
+    depth.leave_out(network)
+    before = network.eval()(SAMPLES)
+    receipt, copied = depth.insert(network, "2", PairGrowth(), graph.full_widths, 0, 1, (SAMPLES,))
+    assert torch.equal(network(SAMPLES), before) == same
+    assert (receipt["parity_tolerance"] is not None) == same
+    assert receipt["copied_from"] == (None if start == "zero" else ["1"])
+    zeroed = {"down.weight", "down.bias"} if same else set()
+    own, source = network[2].state_dict(), network[1].state_dict()
+    for name, tensor in own.items():
+        assert torch.equal(tensor, torch.zeros_like(tensor) if name in zeroed else source[name]) == (
+            start != "zero" or name in zeroed or name.startswith("norm")
+        )
+    assert copied == {f"2.{name}": f"1.{name}" for name in own if start != "zero" and name not in zeroed}
+    if not same:
+        assert receipt["parity_error_eval"] > 0.01
+    # Copies, not the same tensors.
+    assert network[2].up.weight is not network[1].up.weight
 
 
 def test_a_block_is_as_old_as_it_is() -> None:
     network = resnet()
     graph = trace(network, IMAGES)
-    depth = Depth(network, graph, None, "zero", (IMAGES,))
+    depth = Blocks(network, graph, None, "zero", (IMAGES,))
     births = {name: [0] * width for name, width in graph.full_widths.items()}
     regions = weight_regions(graph, births, depth.births({"layers.1.1": 2}))
     assert regions["layers.1.1.conv1.weight"].stages.tolist() == [2]
@@ -158,7 +162,7 @@ def test_a_block_is_as_old_as_it_is() -> None:
 
 def test_a_block_that_changes_the_outputs_is_taken_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
     network = resnet()
-    depth = Depth(network, trace(network, IMAGES), None, "zero", (IMAGES,))
+    depth = Blocks(network, trace(network, IMAGES), None, "zero", (IMAGES,))
     depth.leave_out(network)
     before, keys = network.eval()(IMAGES), network.state_dict().keys()
     monkeypatch.setitem(depth.insert.__globals__["STARTS"], "zero", lambda *arguments: None)
@@ -180,24 +184,58 @@ def test_a_block_that_changes_the_outputs_is_taken_out_again(monkeypatch: pytest
 def test_what_cannot_be_left_out_is_told(blocks: list[str], start: str, told: str) -> None:
     network = resnet()
     with pytest.raises(UserError, match=told):
-        Depth(network, trace(network, IMAGES), blocks, start, (IMAGES,))
+        Blocks(network, trace(network, IMAGES), blocks, start, (IMAGES,))
 
 
-@pytest.mark.parametrize(("start", "told"), [("identity", "holds 2 layers"), ("stack", "to copy")])
-def test_a_start_that_does_not_fit_is_told(start: str, told: str) -> None:
-    network = resnet()
-    depth = Depth(network, trace(network, IMAGES), ["layers.0.2"], start, (IMAGES,))
-    depth.leave_out(network)
-    depth.leave_out(network, ["layers.0.2"])
-    if start == "stack":
-        network.layers[0][1] = nn.Identity()
+def wide_first() -> nn.Module:
+    """Blocks of one class, the second of another width inside."""
+    torch.manual_seed(0)
+    network = transformer()
+    network[2].up, network[2].down = nn.Linear(10, 8).double(), nn.Linear(8, 10).double()
+    return network
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "block", "start", "told"),
+    [
+        (
+            resnet,
+            IMAGES,
+            "layers.0.2",
+            "identity",
+            "it has a residual branch, for which there is depth.start=zero",
+        ),
+        (wide_first, SAMPLES, "2", "stack", "no block of the same shapes comes before it to copy"),
+        (transformer, SAMPLES, "1", "gstack", "no block of the same shapes comes before it to copy"),
+        (
+            transformer,
+            SAMPLES,
+            "2.up",
+            "identity",
+            r"2\.up puts out \[64, 12\] where \[64, 10\] goes in|it puts out",
+        ),
+    ],
+)
+def test_a_start_that_does_not_fit_is_told(make: Any, x: Tensor, block: str, start: str, told: str) -> None:
+    network = make()
     with pytest.raises(UserError, match=told):
+        Blocks(network, trace(network, x), [block], start, (x,))
+
+
+def test_a_block_without_one_to_copy_is_told_when_it_comes_in() -> None:
+    network = resnet()
+    depth = Blocks(network, trace(network, IMAGES), ["layers.0.2"], "stack", (IMAGES,))
+    depth.leave_out(network)
+    network.layers[0][0] = network.layers[0][1] = nn.Identity()
+    keys = network.state_dict().keys()
+    with pytest.raises(UserError, match=r"no block of the same shape before layers\.0\.2 to copy"):
         depth.insert(network, "layers.0.2", PairGrowth(), depth.full.full_widths, 0, 1, (IMAGES,))
+    assert network.state_dict().keys() == keys
 
 
 def test_blocks_come_evenly() -> None:
     network = resnet()
-    depth = Depth(network, trace(network, IMAGES), None, "zero", (IMAGES,))
+    depth = Blocks(network, trace(network, IMAGES), None, "zero", (IMAGES,))
     assert [len(depth.present_at(stage / 4)) for stage in range(5)] == [0, 2, 3, 4, 6]
     assert len(depth.present_at(1.0)) == 6
 
@@ -205,4 +243,4 @@ def test_blocks_come_evenly() -> None:
 def test_a_trigger_has_to_know_how_far_growth_is() -> None:
     run = SimpleNamespace(trigger=Decided(), graph=trace(resnet(), IMAGES))
     with pytest.raises(UserError, match="needs a trigger that knows how far growth has come"):
-        Deepening().check(run)
+        Depth().check(run)

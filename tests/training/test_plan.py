@@ -7,7 +7,7 @@ from growlab.errors import UserError
 from growlab.grower import prepared
 from growlab.growth import FixedSize, GrowthMethod, PairGrowth
 from growlab.networks import CifarResNet, mlp8
-from growlab.parts import Deepening
+from growlab.parts import Depth
 from growlab.parts.isotropic import isotropic_mlp
 from growlab.planning import optimizer_maker
 from growlab.training.budget import check_budget
@@ -169,7 +169,7 @@ def test_at_one_budget_all_cost_the_same(growth, changes: dict, depth: str | Non
     settings = SETTINGS | rates | {"total_epochs": 10**6, "budget": budget} | changes
     network = CifarResNet(2, 10, 1, (4, 8))
     trigger = choose_trigger(settings, growth, None, data.batch_size, LOOP)
-    parts = [Deepening(depth)] if depth else []
+    parts = [Depth(depth)] if depth else []
     graph = prepared(network, data.probe_batch(2), growth, parts)
     cost = StageCost(network, graph, parts, data.probe_batch(1))
     arguments = (graph, cost, data, LOOP, parts)

@@ -1,6 +1,6 @@
 """Growth in depth: blocks of a network that come in while it trains, each without changing what it computes."""
 
-from growlab.parts.depth.blocks import Depth
-from growlab.parts.depth.deepening import Deepening
+from growlab.parts.depth.blocks import Blocks
+from growlab.parts.depth.deepening import Depth
 
-__all__ = ["Deepening", "Depth"]
+__all__ = ["Blocks", "Depth"]

@@ -6,61 +6,43 @@ its own place, so in the end the network has its class, its shapes and the keys 
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from growlab.errors import UserError
 from growlab.growth.method import Expansion, GrowthMethod
-from growlab.growth.parity import main_output, observe, positional, quietly, relative_error, rounding
+from growlab.growth.parity import observe, positional, relative_error, rounding
 from growlab.growth.state import ParityError
-from growlab.parts.depth.starts import START_PRESERVES, STARTS, Site
+from growlab.parts.depth.absent import Absent
+from growlab.parts.depth.draws import alike_draws
+from growlab.parts.depth.finding import Block
+from growlab.parts.depth.search import Chain, Search, twins
+from growlab.parts.depth.starts import COPYING, START_PRESERVES, STARTS, ZEROING, Site
 from growlab.widths import Axis, WidthGraph, replace_tensors, resize, tensors_of
 
 Widths = Mapping[str, int]
 
 
-class Absent(nn.Module):
-    """Stands where a block will be, and hands on its first input."""
-
-    def forward(self, x: Any, *rest: Any, **named: Any) -> Any:
-        """Map x to x."""
-        return x
-
-
-@dataclass(frozen=True)
-class Block:
-    """Neighbouring modules that come in together.
-
-    Attributes:
-        name: as it was asked for: the path of a module, or `path.i:j` for the modules i to j - 1 of a sequence.
-        paths: of its modules.
-    """
-
-    name: str
-    paths: tuple[str, ...]
-
-    def holds(self, name: str) -> bool:
-        """Whether a module, parameter or buffer lies in the block."""
-        return any(name == path or name.startswith(f"{path}.") for path in self.paths)
-
-
-class Depth:
+class Blocks:
     """Which blocks of a network are left out at first, and how each is put back.
 
     Args:
         network: at full width and depth; left as it is, until `leave_out`.
         graph: its width graph.
-        blocks: names of blocks in the order in which they come in; None for all that follow another of their kind in
-            a sequence and put out what goes in: the second of each sequence, then the third, and so on.
+        blocks: names of blocks in the order in which they come in; None for all that follow another of their kind and
+            put out what goes in: the second of each chain, then the third, and so on.
         start: how a block begins, a name in `growlab.parts.depth.starts.STARTS`.
         example: positional inputs of the network.
 
+    Attributes:
+        blocks: by name, in the order in which they come in.
+        chains: where they were found, and why others were not; empty where they were named.
+
     Raises:
-        UserError: a block cannot be left out.
+        UserError: a block cannot be left out, or none is found.
     """
 
     def __init__(
@@ -74,31 +56,32 @@ class Depth:
         if start not in STARTS:
             raise UserError(f"depth.start must be {' or '.join(STARTS)}, not {start!r}.")
         self.full, self.start = graph, start
-        names = _found(network, example) if blocks is None else list(blocks)
-        if not names:
-            raise UserError(
-                "depth.blocks=auto finds no sequence of blocks that put out what goes in; name them."
-            )
-        self.blocks = {name: Block(name, _paths(network, name)) for name in names}
+        # Names that are none are told before the network runs.
+        given = None if blocks is None else [(name, _paths(network, name)) for name in blocks]
+        search = Search(network, example, start)
+        self.chains: list[Chain] = []
+        if given is None:
+            found, self.chains = search.all()
+        else:
+            found = [search.named(name, paths) for name, paths in given]
+        self.blocks: dict[str, Block] = {}
+        self._aliases: dict[str, dict[str, str]] = {}
+        for block in found:
+            try:
+                self._aliases[block.name] = self._alias(block)
+            except UserError as error:
+                if given is not None:
+                    raise
+                self.chains = [_without(chain, block.name, str(error)) for chain in self.chains]
+                continue
+            self.blocks[block.name] = block
+        if not self.blocks:
+            raise UserError(_none_found(start, self.chains))
         modules = dict(network.named_modules())
         self._modules = {
             name: [copy.deepcopy(modules[path]).cpu() for path in block.paths]
             for name, block in self.blocks.items()
         }
-        self._aliases = {name: self._alias(block) for name, block in self.blocks.items()}
-        rehearsal = copy.deepcopy(network)
-        with quietly(rehearsal):
-            shape = main_output(rehearsal.eval()(*example)).shape
-            for name in self.blocks:
-                self.leave_out(rehearsal, [name])
-                try:
-                    same = main_output(rehearsal(*example)).shape == shape
-                except (RuntimeError, TypeError, ValueError, AttributeError):
-                    same = False
-                if not same:
-                    raise UserError(
-                        f"the network does not run without the block {name}; leave it out of depth.blocks."
-                    )
 
     def present_at(self, share: float) -> list[str]:
         """The blocks that are there when a share of all growth is done: they come evenly, all by the end."""
@@ -111,8 +94,7 @@ class Depth:
     def leave_out(self, network: nn.Module, names: Collection[str] | None = None) -> None:
         """Take blocks out of a network, in place: all of them, or the named ones."""
         for name in self.blocks if names is None else names:
-            for path in self.blocks[name].paths:
-                network.set_submodule(path, Absent())
+            self.blocks[name].leave_out(network)
 
     def graph(self, present: Collection[str], full: WidthGraph | None = None) -> WidthGraph:
         """The width graph of the network with these blocks alone: the same groups, fewer tensors.
@@ -193,7 +175,7 @@ class Depth:
         stage: int,
         probe: tuple[Any, ...],
         agree: Callable[[list[float]], list[float]] = list,
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], dict[str, str]]:
         """Put a block in while a network trains, and check that the outputs stay.
 
         Its weights are drawn as the method draws a seed's (at full width they are its constructor's), then started.
@@ -209,23 +191,26 @@ class Depth:
             agree: see `growlab.growth.grow`.
 
         Returns:
-            The block's part of the event's receipt.
+            The block's part of the event's receipt, and of its parameters that are copies what they are copies of.
 
         Raises:
             ParityError: the outputs changed; the block was taken out again.
             UserError: the block cannot begin in this way.
         """
         probe = positional(probe)
-        before = observe(network, probe)
+        with alike_draws():
+            before = observe(network, probe)
         stood = self.put_in(network, name, widths)
         block, graph = self.blocks[name], self.only(name)
         try:
             if dict(widths) != self.full.full_widths:
                 expansion = Expansion(graph, tensors_of(network, graph), widths, widths, seed, stage)
                 replace_tensors(network, graph, method.initialise(expansion))
+            site = Site(network, block, probe, next(twins(network, block), ()))
             with torch.no_grad():
-                STARTS[self.start](Site(network, block.paths, graph, self._stream(block), probe))
-            after = observe(network, probe)
+                STARTS[self.start](site)
+            with alike_draws():
+                after = observe(network, probe)
             errors = agree(
                 [relative_error(before.eval, after.eval), relative_error(before.train, after.train)]
             )
@@ -242,13 +227,19 @@ class Depth:
             for path, module in zip(block.paths, stood, strict=True):
                 network.set_submodule(path, module)
             raise
-        return {
+        copied = site.copied if self.start in COPYING else {}
+        receipt = {
             "block": name,
             "start": self.start,
+            "copied_from": list(site.twin) if copied else None,
             "parity_error_eval": errors[0],
             "parity_error_train": errors[1],
             "parity_tolerance": tolerance,
         }
+        return receipt, {new: old for new, old in copied.items() if new not in self._zeroed(block)}
+
+    def _zeroed(self, block: Block) -> frozenset[str]:
+        return frozenset(block.zeroed or ()) if self.start in ZEROING else frozenset()
 
     def births(self, stages: Mapping[str, int]) -> dict[str, int]:
         """The stage that each tensor came with, of the blocks that came with these stages."""
@@ -337,34 +328,23 @@ def _paths(network: nn.Module, name: str) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def _found(network: nn.Module, example: tuple[Any, ...]) -> list[str]:
-    """Blocks of a kind with their predecessor in a sequence that put out what goes in, by place, then by sequence."""
-    shapes: dict[nn.Module, bool] = {}
+def _without(chain: Chain, name: str, reason: str) -> Chain:
+    """A chain of which a block stays after all."""
+    if name not in chain.found:
+        return chain
+    found = tuple(one for one in chain.found if one != name)
+    return replace(chain, found=found, reasons={**chain.reasons, name: reason})
 
-    def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        fits = bool(inputs) and isinstance(inputs[0], Tensor) and isinstance(output, Tensor)
-        shapes[module] = fits and inputs[0].shape == output.shape
 
-    sequences = [
-        (path, module)
-        for path, module in network.named_modules()
-        if isinstance(module, (nn.Sequential, nn.ModuleList)) and len(module) > 1
-    ]
-    hooks = [child.register_forward_hook(hook) for _, module in sequences for child in module]
-    try:
-        with quietly(network):
-            network.eval()
-            network(*example)
-    finally:
-        for handle in hooks:
-            handle.remove()
-    found = []
-    for order, (path, module) in enumerate(sequences):
-        for place, (before, child) in enumerate(pairwise(module), start=1):
-            composed = any(True for _ in child.children())
-            if type(child) is type(before) and composed and shapes.get(child):
-                found.append((place, order, f"{path}.{place}".lstrip(".")))
-    # Not blocks inside of blocks.
-    names = [name for _, _, name in found]
-    outer = [entry for entry in found if not any(entry[2].startswith(f"{other}.") for other in names)]
-    return [name for _, _, name in sorted(outer)]
+def _none_found(start: str, chains: Sequence[Chain]) -> str:
+    told = [f"{name}: {reason}" for chain in chains for name, reason in chain.reasons.items()]
+    if not told:
+        return (
+            "depth.blocks=auto finds no modules of one kind behind one another that put out what goes in; name "
+            "blocks."
+        )
+    more = f", and {len(told) - 1} more" if len(told) > 1 else ""
+    return (
+        f"depth.blocks=auto finds no block that depth.start={start} fits ({told[0]}{more}); name blocks, or choose "
+        "another start: identity for layers without a residual, gstack for copies that change the outputs."
+    )

@@ -10,23 +10,26 @@ from torch.nn.utils.parametrize import is_parametrized
 from growlab import ranks
 from growlab.errors import UserError
 from growlab.growth import GrowthState
-from growlab.optim.followers import order_parameters
-from growlab.parts.depth.blocks import Depth
+from growlab.optim.followers import copy_state, order_parameters
+from growlab.parts.depth.blocks import Blocks
 from growlab.parts.part import Part
 from growlab.triggers import Never, Run, Trigger, Widths
 from growlab.widths import WidthGraph
 
 
-class Deepening(Part):
+class Depth(Part):
     """Lets blocks come in evenly with the share of growth that is done, before each event's widening.
 
     Args:
         blocks: names of blocks in the order in which they come in; "auto": all that follow another of their kind in a
             sequence and put out what goes in.
-        start: how a block begins, see `growlab.parts.depth.starts`.
+        start: how a block begins, see `growlab.parts.depth.starts`: "zero" adds nothing, "identity" is Net2Deeper,
+            "stack" a copy of the block before that adds nothing yet, "gstack" a whole copy, which changes outputs.
+        state: optimizer state that copied parameters begin with: "zero", or "copy", that of what they are copies of
+            (those that are set to zero begin without). Behind it the event's own rule holds, as for all parameters.
 
     Raises:
-        UserError: the blocks are no names.
+        UserError: the blocks are no names, or there is no such state.
     """
 
     name = "depth"
@@ -34,16 +37,21 @@ class Deepening(Part):
     one_group = True
 
     def __init__(
-        self, blocks: str | Sequence[str] = "auto", start: Literal["zero", "identity", "stack"] = "zero"
+        self,
+        blocks: str | Sequence[str] = "auto",
+        start: Literal["zero", "identity", "stack", "gstack"] = "zero",
+        state: Literal["zero", "copy"] = "zero",
     ) -> None:
         if not isinstance(blocks, str | Sequence):
             raise UserError(f"depth.blocks={blocks} must be auto, a list of names of modules, or null.")
         self._names = None if blocks == "auto" else [blocks] if isinstance(blocks, str) else list(blocks)
-        self._start = str(start)
-        self._depth: Depth | None = None
+        if state not in ("zero", "copy"):
+            raise UserError(f"depth.state must be zero or copy, not {state!r}.")
+        self._start, self._state = str(start), str(state)
+        self._depth: Blocks | None = None
 
     @property
-    def depth(self) -> Depth:
+    def depth(self) -> Blocks:
         """The blocks of the network that it was prepared for."""
         assert self._depth is not None
         return self._depth
@@ -64,7 +72,7 @@ class Deepening(Part):
             raise UserError(
                 "depth.blocks needs weights that are no functions of others: choose another growth method or model."
             )
-        self._depth = Depth(network, graph, self._names, self._start, example)
+        self._depth = Blocks(network, graph, self._names, self._start, example)
         return graph
 
     def at_share(self, network: nn.Module, graph: WidthGraph, share: float) -> WidthGraph:
@@ -98,12 +106,14 @@ class Deepening(Part):
         state, stage = run.state, run.state.stage + 1
         share = run.trigger.share(stage, widths)
         assert share is not None
-        past, inserted = dict(run.network.named_parameters()), []
+        past, inserted, copied = dict(run.network.named_parameters()), [], dict[str, str]()
         for name in self.depth.present_at(share):
             if name in state.blocks:
                 continue
             now = (run.method, state.widths, run.seed, stage)
-            inserted.append(self.depth.insert(run.network, name, *now, run.probe(), ranks.agreed))
+            told, sources = self.depth.insert(run.network, name, *now, run.probe(), ranks.agreed)
+            inserted.append(told)
+            copied |= sources
             for copy in run.copies().values():
                 # The average of what has only just begun is what it begins as.
                 self.depth.put_in(copy, name, state.widths, run.network)
@@ -115,6 +125,8 @@ class Deepening(Part):
         parameters = dict(run.network.named_parameters())
         for optimizer in run.optimizers:
             order_parameters(optimizer, past, parameters)
+            if self._state == "copy":
+                copy_state(optimizer, {parameters[new]: parameters[old] for new, old in copied.items()})
         return {"inserted": inserted}
 
     def graph_at(self, graph: WidthGraph, state: GrowthState) -> WidthGraph:

@@ -1,7 +1,7 @@
 """How a block begins that comes into a network: as nothing, as the identity, or as a copy of the one before it."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from growlab.errors import UserError
 from growlab.growth.multipliers import fold_multipliers
 from growlab.growth.parity import buffers_kept, quietly
-from growlab.widths import WidthGraph
+from growlab.parts.depth.finding import Block
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -23,51 +23,46 @@ class Site:
 
     Attributes:
         network: with the block.
-        paths: of the block's modules.
-        graph: width graph of the block's tensors.
-        stream: groups that run through the block and past it.
+        block: that came in.
         probe: positional inputs of the network.
+        twin: paths of modules of the same shapes that are there, in the order of the block's; empty if there are none.
     """
 
     network: nn.Module
-    paths: Sequence[str]
-    graph: WidthGraph
-    stream: frozenset[str]
+    block: Block
     probe: tuple[Any, ...]
+    twin: tuple[str, ...] = ()
 
     @property
     def modules(self) -> list[nn.Module]:
         """The block's modules, those inside of others too."""
-        return [m for path in self.paths for m in self.network.get_submodule(path).modules()]
+        return [m for path in self.block.paths for m in self.network.get_submodule(path).modules()]
+
+    @property
+    def copied(self) -> dict[str, str]:
+        """Which parameter each of the block's may be a copy of, by name."""
+        return {
+            f"{path}.{name}": f"{source}.{name}"
+            for path, source in zip(self.block.paths, self.twin, strict=False)
+            for name, _ in self.network.get_submodule(path).named_parameters()
+        }
 
 
 Start = Callable[[Site], None]
 
 
 def zero(site: Site) -> None:
-    """Let a residual block add nothing: its last batch normalisation, or all that writes to the stream, is zero.
+    """Let a residual block add nothing: what lies last with parameters in each of its branches is zero.
 
-    Weight and bias of the last batch normalisation of the block, as is usual for residual networks (Goyal et al.
-    2017, Section 5.1); in a block without one, of every layer whose rows are the stream's channels: both branches of a
+    Weight and bias of a batch normalisation that ends a branch, as is usual for residual networks (Goyal et al. 2017,
+    Section 5.1), a layer scale, or the projection that puts the branch out, as of both branches of a pre-norm
     Transformer's layer.
 
     **Preserves** exactly, where the block hands its input on beside them. They learn from the first step; what lies
     before them from the second.
     """
-    modules = site.modules
-    norms = [m for m in modules if isinstance(m, _BATCH_NORMS) and m.weight is not None]
-    if norms:
-        tensors = [norms[-1].weight, norms[-1].bias]
-    else:
-        tensors = []
-        for layer in site.graph.layers:
-            if not layer.depthwise and site.stream & set(site.graph.axes[layer.weight][0].groups):
-                names = [layer.weight, *([] if layer.bias is None else [layer.bias])]
-                tensors += [site.network.get_parameter(name) for name in names]
-    if not tensors:
-        raise UserError(f"depth.start=zero: nothing in {', '.join(site.paths)} writes to a residual stream.")
-    for tensor in tensors:
-        tensor.zero_()
+    for name in site.block.zeroed or ():
+        site.network.get_parameter(name).zero_()
 
 
 def identity(site: Site) -> None:
@@ -80,8 +75,9 @@ def identity(site: Site) -> None:
     normalisation is the identity on the probe batch, and on another one up to how far its statistics differ.
     """
     seen: list[Tensor] = []
-    first = site.network.get_submodule(site.paths[0])
-    handle = first.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach()))
+    paths = site.block.paths
+    first = site.network.get_submodule(paths[0])
+    handle = first.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach().clone()))
     try:
         with quietly(site.network), buffers_kept(site.network):
             site.network.train()
@@ -93,7 +89,7 @@ def identity(site: Site) -> None:
     if len(affine) != 1 or affine[0].weight.shape[0] != affine[0].weight.shape[1]:
         raise UserError(
             f"depth.start=identity is for blocks of one layer with as many outputs as inputs, such as a convolution "
-            f"with its batch normalisation and ReLU; {', '.join(site.paths)} holds {len(affine)} layers."
+            f"with its batch normalisation and ReLU; {', '.join(paths)} holds {len(affine)} layers."
         )
     layer = affine[0]
     if isinstance(layer, nn.Linear):
@@ -110,7 +106,7 @@ def identity(site: Site) -> None:
         variance, mean = torch.var_mean(x, dims, correction=0)
         if norm.weight is None or norm.running_mean is None or norm.running_var is None:
             raise UserError(
-                f"depth.start=identity needs a batch normalisation with weights and statistics in {site.paths[0]}."
+                f"depth.start=identity needs a batch normalisation with weights and statistics in {paths[0]}."
             )
         norm.running_mean.copy_(mean)
         norm.running_var.copy_(variance)
@@ -119,28 +115,34 @@ def identity(site: Site) -> None:
 
 
 def stack(site: Site) -> None:
-    """Progressive stacking: copy the block before it in its sequence (Gong et al. 2019, for Transformers).
+    """Copy the block before it, and let what lies last in each branch be zero.
+
+    The copied layers begin with what training has made of their neighbour's (progressive stacking, Gong et al. 2019,
+    with the zeros of `zero`).
+
+    **Preserves** exactly, as `zero` does.
+    """
+    gstack(site)
+    zero(site)
+
+
+def gstack(site: Site) -> None:
+    """Copy the block before it as it is: the operator G_stack (Du et al. 2024, arXiv 2405.15319, Section 3).
 
     **Preserves** nothing.
     """
-    for path in site.paths:
-        parent, _, place = path.rpartition(".")
-        before = f"{parent}.{int(place) - len(site.paths)}".lstrip(".") if place.isdigit() else ""
-        known = dict(site.network.named_modules())
-        source = {}
-        if before in known:
-            # The copy computes what the block does whose rows the network multiplies.
-            block = copy.deepcopy(known[before])
-            fold_multipliers(block)
-            source = _tensors(block)
-        own = _tensors(known[path])
-        if not own.keys() == source.keys() or any(own[name].shape != source[name].shape for name in own):
-            raise UserError(
-                f"depth.start=stack: there is no block of the same shape before {path} to copy; let blocks come in "
-                "behind one of their kind, in order."
-            )
-        for name, tensor in own.items():
-            tensor.copy_(source[name])
+    if not site.twin:
+        raise UserError(
+            f"depth.start: there is no block of the same shape before {site.block.name} to copy; let blocks come in "
+            "behind one of their kind, in order."
+        )
+    for path, twin in zip(site.block.paths, site.twin, strict=True):
+        # The copy computes what the block does whose rows the network multiplies.
+        source = copy.deepcopy(site.network.get_submodule(twin))
+        fold_multipliers(source)
+        known = _tensors(source)
+        for name, tensor in _tensors(site.network.get_submodule(path)).items():
+            tensor.copy_(known[name])
 
 
 def _tensors(block: nn.Module) -> dict[str, Tensor]:
@@ -148,6 +150,10 @@ def _tensors(block: nn.Module) -> dict[str, Tensor]:
     return {name: t.detach() for name, t in (*block.named_parameters(), *block.named_buffers())}
 
 
-STARTS: dict[str, Start] = {"zero": zero, "identity": identity, "stack": stack}
+STARTS: dict[str, Start] = {"zero": zero, "identity": identity, "stack": stack, "gstack": gstack}
 #: Those that leave the outputs as they are.
-START_PRESERVES = frozenset({"zero", "identity"})
+START_PRESERVES = frozenset({"zero", "identity", "stack"})
+#: Those that need a residual branch.
+ZEROING = frozenset({"zero", "stack"})
+#: Those that need a block of the same shapes.
+COPYING = frozenset({"stack", "gstack"})

@@ -1,0 +1,99 @@
+"""What stands where a block will be."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+#: What a network goes on with where a block is left out: what goes into the block, or nothing that is added.
+Kind = Literal["stream", "branch"]
+
+
+class Absent(nn.Module):
+    """Stands where a block will be: hands on what goes in, or, where the network adds the input itself, zeros.
+
+    Plain attributes that the network's own code may read of its blocks are the block's.
+
+    Args:
+        block: that is left out.
+        kind: "stream": the block's main output is its main input; "branch": it is zeros.
+        handover: how its output is made; None: it puts out one tensor, from its first input.
+    """
+
+    def __init__(self, block: nn.Module, kind: Kind = "stream", handover: "Handover | None" = None) -> None:
+        super().__init__()
+        own = {name: value for name, value in vars(block).items() if not name.startswith("_")}
+        vars(self).update({name: value for name, value in own.items() if not isinstance(value, Tensor)})
+        self._kind, self._handover = kind, handover
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Map what the block takes to what it would put out."""
+        if self._handover is None:
+            return args[0] if self._kind == "stream" else torch.zeros_like(args[0])
+        return self._handover.output((args, named), zeros=self._kind == "branch")
+
+
+class Handover:
+    """Where each entry of a block's output comes from: its inputs, or a constant.
+
+    Args:
+        inputs: (positional, named) inputs of a call of the block.
+        output: what the call put out.
+
+    Attributes:
+        problem: why the output cannot be made without the block; empty where it can.
+
+    Raises:
+        ValueError: the block takes or puts out no tensor.
+    """
+
+    def __init__(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], output: Any) -> None:
+        given, _ = pytree.tree_flatten_with_path(inputs)
+        tensors = [(place, value) for place, value in given if isinstance(value, Tensor)]
+        made, spec = pytree.tree_flatten(output)
+        mains = [index for index, value in enumerate(made) if isinstance(value, Tensor)]
+        if not tensors or not mains:
+            raise ValueError("it maps no tensor to a tensor")
+        self.place, self.main = tensors[0]
+        self.main_output: Tensor = made[mains[0]]
+        self.problem = ""
+        # Places of inputs (True), and constants.
+        self._spec, self._entries = spec, list[tuple[bool, Any]]()
+        for index, value in enumerate(made):
+            if index == mains[0]:
+                self._entries.append((True, self.place))
+                continue
+            same = [place for place, x in given if x is value and isinstance(x, Tensor)]
+            if isinstance(value, Tensor) and not same:
+                self.problem = "it puts out more than one tensor of its own"
+            self._entries.append((True, same[0]) if same else (False, value))
+        self._index = mains[0]
+
+    @property
+    def plain(self) -> bool:
+        """Whether the block maps its first input to one tensor."""
+        first: tuple[Any, ...] = (pytree.SequenceKey(0), pytree.SequenceKey(0))
+        return self._spec.is_leaf() and tuple(self.place) == first
+
+    def taken(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
+        """The main one of the block's (positional, named) inputs."""
+        main: Tensor = pytree.key_get(inputs, self.place)
+        return main
+
+    def released(self) -> "Handover":
+        """Without the tensors of the call."""
+        del self.main, self.main_output
+        return self
+
+    def output(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], zeros: bool) -> Any:
+        """The block's output made of its inputs.
+
+        Args:
+            inputs: (positional, named).
+            zeros: the main output is zeros.
+        """
+        values = [pytree.key_get(inputs, entry) if taken else entry for taken, entry in self._entries]
+        if zeros:
+            values[self._index] = torch.zeros_like(values[self._index])
+        return pytree.tree_unflatten(values, self._spec)

@@ -1,0 +1,182 @@
+"""What has to be zero for a block to hand on its input: read off the graph of operations that autograd records.
+
+From the block's output the walk goes back through sums: one side leads to the block's input, the others are residual
+branches, of each of which the operation with parameters that lies last is to put out zeros.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+#: An output of an operation: the operation, and which of its outputs.
+Edge = tuple[Node, int]
+
+# Operations of one input that hand on what it is, or an activation that may be the identity on it (a ReLU behind
+# another): whether it is, is measured.
+_HAND_ON = re.compile(
+    "View|UnsafeView|ReshapeAlias|Permute|Transpose|T|Clone|Alias|ToCopy|Expand|Slice|Roll|NativeDropout|Unsqueeze|"
+    "Squeeze|AsStrided|Relu|Hardtanh|Threshold|Clamp|ClampMin|Copy"
+)
+# Those beside them that map zeros to zeros.
+_ZERO_AT_ZERO = re.compile(
+    "LeakyRelu|PreluKernel|Gelu|Silu|Mish|Tanh|Elu|Hardswish|Neg|Mean|Sum|ConstantPadNd|Index|Select|Split|"
+    "SplitWithSizes|Unbind|AvgPool2D|AdaptiveAvgPool2D|MaxPool2DWithIndices|UpsampleNearest2D|Cat|Stack|Pow|Add|Sub"
+)
+# Operations with a weight and a bias behind their input.
+_AFFINE = re.compile(
+    "Addmm|Linear|Convolution|(Native|Cudnn|Miopen)BatchNorm|NativeLayerNorm|NativeGroupNorm|FusedRmsNorm"
+)
+_PRODUCTS = re.compile("Mul|Mm|Bmm|Baddbmm|Mv|Dot")
+
+
+def operation(node: Node) -> str:
+    """Name of an operation as torch has it, such as `Addmm`."""
+    return re.sub(r"Backward\d*$", "", node.name())
+
+
+def edge_of(tensor: Tensor) -> Edge | None:
+    """The operation that a tensor comes from; None where none is recorded."""
+    if not tensor.requires_grad:
+        return None
+    edge: GradientEdge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def inputs_of(node: Node) -> list[Edge | None]:
+    """Where an operation's inputs come from; None for what nothing is learnt in."""
+    return [None if before is None else (before, number) for before, number in node.next_functions]
+
+
+def ancestors(node: Node) -> set[Node]:
+    """The operations that one depends on, itself too."""
+    found, ahead = {node}, [node]
+    while ahead:
+        for before, _ in ahead.pop().next_functions:
+            if before is not None and before not in found:
+                found.add(before)
+                ahead.append(before)
+    return found
+
+
+class Branches:
+    """A walk from a block's output back to its input.
+
+    Args:
+        source: where the block's input comes from.
+        names: of parameters, by their `id`.
+
+    Attributes:
+        obstacle: the operation that the walk could not go behind, once it has failed.
+    """
+
+    def __init__(self, source: Edge, names: Mapping[int, str]) -> None:
+        self.obstacle = ""
+        self._source, self._names = source, names
+
+    def kept(self, edge: Edge | None) -> list[str] | None:
+        """Parameters that are to be zero for a value to be the block's input; None if no parameters do."""
+        if edge is None:
+            return None
+        if edge == self._source:
+            return []
+        node = edge[0]
+        if operation(node) in ("Add", "Sub"):
+            sides = inputs_of(node)
+            for kept, other in zip(sides, reversed(sides), strict=True):
+                if operation(node) == "Sub" and kept is sides[-1]:
+                    continue
+                through = self.kept(kept)
+                zeroed = None if through is None else self.silenced(other)
+                if through is not None and zeroed is not None:
+                    return [*through, *zeroed]
+        elif _HAND_ON.fullmatch(operation(node)):
+            return self.kept(inputs_of(node)[0])
+        self.obstacle = self.obstacle or operation(node)
+        return None
+
+    def silenced(self, edge: Edge | None) -> list[str] | None:
+        """Parameters that are to be zero for a value to be zero; None if no parameters do."""
+        if edge is None or edge == self._source:
+            return None
+        node, name = edge[0], operation(edge[0])
+        parameter = getattr(node, "variable", None)
+        if parameter is not None:
+            known = self._names.get(id(parameter))
+            return None if known is None else [known]
+        inputs = inputs_of(node)
+        if _AFFINE.fullmatch(name):
+            return self._affine(name, inputs)
+        if _PRODUCTS.fullmatch(name):
+            # A scale or a weight rather than what it is multiplied by.
+            factors = [x for x in (inputs if name != "Baddbmm" else inputs[1:]) if x is not None]
+            for factor in sorted(factors, key=lambda x: not self._is_parameter(x)):
+                if (zeroed := self.silenced(factor)) is not None:
+                    return zeroed
+        elif name == "Div":
+            return self.silenced(inputs[0])
+        elif name.startswith("ScaledDotProduct"):
+            return self.silenced(inputs[2])
+        elif _HAND_ON.fullmatch(name) or _ZERO_AT_ZERO.fullmatch(name):
+            return self._all(inputs)
+        self.obstacle = self.obstacle or name
+        return None
+
+    def _affine(self, name: str, inputs: list[Edge | None]) -> list[str] | None:
+        if name == "Addmm":
+            bias, *factors = inputs
+            weights = [x for x in factors if x is not None and self._is_parameter(x)]
+            weight = weights[-1] if weights else factors[-1]
+        else:
+            # A normalisation may have a weight alone, or neither; without one its input has to be zero.
+            _, weight, bias = [*inputs, None, None][:3]
+            if weight is None:
+                return self.silenced(inputs[0])
+        zeroed, shift = self.silenced(weight), [] if bias is None else self.silenced(bias)
+        return None if zeroed is None or shift is None else [*zeroed, *shift]
+
+    def _all(self, inputs: list[Edge | None]) -> list[str] | None:
+        found = [self.silenced(x) for x in inputs]
+        if not found or any(zeroed is None for zeroed in found):
+            return None
+        return [name for zeroed in found if zeroed is not None for name in zeroed]
+
+    def _is_parameter(self, edge: Edge) -> bool:
+        while _HAND_ON.fullmatch(operation(edge[0])):
+            before = inputs_of(edge[0])[0]
+            if before is None:
+                return False
+            edge = before
+        return hasattr(edge[0], "variable")
+
+
+class Consumers:
+    """Who takes what an operation puts out.
+
+    Args:
+        output: where the network's output comes from.
+    """
+
+    def __init__(self, output: Edge) -> None:
+        self._takers: dict[Edge, list[tuple[Node, int]]] = {}
+        for node in ancestors(output[0]):
+            for index, before in enumerate(inputs_of(node)):
+                if before is not None:
+                    self._takers.setdefault(before, []).append((node, index))
+
+    def added_to(self, edge: Edge) -> Edge | None:
+        """What a value is added to, if that is all that becomes of it but for shapes and scales; else None."""
+        for taker, index in self._path(edge):
+            if operation(taker) == "Add":
+                return inputs_of(taker)[1 - index]
+        return None
+
+    def _path(self, edge: Edge) -> Iterator[tuple[Node, int]]:
+        takers = self._takers.get(edge, [])
+        while len(takers) == 1:
+            (node, index), *_ = takers
+            yield node, index
+            if operation(node) != "Mul" and not _HAND_ON.fullmatch(operation(node)):
+                return
+            takers = self._takers.get((node, 0), [])

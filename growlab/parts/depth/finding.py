@@ -1,0 +1,379 @@
+"""Finds the blocks of a network that can be left out at first: repeated modules that hand their input on.
+
+By structure and shapes: siblings of one kind, wherever they are held and whatever they are called, of which each takes
+what the one before puts out and puts out what has the shape of what goes in. What each does with its input is read off
+the operations of one forward pass, and then measured.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.growth.parity import main_output, quietly
+from growlab.parts.depth.absent import Absent, Handover, Kind
+from growlab.parts.depth.branches import Branches, Consumers, Edge, ancestors, edge_of, operation
+from growlab.widths import tensors_in
+
+# Modules that are what they hold: that two are of this class says nothing.
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+#: What a network raises that does not run without a block.
+FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Modules that run one after the other, of which nothing runs in between.
+
+    Attributes:
+        paths: of the modules.
+        kind: what the network goes on with where they are left out, see `Absent`.
+    """
+
+    paths: tuple[str, ...]
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring modules that come in together.
+
+    Attributes:
+        name: as it was asked for: the path of a module, or `path.i:j` for the modules i to j - 1 of a sequence.
+        spans: its modules.
+        zeroed: names of the parameters that are zero where it adds nothing; None where there are no such, see
+            `obstacle`.
+        obstacle: why there are none.
+        handovers: how outputs are made while it is left out, by path, of modules that are not plain.
+    """
+
+    name: str
+    spans: tuple[Span, ...]
+    zeroed: tuple[str, ...] | None = None
+    obstacle: str = ""
+    handovers: Mapping[str, Handover] = field(default_factory=dict, compare=False)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Of all its modules."""
+        return tuple(path for span in self.spans for path in span.paths)
+
+    def holds(self, name: str) -> bool:
+        """Whether a module, parameter or buffer lies in the block."""
+        return any(name == path or name.startswith(f"{path}.") for path in self.paths)
+
+    def leave_out(self, network: nn.Module) -> None:
+        """Take it out of a network, in place."""
+        for span in self.spans:
+            for path in span.paths:
+                absent = Absent(network.get_submodule(path), span.kind, self.handovers.get(path))
+                network.set_submodule(path, absent)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Siblings of one kind, one after the other.
+
+    Attributes:
+        order: place among a network's runs.
+        units: name and paths of the modules of each.
+        kind: class of the modules.
+    """
+
+    order: int
+    units: tuple[tuple[str, tuple[str, ...]], ...]
+    kind: str
+
+
+@dataclass
+class _Call:
+    source: Edge | None
+    result: Edge | None
+    shape_in: tuple[int, ...]
+    shape_out: tuple[int, ...]
+    handover: Handover
+
+
+class Forward:
+    """One forward pass of a copy of a network, and what went in and out of every module.
+
+    Args:
+        network: left as it is.
+        example: positional inputs.
+    """
+
+    def __init__(self, network: nn.Module, example: tuple[Any, ...]) -> None:
+        self.network = copy.deepcopy(network)
+        self.calls: dict[str, list[_Call | str]] = {}
+        self._paths = {id(module): path for path, module in self.network.named_modules()}
+        for parameter in self.network.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        handles = [
+            module.register_forward_hook(self._noting(path), with_kwargs=True)
+            for path, module in self.network.named_modules()
+        ]
+        handles += [
+            module.register_forward_pre_hook(self._coming(path), with_kwargs=True)
+            for path, module in self.network.named_modules()
+        ]
+        self._sources: dict[str, list[dict[int, Edge | None]]] = {}
+        try:
+            output = traced_output(self.network, example)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.shape = output.shape
+        self.output = edge_of(output)
+        self.consumers = None if self.output is None else Consumers(self.output)
+        self.reached = learnt_parameters(self.network, self.output)
+        self._ancestors: dict[str, set[Any]] = {}
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.network.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        self.names = {key: known[0] for key, known in names.items()}
+        self.shared = [known for known in names.values() if len(known) > 1]
+
+    def call(self, path: str) -> _Call | str:
+        """The only call of a module, or why there is none."""
+        # A module may be in several places.
+        first = self._paths[id(self.network.get_submodule(path))]
+        calls = self.calls.get(first, [])
+        if len(calls) != 1:
+            return f"it runs {len(calls)} times in a forward pass" if calls else "the forward does not run it"
+        return calls[0]
+
+    def follows(self, path: str, before: str) -> bool:
+        """Whether what a module takes is made of what another one puts out."""
+        call, earlier = self.call(path), self.call(before)
+        if isinstance(call, str) or isinstance(earlier, str) or call.source is None:
+            return False
+        return earlier.result is not None and earlier.result[0] in self.behind(path, call.source)
+
+    def behind(self, path: str, source: Edge) -> set[Any]:
+        """The operations that a module's input depends on."""
+        if path not in self._ancestors:
+            self._ancestors[path] = ancestors(source[0])
+        return self._ancestors[path]
+
+    def _coming(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, named: Any) -> None:
+            # Before the module runs: what it does in place has not been done.
+            edges = {id(x): edge_of(x) for x in tensors_in((args, named))}
+            self._sources.setdefault(path, []).append(edges)
+
+        return hook
+
+    def _noting(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, named: Any, output: Any) -> None:
+            edges = self._sources[path].pop()
+            calls = self.calls.setdefault(path, [])
+            try:
+                handover = Handover((args, named), output)
+            except ValueError as error:
+                calls.append(str(error))
+                return
+            taken, made = handover.main, handover.main_output
+            shapes = tuple(taken.shape), tuple(made.shape)
+            calls.append(_Call(edges.get(id(taken)), edge_of(made), *shapes, handover.released()))
+
+        return hook
+
+
+def traced_output(network: nn.Module, example: tuple[Any, ...]) -> Tensor:
+    """The main output in eval mode, with the operations that it comes from."""
+    inputs = [
+        # Of another operation: networks may change their input in place.
+        x.detach().clone().requires_grad_().clone() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for x in example
+    ]
+    with quietly(network), torch.enable_grad():
+        network.eval()
+        return main_output(network(*inputs))
+
+
+def learnt_parameters(network: nn.Module, output: Edge | None) -> set[str]:
+    """Names of the parameters that an output depends on."""
+    nodes = set() if output is None else ancestors(output[0])
+    found = {id(getattr(node, "variable", None)) for node in nodes}
+    return {name for name, parameter in network.named_parameters() if id(parameter) in found}
+
+
+def signature(network: nn.Module, paths: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the parameters and buffers of some modules."""
+    modules = [network.get_submodule(path) for path in paths]
+    return [
+        (f"{index}.{name}", tuple(tensor.shape))
+        for index, module in enumerate(modules)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    ]
+
+
+def runs_of_units(forward: Forward, bare: bool) -> list[Run]:
+    """Siblings of one kind behind one another that hold parameters.
+
+    Args:
+        forward: of the network.
+        bare: layers too, and in sequences of layers those with what follows them up to the next, such as a
+            convolution with its normalisation and ReLU.
+    """
+    found: list[Run] = []
+    for path, parent in forward.network.named_modules():
+        groups = list(_siblings(forward.network, path, parent, bare))
+        if bare and isinstance(parent, nn.Sequential):
+            groups += _segments(forward, path, parent)
+        for group in groups:
+            units = [(name, called(forward, paths)) for name, paths in group]
+            units = [(name, paths) for name, paths in units if paths]
+            if len(units) > 1:
+                kind = type(forward.network.get_submodule(units[0][1][0])).__name__
+                found.append(Run(len(found), tuple(units), kind))
+    return found
+
+
+def analysed(forward: Forward, name: str, paths: tuple[str, ...]) -> Block | str:
+    """A block of these modules, or why it cannot be left out."""
+    calls = [forward.call(path) for path in paths]
+    for call in calls:
+        if isinstance(call, str):
+            return call
+    known = [call for call in calls if not isinstance(call, str)]
+    for names in forward.shared:
+        inside = [any(one.startswith(f"{path}.") for path in paths) for one in names]
+        if any(inside) and not all(inside):
+            return f"it shares {names[0]} with other modules"
+    for call in known:
+        if call.handover.problem:
+            return call.handover.problem
+    joined = all(one.result == other.source for one, other in pairwise(known))
+    handovers = {
+        path: c.handover for path, c in zip(paths, known, strict=True) if not c.handover.plain and not joined
+    }
+    if joined and len(known) == 1:
+        handovers = {} if known[0].handover.plain else {paths[0]: known[0].handover}
+    whole = _Call(
+        known[0].source, known[-1].result, known[0].shape_in, known[-1].shape_out, known[0].handover
+    )
+    if joined and whole.shape_in == whole.shape_out:
+        zeroed, obstacle = _kept(forward, whole)
+        if zeroed is not None or not _is_branch(forward, paths[0], whole):
+            return Block(name, (Span(paths, "stream"),), zeroed, obstacle, handovers)
+    elif joined and len(known) == 1:
+        return f"it puts out {list(whole.shape_out)} where {list(whole.shape_in)} goes in"
+    spans, every = list[Span](), list[str]()
+    for path, call in zip(paths, known, strict=True):
+        if call.shape_in != call.shape_out:
+            return f"{path} puts out {list(call.shape_out)} where {list(call.shape_in)} goes in"
+        kept, obstacle = _kept(forward, call)
+        branch = kept is None and _is_branch(forward, path, call)
+        added = _silenced(forward, call) if branch else kept
+        if added is None:
+            return f"{path}: {obstacle}" if len(paths) > 1 else obstacle
+        spans.append(Span((path,), "branch" if branch else "stream"))
+        every += added
+    return Block(name, tuple(spans), tuple(every), "", handovers)
+
+
+def _kept(forward: Forward, call: _Call) -> tuple[tuple[str, ...] | None, str]:
+    if call.source is None or call.result is None:
+        return None, "nothing is learnt in it"
+    walk = Branches(call.source, forward.names)
+    zeroed = walk.kept(call.result)
+    if zeroed is None:
+        last = walk.obstacle or operation(call.result[0])
+        return None, f"no sum at its end hands its input on: its output comes out of {last}"
+    return (tuple(zeroed), "") if zeroed else (None, "it does nothing but hand its input on")
+
+
+def _silenced(forward: Forward, call: _Call) -> tuple[str, ...] | None:
+    assert call.source is not None
+    zeroed = Branches(call.source, forward.names).silenced(call.result)
+    return tuple(zeroed) if zeroed else None
+
+
+def _is_branch(forward: Forward, path: str, call: _Call) -> bool:
+    """Whether the network adds what a block puts out to what its input is made of."""
+    if call.source is None or call.result is None or forward.consumers is None:
+        return False
+    if not _silenced(forward, call):
+        return False
+    other = forward.consumers.added_to(call.result)
+    return other is not None and other[0] in forward.behind(path, call.source)
+
+
+def called(forward: Forward, paths: tuple[str, ...]) -> tuple[str, ...]:
+    """The modules that the forward runs: of a list that it does not run itself, what it holds."""
+    found: list[str] = []
+    for path in paths:
+        module = forward.network.get_submodule(path)
+        if path in forward.calls or not isinstance(module, _CONTAINERS):
+            found.append(path)
+        else:
+            found += called(forward, tuple(f"{path}.{name}" for name, _ in module.named_children()))
+    return tuple(found)
+
+
+Named = tuple[str, tuple[str, ...]]
+
+
+def _siblings(network: nn.Module, path: str, parent: nn.Module, bare: bool) -> Iterator[list[Named]]:
+    children = [(name, child) for name, child in parent._modules.items() if child is not None]
+    group: list[Named] = []
+    last: nn.Module | None = None
+    for name, child in children:
+        own = f"{path}.{name}".lstrip(".")
+        if not _may_be_block(child, bare and isinstance(parent, nn.ModuleList)):
+            continue
+        if last is not None and not _alike(network, (group[-1][1], (own,)), last, child):
+            yield group
+            group = []
+        group.append((own, (own,)))
+        last = child
+    yield group
+
+
+def _segments(forward: Forward, path: str, sequence: nn.Sequential) -> list[list[Named]]:
+    """Layers of a sequence, each with what follows it and keeps its shape, grouped by what they are made of."""
+    segments: list[list[str]] = []
+    kinds: dict[tuple[type, ...], list[Named]] = {}
+    if list(sequence._modules) != [str(index) for index in range(len(sequence))]:
+        return []
+    for index, child in enumerate(sequence):
+        own = f"{path}.{index}".lstrip(".")
+        call = forward.call(own)
+        if _is_layer(child):
+            segments.append([own])
+        elif any(True for _ in child.children()) or isinstance(call, str):
+            segments.append([])
+        elif segments and segments[-1] and call.shape_in == call.shape_out:
+            segments[-1].append(own)
+        else:
+            segments.append([])
+    for paths in filter(None, segments):
+        kind = tuple(type(forward.network.get_submodule(one)) for one in paths)
+        end = int(paths[-1].rpartition(".")[2]) + 1
+        kinds.setdefault(kind, []).append((f"{paths[0]}:{end}", tuple(paths)))
+    return list(kinds.values())
+
+
+def _is_layer(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() > 1
+
+
+def _may_be_block(module: nn.Module, bare: bool) -> bool:
+    if not any(True for _ in module.parameters()):
+        return False
+    composed = any(True for _ in module.children())
+    return composed or not type(module).__module__.startswith("torch.nn.") or (bare and _is_layer(module))
+
+
+def _alike(
+    network: nn.Module, paths: tuple[tuple[str, ...], tuple[str, ...]], one: nn.Module, other: nn.Module
+) -> bool:
+    if type(one) is not type(other):
+        return False
+    return not isinstance(one, _CONTAINERS) or signature(network, paths[0]) == signature(network, paths[1])

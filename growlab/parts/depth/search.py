@@ -1,0 +1,247 @@
+"""Which blocks of a network a start fits, each with what was found or why it stays."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.errors import UserError
+from growlab.growth.parity import ROUNDING, buffers_kept, quietly, relative_error
+from growlab.parts.depth.branches import edge_of
+from growlab.parts.depth.draws import alike_draws
+from growlab.parts.depth.finding import (
+    FAILURES,
+    Block,
+    Forward,
+    Run,
+    analysed,
+    called,
+    learnt_parameters,
+    runs_of_units,
+    signature,
+    traced_output,
+)
+from growlab.parts.depth.starts import COPYING, ZEROING, Site, identity
+from growlab.widths import tensors_in
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Siblings of one kind, of which some may be left out at first.
+
+    Attributes:
+        kind: class of the modules.
+        names: of all of them, in order.
+        found: those that may be left out.
+        reasons: why others stay, by name; the first stays in any case.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    found: tuple[str, ...]
+    reasons: Mapping[str, str]
+
+
+class Search:
+    """Looks through a network for blocks that can begin in a given way.
+
+    Args:
+        network: at full width and depth; left as it is.
+        example: positional inputs.
+        start: a name in `growlab.parts.depth.starts.STARTS`.
+    """
+
+    def __init__(self, network: nn.Module, example: tuple[Any, ...], start: str) -> None:
+        self._network, self._example, self._start = network, example, start
+        self._forward = Forward(network, example)
+
+    def all(self) -> tuple[list[Block], list[Chain]]:
+        """All blocks that follow another of their kind, in the order in which they come in, and where they were found.
+
+        The second of each chain, then the third, and so on.
+        """
+        runs = runs_of_units(self._forward, bare=self._start == "identity")
+        reasons: dict[str, str] = {}
+        places: dict[str, tuple[int, int]] = {}
+        blocks: dict[str, Block] = {}
+        taken: list[str] = []
+        for run in runs:
+            if any(name.startswith(f"{outer}.") for name, _ in run.units for outer in taken):
+                continue
+            for place, (before, unit) in enumerate(pairwise(run.units), start=1):
+                found = self._fitting(*unit, before[1])
+                if isinstance(found, str):
+                    reasons[unit[0]] = found
+                else:
+                    blocks[unit[0]], places[unit[0]] = found, (place, run.order)
+            if any(name in blocks for name, _ in run.units):
+                taken += [name for name, _ in run.units]
+        reasons |= self._measured(blocks)
+        for name in reasons.keys() & blocks.keys():
+            del blocks[name]
+        order = sorted(blocks, key=places.__getitem__)
+        return [blocks[name] for name in order], list(_chains(runs, blocks, reasons))
+
+    def named(self, name: str, paths: tuple[str, ...]) -> Block:
+        """The block of a name.
+
+        Raises:
+            UserError: it cannot be left out, or not begin in this way.
+        """
+        found = self._fitting(name, called(self._forward, paths), ())
+        reason = found if isinstance(found, str) else self._measured({name: found}).get(name)
+        if isinstance(found, str) or reason is not None:
+            raise UserError(
+                f"depth.blocks: {name} cannot be left out with depth.start={self._start}: {reason}."
+            )
+        return found
+
+    def _fitting(self, name: str, paths: tuple[str, ...], before: tuple[str, ...]) -> Block | str:
+        if not paths:
+            return "it holds no modules that the forward runs"
+        found = analysed(self._forward, name, paths)
+        if isinstance(found, str):
+            return found
+        if before and not self._forward.follows(paths[0], before[-1]):
+            return f"it does not take what {before[-1]} puts out"
+        if self._start in ZEROING and found.zeroed is None:
+            return found.obstacle
+        if self._start == "identity" and found.zeroed is not None:
+            return "it has a residual branch, for which there is depth.start=zero"
+        if self._start in COPYING and next(twins(self._network, found), None) is None:
+            return "no block of the same shapes comes before it to copy"
+        return found
+
+    def _measured(self, blocks: Mapping[str, Block]) -> dict[str, str]:
+        """Why blocks that look right are not, by name."""
+        rehearsal = copy.deepcopy(self._network)
+        wrong: dict[str, str] = {}
+        if self._start in ZEROING:
+            with torch.no_grad():
+                for block in blocks.values():
+                    for name in block.zeroed or ():
+                        rehearsal.get_parameter(name).zero_()
+            wrong = self._changes(rehearsal, list(blocks.values()))
+        elif self._start == "identity":
+            for name, block in blocks.items():
+                try:
+                    with torch.no_grad():
+                        identity(Site(rehearsal, block, self._example))
+                except UserError as error:
+                    wrong[name] = str(error).removeprefix("depth.start=identity").rstrip(".").lstrip(": ")
+                    continue
+                wrong |= self._changes(rehearsal, [block])
+        left = [block for name, block in blocks.items() if name not in wrong]
+        if self._runs_without(left) is not None:
+            for block in left:
+                if (reason := self._runs_without([block])) is not None:
+                    wrong[block.name] = reason
+        return wrong
+
+    def _changes(self, network: nn.Module, blocks: Sequence[Block]) -> dict[str, str]:
+        """Blocks that do more than hand on their input, or add something, although they should not."""
+        errors: dict[str, float] = {}
+        entered: dict[str, Tensor] = {}
+
+        def enter(path: str) -> Any:
+            call = self._forward.call(path)
+            assert not isinstance(call, str)
+
+            def hook(module: nn.Module, args: Any, named: Any) -> None:
+                entered[path] = call.handover.taken((args, named)).detach().clone()
+
+            return hook
+
+        def leave(block: Block, first: str, branch: bool) -> Any:
+            def hook(module: nn.Module, args: Any, named: Any, output: Any) -> None:
+                made, taken = tensors_in(output)[0].detach(), entered.pop(first)
+                error = relative_error(taken, taken + made if branch else made)
+                errors[block.name] = max(error, errors.get(block.name, 0.0))
+
+            return hook
+
+        handles = []
+        for block in blocks:
+            for span in block.spans:
+                first, last = (network.get_submodule(span.paths[place]) for place in (0, -1))
+                handles.append(first.register_forward_pre_hook(enter(span.paths[0]), with_kwargs=True))
+                hook = leave(block, span.paths[0], span.kind == "branch")
+                handles.append(last.register_forward_hook(hook, with_kwargs=True))
+        try:
+            with quietly(network), buffers_kept(network), alike_draws():
+                for training in (False, True):
+                    network.train(training)
+                    network(*self._example)
+        finally:
+            for handle in handles:
+                handle.remove()
+        allowed = max(ROUNDING.get(p.dtype, 0.0) for p in network.parameters())
+        return {
+            name: f"it changes its input by {error:.1e} although it begins as nothing: something behind the sum does"
+            for name, error in errors.items()
+            if not error <= allowed
+        }
+
+    def _runs_without(self, blocks: Sequence[Block]) -> str | None:
+        """Why the network does not work without some blocks; None if it does."""
+        rehearsal = copy.deepcopy(self._network)
+        for parameter in rehearsal.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        for block in blocks:
+            block.leave_out(rehearsal)
+        try:
+            output = traced_output(rehearsal, self._example)
+        except FAILURES as error:
+            return f"the network does not run without it ({(str(error).splitlines() or ['no message'])[0]})"
+        if output.shape != self._forward.shape:
+            return f"the network puts out {list(output.shape)} without it"
+        learnt = learnt_parameters(rehearsal, edge_of(output))
+        lost = [
+            name
+            for name in self._forward.names.values()
+            if name in self._forward.reached - learnt and not any(block.holds(name) for block in blocks)
+        ]
+        return f"nothing would be learnt in {lost[0]} without it" if lost else None
+
+
+def twins(network: nn.Module, block: Block) -> Iterator[tuple[str, ...]]:
+    """Paths of earlier siblings of the same shapes, as the network is now, nearest first.
+
+    Args:
+        network: where blocks that are left out have no shapes.
+        block: of it.
+    """
+    parent, _, last = block.name.rpartition(".")
+    names = list(network.get_submodule(parent)._modules)
+    own = signature(network, block.paths)
+    first, colon, _ = last.partition(":")
+    step = len(block.paths) if colon else 1
+    place = names.index(first)
+    for earlier in range(place - step, -1, -step):
+        if colon:
+            paths = tuple(f"{parent}.{names[earlier + i]}".lstrip(".") for i in range(step))
+        else:
+            paths = tuple(
+                f"{parent}.{names[earlier]}{path.removeprefix(block.name)}".lstrip(".")
+                for path in block.paths
+            )
+        known = dict(network.named_modules())
+        if all(path in known for path in paths) and signature(network, paths) == own:
+            yield paths
+
+
+def _chains(runs: Sequence[Run], blocks: Mapping[str, Block], reasons: Mapping[str, str]) -> Iterator[Chain]:
+    """Runs of siblings with what was found; of those inside of others, only where something was."""
+    outer: list[str] = []
+    for run in runs:
+        names = tuple(name for name, _ in run.units)
+        found = tuple(name for name in names if name in blocks)
+        inside = any(name.startswith(f"{one}.") for name in names for one in outer)
+        why = {name: reasons[name] for name in names if name in reasons}
+        if found or (why and not inside):
+            yield Chain(run.kind, names, found, why)
+        outer += names
