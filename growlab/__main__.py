@@ -1,4 +1,4 @@
-"""The command line: `python -m growlab` or `growlab` composes one experiment and runs it.
+"""The command line: `python -m growlab` or `growlab` composes one experiment and runs it, or does another command.
 
 Exit codes: 0 done, or saved and ended because a signal asked for it; 2 input that cannot be used, told in one
 sentence on stderr; 130 interrupted by Ctrl-C; 1 anything else, with its traceback.
@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import traceback
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from growlab.commands import described, run_command
 from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.errors import Stopped, UserError
 from growlab.explain import explain
@@ -54,6 +56,7 @@ def _job(cfg: DictConfig) -> Any:
             more = [] if gpus is None else [f"trainer.devices={gpus}"]
             launcher.run(number, processes.max_restarts(trainer), run_dir, more)
         else:
+            processes.announce("importing PyTorch and Lightning")
             from growlab.experiment import run
 
             run(cfg)
@@ -86,6 +89,9 @@ def _read_arguments() -> tuple[list[str], bool]:
         raise UserError(f"{message}; see growlab --help")
 
     parser = get_args_parser()
+    for action in parser._actions:
+        if "--version" in action.option_strings:
+            action.version = f"growlab {version('growlab')}"  # type: ignore[attr-defined]
     parser.error = complain  # type: ignore[method-assign, assignment]
     arguments = parser.parse_args()
     return list(arguments.overrides), bool(arguments.multirun)
@@ -140,6 +146,11 @@ def _import_from_here() -> None:
 def main() -> int:
     """Run what the command line says and return the exit code."""
     _import_from_here()
+    if sys.argv[1:2] == ["run"]:
+        del sys.argv[1]
+    code = run_command(sys.argv[1:])
+    if code is not None:
+        return code
     # With this set Hydra raises what went wrong instead of printing it. A user who sets it sees tracebacks
     # as well as sentences.
     with_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -148,6 +159,8 @@ def main() -> int:
     try:
         overrides, multirun = _read_arguments()
         register_schemas()
+        # Hydra fills in the help's template.
+        os.environ["GROWLAB_COMMANDS"] = described()
         folder = resume_override(overrides, multirun)
         if folder is not None:
             sys.argv.append(folder)

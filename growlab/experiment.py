@@ -27,7 +27,7 @@ from growlab.files import remove_unfinished, write_json, write_text
 from growlab.outcome import results_row
 from growlab.pairing import make_data, make_objective
 from growlab.planning import Planned, learning_rate, optimizer_maker, plan_run
-from growlab.processes import is_first, started_elsewhere, world_size
+from growlab.processes import announce, is_first, started_elsewhere, world_size
 from growlab.studies.running import run_study
 from growlab.telling import tell_training
 from growlab.trainer_options import check_trainer_options, for_lightning
@@ -99,6 +99,7 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
     data: ImageData = make_data(cfg.data, cfg.seed)
     # Lightning does so only for a run that succeeds.
     ending.callback(data.teardown, "test")
+    announce("reading data")
     data.setup()
     torch.set_num_threads(cfg.num_threads or _NUM_THREADS)
     lightning.seed_everything(cfg.seed, verbose=False)

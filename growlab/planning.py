@@ -19,7 +19,7 @@ from growlab.grower import Grower, no_widths, prepared
 from growlab.growth import GrowthMethod
 from growlab.pairing import make_network
 from growlab.parts import Part
-from growlab.processes import is_first, started_elsewhere, world_size
+from growlab.processes import announce, is_first, started_elsewhere, world_size
 from growlab.ranks import gather
 from growlab.trainer_options import for_lightning
 from growlab.training.anneal import anneal_steps
@@ -134,6 +134,8 @@ def _graph(
                 "model with growth=hyperfan, or train this one with growth=none."
             )
         return no_widths()
+    if trigger.resizes:
+        announce("tracing the network: which channels grow together")
     return prepared(network, example, method, parts, cfg.seed, list(cfg.opaque), trigger.resizes)
 
 

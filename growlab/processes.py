@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -59,6 +60,12 @@ def is_first() -> bool:
         if name in os.environ:
             return int(os.environ[name]) == 0
     return True
+
+
+def announce(sentence: str) -> None:
+    """Tell someone who waits at a terminal what takes the next seconds."""
+    if is_first() and sys.stderr.isatty():
+        print(f"{sentence} ...", file=sys.stderr, flush=True)
 
 
 def to_start(trainer: Mapping[str, Any]) -> int:

@@ -20,7 +20,7 @@ _FIXED_EFFORT = 0.4
 
 
 class GrowthProgress(Callback):
-    """One bar over the whole run, a line for each growth event, and without a terminal a line for each epoch.
+    """A line for each epoch and each growth event; on a terminal a bar over the whole run below them.
 
     Args:
         batches: batches of each epoch.
@@ -54,14 +54,14 @@ class GrowthProgress(Callback):
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=None),
-                TextColumn("{task.fields[figures]}"),
+                TextColumn("{task.fields[loss]}"),
                 TimeElapsedColumn(),
                 TextColumn("{task.fields[left]}"),
                 console=self._console,
                 transient=True,
             )
             self._bar.start()
-            self._bar.add_task("", total=sum(self._effort), completed=self._resumed_at, figures="", left="")
+            self._bar.add_task("", total=sum(self._effort), completed=self._resumed_at, loss="", left="")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Start the epoch's clock."""
@@ -78,28 +78,33 @@ class GrowthProgress(Callback):
         epoch = trainer.current_epoch
         part = (batch_idx + 1) / self._batches[epoch]
         done = sum(self._effort[:epoch]) + part * self._effort[epoch]
-        samples_per_sec = (part - self._began_at) * self._samples[epoch] / (now - self._epoch_began)
-        figures = pl_module.running_metrics()
+        # What fits beside a bar on 80 columns; the rest is in the lines above it.
         self._bar.update(
             self._bar.task_ids[0],
             completed=done,
-            description=self._describe(trainer, pl_module),
-            figures=f"{_figures(figures)}  {samples_per_sec:,.0f}/s",
+            description=self._moment(trainer, pl_module),
+            loss=_figures({k: v for k, v in pl_module.running_metrics().items() if k == "loss"}),
             left=f"left {_clock(self._left(done, now))}",
         )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
-        """Without a terminal, print the epoch's line."""
-        # Summed over ranks, so every rank must ask, and whether there is a terminal does not matter.
+        """Print the epoch's line."""
+        # Summed over ranks, so every rank must ask.
         metrics = {**pl_module.metrics("train"), **pl_module.metrics(pl_module.watched)}
-        if not trainer.is_global_zero or self._console.is_terminal:
+        if not trainer.is_global_zero:
             return
         now = time.perf_counter()
         figures = _figures(metrics)
+        if self._bar is not None:
+            epoch, last = trainer.current_epoch, pl_module.schedule.total_epochs - 1
+            self._bar.console.print(f"epoch {epoch:>{len(str(last))}}/{last}  {figures}", highlight=False)
+            return
         done = sum(self._effort[: trainer.current_epoch + 1])
         rate = (1 - self._began_at) * self._samples[trainer.current_epoch] / (now - self._epoch_began)
-        line = f"{self._describe(trainer, pl_module)}  {figures}  {rate:,.0f}/s  left {_clock(self._left(done, now))}"
-        print(line, file=sys.stderr, flush=True)
+        widths = f"widths {_span(pl_module.growth_state.widths)}"
+        left = f"left {_clock(self._left(done, now))}"
+        line = (self._moment(trainer, pl_module), widths, figures, f"{rate:,.0f}/s", left)
+        print("  ".join(line), file=sys.stderr, flush=True)
 
     def on_growth(self, trainer: Trainer, receipt: dict[str, Any]) -> None:
         """Print a line for a growth event."""
@@ -131,14 +136,10 @@ class GrowthProgress(Callback):
             self._bar.stop()
             self._bar = None
 
-    def _describe(self, trainer: Trainer, task: Task) -> str:
-        schedule = task.schedule
+    def _moment(self, trainer: Trainer, task: Task) -> str:
         # The last stage is not known where widths are decided on the way.
-        last = "" if not task.grower.trigger.knows_stages else f"/{schedule.num_stages - 1}"
-        return (
-            f"stage {task.growth_state.stage}{last}  widths {_span(task.growth_state.widths)}"
-            f"  epoch {trainer.current_epoch}/{schedule.total_epochs - 1}"
-        )
+        last = f"/{task.schedule.num_stages - 1}" if task.grower.trigger.knows_stages else ""
+        return f"stage {task.growth_state.stage}{last}  epoch {trainer.current_epoch}/{task.schedule.total_epochs - 1}"
 
     def _left(self, done: float, now: float) -> float:
         new = done - self._resumed_at

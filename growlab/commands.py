@@ -1,0 +1,56 @@
+"""Commands of `growlab`: what stands first on the command line, and the module that carries it out."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        module: whose `main` takes the arguments and returns the exit code.
+        first: arguments put before the user's.
+        does: a line for the help.
+    """
+
+    module: str
+    first: tuple[str, ...]
+    does: str
+
+
+COMMANDS = {
+    "widths": Command("growlab.widths.__main__", (), "what of a network can grow, what cannot and why"),
+    "table": Command("growlab.analysis.__main__", (), "a table of finished runs over seeds"),
+    "paper": Command("growlab.analysis.__main__", ("paper",), "the same with published values beside ours"),
+    "paired": Command(
+        "growlab.analysis.__main__", ("paired",), "differences between methods over equal seeds"
+    ),
+    "figure": Command("growlab.analysis.__main__", ("figure",), "a figure of finished runs"),
+    "report": Command("growlab.analysis.report", (), "a page about runs that opens in any browser, offline"),
+    "dashboard": Command("growlab.dashboard", (), "a workspace and a report in Weights & Biases"),
+}
+
+
+def run_command(arguments: Sequence[str]) -> int | None:
+    """Carry out a command line that begins with a command; None where it does not.
+
+    Args:
+        arguments: behind the program's name.
+
+    Returns:
+        The exit code.
+    """
+    if not arguments or arguments[0] not in COMMANDS:
+        return None
+    command = COMMANDS[arguments[0]]
+    given = [*command.first, *arguments[1:]]
+    # Help and errors of the command name it as it was typed.
+    sys.argv = [f"growlab {arguments[0]}", *given]
+    return importlib.import_module(command.module).main(given)
+
+
+def described() -> str:
+    """The commands, a line each."""
+    return "\n".join(f"    growlab {name:<11}{command.does}" for name, command in COMMANDS.items())
