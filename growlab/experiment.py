@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from growlab.analysis.figures import write_run_figures
+from growlab.analysis.report import write_run_report
 from growlab.analysis.run_table import print_results
 from growlab.argument_types import check_types
 from growlab.callbacks import completed, user_callbacks
@@ -168,7 +168,7 @@ def _save(run_dir: Path, weights: dict[str, nn.Module], task: Task, results: dic
     for name, content in task.objective.exports(task.network).items():
         (write_text if isinstance(content, str) else save)(run_dir / name, content)
     write_json(run_dir / "results.json", results)
-    write_run_figures(run_dir)
+    write_run_report(run_dir)
 
 
 def _task(cfg: DictConfig, data: ImageData, planned: Planned, run_id: str) -> Task:

@@ -443,9 +443,9 @@ def _no_wandb() -> None:
 def _with_figures() -> None:
     """No fault: the figures that other tests do without."""
     from growlab import experiment
-    from growlab.analysis.figures import write_run_figures
+    from growlab.analysis.report import write_run_report
 
-    experiment.write_run_figures = write_run_figures
+    experiment.write_run_report = write_run_report
 
 
 def _together(*faults: Sequence[Any]) -> None:
@@ -561,7 +561,7 @@ def _import_everything(fairseq_modules: Sequence[str]) -> None:
     # Compiled once instead of once a run.
     library(torch.float32)
     # A second for every run; tests/analysis looks at figures.
-    experiment.write_run_figures = lambda run_dir: None
+    experiment.write_run_report = lambda run_dir: None
     for name in fairseq_modules:
         fairseq_module(name)
     # The first trace loads much of torch. Nothing here may call backward: a fork could not do so any more.

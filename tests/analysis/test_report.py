@@ -1,0 +1,86 @@
+"""The page about runs: what it holds, that it stands alone, and that a broken run is told in a sentence."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from growlab.analysis.report import main, page, write_run_report
+from growlab.analysis.results import load_runs
+
+RESULTS = Path(__file__).parents[2] / "notebooks" / "results"
+
+
+def told(text: str) -> list[dict]:
+    """The runs that a page holds."""
+    line = next(line for line in text.splitlines() if line.startswith("const RUNS = "))
+    return json.loads(line.removeprefix("const RUNS = ").removesuffix(";"))
+
+
+def test_a_page_says_what_the_run_s_files_say() -> None:
+    (run,) = load_runs(RESULTS / "digits" / "ours_s0")
+    (shown,) = told(page([run]))
+    assert shown["facts"]["test accuracy"] == pytest.approx(run.results["test_accuracy"], rel=1e-5)
+    assert shown["curves"]["train_loss"] == pytest.approx(list(run.curve("train_loss")), rel=1e-5)
+    assert shown["events"] == run.growth_epochs and len(shown["receipts"]) == len(run.events) == 4
+    assert shown["receipts"][0]["groups_widened"] == 12
+    assert shown["widths"]["conv1"] == [stage["widths"]["conv1"] for stage in run.results["stages"]]
+    rates = run.rates
+    rows = rates[(rates.parameter == "conv1.weight") & (rates.region == 2)]
+    regions = shown["regions"]["conv1.weight"]["2"]
+    assert set(regions["step"]) <= set(rows.step) and regions["step"][-1] == rows.step.iloc[-1]
+    assert regions["rate_factor"][-1] == pytest.approx(rows.rate_factor.iloc[-1], rel=1e-5)
+
+
+def test_cost_is_of_the_whole_run() -> None:
+    (run,) = load_runs(RESULTS / "digits" / "ours_s0")
+    (shown,) = told(page([run]))
+    stages = run.results["stages"]
+    flops = [stage["flops_per_sample"] for stage in stages for _ in range(stage["epochs"])]
+    assert shown["curves"]["cost"][-1] == pytest.approx(100)
+    assert shown["curves"]["cost"][0] == pytest.approx(100 * flops[0] / sum(flops), rel=1e-5)
+
+
+def test_a_page_needs_nothing_from_elsewhere() -> None:
+    text = page(load_runs(RESULTS / "digits"))
+    assert not re.search(r"""(src|href)\s*=|@import|url\(""", text)
+    assert set(re.findall(r"https?://[^\s\"']+", text)) <= {"http://www.w3.org/2000/svg"}
+
+
+def test_words_of_a_run_do_not_end_the_page_s_script(tmp_path: Path) -> None:
+    (run,) = load_runs(RESULTS / "digits" / "ours_s0")
+    run.results["command"] = "growlab data.root='</script><b>'"
+    text = page([run])
+    assert text.count("</script>") == 1 and told(text)[0]["command"] == run.results["command"]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folder(tmp_path: Path) -> None:
+    results = json.loads((RESULTS / "digits" / "fixed_s0" / "results.json").read_text())
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(json.dumps(results))
+    names = [run["name"] for run in told(page(load_runs(tmp_path)))]
+    assert len(set(names)) == 2 and all(
+        name in shown for name, shown in zip(("one", "other"), names, strict=True)
+    )
+
+
+def test_the_command_writes_the_page_and_says_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "page.html"
+    assert main([str(RESULTS / "digits"), "-o", str(output)]) == 0
+    assert len(told(output.read_text())) == 2 and capsys.readouterr().out == f"{output}\n"
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert capsys.readouterr().err.startswith("error: there is no folder")
+
+
+def test_a_run_leaves_its_page_and_figures(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("results.json", "metrics.csv", "growth.json"):
+        (run / name).write_bytes((RESULTS / "digits" / "ours_s0" / name).read_bytes())
+    assert write_run_report(run) == run / "report.html"
+    assert told((run / "report.html").read_text())[0]["regions"] == {}
+    assert (run / "figures" / "learning_curves.png").exists()
