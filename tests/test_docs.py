@@ -57,4 +57,11 @@ def test_every_notebook_is_a_page(site: Path) -> None:
 
 
 def test_every_page_is_a_package_or_named_in_the_contents() -> None:
-    assert {path.stem for path in PAGES.glob("*.md")} == {*PACKAGES, "engine", "index", "own_loop", "papers"}
+    assert {path.stem for path in PAGES.glob("*.md")} == {
+        *PACKAGES,
+        "engine",
+        "index",
+        "own_loop",
+        "changelog",
+        "papers",
+    }

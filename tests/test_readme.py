@@ -19,7 +19,9 @@ from tests.runs import ROOT, CommandLine
 from tests.test_experiment import fake_images  # noqa: F401  (a fixture)
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-GUIDE = ROOT / "notebooks" / "docs" / "pages" / "guide"
+DOCS = ROOT / "notebooks" / "docs" / "pages"
+GUIDE = DOCS / "guide"
+TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 PAGES = [page.read_text(encoding="utf-8") for page in sorted(GUIDE.glob("*.md"))]
 PYTHON = ".venv/bin/python -m "
 BLOCKS = [
@@ -209,9 +211,23 @@ def test_pictures_and_files_that_it_names_are_there() -> None:
 
 def test_settings_that_it_names_are_there() -> None:
     """Choices of the table of groups: each is a file of that group."""
-    rows = re.findall(r"^\| `(model|data|growth|lr_adapt|schedule|optimizer)` \| (.*) \|$", README, re.M)
+    page = (GUIDE / "experiments.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(model|data|growth|lr_adapt|schedule|optimizer)` \| (.*) \|$", page, re.M)
     assert len(rows) == 6
     for group, text in rows:
         named = set(re.findall(r"`(\w+)`", text))
         files = {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
-        assert named <= files, f"the README names {group} {named - files}"
+        assert named <= files, f"experiments.md names {group} {named - files}"
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_runs_as_written_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
+    if page.stem == "huggingface":
+        pytest.importorskip("transformers")
+        pytest.importorskip("accelerate")
+    text = page.read_text(encoding="utf-8")
+    program = "".join(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
