@@ -59,6 +59,8 @@ RULES = {
     "reproduce": rule("analysis configuration"),
     "reproduce.__main__": rule("analysis reproduce"),
     "dashboard": rule(packages="wandb_workspaces"),
+    # It finds the modules of commands by name, when one is asked for.
+    "commands": rule(packages=""),
     "resuming": rule("configuration", packages="hydra omegaconf"),
     "processes": rule(packages="omegaconf torch"),
     "launcher": rule("processes", packages="hydra torch"),
@@ -73,7 +75,8 @@ RULES = {
         "argument_types callbacks pairing telling trainer_options"
     ),
     "__main__": rule(
-        "configuration explain experiment launcher resuming processes sweeps", packages="hydra omegaconf"
+        "commands configuration explain experiment launcher resuming processes sweeps",
+        packages="hydra omegaconf",
     ),
     "__init__": rule("frontends grower growth parts triggers widths", packages=""),
 }
