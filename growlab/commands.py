@@ -29,6 +29,7 @@ COMMANDS = {
     ),
     "figure": Command("growlab.analysis.__main__", ("figure",), "a figure of finished runs"),
     "report": Command("growlab.analysis.report", (), "a page about runs that opens in any browser, offline"),
+    "reproduce": Command("growlab.reproduce.__main__", (), "a table or figure of the papers, in slices of time"),
     "dashboard": Command("growlab.dashboard", (), "a workspace and a report in Weights & Biases"),
 }
 
