@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from growlab.processes import ProcessFailed, apart, end_with_parent, is_first, r
 from growlab.resuming import resume_override
 
 
-class _JobFailed(BaseException):
+class JobFailed(BaseException):
     """Carries a job's exception past Hydra, which would print a line of its own; never seen by users."""
 
     def __init__(self, error: Exception) -> None:
@@ -64,7 +65,7 @@ def _job(cfg: DictConfig) -> Any:
     except Exception as error:
         job = HydraConfig.get()
         if job.mode == RunMode.RUN:
-            raise _JobFailed(error) from None
+            raise JobFailed(error) from None
         # In a sweep Hydra goes on with the other jobs and raises the first failure after the last one.
         sentence = explain(error, list(job.overrides.task))
         reason = sentence or repr(error)
@@ -143,12 +144,17 @@ def _import_from_here() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def main() -> int:
-    """Run what the command line says and return the exit code."""
+def main(job: Callable[[DictConfig], Any] = _job, more: Sequence[str] = ()) -> int:
+    """Run what the command line says and return the exit code.
+
+    Args:
+        job: what is done with the composed configuration.
+        more: overrides beside the command line's, unless that has ones of the same names.
+    """
     _import_from_here()
     if sys.argv[1:2] == ["run"]:
         del sys.argv[1]
-    code = run_command(sys.argv[1:])
+    code = run_command(sys.argv[1:]) if job is _job else None
     if code is not None:
         return code
     # With this set Hydra raises what went wrong instead of printing it. A user who sets it sees tracebacks
@@ -158,6 +164,9 @@ def main() -> int:
     overrides: list[str] = []
     try:
         overrides, multirun = _read_arguments()
+        sys.argv += [
+            one for one in more if not any(o.startswith(one.partition("=")[0] + "=") for o in overrides)
+        ]
         register_schemas()
         # Hydra fills in the help's template.
         os.environ["GROWLAB_COMMANDS"] = described()
@@ -166,8 +175,8 @@ def main() -> int:
             sys.argv.append(folder)
         sys.argv += apart([*overrides, folder or ""], multirun)
         end_with_parent()
-        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=PRIMARY)(_job)()
-    except _JobFailed as failed:
+        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=PRIMARY)(job)()
+    except JobFailed as failed:
         return _fail(failed.error, overrides, with_traceback)
     except BrokenPipeError:
         # The reader of our output has gone, as in `growlab --cfg job | head`.

@@ -54,7 +54,7 @@ from growlab.training.sync_batchnorm import SynchroniseBatchNorm
 _FREE_ON_RESUME = (
     *("name", "ckpt_path", "checkpoint", "logger", "compile", "num_threads", "log_rates_every_n_steps"),
     *("check_ranks", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy"),
-    "trainer.max_restarts",
+    *("trainer.max_restarts", "plan"),
     # The task compares what of it matters.
     "trainer.sync_batchnorm",
     *("data.root", "data.download", "data.eval_batch_size"),

@@ -1,0 +1,28 @@
+"""`python -m growlab.plan experiment=... schedule.budget=...`: does growing pay for this network and budget?
+
+It probes the full network and smaller ones with a part of the budget, and says whether to grow, to take a smaller
+network or to train the full one; the overrides are those of `python -m growlab`, and `plan.*` beside them, and so are
+exit codes.
+"""
+
+import sys
+
+from omegaconf import DictConfig
+
+from growlab.__main__ import JobFailed, main
+
+_MORE = ("plan=default", "hydra.run.dir=runs/${name}_plan/${now:%Y-%m-%d_%H-%M-%S}")
+
+
+def _job(cfg: DictConfig) -> None:
+    # Imported here: help and error sentences need not wait for torch.
+    from growlab.plan.run import run
+
+    try:
+        run(cfg)
+    except Exception as error:
+        raise JobFailed(error) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main(_job, _MORE))

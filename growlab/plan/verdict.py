@@ -1,0 +1,250 @@
+"""Does growing pay? From the laws of the candidates and a trial growth to one of three verdicts.
+
+A grown run follows the small network's curve to some cost `s`, and from there the full one's, beginning at the cost
+`m(s)` at which that has the small one's loss, less a transfer penalty. At the end of the budget `T` it stands where the
+full network stands after `m(s) - penalty + T - s`: growing pays by `m(s) - penalty - s`. Without a penalty the best
+`s` is where both curves fall equally steeply at equal loss. The penalty is what a trial growth lost; whether it stays
+as it is or grows with `m(s)` one trial does not tell, so each draw takes a power between 0 and 1 of it.
+
+What speaks for growing, or for a smaller network, is trusted up to a multiple of what was probed (`Curves.loss`); what
+it is compared with counts also beyond it (`Curves.law`), so that nothing is gained by knowing little.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from growlab.plan.fit import Curves, interval
+
+Kind = Literal["grow", "smaller", "full"]
+_SWITCHES = 48
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial growth from a small probe's last checkpoint.
+
+    Attributes:
+        cost: what the small network had been trained for.
+        loss_before: held-out loss there.
+        loss_after: the same behind the event.
+        further: cost of the short continuation as the full network.
+        loss: held-out loss behind it.
+    """
+
+    cost: float
+    loss_before: float
+    loss_after: float
+    further: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A predicted gain: the median of the draws and their middle 90 %."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, draws: np.ndarray) -> "Gain":
+        """Of draws."""
+        return cls(float(np.median(draws)), *interval(draws))
+
+
+@dataclass(frozen=True)
+class Growing:
+    """The best way to grow from one candidate.
+
+    Attributes:
+        candidate: its name.
+        switch: cost at which to grow, in parts of the budget.
+        loss: by how much the loss at the end of the budget is below that of the best that does not grow.
+        cost: FLOPs saved on the way to the full network's last loss, in parts of its run.
+        seconds: the same of this machine's seconds.
+        kept: part of the small network's progress that the trial growth has kept, in costs of the full network.
+    """
+
+    candidate: str
+    switch: float
+    loss: Gain
+    cost: Gain
+    seconds: Gain
+    kept: Gain
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """A candidate that never grows.
+
+    Attributes:
+        candidate: its name.
+        loss: by how much its last loss is below the full network's, counting as far as its curve is trusted.
+        likely: the median of the same by the law, however far that is trusted.
+    """
+
+    candidate: str
+    loss: Gain
+    likely: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do.
+
+    Attributes:
+        kind: "grow", "smaller" or "full".
+        decided: whether the intervals say so; else it is what to fall back to.
+        candidate: which one grows or stays small; None with "full".
+        reason: one sentence.
+        growing: the best way to grow of each candidate that was tried, the best first.
+        smaller: each candidate without growing, the best first.
+    """
+
+    kind: Kind
+    decided: bool
+    candidate: str | None
+    reason: str
+    growing: tuple[Growing, ...]
+    smaller: tuple[Smaller, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """In plain containers."""
+        return asdict(self)
+
+
+def judge(
+    curves: Mapping[str, Curves],
+    trials: Mapping[str, Trial],
+    whole: str,
+    seconds: Mapping[str, float],
+    budget: float = 1.0,
+    size: Literal["any", "full"] = "any",
+    latest: float = 0.75,
+    seed: int = 0,
+) -> Verdict:
+    """Say which it is.
+
+    Args:
+        curves: of each candidate, the draws of all in step.
+        trials: of the candidates that a growth was tried from.
+        whole: name of the full network.
+        seconds: seconds that training takes for each unit of cost, by candidate.
+        budget: cost that is there for the run.
+        size: "full": the full network is wanted in any case.
+        latest: part of the budget behind which there is no growing.
+        seed: of what is drawn here.
+    """
+    full, rng = curves[whole], np.random.default_rng(seed)
+    small = [name for name in curves if name != whole] if size == "any" else []
+    rivals = np.min([curves[name].law(budget) for name in (whole, *small)], axis=0)
+    growing = [
+        _growing(name, full, curves[name], trial, rivals, budget, latest, seconds[name] / seconds[whole], rng)
+        for name, trial in trials.items()
+    ]
+    growing.sort(key=lambda one: -one.loss.low)
+    end = full.law(budget)
+    smaller = [
+        Smaller(name, Gain.of(end - one.loss(budget)), float(np.median(end - one.law(budget))))
+        for name, one in curves.items()
+        if name != whole
+    ]
+    smaller.sort(key=lambda one: -one.likely)
+    ways = tuple(growing), tuple(smaller)
+    if growing and growing[0].loss.low > 0 and full.reach >= budget:
+        return Verdict("grow", True, growing[0].candidate, _why_grow(growing[0], size), *ways)
+    best = smaller[0] if small else None
+    if best is not None and best.loss.low > 0:
+        reason = f"{best.candidate} without growing ends {_gain(best.loss)} below the full network"
+        return Verdict("smaller", True, best.candidate, reason, *ways)
+    hopeless = bool(growing) and all(one.loss.high <= 0 for one in growing)
+    if (
+        full.reach >= budget
+        and hopeless
+        and all(np.quantile(full.law(budget) - curves[name].law(budget), 0.95) <= 0 for name in small)
+    ):
+        return Verdict("full", True, None, "neither growing nor a smaller network gains anything", *ways)
+    if best is not None and best.likely > 0:
+        reason = f"{best.candidate} ends {best.likely:.3f} below the full network by its median law, "
+        reach = curves[best.candidate].reach / budget
+        reason += f"which is trusted to {reach:.0%} of the budget" if reach < 1 else "within the error"
+        return Verdict("smaller", False, best.candidate, reason, *ways)
+    what = f"growing gains {_gain(growing[0].loss)}" if growing else "no growth could be tried"
+    if full.reach < budget:
+        what += f", and the full network's curve is trusted to {full.reach / budget:.0%} of the budget only"
+    return Verdict("full", False, None, what, *ways)
+
+
+def _growing(
+    name: str,
+    full: Curves,
+    small: Curves,
+    trial: Trial,
+    rivals: np.ndarray,
+    budget: float,
+    latest: float,
+    slower: float,
+    rng: np.random.Generator,
+) -> Growing:
+    """The switch with the best lower quartile of gains.
+
+    Args:
+        name: of the candidate.
+        full: draws of the full network's law.
+        small: of the candidate's.
+        trial: of growing from it.
+        rivals: [draws] the loss to be below.
+        budget: of the run.
+        latest: see `judge`.
+        slower: seconds that a FLOP takes in the small network over those in the full one.
+        rng: of what is drawn here.
+    """
+    draws = len(full.a)
+    last = max(trial.cost, min(latest * budget, small.reach))
+    switches = np.geomspace(trial.cost, last, _SWITCHES)[:, None]
+    penalty, kept = _penalty(full, small, trial, rng)
+    start = np.minimum(full.cost_at(small.loss(trial.cost)), full.reach)
+    reached = np.minimum(full.cost_at(small.loss(switches)), full.reach)
+    growth = (np.maximum(reached, start) / np.maximum(start, 1e-12)) ** rng.random(draws)
+    place = np.maximum(reached - penalty * growth, 1e-12) + budget - switches
+    gains = rivals - full.law(place)
+    # Not the best median: where one knows less, a little less is the better switch.
+    best = int(np.argmax(np.quantile(gains, 0.25, axis=1)))
+    switch, saved = float(switches[best, 0]), place[best] - budget
+    in_seconds = (switch + saved - switch * slower) / budget
+    return Growing(
+        name,
+        switch / budget,
+        Gain.of(gains[best]),
+        Gain.of(saved / budget),
+        Gain.of(in_seconds),
+        Gain.of(kept),
+    )
+
+
+def _penalty(
+    full: Curves, small: Curves, trial: Trial, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cost that a growth has lost, in the full network's, and the part of `m` that it has kept."""
+    start = np.minimum(full.cost_at(small.loss(trial.cost)), full.reach)
+    seen = trial.loss + full.error * rng.standard_normal(len(full.a))
+    end = np.minimum(full.cost_at(seen), full.reach)
+    # That growing itself trained the network is an error of the curves, not a gain.
+    penalty = np.clip(start + trial.further - end, 0.0, start)
+    return penalty, 1 - penalty / np.maximum(start, 1e-12)
+
+
+def _gain(gain: Gain) -> str:
+    return f"{gain.median:.3f} ({gain.low:.3f} to {gain.high:.3f})"
+
+
+def _why_grow(best: Growing, size: str) -> str:
+    than = "the full network" if size == "full" else "the best network that does not grow"
+    return (
+        f"growing from {best.candidate} at {best.switch:.0%} of the budget ends {_gain(best.loss)} below {than}, "
+        f"and saves {best.cost.median:.0%} ({best.cost.low:.0%} to {best.cost.high:.0%}) of the full run's FLOPs and "
+        f"{best.seconds.median:.0%} ({best.seconds.low:.0%} to {best.seconds.high:.0%}) of its seconds here"
+    )
