@@ -91,6 +91,10 @@ class HungryMlp(nn.Sequential):
         return super().forward(x)
 
 
+# A variable in a run's environment: the command is `growlab.plan`.
+PLAN = "GROWLAB_TEST_PLAN"
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended: its exit code (-9 after SIGKILL) and what it printed."""
@@ -630,6 +634,7 @@ def _main(arguments: list[str]) -> int:
     import traceback
 
     from growlab.__main__ import main
+    from growlab.plan.__main__ import command as plan
 
     rank, *fault = json.loads(os.environ.get(_FAULT_ON_RANK, "[null]"))
     attempts = json.loads(os.environ.get(_FAULTS_OF_ATTEMPTS, "[]"))
@@ -643,7 +648,7 @@ def _main(arguments: list[str]) -> int:
         # A process that Hydra was used in already, such as one that starts others, has an initialised Hydra.
         GlobalHydra.instance().clear()
         sys.argv = ["growlab", *arguments]
-        code = main()
+        code = plan() if os.environ.get(PLAN) else main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:

@@ -74,6 +74,10 @@ RULES = {
         "studies networks widths growth optim data training analysis configuration processes outcome planning "
         "argument_types callbacks pairing telling trainer_options"
     ),
+    "plan": rule(
+        "growth triggers parts grower training analysis processes trainer_options pairing planning flops configuration",
+    ),
+    "plan.__main__": rule("plan __main__", packages="omegaconf"),
     "__main__": rule(
         "commands configuration explain experiment launcher resuming processes sweeps",
         packages="hydra omegaconf",
@@ -89,6 +93,8 @@ CONFIGURED = {
     "callbacks",
     "pairing",
     "planning",
+    "plan",
+    "plan.__main__",
     "experiment",
     "configuration",
     "configs",
@@ -106,7 +112,7 @@ CONFIGURED = {
 RESERVED = {
     "hydra": CONFIGURED,
     "omegaconf": CONFIGURED,
-    "lightning": {"frontends", "training", "data", "experiment", "planning", "telling", "callbacks"},
+    "lightning": {"frontends", "training", "data", "experiment", "planning", "plan", "telling", "callbacks"},
     "pytorch_lightning": set(),
     "wandb": set(),
     "tensorboard": set(),

@@ -35,6 +35,7 @@ FEATURES = {
             **FACE,
             **EXPORTS,
             "callbacks.py": "says what to use in place of Lightning's averages, which do not grow",
+            "plan/probes.py": "averages a probe's weights over a window that grows as it trains",
             "grower/grower.py": "gives torch's AveragedModel as an example of what may follow",
         },
     ),

@@ -24,5 +24,10 @@ def _job(cfg: DictConfig) -> None:
         raise JobFailed(error) from None
 
 
+def command() -> int:
+    """Plan what the command line says and return the exit code."""
+    return main(_job, _MORE)
+
+
 if __name__ == "__main__":
-    sys.exit(main(_job, _MORE))
+    sys.exit(command())

@@ -25,6 +25,10 @@ _LEAST_ERROR = 0.004
 _INDEPENDENT = 0.45
 # By so much steeper than at first that noise does not make it so.
 _STEEPER = 1.3
+# Relative; noise and averaging do less.
+_RISE = 0.05
+# Trusted multiple of a curve that does not fall as by a law.
+_UNSTEADY = 2.0
 #: Checkpoints that a curve has at least.
 MIN_POINTS = 4
 
@@ -37,11 +41,13 @@ class Measured:
         cost: training spent at each checkpoint, in parts of the budget; increasing.
         loss: held-out loss at each.
         seconds_per_cost: seconds that training takes for each unit of cost.
+        steady: whether the loss falls as by a law, see `settled`; else it is hardly trusted beyond what was probed.
     """
 
     cost: tuple[float, ...]
     loss: tuple[float, ...]
     seconds_per_cost: float = 1.0
+    steady: bool = True
 
     def __post_init__(self) -> None:
         if len(self.cost) != len(self.loss) or len(self.cost) < MIN_POINTS:
@@ -82,21 +88,26 @@ class Curves:
         return np.where(above > 0, found, np.inf)
 
 
-def settled(cost: Sequence[float], loss: Sequence[float]) -> int:
-    """The first checkpoint that a law may be fitted from.
+def settled(cost: Sequence[float], loss: Sequence[float]) -> tuple[int, bool]:
+    """Where training has settled.
 
-    `ln L` over `ln C` of such a law falls ever less steeply. Training that still gains speed, as it does from many an
-    initialisation, follows none: what lies before the steepest part is left out, and at least the last ones stay.
+    `ln L` over `ln C` of a law falls ever less steeply. Training that still gains speed, as it does from many an
+    initialisation, follows none, nor does one whose loss rises.
+
+    Returns:
+        The first checkpoint that a law may be fitted from: what lies before the steepest part is left out, and at least
+        the last ones stay. And whether they fall as by a law.
     """
     x, y = np.log(cost), np.log(np.maximum(loss, 1e-12))
-    if len(x) <= MIN_POINTS:
-        return 0
-    # Over two intervals each, of noise the less.
-    slopes = (y[:-2] - y[2:]) / (x[2:] - x[:-2])
-    steepest = int(np.argmax(slopes))
-    if slopes[steepest] < _STEEPER * max(slopes[0], 0.0):
-        return 0
-    return min(steepest, len(x) - MIN_POINTS)
+    first, forced = 0, False
+    if len(x) > MIN_POINTS:
+        # Over two intervals each, of noise the less.
+        slopes = (y[:-2] - y[2:]) / (x[2:] - x[:-2])
+        steepest = int(np.argmax(slopes))
+        if slopes[steepest] >= _STEEPER * max(slopes[0], 0.0):
+            first, forced = min(steepest, len(x) - MIN_POINTS), steepest > len(x) - MIN_POINTS
+    rises = bool((np.diff(y[first:]) > _RISE).any())
+    return first, not (forced or rises)
 
 
 def fit(
@@ -129,7 +140,9 @@ def fit(
     for name in names:
         floor = found[whole].a if name != whole else np.zeros(draws)
         a, b, c, error = grids[name].draw(_EXPONENTS[common], floor, rng)
-        found[name] = Curves(a, b, c, error, multiple * measured[name].cost[-1])
+        one = measured[name]
+        reach = (multiple if one.steady else min(multiple, _UNSTEADY)) * one.cost[-1]
+        found[name] = Curves(a, b, c, error, reach)
     return found
 
 

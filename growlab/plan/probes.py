@@ -170,10 +170,11 @@ class Probe:
         """
         points = [point for point in self.finite if point.cost >= self.points[-1].cost / _WINDOW]
         points = points if len(points) >= MIN_POINTS else self.finite[-MIN_POINTS:]
-        points = points[settled([p.cost for p in points], [p.loss for p in points]) :]
+        first, steady = settled([p.cost for p in points], [p.loss for p in points])
+        points = points[first:]
         try:
             return Measured(
-                tuple(p.cost for p in points), tuple(p.loss for p in points), self.seconds_per_cost
+                tuple(p.cost for p in points), tuple(p.loss for p in points), self.seconds_per_cost, steady
             )
         except ValueError as error:
             name = self.candidate.name if self.candidate else "the full network"

@@ -230,6 +230,8 @@ class _Search:
     def try_growth(self, name: str) -> None:
         """Grow the best candidate's network, and train on as the full one with what is left."""
         small = self.best[name]
+        if not self._has_curve(name):
+            return
         kept = small.measured()
         before, cost, steps = small.evaluate(), small.cost, small.steps
         points = list(small.points)

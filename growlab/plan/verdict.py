@@ -10,7 +10,7 @@ What speaks for growing, or for a smaller network, is trusted up to a multiple o
 it is compared with counts also beyond it (`Curves.law`), so that nothing is gained by knowing little.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -157,25 +157,31 @@ def judge(
     if growing and growing[0].loss.low > 0 and full.reach >= budget:
         return Verdict("grow", True, growing[0].candidate, _why_grow(growing[0], size), *ways)
     best = smaller[0] if small else None
-    if best is not None and best.loss.low > 0:
+    if best is not None and best.loss.low > 0 and full.reach >= budget:
         reason = f"{best.candidate} without growing ends {_gain(best.loss)} below the full network"
         return Verdict("smaller", True, best.candidate, reason, *ways)
     hopeless = bool(growing) and all(one.loss.high <= 0 for one in growing)
-    if (
-        full.reach >= budget
-        and hopeless
-        and all(np.quantile(full.law(budget) - curves[name].law(budget), 0.95) <= 0 for name in small)
-    ):
+    worse = [np.quantile(end - curves[name].law(budget), 0.95) <= 0 for name in small]
+    if full.reach >= budget and hopeless and all(worse):
         return Verdict("full", True, None, "neither growing nor a smaller network gains anything", *ways)
+    limits = _limits(curves, [whole, *([best.candidate] if best else [])], budget)
     if best is not None and best.likely > 0:
-        reason = f"{best.candidate} ends {best.likely:.3f} below the full network by its median law, "
-        reach = curves[best.candidate].reach / budget
-        reason += f"which is trusted to {reach:.0%} of the budget" if reach < 1 else "within the error"
+        reason = f"{best.candidate} ends {best.likely:.3f} below the full network by the median laws{limits}"
         return Verdict("smaller", False, best.candidate, reason, *ways)
     what = f"growing gains {_gain(growing[0].loss)}" if growing else "no growth could be tried"
-    if full.reach < budget:
-        what += f", and the full network's curve is trusted to {full.reach / budget:.0%} of the budget only"
-    return Verdict("full", False, None, what, *ways)
+    return Verdict("full", False, None, what + limits, *ways)
+
+
+def _limits(curves: Mapping[str, Curves], names: Sequence[str], budget: float) -> str:
+    """What is not known: how far curves are trusted."""
+    short = [
+        f"{name} is trusted to {curves[name].reach / budget:.0%}"
+        for name in names
+        if curves[name].reach < budget
+    ]
+    return (
+        f", but the curve of {' and of '.join(short)} of the budget only" if short else ", within the error"
+    )
 
 
 def _growing(

@@ -28,7 +28,12 @@ def measured(law: Law, until: float, noise: float, rng: np.random.Generator, fir
 
 
 def world(
-    full: Law, small: Law, seed: int, noise: float = 0.01, lost: float = 0.2, probed: tuple[float, float] = (0.0626, 0.04)
+    full: Law,
+    small: Law,
+    seed: int,
+    noise: float = 0.01,
+    lost: float = 0.2,
+    probed: tuple[float, float] = (0.0626, 0.04),
 ) -> tuple[dict[str, Curves], dict[str, Trial]]:
     """What a plan would have seen of two networks; growing loses a part of the progress."""
     rng = np.random.default_rng(seed)

@@ -1,5 +1,7 @@
 """Laws of loss over cost: known ones are found again, and no more is claimed than can be known."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -30,7 +32,9 @@ def test_the_interval_covers_what_comes(law: Law) -> None:
 
 def test_uncertainty_grows_with_the_distance() -> None:
     seen = {"full": measured(LAW, 0.0626, 0.01, np.random.default_rng(1))}
-    low, high = np.quantile(fit(seen, "full")["full"].loss(np.array([[0.06], [0.2], [1.0]])), [0.05, 0.95], axis=1)
+    low, high = np.quantile(
+        fit(seen, "full")["full"].loss(np.array([[0.06], [0.2], [1.0]])), [0.05, 0.95], axis=1
+    )
     assert (np.diff(high - low) > 0).all()
 
 
@@ -75,6 +79,13 @@ def test_training_that_still_gains_speed_is_left_out() -> None:
     cost = np.geomspace(0.005, 0.0626, 9)
     falling = loss(LAW, cost)
     slow = np.concatenate([np.linspace(falling[3] + 0.1, falling[3] + 0.05, 3), falling[3:]])
-    assert settled(cost, falling) == 0 and settled(cost, slow) in (2, 3)
-    assert settled(cost, 3 - np.exp(20 * cost)) == len(cost) - MIN_POINTS
-    assert settled(cost[:MIN_POINTS], slow[:MIN_POINTS]) == 0
+    assert settled(cost, falling) == (0, True) and settled(cost, slow)[0] in (2, 3)
+    # Still gaining speed at the end; and rising.
+    assert settled(cost, 3 - np.exp(20 * cost)) == (len(cost) - MIN_POINTS, False)
+    assert not settled(cost, [*falling[:-1], 1.2 * falling[-2]])[1]
+    assert settled(cost[:MIN_POINTS], falling[:MIN_POINTS]) == (0, True)
+
+
+def test_a_curve_that_follows_no_law_is_hardly_trusted() -> None:
+    one = measured(LAW, 0.0626, 0.01, np.random.default_rng(6))
+    assert fit({"full": replace(one, steady=False)}, "full")["full"].reach == pytest.approx(2 * 0.0626)

@@ -37,7 +37,11 @@ def test_it_is_seldom_said_in_a_world_of_any_kind(full: Law) -> None:
     """Worlds drawn at random: of those in which growing would lose, few are told to grow."""
     rng, said, wrong = np.random.default_rng(0), 0, 0
     for seed in range(30):
-        small = (full[0] + rng.uniform(0, 0.6), full[1] * rng.uniform(0.2, 1.1), full[2] * rng.uniform(0.8, 1.2))
+        small = (
+            full[0] + rng.uniform(0, 0.6),
+            full[1] * rng.uniform(0.2, 1.1),
+            full[2] * rng.uniform(0.8, 1.2),
+        )
         lost = rng.uniform(0, 0.6)
         says = verdict(full, small, seed, size="full", lost=lost).kind == "grow"
         said += says
@@ -84,7 +88,11 @@ def test_a_worse_trial_never_speaks_more_for_growing() -> None:
     gains = []
     for more in (0.0, 0.05, 0.2, 1.0):
         trial = replace(trials["small"], loss=trials["small"].loss + more)
-        gains.append(judge(curves, {"small": trial}, "full", {"full": 1.0, "small": 1.0}, size="full").growing[0])
+        gains.append(
+            judge(curves, {"small": trial}, "full", {"full": 1.0, "small": 1.0}, size="full").growing[0]
+        )
     medians = [one.loss.median for one in gains]
     kept = [one.kept.median for one in gains]
-    assert medians == sorted(medians, reverse=True) and kept == sorted(kept, reverse=True) and kept[-1] < kept[0]
+    assert (
+        medians == sorted(medians, reverse=True) and kept == sorted(kept, reverse=True) and kept[-1] < kept[0]
+    )

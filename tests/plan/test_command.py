@@ -1,0 +1,118 @@
+"""`python -m growlab.plan`: what it prints and leaves, that its files can be run, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.runs import PLAN, CommandLine, Outcome
+
+# A multi-layer perceptron on digits, in some hundred steps.
+TINY = (
+    *("model=mlp5", "model.width=16", "data.batch_size=16", "data.limit_train=400", "data.limit_test=60"),
+    *("schedule.budget=16", "optimizer.lr=0.05", "trainer=cpu", "lr_adapt=none"),
+)
+
+
+def ask(cli: CommandLine, folder: Path, *arguments: str) -> Outcome:
+    return cli(*arguments, "hydra.run.dir=run", cwd=folder, environment={PLAN: "1"})
+
+
+@pytest.fixture(scope="module")
+def asked(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    folder = tmp_path_factory.mktemp("plan")
+    return folder, ask(cli, folder, *TINY)
+
+
+def test_it_says_what_to_do_and_what_it_cost(asked: tuple[Path, Outcome]) -> None:
+    folder, outcome = asked
+    assert outcome.code == 0, outcome.err
+    said = " ".join(outcome.out.split())
+    assert any(word in said for word in ("GROW", "A SMALLER NETWORK IS BETTER", "TRAIN THE FULL NETWORK"))
+    assert "of the budget" in said and "python -m growlab --config-dir" in said
+    # Progress, line by line, with what has been spent.
+    assert "held-out loss" in outcome.err and "(spent 14." in outcome.err
+    found = json.loads((folder / "run" / "plan.json").read_text())
+    assert found["spent"]["spent"] <= 0.15 and found["verdict"]["kind"] in ("grow", "smaller", "full")
+    assert set(found["measured"]) == {"full", "half_width"} and "fewer_blocks" in found["left_out"]
+    table = (folder / "run" / "plan.md").read_text()
+    assert table.startswith("| candidate |") and "fewer_blocks was left out" in table
+    assert (folder / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("arm", ["planned", "full", "smaller", "grown"])
+def test_its_experiments_run_at_equal_cost(asked: tuple[Path, Outcome], cli: CommandLine, arm: str) -> None:
+    folder, _ = asked
+    options = ("--config-dir", str(folder / "run"), f"experiment={arm}", f"hydra.run.dir={arm}")
+    outcome = cli(*options, cwd=folder)
+    assert outcome.code == 0, outcome.err
+    found = json.loads((folder / arm / "results.json").read_text())
+    assert 93 < found["train_cost_percent"] <= 100.001 and found["reference_epochs"] == 16
+    widths = [
+        stage["widths"][0] if isinstance(stage["widths"], list) else stage["widths"]
+        for stage in found["stages"]
+    ]
+    assert found["growth"] == {"full": "none", "smaller": "none", "grown": "ours"}.get(arm, found["growth"])
+    if arm == "grown":
+        assert len(widths) == 2
+        planned = json.loads((folder / "run" / "plan.json").read_text())
+        first, second = (stage["epochs"] for stage in found["stages"])
+        relative = planned["relative_flops"]["half_width"]
+        share = first * relative / (first * relative + second)
+        # To an epoch at the full width.
+        assert share == pytest.approx(planned["verdict"]["growing"][0]["switch"], abs=0.07)
+
+
+def test_the_full_network_may_be_wanted_in_any_case(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = ask(cli, tmp_path, *TINY, "plan.size=full", "plan.charge=true", "plan.use=[half_width]")
+    assert outcome.code == 0, outcome.err
+    found = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert found["verdict"]["kind"] in ("grow", "full")
+    assert found["budget_of_the_run"] == pytest.approx(1 - found["spent"]["spent"])
+    written = (tmp_path / "run" / "experiment" / "full.yaml").read_text()
+    left = 16 * found["budget_of_the_run"]
+    assert f"budget: {left:.4g}" in written
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["schedule.budget=null"], "error: a plan needs a budget: schedule.budget=N"),
+        (["schedule.budget=0.5"], "error: the budget is too small to probe: 15% of it are 2 steps"),
+        (["schedule.budget=-1"], "error: schedule.budget=-1.0 must be above 0."),
+        (["growth=isotropic"], "decides widths while it trains, so no probe tells what it will cost"),
+        (
+            ["plan.use=[thirds]"],
+            "error: plan.use: there is no candidate 'thirds'; there are half_width, fewer_blocks",
+        ),
+        (
+            ["plan.candidates.half_width.width=2"],
+            "width of candidate half_width must be above 0 and at most 1",
+        ),
+        (["+plan.candidates.half_width.height=2"], "plan.candidates.half_width has no 'height'"),
+        (
+            ["plan.use=[fewer_blocks]"],
+            "error: no candidate can be probed (fewer_blocks: depth.blocks=auto finds no",
+        ),
+        (["plan.size=huge"], "error: plan.size=huge must be any or full."),
+        (["plan.sise=full"], "plan has no 'sise'; did you mean 'size'?"),
+        (["plan=null"], "error: plan=null leaves nothing to ask"),
+        (["study={_target_: builtins.dict}"], "error: a study is no training of one network"),
+        (["trainer.precision=16-mixed"], "trainer.precision=16-mixed cannot be probed"),
+        (["trainer.limit_train_batches=2"], "trainer.limit_train_batches changes what an epoch costs"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_wrong_input_gets_a_sentence(
+    cli: CommandLine, tmp_path: Path, arguments: list[str], sentence: str
+) -> None:
+    own = {argument.split("=")[0] for argument in arguments}
+    rest = [argument for argument in TINY if argument.split("=")[0] not in own]
+    outcome = ask(cli, tmp_path, *rest, *arguments)
+    assert outcome.code == 2, outcome.err
+    assert sentence in outcome.err and "Traceback" not in outcome.err
+
+
+def test_a_run_is_asked_no_plan(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli("plan.size=full", cwd=tmp_path)
+    assert outcome.code == 2 and "error:" in outcome.err and "Traceback" not in outcome.err

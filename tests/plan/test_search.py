@@ -1,0 +1,212 @@
+"""Probes of small networks of one's own: what is spent, what is kept, and that nothing is left behind."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from growlab import Net2Net
+from growlab.errors import UserError
+from growlab.flops import forward_flops
+from growlab.plan import Candidate, Planned, Problem, Settings, plan, table
+from growlab.plan.probes import Account, Probe
+
+WIDTH, BATCH, BATCHES = 24, 16, 20
+
+
+def network() -> nn.Module:
+    hidden = [nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+    return nn.Sequential(*hidden, nn.Linear(WIDTH, 3))
+
+
+def data(number: int, seed: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(number, 8, generator=torch.Generator().manual_seed(seed))
+    teacher = torch.randn(8, 3, generator=torch.Generator().manual_seed(9))
+    return x, (x.sin() @ teacher).argmax(1)
+
+
+def batches(epoch: int) -> Iterable[tuple[Tensor, ...]]:
+    x, y = data(BATCH * BATCHES, 0)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))
+    return [(x[part], y[part]) for part in order.split(BATCH)]
+
+
+def sgd(module: nn.Module, multiple: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1 * multiple, momentum=0.9)
+
+
+def problem(epochs: float = 40, **known: Any) -> Problem:
+    given = {
+        "make_network": network,
+        "make_optimizer": sgd,
+        "batches": batches,
+        "loss": nn.functional.cross_entropy,
+        "held_out": [data(200, 1)],
+        "example": data(8, 0)[0],
+        "budget_samples": epochs * BATCH * BATCHES,
+        "candidates": (Candidate("half", 0.5), Candidate("quarter", 0.25)),
+    }
+    return Problem(**{**given, **known})
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def planned(lines: list[str]) -> Planned:
+    return plan(problem(), Settings(), lines.append)
+
+
+def test_the_cap_is_never_exceeded(planned: Planned, lines: list[str]) -> None:
+    account = planned.account
+    # It is used, too.
+    assert 0.12 < account.spent <= 0.15 and 0 < account.training < account.spent and account.seconds > 0
+    assert any("rate x0.5" in line for line in lines) and "grown" in lines[-1]
+    assert f"(spent {100 * account.spent:.2f} %)" in lines[-1]
+
+
+@pytest.mark.parametrize(("max_cost", "epochs"), [(0.12, 30), (0.2, 25), (0.5, 20)])
+def test_no_cap_is_exceeded(max_cost: float, epochs: float) -> None:
+    account = plan(problem(epochs), Settings(max_cost=max_cost)).account
+    assert 0.6 * max_cost < account.spent <= max_cost
+
+
+def test_costs_are_those_of_the_training(planned: Planned) -> None:
+    """Every probe's training, from its steps and the FLOPs of its network, adds up to what was spent on training."""
+    whole = forward_flops(network(), torch.zeros(1, 8))
+    one = BATCH / (40 * BATCH * BATCHES)
+    assert planned.account.total_flops == 3 * whole * 40 * BATCH * BATCHES
+    for probe in planned.tried:
+        assert probe["cost"] == pytest.approx(probe["steps"] * one * planned.flops[str(probe["candidate"])])
+    trained = sum(float(probe["cost"]) for probe in planned.tried)
+    further = sum(trial.further for trial in planned.trials.values())
+    assert planned.account.training == pytest.approx(trained + further)
+
+
+def test_the_full_network_is_probed_as_far_as_it_has_to_be(planned: Planned) -> None:
+    full = planned.measured["full"]
+    assert 1 / 16 <= full.cost[-1] < 1.1 / 16 and list(full.cost) == sorted(full.cost)
+    assert all(loss < 1.3 for loss in full.loss) and full.loss[-1] < full.loss[0]
+
+
+def test_the_trial_growth_preserves_the_function(planned: Planned) -> None:
+    ((name, trial),) = planned.trials.items()
+    assert name in ("half", "quarter") and trial.loss_after == pytest.approx(trial.loss_before, abs=1e-3)
+    assert trial.further > 0 and planned.measured[name].cost[-1] == trial.cost
+
+
+def test_a_plan_is_a_function_of_its_seed(planned: Planned) -> None:
+    again = plan(problem(), Settings())
+    assert again.trials == planned.trials and again.verdict.kind == planned.verdict.kind
+    assert again.measured["full"].loss == planned.measured["full"].loss
+    other = plan(problem(seed=1), Settings())
+    assert other.measured["full"].loss != planned.measured["full"].loss
+
+
+def test_what_was_spent_can_be_charged() -> None:
+    charged = plan(problem(), Settings(charge=True))
+    assert charged.budget == pytest.approx(1 - charged.account.spent)
+
+
+def test_the_table_names_all_that_was_probed(planned: Planned) -> None:
+    text = table(planned)
+    assert (
+        "| full | 100 |" in text and "| half |" in text and "| quarter |" in text and "Probing spent" in text
+    )
+
+
+# Probes ------------------------------------------------------------------------------------------------------
+
+
+def test_evaluating_leaves_training_as_it_is() -> None:
+    weights = []
+    for looks in (0, 5):
+        probe = Probe(problem(), None, 1.0, Account(1.0, 1e9), 100)
+        for _ in range(4):
+            for _ in range(looks):
+                probe.look()
+            probe._step()
+        weights.append({name: tensor.clone() for name, tensor in probe.network.state_dict().items()})
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_a_probe_trains_as_a_plain_loop_does() -> None:
+    probe = Probe(problem(), None, 2.0, Account(1.0, 1e9), 100)
+    probe.train(steps=7)
+    torch.manual_seed(0)
+    plain = network()
+    optimizer = sgd(plain, 2.0)
+    for x, y in list(batches(0))[:7]:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+    ours = probe.network.state_dict()
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in plain.state_dict().items())
+    assert probe.points[-1].steps == 7
+
+
+def test_averages_grow_along() -> None:
+    probe = Probe(problem(), Candidate("half", 0.5), 1.0, Account(1.0, 1e9), 200)
+    probe.train(steps=12)
+    before = probe.look()
+    assert probe.grow() == pytest.approx(before, abs=1e-3)
+    assert probe.forward_cost == forward_flops(network(), torch.zeros(1, 8)) / 1e9
+    probe.train(steps=20)
+    assert probe.loss < before
+
+
+# Wrong input -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("known", "settings", "message"),
+    [
+        ({"budget_samples": 500.0}, {}, "too small to probe: 15% of it are 5 steps"),
+        ({}, {"max_cost": 0.05, "multiple": 16}, "has to be probed for 6.2% of it"),
+        ({"held_out": []}, {}, "needs held-out batches"),
+        ({"batches": lambda epoch: []}, {}, "no training batches"),
+        ({"candidates": (Candidate("same", 1.0),)}, {}, "same: it costs nearly as much as the full network"),
+        ({"candidates": (Candidate("a", 0.5), Candidate("a", 0.25))}, {}, "two candidates are called a"),
+        ({"make_optimizer": lambda n, m: sgd(n, 1e30)}, {}, "breaks down at every rate"),
+    ],
+)
+def test_what_cannot_be_planned_is_told_in_a_sentence(
+    known: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        plan(problem(**known), Settings(**settings))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"size": "half"},
+        {"max_cost": 0.0},
+        {"max_cost": 1.0},
+        {"multiple": 0.5},
+        {"rates": ()},
+        {"latest": 1.0},
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"plan.{next(iter(wrong))}"):
+        Settings(**wrong)
+    with pytest.raises(UserError, match="width of candidate"):
+        replace(Candidate("none", 0.5), width=0.0)
+
+
+def test_a_growth_method_of_ones_own_is_what_is_tried() -> None:
+    made: list[Net2Net] = []
+
+    def method() -> Net2Net:
+        made.append(Net2Net())
+        return made[-1]
+
+    found = plan(problem(make_method=method), Settings())
+    assert made and found.trials
