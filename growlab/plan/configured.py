@@ -43,8 +43,6 @@ def check(cfg: DictConfig) -> None:
         UserError: why.
     """
     check_trainer_options(cfg.trainer)
-    if cfg.plan is None:
-        raise UserError("plan=null leaves nothing to ask: take plan=default.")
     if cfg.schedule.budget is None:
         raise UserError(
             "a plan needs a budget: schedule.budget=N, in epochs of the full network (parts of one are fine)."

@@ -32,12 +32,11 @@ def run(cfg: DictConfig) -> None:
         raise UserError("a plan is of one budget: leave -m out, and plan others one after the other.")
     folder = Path(HydraConfig.get().runtime.output_dir)
     with plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
-        settings = settings_of(cfg) if cfg.plan is not None else None
+        settings = settings_of(cfg)
         if cfg.num_threads:
             torch.set_num_threads(cfg.num_threads)
         problem, data = problem_of(cfg)
         ending.callback(data.teardown, "test")
-        assert settings is not None
         planned = plan(problem, settings, lambda line: print(line, file=sys.stderr, flush=True))
     candidates = {one.name: one for one in problem.candidates}
     command = write_experiments(folder, cfg, data, planned, candidates)

@@ -96,7 +96,7 @@ def test_the_full_network_may_be_wanted_in_any_case(cli: CommandLine, tmp_path: 
         ),
         (["plan.size=huge"], "error: plan.size=huge must be any or full."),
         (["plan.sise=full"], "plan has no 'sise'; did you mean 'size'?"),
-        (["plan=null"], "error: plan=null leaves nothing to ask"),
+        (["plan=none"], "error: there is no plan 'none'"),
         (["study={_target_: builtins.dict}"], "error: a study is no training of one network"),
         (["trainer.precision=16-mixed"], "trainer.precision=16-mixed cannot be probed"),
         (["trainer.limit_train_batches=2"], "trainer.limit_train_batches changes what an epoch costs"),
