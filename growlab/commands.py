@@ -22,6 +22,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "widths": Command("growlab.widths.__main__", (), "what of a network can grow, what cannot and why"),
+    "plan": Command("growlab.plan.__main__", (), "does growing pay for this network and schedule.budget=N"),
     "table": Command("growlab.analysis.__main__", (), "a table of finished runs over seeds"),
     "paper": Command("growlab.analysis.__main__", ("paper",), "the same with published values beside ours"),
     "paired": Command(
@@ -29,7 +30,9 @@ COMMANDS = {
     ),
     "figure": Command("growlab.analysis.__main__", ("figure",), "a figure of finished runs"),
     "report": Command("growlab.analysis.report", (), "a page about runs that opens in any browser, offline"),
-    "reproduce": Command("growlab.reproduce.__main__", (), "a table or figure of the papers, in slices of time"),
+    "reproduce": Command(
+        "growlab.reproduce.__main__", (), "a table or figure of the papers, in slices of time"
+    ),
     "dashboard": Command("growlab.dashboard", (), "a workspace and a report in Weights & Biases"),
 }
 

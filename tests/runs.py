@@ -634,7 +634,7 @@ def _main(arguments: list[str]) -> int:
     import traceback
 
     from growlab.__main__ import main
-    from growlab.plan.__main__ import command as plan
+    from growlab.plan.__main__ import main as plan
 
     rank, *fault = json.loads(os.environ.get(_FAULT_ON_RANK, "[null]"))
     attempts = json.loads(os.environ.get(_FAULTS_OF_ATTEMPTS, "[]"))

@@ -6,10 +6,12 @@ exit codes.
 """
 
 import sys
+from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
-from growlab.__main__ import JobFailed, main
+from growlab.__main__ import JobFailed
+from growlab.__main__ import main as composed
 
 _MORE = ("plan=default", "hydra.run.dir=runs/${name}_plan/${now:%Y-%m-%d_%H-%M-%S}")
 
@@ -24,10 +26,16 @@ def _job(cfg: DictConfig) -> None:
         raise JobFailed(error) from None
 
 
-def command() -> int:
-    """Plan what the command line says and return the exit code."""
-    return main(_job, _MORE)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plan what the command line says and return the exit code.
+
+    Args:
+        arguments: in place of the command line's.
+    """
+    if arguments is not None:
+        sys.argv[1:] = arguments
+    return composed(_job, _MORE)
 
 
 if __name__ == "__main__":
-    sys.exit(command())
+    sys.exit(main())
