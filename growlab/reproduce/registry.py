@@ -28,6 +28,9 @@ class Check:
         second: pattern of those that it is compared with, by seed; None where `quantity` is itself a difference.
         quantity: what is compared: "score" (the test metric), or a name of `growlab.reproduce.quantities`.
         study: two initialisations of a study's `summary.json`, in place of two folders.
+        summary: a number of a study's `summary.json`, by its keys, that is held against `at_most` or `at_least`.
+        at_most: the statement's bound.
+        at_least: likewise.
         published: network, then two rows of `published.csv` as "Table 2: Ours", then an override of both, if need be.
         expect: "more", "less" or "equal": what the statement says of first less second.
     """
@@ -39,6 +42,9 @@ class Check:
     study: tuple[str, str] | None = None
     published: tuple[str, ...] | None = None
     expect: str = "more"
+    summary: tuple[str, ...] | None = None
+    at_most: float | None = None
+    at_least: float | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from scipy.stats import t as student_t
 
@@ -49,8 +50,10 @@ class Outcome:
         """Whether our rows bear the statement out: `HOLDS`, `CONTRADICTED`, `UNDECIDED` or `ONE_RUN`.
 
         Equality is held against the published difference where there is one, else against none at all; it holds
-        as long as the interval contains it.
+        as long as the interval contains it. A bound holds or does not.
         """
+        if self.check.summary is not None:
+            return HOLDS if self._in_bounds else CONTRADICTED
         if self.interval is None:
             return ONE_RUN
         low, high = self.interval
@@ -59,6 +62,11 @@ class Outcome:
         if self.check.expect == "less":
             low, high = -high, -low
         return HOLDS if low > 0 else CONTRADICTED if high < 0 else UNDECIDED
+
+    @property
+    def _in_bounds(self) -> bool:
+        low, high = self.check.at_least, self.check.at_most
+        return (low is None or self.difference >= low) and (high is None or self.difference <= high)
 
     @property
     def points_away(self) -> bool:
@@ -75,6 +83,8 @@ class Outcome:
 
     def text(self) -> str:
         """The difference with its interval, as the page shows it."""
+        if self.check.summary is not None:
+            return f"{self.difference:.2g} (n = {self.n})"
         unit = f" {self.unit}" if self.unit else ""
         if self.interval is None:
             return f"{signed(self.difference)}{unit} (1 run)"
@@ -98,6 +108,8 @@ def outcome(check: Check, results: Path) -> Outcome:
     Raises:
         UserError: there are no such rows.
     """
+    if check.summary is not None:
+        return _of_summary(check, results)
     if check.study is not None:
         return _of_study(check, results)
     firsts = _runs(results, check.first)
@@ -167,19 +179,32 @@ def _runs(results: Path, pattern: str) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def _of_study(check: Check, results: Path) -> Outcome:
-    """Means over a study's tasks of the loss when learnt; its seeds are summarised, so the interval is unpaired."""
-    path = results / check.first / "summary.json"
+def _of_summary(check: Check, results: Path) -> Outcome:
+    """A number that a study has worked out over its networks."""
+    summary = _read_summary(results / check.first)
+    value = summary
+    for key in check.summary or ():
+        value = value[key]
+    return Outcome(check, summary["num_networks"], float(value), None, "", None, None, None)
+
+
+def _read_summary(folder: Path) -> dict[str, Any]:
+    path = folder / "summary.json"
     if not path.is_file():
         raise UserError(f"{path} is not there.")
-    summary = json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _of_study(check: Check, results: Path) -> Outcome:
+    """Means over a study's tasks of the loss when learnt; its seeds are summarised, so the interval is unpaired."""
+    summary = _read_summary(results / check.first)
     rows = {row["initialisation"]: row for row in summary["rows"]}
     assert check.study is not None
     means, errors = [], []
     for name in check.study:
         losses, standard = rows[name]["loss_when_learnt"], rows[name]["standard_error_when_learnt"]
         if None in losses:
-            raise UserError(f"{name} diverged in {path}, so it has no loss to compare.")
+            raise UserError(f"{name} diverged in {check.first}, so it has no loss to compare.")
         means.append(statistics.fmean(losses))
         errors.append(math.sqrt(sum(error**2 for error in standard)) / len(standard))
     difference, n = means[0] - means[1], summary["settings"]["num_seeds"]

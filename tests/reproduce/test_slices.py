@@ -1,0 +1,134 @@
+"""Training in slices: what is skipped, what ends in time and goes on, and what is said where something is missing."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from growlab.errors import UserError
+from growlab.reproduce import slices
+from growlab.reproduce.__main__ import main
+from growlab.reproduce.registry import Job, registry
+from growlab.reproduce.slices import Place, command, train
+
+REGISTRY = registry()
+JOBS = [Job("digits", (f"seed={seed}",), 2, "digits", False) for seed in range(3)]
+# Counts to a number in its folder, a tenth of a second each, saves at SIGTERM and goes on from there, as a run does.
+COUNTER = """
+import json, pathlib, signal, sys, time
+folder, last = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+folder.mkdir(parents=True, exist_ok=True)
+state = folder / "state"
+done = int(state.read_text()) if state.exists() else 0
+def save(*_):
+    state.write_text(str(done))
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+while done < last:
+    time.sleep(0.1)
+    done += 1
+(folder / "results.json").write_text(json.dumps(done))
+"""
+
+
+@pytest.fixture
+def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    place = Place(tmp_path / "runs", None, ())
+    monkeypatch.setattr(
+        slices,
+        "command",
+        lambda job, place, registry: [sys.executable, "-c", COUNTER, str(place.runs / job.folder), "8"],
+    )
+    return place
+
+
+def test_a_slice_ends_in_time_and_the_next_goes_on(counting: Place) -> None:
+    started = time.monotonic()
+    assert train(JOBS, counting, REGISTRY, minutes=0.5 / 60) == 0
+    assert time.monotonic() - started < 10
+    state = counting.runs / JOBS[0].folder / "state"
+    assert 0 <= int(state.read_text()) < 8 and not counting.done(JOBS[0])
+    assert train(JOBS[:1], counting, REGISTRY, minutes=1) == 1
+    assert json.loads((state.parent / "results.json").read_text()) == 8
+    assert train(JOBS, counting, REGISTRY, minutes=0.1 / 60) == 0
+
+
+def test_a_run_that_fails_is_told(counting: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = [sys.executable, "-c", "import sys; sys.exit(2)"]
+    monkeypatch.setattr(slices, "command", lambda *_: failing)
+    with pytest.raises(UserError, match=r"digits/seed=0 failed \(exit code 2\)"):
+        train(JOBS, counting, REGISTRY, minutes=1)
+
+
+def test_a_jobs_command_names_its_folder_data_and_device(tmp_path: Path) -> None:
+    (tmp_path / "cifar10").mkdir()
+    (tmp_path / "cifar10" / "train.parquet").touch()
+    place = Place(tmp_path / "runs", tmp_path, ("trainer=gpu", "compile=true"))
+    job = REGISTRY.items["table11"].jobs([4])[0]
+    line = command(job, place, REGISTRY)
+    assert line[1:5] == ["-m", "growlab", "-m", "experiment=table11"]
+    expected = {
+        *("method=growing_vt", "seed=4", "trainer=gpu", "compile=true", "ckpt_path=last"),
+        *(
+            f"data.root={tmp_path}/cifar10",
+            "hydra.sweeper.params=null",
+            f"hydra.sweep.dir={tmp_path}/runs/table11",
+        ),
+        "hydra.sweep.subdir='method=growing_vt,seed=4'",
+    }
+    assert expected == set(line[5:])
+    study = REGISTRY.items["hyperfan_continual_regression"].jobs()[0]
+    assert not any(
+        word.startswith(("ckpt_path", "trainer", "data.root")) for word in command(study, place, REGISTRY)
+    )
+
+
+def test_missing_data_and_wrong_words_are_told_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, told in (
+        (
+            ["table3", "--data", str(tmp_path)],
+            f"cifar100 is not in {tmp_path}: name the folder above it with --data",
+        ),
+        (["tabel3"], "there is nothing to reproduce that is called tabel3; did you mean table3?"),
+        (["table3", "--minutes", "0"], "0 is no number of minutes above 0"),
+        (["table3", "--minutes", "soon"], "--minutes"),
+        (["table3", "--seeds", "a"], "a is no list of seeds such as 0,1"),
+    ):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert told in error and error.count("\n") == 1
+
+
+def test_the_list_counts_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for job in REGISTRY.items["table7"].jobs()[:2]:
+        (tmp_path / "runs" / job.folder).mkdir(parents=True)
+        (tmp_path / "runs" / job.folder / "results.json").touch()
+    assert main(["--list", "table7"]) == 0
+    out = capsys.readouterr().out
+    assert "2 of   9 in runs; kept: 0 of 9" in out and "not run; it takes 9 runs of 160 epochs" in out
+    assert main(["--list"]) == 0
+    assert capsys.readouterr().out.count(" in runs; kept: ") == len(REGISTRY.items)
+
+
+@pytest.mark.slow
+def test_real_runs_are_measured_stopped_and_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The smallest entry: first a slice too short for it, then the rest; rows and a figure are written."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["isotropic_task_change", "--minutes", "0.4"]) == 0
+    out = capsys.readouterr().out
+    assert "1 runs to go: " in out and "0 of 1 runs are there" in out and "the same command goes on" in out
+    assert main(["isotropic_task_change", "--minutes", "9"]) == 0
+    assert "1 of 1 runs are there" in capsys.readouterr().out
+    assert (tmp_path / "runs" / "isotropic_task_change.md").is_file()
+    assert (tmp_path / "runs" / "isotropic_task_change_width_paths.png").is_file()
+    assert main(["isotropic_task_change"]) == 0
+    assert "runs to go" not in capsys.readouterr().out
