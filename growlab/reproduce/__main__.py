@@ -147,7 +147,7 @@ def _forecast(known: Registry, item: Item, place: Place, left: Sequence[Job]) ->
         print(f"{len(left)} runs to go, {item.minutes:g} minutes of one CPU core each")
         return
     hours = measured_seconds(left, place, known) / 3600
-    told = f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
+    told = f"{hours:.1f} hours" if hours >= 1 else f"{max(60 * hours, 1):.0f} minutes"
     print(f"{len(left)} runs to go: {told} here at most, by a few steps at full width", flush=True)
 
 

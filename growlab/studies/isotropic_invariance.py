@@ -50,7 +50,7 @@ def isotropic_invariance(
     """Train networks and measure, in float64, what each reparameterisation changes; tables and a figure.
 
     Args:
-        run_dir: the run's folder: `changes.csv`, `spectra.csv`, `divergence.csv`, `summary.json`, `invariance.png`.
+        run_dir: the run's folder: `changes.csv`, `spectra.csv` (of the first network), `sparsity.csv`, `divergence.csv`, `summary.json`, `invariance.png`.
         seed: of the first network; the others' follow.
         data: `growlab.data.ImageData`.
         width: of every hidden layer.
@@ -69,10 +69,11 @@ def isotropic_invariance(
         network = isotropic_mlp(data.image_shape, data.num_classes, width, depth).double()
         graph = trace(network, x[:2].double(), follow_norms=True)
         optimizer = torch.optim.Adam(network.parameters(), lr)
-        for epoch in range(epochs):
-            tables["spectra"] += _spectrum(network, graph, number, epoch)
-            _train(network, optimizer, data.training_batches(_ALL, epoch))
-        tables["spectra"] += _spectrum(network, graph, number, epochs)
+        for epoch in range(epochs + 1):
+            if number == seed:
+                tables["spectra"] += _spectrum(network, graph, epoch)
+            if epoch < epochs:
+                _train(network, optimizer, data.training_batches(_ALL, epoch))
         test = (x.double(), labels)
         tables["changes"] += [{"seed": number, **row} for row in _resized(network, graph, test, changes)]
         tables["sparsity"].append({"seed": number, **_sparse(network, graph, test)})
@@ -182,10 +183,10 @@ def _batches(data: Any, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         epoch += 1
 
 
-def _spectrum(network: nn.Module, graph: WidthGraph, seed: int, epoch: int) -> list[dict[str, Any]]:
+def _spectrum(network: nn.Module, graph: WidthGraph, epoch: int) -> list[dict[str, Any]]:
     found = spectra(graph, tensors_of(network, graph), graph.full_widths)
     return [
-        {"seed": seed, "epoch": epoch, "group": group, "rank": rank, "singular_value": value}
+        {"epoch": epoch, "group": group, "rank": rank, "singular_value": value}
         for group, values in found.items()
         for rank, value in enumerate(values.tolist())
     ]
@@ -250,22 +251,18 @@ def told(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def draw(run_dir: Path, tables: dict[str, list[dict[str, Any]]]) -> Path:
-    """`invariance.png`: accuracy over the change of width, singular values over epochs, divergence over steps."""
+    """`invariance.png`: largest error over the change of width, singular values over epochs, divergence over steps."""
     with style.styled():
         drawn = style.new_figure(7.2, 2.6)
         left, middle, right = drawn.subplots(1, 3)
         seeds = sorted({row["seed"] for row in tables["changes"]})
-        for seed in seeds:
-            own = sorted((r for r in tables["changes"] if r["seed"] == seed), key=lambda row: row["change"])
-            left.plot(
-                [r["change"] for r in own], [100 * r["accuracy"] for r in own], color="0.6", linewidth=0.8
-            )
         changes = summarise(tables)["changes"]
-        means = [100 * row["accuracy"] for row in changes.values()]
-        left.plot([int(change) for change in changes], means, marker="o")
+        errors = [row["largest_relative_error"] for row in changes.values()]
+        left.plot([int(change) for change in changes], errors, marker="o")
+        left.set_yscale("log")
         left.set_xlabel("neurons that come or go")
-        left.set_ylabel("test accuracy (%)")
-        first = [row for row in tables["spectra"] if row["seed"] == seeds[0]]
+        left.set_ylabel("relative change of outputs")
+        first = tables["spectra"]
         group = list(dict.fromkeys(row["group"] for row in first))[1]
         for rank in sorted({row["rank"] for row in first}):
             own = [row for row in first if (row["group"], row["rank"]) == (group, rank)]

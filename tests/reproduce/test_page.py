@@ -94,6 +94,22 @@ def test_a_studys_interval_is_that_of_two_means(tmp_path: Path) -> None:
         outcome(Check("", "study", study=("a", "b")), tmp_path)
 
 
+def test_a_bound_on_a_studys_number_holds_or_not(tmp_path: Path) -> None:
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "summary.json").write_text('{"num_networks": 3, "errors": {"+1": 0.25}}')
+    named = {"first": "study", "summary": ("errors", "+1")}
+    bounds = [
+        {"at_most": 0.25},
+        {"at_most": 0.2},
+        {"at_least": 0.2},
+        {"at_least": 0.3},
+        {"at_least": 0, "at_most": 1},
+    ]
+    found = [outcome(Check("", **named, **bound), tmp_path) for bound in bounds]
+    assert [one.verdict for one in found] == [HOLDS, CONTRADICTED, HOLDS, CONTRADICTED, HOLDS]
+    assert found[0].text() == "0.25 (n = 3)"
+
+
 def test_an_entry_counts_whole_rows_and_shortened_ones(tmp_path: Path) -> None:
     scores(tmp_path / "kept", [0.9, 0.91, 0.92], [0.8, 0.81, 0.82001])
     item = Item(
