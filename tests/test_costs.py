@@ -13,6 +13,7 @@ from growlab.analysis.published import published
 from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.flops import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
+from growlab.reproduce.registry import registry
 from growlab.training.plan import StageCost
 from growlab.widths import trace
 from tests.runs import ROOT
@@ -37,8 +38,11 @@ def hydra_started() -> Iterator[None]:
         yield
 
 
-def cost_percent(experiment: str) -> float:
-    """As the run itself works it out, but on the meta device, where nothing is computed."""
+def stage_costs(experiment: str) -> tuple[tuple[int, ...], list[int], int]:
+    """Epochs and FLOPs per image of each stage, and FLOPs of the full network.
+
+    As the run itself works them out, but on the meta device, where nothing is computed.
+    """
     cfg = compose(PRIMARY, overrides=[f"experiment={experiment}"])
     settings = OmegaConf.to_container(cfg.schedule, resolve=True)
     others = ("learning_rate", "demand", "equal_flops", "budget", "batch_size", "max_memory_gib_per_device")
@@ -50,7 +54,12 @@ def cost_percent(experiment: str) -> float:
     graph = trace(network, torch.zeros(2, 3, size, size))
     network, sample = network.to("meta"), torch.empty(1, 3, size, size, device="meta")
     flops = [*map(StageCost(network, graph, (), sample), schedule.widths(graph))]
-    return train_cost_percent(schedule.epochs, flops, forward_flops(network, sample), schedule.total_epochs)
+    return schedule.epochs, flops, forward_flops(network, sample)
+
+
+def cost_percent(experiment: str) -> float:
+    epochs, flops, full = stage_costs(experiment)
+    return train_cost_percent(epochs, flops, full, sum(epochs))
 
 
 def test_every_published_cost_belongs_to_an_experiment() -> None:
@@ -76,3 +85,16 @@ def test_imagenets_epochs_are_the_published_ones() -> None:
             settings.total_epochs, 256, settings.num_stages, None, settings.initial_fraction
         )
         assert schedule.epochs == (4, 4, 5, 6, 8, 9, 11, 14, 29)
+
+
+def test_table_14s_cost_is_told_as_we_count_it() -> None:
+    """Data that arrive with the stages, against fixed size on the same data; OSGD passes over old data once more."""
+    epochs, flops, full = stage_costs("table14")
+    shares = [0.2 + 0.1 * stage for stage in range(9)]
+    whole = full * sum(n * share for n, share in zip(epochs, shares, strict=True))
+    spent = sum(n * share * cost for n, share, cost in zip(epochs, shares, flops, strict=True))
+    looking_back = sum(share * cost for share, cost in zip(shares[:-1], flops[:-1], strict=True))
+    counted = (f"{100 * spent / whole:.2f}", f"{100 * (spent + looking_back) / whole:.2f}")
+    header = (ROOT / "conf" / "experiment" / "table14.yaml").read_text()
+    assert f"train cost {counted[0]} %, with dynamic OSGD {counted[1]} % by our count" in header
+    assert all(number in registry().items["table14"].claim for number in counted)

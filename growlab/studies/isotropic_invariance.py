@@ -50,7 +50,8 @@ def isotropic_invariance(
     """Train networks and measure, in float64, what each reparameterisation changes; tables and a figure.
 
     Args:
-        run_dir: the run's folder: `changes.csv`, `spectra.csv` (of the first network), `sparsity.csv`, `divergence.csv`, `summary.json`, `invariance.png`.
+        run_dir: the run's folder: `changes.csv`, `spectra.csv` (of the first network), `sparsity.csv`,
+            `divergence.csv`, `summary.json`, `invariance.png`.
         seed: of the first network; the others' follow.
         data: `growlab.data.ImageData`.
         width: of every hidden layer.
