@@ -43,7 +43,7 @@ RULES = {
     "fairseq_library": rule(packages="hydra"),
     "analysis": rule("widths"),
     "training": rule("widths growth optim triggers parts grower analysis flops data frontends"),
-    "studies": rule("parts networks growth analysis flops training", packages="torch hydra omegaconf"),
+    "studies": rule("widths parts networks growth analysis flops training", packages="torch hydra omegaconf"),
     "translation": rule("fairseq_library data training", packages="torch"),
     "signatures": rule(packages="omegaconf"),
     "configs": rule("naming signatures", packages="hydra omegaconf"),
