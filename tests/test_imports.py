@@ -54,7 +54,7 @@ RULES = {
     "explain": rule("trainer_options", packages="hydra omegaconf yaml"),
     "library": rule(packages="torch torchvision timm safetensors"),
     "widths.__main__": rule("survey", packages=""),
-    "survey": rule("networks widths growth analysis flops", packages="torch"),
+    "survey": rule("networks widths growth parts analysis flops", packages="torch"),
     "analysis.__main__": rule("analysis"),
     "reproduce": rule("analysis configuration"),
     "reproduce.__main__": rule("analysis reproduce"),

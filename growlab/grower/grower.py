@@ -88,7 +88,8 @@ class Grower:
         self._modules: list[nn.Module] = []
         self._regions: dict[str, Regions] | None = None
         if graph is None:
-            graph = prepared(self.network, self.probe(), method, self.parts, seed)
+            # A network that keeps its widths need not be one whose widths can be found.
+            graph = prepared(self.network, self.probe(), method, self.parts, seed, grows=self.trigger.resizes)
         past, self.full_graph, self.graph = dict(self.network.named_parameters()), graph, graph
         self.seed_widths = with_parts(self, self.trigger.first(graph), 0)
         share = self.trigger.share(0, self.seed_widths)

@@ -29,7 +29,8 @@ def arrive(
     if not graph.axes.keys() <= tensors.keys():
         return
     shapes = {name: tuple(tensors[name].shape) for name in graph.axes}
-    widths = {**run.state.widths, **graph.widths_of(shapes)}
+    # Groups whose tensors are yet to come have the widths that they are to come with.
+    widths = {**(run.state if known is None else known).widths, **graph.widths_of(shapes)}
     if any(graph.shape(name, widths) != shape for name, shape in shapes.items()):
         return
     known = known if known is not None and known.widths == widths else None

@@ -1,6 +1,8 @@
 """Parts: features beside growing, each of its own and none known to the engine."""
 
 import importlib
+import importlib.util
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from growlab.parts.part import Part
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from growlab.parts.isotropic import Isotropic
     from growlab.parts.osgd import OldGradient
 
-__all__ = ["Averages", "Classes", "Depth", "Hyperfan", "Isotropic", "OldGradient", "Part"]
+__all__ = ["Averages", "Classes", "Depth", "Hyperfan", "Isotropic", "OldGradient", "Part", "available"]
 
 # None is imported before it is used: a part's file may be taken away.
 _HOMES = {
@@ -30,3 +32,12 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'growlab.parts' has no attribute {name!r}")
     return getattr(importlib.import_module(f"growlab.parts.{_HOMES[name]}"), name)
+
+
+def available() -> Iterator[type[Part]]:
+    """The parts whose files are there."""
+    for name, home in _HOMES.items():
+        if importlib.util.find_spec(f"growlab.parts.{home}") is not None:
+            found = getattr(importlib.import_module(f"growlab.parts.{home}"), name)
+            if isinstance(found, type) and issubclass(found, Part):
+                yield found

@@ -30,6 +30,11 @@ class Part:
     num_copies: int = 0
     one_group: bool = False
 
+    @classmethod
+    def examine(cls, network: nn.Module, example: tuple[Any, ...]) -> list[str]:
+        """What it would find in a network, in lines for a person; the network stays as it is."""
+        return []
+
     def applies(self, trigger: Trigger) -> bool:
         """Whether it has anything to do in a run with such a trigger; else it is left out."""
         return True

@@ -25,6 +25,7 @@ from growlab.growth import (
     plant,
 )
 from growlab.growth.parity import observe, relative_error
+from growlab.parts import available
 from growlab.survey.sources import load
 from growlab.widths import UnsupportedOperation, WidthGraph, light_copy, resize, tensors_in, trace
 
@@ -64,6 +65,7 @@ class Report:
         trace_sec: CPU seconds of tracing.
         event_sec: CPU seconds of the longest growth event, its checks in float64 included.
         probe: shapes of the inputs that parity was measured on.
+        parts: what parts find in it, in lines, by the part's name.
         parity: method -> largest relative output error over the stages, in eval and train mode, and of the
             network as the library builds it once the grown state_dict is loaded into it ("loaded").
     """
@@ -83,6 +85,7 @@ class Report:
     trace_sec: float = 0.0
     event_sec: float = 0.0
     probe: list[list[int]] = field(default_factory=list)
+    parts: dict[str, list[str]] = field(default_factory=dict)
     parity: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
@@ -101,6 +104,7 @@ def examine(
     stages: int = 3,
     opaque: Sequence[str] = (),
     methods: Sequence[str] = tuple(METHODS),
+    parts: bool = True,
 ) -> Report:
     """Trace a network, grow it with every method on random data, and measure parity in float64.
 
@@ -110,6 +114,7 @@ def examine(
         stages: from a quarter of the width to all of it.
         opaque: operations that growth need not pass.
         methods: names in `METHODS`.
+        parts: ask parts too what they find.
     """
     torch.manual_seed(0)
     network, inputs = load(name, input_shape)
@@ -123,6 +128,8 @@ def examine(
     report.steps = {name: step for name in graph.groups if (step := _channels_at_a_time(graph, name)) > 1}
     report.fixed = dict(graph.fixed)
     report.last = graph.last_layers
+    if parts:
+        report.parts = {part.name: lines for part in available() if (lines := part.examine(network, inputs))}
     tensors = dict(network.named_parameters())
     report.full_params = sum(p.numel() for p in tensors.values())
     growing = sum(p.numel() for n, p in tensors.items() if graph.grows(n))

@@ -121,7 +121,7 @@ def _child(
         resource.setrlimit(resource.RLIMIT_DATA, (int(memory_limit_gb * 2**30),) * 2)
     torch.set_num_threads(1)
     try:
-        report = examine(name, input_shape, methods=methods)
+        report = examine(name, input_shape, methods=methods, parts=False)
     except Exception as error:  # whatever a library raises is this network's row, not the matrix's end
         first_line = (str(error).strip().splitlines() or ["no message"])[0]
         report = Report(name, error=f"{type(error).__name__}: {first_line}")

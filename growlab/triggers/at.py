@@ -53,6 +53,7 @@ class At(Trigger):
                 f"{len(batch_sizes)} batch sizes do not fit {len(self.starts)} stages; give one each."
             )
         self.unit = unit
+        self.resizes = any(isinstance(width, Mapping) or width != 1 for width in self._widths)
         self.batch_sizes = None if batch_sizes is None else tuple(batch_sizes)
 
     def forecast(self, graph: WidthGraph) -> list[Widths]:
@@ -143,7 +144,7 @@ class Never(Trigger):
         if not 0 <= depth <= 1:
             raise UserError(f"growth.depth_multiple={depth} must be a part of the blocks, from 0 to 1.")
         self._width, self.depth = width, depth
-        self.resizes = width != 1 or depth != 1
+        self.resizes = width != 1
 
     def forecast(self, graph: WidthGraph) -> list[Widths]:
         """The width of each group."""

@@ -44,6 +44,10 @@ def describe(report: Report) -> str:
     if report.fixed:
         lines.append("  stays       at full width, because")
         lines += [f"    {names}: {reason}" for names, reason in _alike(report.fixed.items())]
+    for name, found in report.parts.items():
+        lines += [
+            f"  {title:<11} {line}" for title, line in zip([name, *[""] * len(found)], found, strict=False)
+        ]
     if report.parity:
         shapes = ", ".join("x".join(map(str, shape)) for shape in report.probe)
         lines.append(

@@ -1,11 +1,15 @@
 """Features that do not know of each other, together: resumed like uninterrupted, two ranks like each other."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from signal import SIGKILL
 
 import pytest
+import torch
 
+from growlab.flops import forward_flops
+from growlab.networks import resnet20
 from tests.runs import MLP, SMALL, CommandLine, Left
 from tests.test_resume import INCREMENTAL
 
@@ -16,6 +20,10 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
     "depth on demand": (
         *(*DEEP, "schedule=plateau", "schedule.demand.patience=1"),
         "schedule.demand.metric=train_loss",
+    ),
+    "depth by copies with their state": (
+        *(*SMALL, "model.width=4", "depth.blocks=auto", "depth.start=stack", "depth.state=copy"),
+        *("growth=pairs", "lr_adapt=none", "optimizer=adamw", "ema.decay=0.9"),
     ),
     "arriving classes, a method that looks at data": (
         *(*INCREMENTAL, "growth=gradmax", "growth.steps=1"),
@@ -37,7 +45,8 @@ def test_killed_and_resumed_equals_uninterrupted(
     events = whole.growth["events"]
     assert len(events) == 2
     if "depth" in name:
-        assert sum(len(event["inserted"]) for event in events) == 6
+        # Copies need a block of the same shapes that is there: one less in each later part of the network.
+        assert sum(len(event["inserted"]) for event in events) == (4 if "copies" in name else 6)
     for event in events:
         for mode in ("eval", "train"):
             tolerance = event[f"parity_tolerance_{mode}"]
@@ -49,10 +58,49 @@ def test_killed_and_resumed_equals_uninterrupted(
     assert not Left.by(tmp_path / "run").differences(whole)
 
 
-@pytest.mark.parametrize("name", ["depth within a budget, averages", "old gradient by stages, on demand"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "depth within a budget, averages",
+        "depth by copies with their state",
+        "old gradient by stages, on demand",
+    ],
+)
 def test_two_ranks_hold_the_same(cli: CommandLine, tmp_path: Path, name: str) -> None:
     """Compared after every event and at the end, by the run itself."""
     command = (*COMBINATIONS[name], "trainer=ddp_cpu", "trainer.devices=2", "hydra.run.dir=run")
     outcome = cli(*command, cwd=tmp_path)
     assert outcome.code == 0, outcome.err
     assert len(Left.by(tmp_path / "run").growth["events"]) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_smaller_network_in_parts_of_epochs_within_a_budget_resumes(
+    cli: CommandLine, tmp_path: Path, ranks: int
+) -> None:
+    """Three of six blocks, never grown: at one budget it trains for more epochs than the full network."""
+    command = (
+        *("data.limit_train=96", "data.limit_test=20", "data.batch_size=16", "data.epoch_parts=3"),
+        *("model.width=4", "depth.blocks=auto", "growth=none", "growth.depth_multiple=0.5", "lr_adapt=none"),
+        *("schedule.budget=2", "schedule.learning_rate.clock=cost", "checkpoint.every_n_steps=1"),
+        *(["trainer=ddp_cpu", f"trainer.devices={ranks}"] if ranks > 1 else []),
+    )
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    outcome = cli(*command, "hydra.run.dir=whole", cwd=tmp_path, fault=("keep_checkpoints", str(kept)))
+    assert outcome.code == 0, outcome.err
+    whole = Left.by(tmp_path / "whole")
+    steps, (stage,) = whole.checkpoint["global_step"], whole.results["stages"]
+    blocks = {".".join(name.split(".")[:3]) for name in whole.weights if name.startswith("layers.")}
+    assert len(blocks) == 3 + 3 and whole.growth["events"] == []
+    full = 2 * 96 * forward_flops(resnet20((1, 8, 8), 10, width=4), torch.zeros(1, 1, 8, 8))
+    spent = stage["epochs"] * 32 * stage["flops_per_sample"]
+    assert stage["epochs"] > 2 * 3 and 0 <= full - spent < 32 * stage["flops_per_sample"]
+    # In the middle of a part of an epoch, at its end, and in the last one.
+    for step in (1, steps // 2, steps // 2 + 1, steps - 1):
+        folder = tmp_path / f"from_{step}"
+        (folder / "checkpoints").mkdir(parents=True)
+        shutil.copy(kept / f"{step}.ckpt", folder / "checkpoints" / "last.ckpt")
+        outcome = cli(*command, f"hydra.run.dir={folder.name}", "ckpt_path=last", cwd=tmp_path)
+        assert outcome.code == 0, outcome.err
+        assert not Left.by(folder).differences(whole)

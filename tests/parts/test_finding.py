@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from growlab.errors import UserError
 from growlab.grower import no_widths
 from growlab.growth import PairGrowth
+from growlab.parts import Depth
 from growlab.parts.depth import Blocks
 from growlab.parts.depth.search import Search
+from growlab.widths.__main__ import main as widths_command
 
 EXACT = 1e-10
 SAMPLES = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -426,3 +428,31 @@ def test_looking_for_blocks_leaves_the_network_alone() -> None:
     assert all(m.training and not m._forward_hooks and not m._forward_pre_hooks for m in network.modules())
     assert not any(p.requires_grad for p in network.parameters())
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def added() -> tuple[nn.Module, tuple[Tensor]]:
+    """For the command line."""
+    return Added(4), (SAMPLES,)
+
+
+def test_the_report_of_a_network_lists_its_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert widths_command(["tests.parts.test_finding:added", "--methods", "pairs"]) == 0
+    text = capsys.readouterr().out
+    (line,) = [line for line in text.splitlines() if line.startswith("  depth ")]
+    assert " ".join(line.split()) == (
+        "depth 3 of 4 Sequential (whatever.1, whatever.2, whatever.3) may come in later, exactly with start=zero or "
+        "stack"
+    )
+
+
+def test_the_part_tells_what_it_finds_and_why_others_stay() -> None:
+    torch.manual_seed(0)
+    assert Depth.examine(Layers(), (SAMPLES,)) == [
+        "3 of 4 Linear (hidden.1, hidden.2, hidden.3) may come in later, exactly with start=identity"
+    ]
+    (line,) = Depth.examine(PostNorm(), (SAMPLES,))
+    assert line.startswith("layers.1, layers.2 cannot be left out: no sum at its end hands its input on")
+    assert Depth.examine(nn.Linear(8, 4), (SAMPLES,)) == ["no modules of one kind behind one another"]
+    lines = Depth.examine(torchvision("resnet18")(), (images(32),))
+    assert lines[0] == "1 of 2 BasicBlock (layer1.1) may come in later, exactly with start=zero or stack"
+    assert lines[1] == "1 of 2 BasicBlock (layer2.1) may come in later, exactly with start=zero"

@@ -88,8 +88,9 @@ class Blocks:
         return list(self.blocks)[: round(share * len(self.blocks))]
 
     def tensors(self, name: str) -> list[str]:
-        """Names of a block's tensors."""
-        return [tensor for tensor in self.full.axes if self.blocks[name].holds(tensor)]
+        """Names of a block's tensors, as a `state_dict` has them."""
+        modules = zip(self.blocks[name].paths, self._modules[name], strict=True)
+        return [f"{path}.{tensor}" for path, module in modules for tensor in module.state_dict()]
 
     def leave_out(self, network: nn.Module, names: Collection[str] | None = None) -> None:
         """Take blocks out of a network, in place: all of them, or the named ones."""

@@ -12,6 +12,7 @@ from growlab.errors import UserError
 from growlab.growth import GrowthState
 from growlab.optim.followers import copy_state, order_parameters
 from growlab.parts.depth.blocks import Blocks
+from growlab.parts.depth.describe import describe
 from growlab.parts.part import Part
 from growlab.triggers import Never, Run, Trigger, Widths
 from growlab.widths import WidthGraph
@@ -49,6 +50,11 @@ class Depth(Part):
             raise UserError(f"depth.state must be zero or copy, not {state!r}.")
         self._start, self._state = str(start), str(state)
         self._depth: Blocks | None = None
+
+    @classmethod
+    def examine(cls, network: nn.Module, example: tuple[Any, ...]) -> list[str]:
+        """Chains of blocks of one kind: which may come in later, how exactly, and why others stay."""
+        return describe(network, example)
 
     @property
     def depth(self) -> Blocks:
@@ -88,6 +94,12 @@ class Depth(Part):
                 "depth.blocks needs a trigger that knows how far growth has come: take schedule=exponential, linear or "
                 "a demand, and a growth method that follows it."
             )
+
+    def begin(self, run: Run) -> None:
+        """Note the blocks that the seed has: none where it grows, a part of them in a smaller network."""
+        share = run.trigger.share(0, run.seed_widths)
+        assert share is not None
+        run.state.blocks |= dict.fromkeys(self.depth.present_at(share), 0)
 
     def births(self, state: GrowthState) -> Mapping[str, int]:
         """Stage that the blocks' tensors came with."""

@@ -1,0 +1,255 @@
+"""Depth in a plain loop: with every method, optimizer and average, resumed at any step."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
+
+from growlab.errors import UserError
+from growlab.grower import Grower
+from growlab.growth import (
+    FireFly,
+    GradMax,
+    GrowthMethod,
+    Net2Net,
+    PairGrowth,
+    RandomGrowth,
+    Splitting,
+    Tiny,
+    VarianceTransfer,
+    make_schedule,
+)
+from growlab.parts import Averages, Depth, Part
+from growlab.triggers import At
+from growlab.widths import UnsupportedOperation
+from tests.runs import ROOT
+from tests.test_grower import (  # noqa: F401 (a fixture)
+    EPOCHS,
+    OPTIMIZERS,
+    PROBE,
+    STAGES,
+    STEPS,
+    Loop,
+    batch,
+    traced_once,
+    two_groups,
+)
+
+PAGE = (ROOT / "notebooks" / "docs" / "pages" / "guide" / "schedules.md").read_text(encoding="utf-8")
+
+
+class Residual(nn.Module):
+    def __init__(self, normalise: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = normalise(8), nn.Linear(8, 10), nn.Linear(10, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def layer_normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), *(Residual(nn.LayerNorm) for _ in range(3)), nn.Linear(8, 3))
+
+
+def batch_normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), *(Residual(nn.BatchNorm1d) for _ in range(3)), nn.Linear(8, 3))
+
+
+def adam(network: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(network.parameters(), lr=0.01)
+
+
+ALONE = {0: 1.0, 1: 1.0, 3: 1.0}
+BY_STEPS = At({0: 0.5, 4: 0.75, 7: 1.0}, unit="step")
+SCHEDULE = make_schedule(EPOCHS, 8, epochs=[1, 2, 1], widths=[0.5, 0.75, 1.0])
+# What of a run differs from the default: optimizer, network, and settings of the grower.
+RUNS: dict[str, dict[str, Any]] = {
+    "regions and rates": {"make": OPTIMIZERS["growlab"]},
+    "batch normalisation": {"make": OPTIMIZERS["growlab"], "network": batch_normed},
+    "copies with their state": {"make": adam, "parts": {"start": "stack", "state": "copy"}},
+    "whole copies": {"make": adam, "parts": {"start": "gstack", "state": "copy"}, "method": PairGrowth()},
+    "two groups of parameters": {"make": two_groups, "parts": {"start": "stack", "state": "copy"}},
+    "depth alone": {"make": adam, "trigger": ALONE},
+    "at steps": {"make": adam, "trigger": BY_STEPS},
+    "a schedule": {"make": OPTIMIZERS["momentum"], "trigger": SCHEDULE, "method": Net2Net()},
+    "averages": {"make": adam, "average": True},
+    "named, in another order": {"make": adam, "parts": {"blocks": ["3", "2"]}},
+}
+
+
+def loop(
+    make: Any = adam,
+    network: Any = layer_normed,
+    trigger: Any = STAGES,
+    parts: dict[str, Any] | None = None,
+    average: bool = False,
+    **settings: Any,
+) -> Loop:
+    own: list[Part] = [Depth(**(parts or {})), *([Averages(0.9)] if average else [])]
+    made = Loop(make, network, trigger, parts=own, **settings)
+    made.grower.look_at(lambda number: [batch(n) for n in range(number)], F.cross_entropy)
+    return made
+
+
+def blocks_of(run: Loop) -> list[list[str]]:
+    return [[one["block"] for one in event.get("inserted", [])] for event in run.grower.events]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_resumed_at_any_step_it_is_the_uninterrupted_run(name: str) -> None:
+    whole = loop(**RUNS[name])
+    files = [whole.train(killed).saved() for killed in range(2, STEPS * EPOCHS, 3)]
+    files += [whole.train(STEPS * 3 + after).saved() for after in (0, 1)]
+    wanted = whole.train().everything()
+    assert (
+        sorted(name for names in blocks_of(whole) for name in names) == ["2", "3"]
+        and len(blocks_of(whole)) == 2
+    )
+    for file in files:
+        assert loop(**RUNS[name]).resume(file).train().everything() == wanted
+    assert list(whole.grower.finish().state_dict()) == list(
+        RUNS[name].get("network", layer_normed)().state_dict()
+    )
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_everything_learns_from_the_second_step_after_a_block_came_in(name: str) -> None:
+    run = loop(**RUNS[name]).train(STEPS * 3)
+    run.train(STEPS * 3 + 1)
+    before = {key: p.detach().clone() for key, p in run.network.named_parameters()}
+    run.train(STEPS * 3 + 3)
+    assert all(
+        not torch.equal(before[key], p) for key, p in run.network.named_parameters() if key.startswith("3.")
+    )
+
+
+def doubled(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = batch(step)
+    return x.double(), y
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        *(PairGrowth(), Net2Net(), VarianceTransfer(), RandomGrowth()),
+        # Channels under a layer normalisation are not theirs.
+        *(method(fallback="pairs") for method in (GradMax, FireFly, Splitting, Tiny)),
+    ],
+    ids=lambda method: method.name,
+)
+@pytest.mark.parametrize("start", ["zero", "stack"])
+def test_blocks_come_in_exactly_while_any_method_widens(method: GrowthMethod, start: str) -> None:
+    network = layer_normed().double()
+    part = Depth(start=start)
+    grower = Grower(network, PROBE, method=method, trigger=STAGES, parts=[part], anneal_steps=2)
+    grower.look_at(lambda number: [doubled(n) for n in range(number)], F.cross_entropy)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    grower.follow(optimizer)
+    for step in range(STEPS * EPOCHS):
+        grower.step(epoch=step // STEPS)
+        x, y = doubled(step)
+        optimizer.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        optimizer.step()
+    inserted = [one for event in grower.events for one in event["inserted"]]
+    assert [one["block"] for one in inserted] == ["2", "3"]
+    assert all(one["parity_tolerance"] == 1e-10 for one in inserted)
+    assert max(one[f"parity_error_{mode}"] for one in inserted for mode in ("eval", "train")) <= 1e-10
+    assert grower.events[-1]["widths_after"] == grower.full_graph.full_widths
+    layer_normed().double().load_state_dict(grower.finish().state_dict())
+
+
+@pytest.mark.parametrize(("state", "start"), [("copy", "stack"), ("copy", "gstack"), ("zero", "stack")])
+def test_state_of_copies_is_a_copy_or_none(state: str, start: str) -> None:
+    run = loop(parts={"start": start, "state": state}, trigger=ALONE, method=PairGrowth()).train(STEPS)
+    run.grower.step(epoch=1)
+    moments = run.optimizer.state
+    own, twin = dict(run.network[2].named_parameters()), dict(run.network[1].named_parameters())
+    for name, parameter in own.items():
+        if state == "zero" or (start == "stack" and name.startswith("down")):
+            assert parameter not in moments
+        else:
+            assert torch.equal(moments[parameter]["exp_avg_sq"], moments[twin[name]]["exp_avg_sq"])
+            assert moments[parameter]["exp_avg_sq"] is not moments[twin[name]]["exp_avg_sq"]
+            assert moments[parameter]["step"] == STEPS
+
+
+def test_a_module_that_follows_gets_the_blocks_too() -> None:
+    run = loop(parts={"start": "stack"})
+    average = AveragedModel(run.network)
+    run.grower.follow(average)
+    run.train()
+    assert average.module.state_dict().keys() == run.network.state_dict().keys()
+    assert isinstance(average.module[3], Residual)
+
+
+def test_groups_by_layer_do_not_say_where_a_new_one_belongs() -> None:
+    def by_layer(network: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            [{"params": m.parameters()} for m in network if len(list(m.parameters()))], lr=0.1
+        )
+
+    # The only block with tensors of such names is one group's: what comes in joins it.
+    run = loop(by_layer).train()
+    held = [{id(p) for p in group["params"]} for group in run.optimizer.param_groups]
+    assert {id(p) for p in run.network[3].parameters()} <= held[1]
+    several = loop(by_layer, parts={"blocks": ["3"]})
+    with pytest.raises(UserError, match=r"SGD's 4 groups 2 hold parameters named like 3\.norm\.weight"):
+        several.train()
+
+
+class Untraceable(nn.Module):
+    """Widths cannot be found: the forward goes by numbers in the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layer_normed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x if x.sum().item() < 1e6 else -x)
+
+
+def untraceable() -> nn.Module:
+    return Untraceable()
+
+
+def test_a_network_that_keeps_its_widths_need_not_be_traced() -> None:
+    settings: dict[str, Any] = {"network": untraceable, "trigger": ALONE, "parts": {"start": "stack"}}
+    whole = loop(**settings)
+    assert not whole.grower.full_graph.groups
+    files = [whole.train(killed).saved() for killed in (STEPS, STEPS + 1, 3 * STEPS, 3 * STEPS + 2)]
+    wanted = whole.train().everything()
+    assert blocks_of(whole) == [["layers.2"], ["layers.3"]]
+    for file in files:
+        assert loop(**settings).resume(file).train().everything() == wanted
+    # Names of tensors alone tell which blocks there are.
+    tensors = {
+        name: tensor for name, tensor in loop(**settings).train(STEPS + 1).network.state_dict().items()
+    }
+    other = loop(**settings)
+    other.network.load_state_dict(dict(tensors))
+    assert set(other.grower.state.blocks) == {"layers.2"}
+    with pytest.raises(UnsupportedOperation):
+        loop(network=untraceable)
+
+
+def test_the_state_of_copies_must_be_known() -> None:
+    with pytest.raises(UserError, match=r"depth\.state must be zero or copy, not 'half'"):
+        Depth(state="half")  # type: ignore[arg-type]
+
+
+def test_the_guides_example_runs() -> None:
+    (program,) = [b for b in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S) if "Depth(" in b]
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"network": layer_normed(), "x": PROBE, "loader": [batch(0), batch(1)]}
+    exec(program, names)
+    inserted = [one for event in names["grower"].events for one in event["inserted"]]
+    assert [one["block"] for one in inserted] == ["2", "3"]
+    assert all(one["copied_from"] for one in inserted)
+    layer_normed().load_state_dict(names["network"].state_dict())
