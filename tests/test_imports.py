@@ -55,6 +55,8 @@ RULES = {
     "library": rule(packages="torch torchvision timm safetensors"),
     "widths.__main__": rule("survey", packages=""),
     "survey": rule("networks widths growth parts analysis flops", packages="torch"),
+    "widen": rule("widths growth survey", packages="torch"),
+    "widen.__main__": rule("widen", packages=""),
     "analysis.__main__": rule("analysis"),
     "reproduce": rule("analysis configuration"),
     "reproduce.__main__": rule("analysis reproduce"),

@@ -114,11 +114,22 @@ def quietly(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
-        with torch.no_grad(), _full_precision(), _seeded(devices), _WithoutDropout():
+        double = any(p.dtype == torch.float64 for p in model.parameters())
+        in_double = doubles_kept() if double else contextlib.nullcontext()
+        with torch.no_grad(), _full_precision(), _seeded(devices), _WithoutDropout(), in_double:
             yield
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def doubles_kept() -> contextlib.AbstractContextManager[Any]:
+    """A context in which tensors in float64 stay so where code asks for float32 as the precise one.
+
+    Normalisations and softmax of language models are computed in float32 whatever the weights' type: what a network in
+    float64 puts out would be rounded to that.
+    """
+    return _DoublesKept()
 
 
 def main_output(output: Any) -> Tensor:
@@ -195,6 +206,21 @@ def eps_bounds(
 
 def _average(ratio: Tensor, variance: Tensor, eps: float) -> float:
     return float(torch.sqrt(((ratio - 1) ** 2 * variance / (variance + eps)).mean()))
+
+
+class _DoublesKept(TorchFunctionMode):
+    """Leaves out casts of float64 to float32."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+            kwargs = {n: torch.float64 if arg is torch.float32 else arg for n, arg in kwargs.items()}
+        return func(*args, **kwargs)
 
 
 class _WithoutDropout(TorchFunctionMode):

@@ -242,6 +242,22 @@ def _group_norm(
     return _affine(x, weight, bias).to(input.dtype)
 
 
+def _mean(
+    weights: Tensor,
+    input: Tensor,
+    dim: int | list[int] | tuple[int, ...] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    last = (-1, input.dim() - 1)
+    over_channels = dim in last or (isinstance(dim, (tuple, list)) and len(dim) == 1 and dim[0] in last)
+    if not over_channels:
+        return input.mean(dim, keepdim, dtype=dtype)
+    x, share_C = _precisely(input if dtype is None else input.to(dtype), weights)
+    return (x * share_C).sum(-1, keepdim=keepdim).to(dtype or input.dtype)
+
+
 def _precisely(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """The input, at least in float32, and each channel's share of the statistics."""
     x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -260,4 +276,6 @@ _WEIGHTED: Mapping[Any, Callable[..., Tensor]] = {
     torch.rms_norm: _rms_norm,
     F.group_norm: _group_norm,
     torch.group_norm: _group_norm,
+    torch.mean: _mean,
+    Tensor.mean: _mean,
 }

@@ -40,6 +40,8 @@ METHODS: Mapping[str, type[GrowthMethod]] = {
 _SMALL_SIDES = (96, 128)
 # Share of the parameters that has to lie in growing tensors for a network to count as growing.
 ENOUGH = 0.5
+# Share at which all of it but a part that has a reason grows.
+NEARLY_ALL = 0.9
 EXACT = 1e-10
 _QUIET = 0.3
 # Relative difference above which a row computed alone is another one, in float32.

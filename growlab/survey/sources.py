@@ -1,4 +1,4 @@
-"""Networks by name: growlab's own, torchvision's, timm's, and any factory."""
+"""Networks by name: growlab's own, torchvision's, timm's, small ones of transformers, and any factory."""
 
 import importlib
 import inspect
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from growlab.errors import UserError, how_to_install
+from growlab.survey.small_models import TYPES, small_model
 
 _NUM_CLASSES = 1000
 # In train mode its auxiliary head has a kernel larger than what 224 pixels leave.
@@ -22,9 +23,9 @@ def load(
     """Make a network and example inputs from its name.
 
     Args:
-        name: `growlab/NAME`, `torchvision/NAME`, `timm/NAME` or `package.module:factory`. A factory takes no
-            arguments, or `image_shape` and `num_classes` as in `python -m growlab model=custom`; it returns a
-            module, or (module, inputs).
+        name: `growlab/NAME`, `torchvision/NAME`, `timm/NAME`, `transformers/MODEL_TYPE` (see `small_model`) or
+            `package.module:factory`. A factory takes no arguments, or `image_shape` and `num_classes` as in
+            `python -m growlab model=custom`; it returns a module, or (module, inputs).
         input_shape: of one sample.
         num_classes: of growlab's own networks and of factories that ask for it.
 
@@ -63,11 +64,13 @@ def load(
         except RuntimeError as error:
             raise UserError(f"timm has no network {model!r}: {error}.") from error
         return network, (torch.randn(2, *shape),)
+    if source == "transformers" and slash:
+        return small_model(model)
     module, colon, factory_name = name.partition(":")
     if not colon:
         raise UserError(
-            f"{name!r} is no network's name; write growlab/NAME, torchvision/NAME, timm/NAME or "
-            "package.module:factory."
+            f"{name!r} is no network's name; write growlab/NAME, torchvision/NAME, timm/NAME, "
+            "transformers/MODEL_TYPE or package.module:factory."
         )
     sys.path.insert(0, "")
     try:
@@ -93,7 +96,7 @@ def _made(factory: Any, input_shape: Sequence[int] | None, num_classes: int) -> 
 def expand(names: Sequence[str]) -> list[str]:
     """Replace `torchvision/*` by its classification networks and `timm/*` by the smallest of each of its families.
 
-    Of timm only networks that take 3x224x224 images count.
+    Of timm only networks that take 3x224x224 images count. `transformers/*` are the model types of `TYPES`.
     """
     expanded: list[str] = []
     for name in names:
@@ -102,6 +105,8 @@ def expand(names: Sequence[str]) -> list[str]:
             expanded += [f"torchvision/{model}" for model in models.list_models(module=models)]
         elif name == "timm/*":
             expanded += [f"timm/{model}" for model in _smallest_of_families()]
+        elif name == "transformers/*":
+            expanded += [f"transformers/{model}" for model in TYPES]
         else:
             expanded.append(name)
     return expanded

@@ -6,7 +6,7 @@ from growlab.widths.groups import Attention, ChannelNorm, Group, Layer, Norm, Ra
 from growlab.widths.layout import Axis, Part
 from growlab.widths.memory_format import avoid_unsafe_kernels
 from growlab.widths.resize import grid, replace_tensors, resize, resized, restore_tensors, tensors_of
-from growlab.widths.trace import UnsupportedOperation, trace
+from growlab.widths.trace import UnsupportedOperation, layouts, trace
 from growlab.widths.trials import light_copy, tensors_in
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "applied",
     "avoid_unsafe_kernels",
     "grid",
+    "layouts",
     "light_copy",
     "replace_tensors",
     "resize",

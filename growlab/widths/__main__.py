@@ -1,8 +1,9 @@
 """`python -m growlab.widths MODEL`: what of a network can grow, what cannot and why, and how exactly.
 
-MODEL is `growlab/NAME`, `torchvision/NAME`, `timm/NAME`, or `package.module:factory` with `--input-shape C,H,W`.
+MODEL is `growlab/NAME`, `torchvision/NAME`, `timm/NAME`, `transformers/MODEL_TYPE` (a small network made from a
+configuration), or `package.module:factory` with `--input-shape C,H,W`.
 Exit code 1: a network was refused or did not grow exactly; 2: there is no such network.
-A matrix also takes `torchvision/*` and `timm/*` (the smallest network of each family).
+A matrix also takes `torchvision/*` and `timm/*` (the smallest network of each family) and `transformers/*`.
 """
 
 import argparse

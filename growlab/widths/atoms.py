@@ -102,13 +102,16 @@ class Atoms:
                 self.freeze((Run(atom),), "a single channel")
 
     def frozen_whole(self, runs: Runs) -> bool:
-        """Whether the axis was frozen as it is, not as a larger one that it is a part of or a finer one within it."""
+        """Whether the axis was frozen as it is, or in all the parts that it was cut into.
+
+        Not as a larger one that it is a part of, or in some of its parts alone.
+        """
         while len(runs) == 1 and runs[0].bare and runs[0].atom is not None:
             atom = runs[0].atom
             if atom in self.frozen_because:
                 return True
             runs = self._origin.get(atom, ())
-        return False
+        return len(runs) > 1 and all(self.frozen_whole((run,)) for run in runs)
 
     def why_fixed(self, runs: Runs) -> str:
         """The reason why an axis was frozen, or an empty string."""

@@ -45,20 +45,7 @@ def trace(
             that the network does not run.
     """
     inputs = example if isinstance(example, tuple) else (example,)
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            _TORCH_LOG.addFilter(_never)
-            program = torch.export.export(model, inputs, strict=False)
-    except Exception as error:
-        raise _not_exported(model, inputs, error) from error
-    finally:
-        _TORCH_LOG.removeFilter(_never)
-        for module, training in modes.items():
-            module.training = training
-
+    program = _exported(model, inputs)
     if unknown := sorted(set(opaque) - (known := set(operations(program.graph_module)))):
         near = sorted({match for name in unknown for match in get_close_matches(name, known)})
         raise UnsupportedOperation(
@@ -93,6 +80,40 @@ def trace(
     return max(graphs, key=lambda graph: _growing(model, graph))
 
 
+def layouts(model: nn.Module, example: Tensor | tuple[Any, ...]) -> WidthGraph:
+    """The width graph that a network's operations amount to, whether or not its code runs at other widths.
+
+    It says where channels lie in tensors of networks of the same class that are built at other widths. Heads grow as a
+    whole.
+
+    Args:
+        model: see `trace`.
+        example: see `trace`.
+
+    Raises:
+        UnsupportedOperation: see `trace`.
+    """
+    inputs = example if isinstance(example, tuple) else (example,)
+    settings = {"opaque": frozenset[str](), "follow_norms": False, "head_dimensions": False}
+    return _best_pass(_exported(model, inputs), model, {}, settings)[0]
+
+
+def _exported(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            _TORCH_LOG.addFilter(_never)
+            return torch.export.export(model, inputs, strict=False)
+    except Exception as error:
+        raise _not_exported(model, inputs, error) from error
+    finally:
+        _TORCH_LOG.removeFilter(_never)
+        for module, training in modes.items():
+            module.training = training
+
+
 def _not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exception) -> UnsupportedOperation:
     """Why: the network cannot compute such an input at all, or torch.export cannot follow how it does."""
     name = type(model).__name__
@@ -119,8 +140,13 @@ def _never(record: logging.LogRecord) -> bool:
     return False
 
 
-def _growing(model: nn.Module, graph: WidthGraph) -> int:
-    return sum(p.numel() for name, p in model.named_parameters() if graph.grows(name))
+def _growing(model: nn.Module, graph: WidthGraph) -> tuple[int, int]:
+    """Parameters in tensors that grow, and the same once for every dimension that does."""
+    counts = [
+        (p.numel(), sum(bool(axis.groups) for axis in graph.axes.get(name, ())))
+        for name, p in model.named_parameters()
+    ]
+    return sum(n for n, dims in counts if dims), sum(n * dims for n, dims in counts)
 
 
 def _best_pass(
@@ -135,7 +161,7 @@ def _best_pass(
     moved.
     """
     best: tuple[WidthGraph, list[Call]] | None = None
-    most = -1
+    most = (-1, -1)
     for _ in range(_PASSES):
         tracer = Tracer(program, model, moved=moved, **settings)
         graph = tracer.run()

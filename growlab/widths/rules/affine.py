@@ -1,8 +1,12 @@
 """Rules for affine maps: convolutions, linear layers, embeddings."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from growlab.widths.atoms import Run, fixed
+from growlab.widths.rules.opaque import CHECKS
 from growlab.widths.rules.registry import Arguments, Value, freeze_windows, keep_full_width, rule, values_in
 
 if TYPE_CHECKING:
@@ -45,6 +49,11 @@ def convolution(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def linear(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Weight [O, I] on the last dimension."""
     x, weight, bias = args["input"], args["weight"], args.get("bias")
+    if tracer.is_table(weight):
+        if gains := gains_before(tracer, node):
+            return tied_to_embedding(tracer, node, args, gains)
+        reason = "is an embedding's table and a layer's weight, and before the layer no gain is a parameter of its own"
+        tracer.atoms.freeze(weight.axes[1], f"{weight.name} {reason}")
     rows, columns = tracer.weight_axes(weight, "out", "in", [])
     tracer.atoms.unify(columns, x.axes[-1], "input of a linear layer")
     if tracer.takes_width_of_stream(node) and weight.shape[0] % weight.shape[1] == 0:
@@ -55,9 +64,81 @@ def linear(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     )
 
 
+def tied_to_embedding(tracer: "Tracer", node: Any, args: Arguments, gains: Sequence[str]) -> Value:
+    """A layer whose weight E is an embedding's table too: its columns make the channels as the table does.
+
+    E diag(g) x is a layer of weight g: what consumes the channels are the gain g and the bias of the normalisation
+    before it.
+    """
+    x, weight, bias = args["input"], args["weight"], args.get("bias")
+    tracer.atoms.unify(weight.axes[1], x.axes[-1], "input of a layer that is tied to an embedding")
+    for name in gains:
+        tracer.consume(name)
+    shape = tracer.shape(node)
+    if bias is not None:
+        tracer.parameter_axis(bias, "out", weight.axes[0])
+    tracer.scales.pin(x.scale)
+    return tracer.follow(
+        x, weight, Value(shape, (*x.axes[:-1], weight.axes[0]), tracer.scales.new(unit=True))
+    )
+
+
+# What leaves channels where they are: a gain before it is one behind it.
+_PASSING = frozenset(
+    ("dropout", "to", "_to_copy", "type_as", "contiguous", "clone", "alias", "slice", "float")
+)
+_GAINS = frozenset(("mul", "div"))
+_NORMS = {"layer_norm": (2, 3), "rms_norm": (2, 2)}
+
+
+def gains_before(tracer: "Tracer", node: Any) -> list[str]:
+    """Names of the gain, and of the bias, per channel that are applied to a layer's input last and to nothing else.
+
+    An empty list where there is no gain, or where something else sees what it puts out.
+    """
+    names: list[str] = []
+    source = node.args[0]
+    while isinstance(source, torch.fx.Node) and source.op == "call_function" and _used_once(tracer, source):
+        operation = tracer.operation(source)
+        if operation in _NORMS:
+            first, last = _NORMS[operation]
+            given = [_vector(tracer, arg) for arg in source.args[first : last + 1]]
+            return [*names, *(name for name in given if name)] if given and given[0] else []
+        nodes = [arg for arg in source.args if isinstance(arg, torch.fx.Node)]
+        vector = next(filter(None, (_vector(tracer, one) for one in nodes)), None)
+        if operation in ("mul", "add") and vector is not None and len(nodes) == 2:
+            names.append(vector)
+            if operation == "mul":
+                return names
+            source = next(one for one in nodes if _vector(tracer, one) != vector)
+        elif _passes(tracer, source, operation, len(nodes)):
+            source = source.args[0]
+        else:
+            return []
+    return []
+
+
+def _used_once(tracer: "Tracer", node: Any) -> bool:
+    return sum(tracer.operation(user) not in CHECKS for user in node.users) == 1
+
+
+def _passes(tracer: "Tracer", node: Any, operation: str, num_tensors: int) -> bool:
+    """Whether an operation leaves each channel what it is but for one factor of all."""
+    if operation in ("view", "reshape"):
+        return tracer.shape(node)[-1:] == tracer.shape(node.args[0])[-1:]
+    return operation in _PASSING or (operation in _GAINS and num_tensors == 1)
+
+
+def _vector(tracer: "Tracer", node: Any) -> str | None:
+    """Name of the parameter of one dimension that a node stands for, if nothing else uses it."""
+    value = tracer.value_of(node)
+    named = isinstance(value, Value) and len(value.shape) == 1 and _used_once(tracer, node)
+    return value.name if named else None
+
+
 def weight_in_product(factor: Value) -> bool:
     """Whether what activations are multiplied with from the right is a weight [I, O], or the transpose of one."""
-    return factor.turned is not None or (factor.name is not None and len(factor.shape) == 2)
+    return len(factor.shape) == 2 and (factor.turned is not None or factor.name is not None)
 
 
 def product_with_weight(
@@ -82,6 +163,26 @@ def product_with_weight(
         channel_axis=len(shape) - 1,
         transposed=True,
     )
+
+
+@rule("_grouped_mm", "grouped_mm_fallback")
+def product_per_expert(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Rows [N, I] sorted by their expert, times that expert's matrix of a weight [E, I, O] or of [E, O, I] turned."""
+    x, factor, *rest = values_in(args)
+    weight = factor.turned or factor
+    if x.name is not None or weight.name is None or weight.name in tracer.buffers or len(weight.shape) != 3:
+        return keep_full_width(tracer, node, args)
+    columns, rows = (2, 1) if factor.turned is not None else (1, 2)
+    tracer.atoms.freeze(weight.axes[0], "one matrix for each expert")
+    tracer.parameter_axis(weight, "in", x.axes[-1], dimension=columns)
+    tracer.parameter_axis(weight, "out", weight.axes[rows], dimension=rows)
+    for value in rest:
+        for axis in value.axes:
+            tracer.atoms.freeze(axis, "where experts' rows end")
+    tracer.scales.pin(x.scale)
+    shape = tracer.shape(node)
+    result = Value(shape, (*x.axes[:-1], weight.axes[rows]), tracer.scales.new(unit=True))
+    return tracer.follow(x, weight, result)
 
 
 @rule("addmm")

@@ -80,7 +80,7 @@ def total(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return Value(result.shape, result.axes, scale)
 
 
-@rule("mul", "mul_", "div", "div_")
+@rule("mul", "mul_", "multiply", "multiply_", "div", "div_", "divide", "divide_", "true_divide")
 def product(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Channels that are multiplied are the same channels; scales of two tensors must stay."""
     operands = [value for value in args.values() if isinstance(value, Value)]

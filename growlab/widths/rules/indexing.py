@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import fixed
 from growlab.widths.layout import Role
-from growlab.widths.rules.registry import Arguments, Value, first_tensor, keep_full_width, rule
+from growlab.widths.rules.registry import Arguments, Value, first_tensor, keep_full_width, rule, values_in
 
 if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
@@ -138,6 +138,20 @@ def ordered(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Value]
             axes = [axis for i, axis in enumerate(x.axes) if i not in places]
         results.append(Value(shape, tuple(axes), x.scale if moved else tracer.scales.new(unit=True)))
     return results if tracer.has_several_outputs(node) else results[0]
+
+
+@rule("diff")
+def difference(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Of neighbours along a dimension, which keeps its width; what is put before or behind does too."""
+    x, dim = args["self"], args.get("dim", -1) % len(args["self"].shape)
+    shape = tracer.shape(node)
+    for value in values_in(args):
+        if value is not x:
+            tracer.scales.pin(value.scale)
+            for axis in value.axes:
+                tracer.atoms.freeze(axis, "neighbours are subtracted")
+    tracer.atoms.freeze(x.axes[dim], "neighbours are subtracted")
+    return Value(shape, (*x.axes[:dim], fixed(shape[dim]), *x.axes[dim + 1 :]), x.scale)
 
 
 @rule("argmax", "argmin")

@@ -28,8 +28,6 @@ OPAQUE = (
         "searchsorted",
         "bucketize",
         "nonzero",
-        "grouped_mm_fallback",
-        "_grouped_mm",
         "stft",
         "istft",
     ),
@@ -41,7 +39,12 @@ OPAQUE = (
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
 
 #: Operations that may multiply channels by a parameter without being a layer of the width graph.
-MIXING = frozenset(("matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "bilinear", *RECURRENT))
+MIXING = frozenset(
+    (
+        *("matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "bilinear", *RECURRENT),
+        *("_grouped_mm", "grouped_mm_fallback"),
+    )
+)
 # They look at a tensor's type or entries and put nothing out.
 CHECKS = (
     "_assert_tensor_metadata",

@@ -48,10 +48,18 @@ def pool_with_indices(tracer: "Tracer", node: Any, args: Arguments) -> list[Valu
 
 @rule("mean", "sum", "amax", "amin")
 def reduce(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Dimensions reduced over keep their width: a mean over channels would change with their number."""
+    """Dimensions reduced over keep their width: a mean over channels would change with their number.
+
+    Growth weighs a mean over the last dimension in a module that does nothing else, such as an RMS normalisation that
+    is written out: there the channels may grow.
+    """
     x, keep, dims = args["self"], args.get("keepdim", False), args.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or range(len(x.shape))
     reduced = {dim % len(x.shape) for dim in dims}
+    if tracer.operation(node) == "mean" and reduced == {len(x.shape) - 1} and tracer.has_no_parts(node):
+        tracer.scales.pin(x.scale)
+        tracer.record_channel_norm(node, x.axes[-1], {"weight": None, "bias": None})
+        return Value(tracer.shape(node), (*x.axes[:-1], *([fixed(1)] if keep else [])), x.scale)
     axes: list[Runs] = []
     for index, axis in enumerate(x.axes):
         if index in reduced:

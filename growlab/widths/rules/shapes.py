@@ -157,12 +157,13 @@ def transpose(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     second = args["dim1"] if "dim1" in args else args["axis1"]
     axes = list(x.axes)
     axes[first], axes[second] = axes[second], axes[first]
-    turned = _turned(x) if first % len(axes) != second % len(axes) else None
+    last_two = {first % len(axes), second % len(axes)} == {len(axes) - 2, len(axes) - 1}
+    turned = _turned(x) if last_two else None
     return Value(tracer.shape(node), tuple(axes), x.scale, turned=turned)
 
 
 def _turned(x: Value) -> Value | None:
-    return x if x.name is not None and len(x.shape) == 2 else None
+    return x if x.name is not None and len(x.shape) in (2, 3) else None
 
 
 @rule("expand", "expand_as", "broadcast_to")
@@ -370,7 +371,7 @@ def repeat(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def turned(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Dimensions backwards."""
     x = args["self"]
-    return Value(tracer.shape(node), x.axes[::-1], x.scale, turned=_turned(x))
+    return Value(tracer.shape(node), x.axes[::-1], x.scale, turned=_turned(x) if len(x.shape) == 2 else None)
 
 
 @rule("getitem")

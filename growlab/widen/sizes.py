@@ -1,0 +1,133 @@
+"""Sizes in configurations of transformers, and the same times a factor."""
+
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from fractions import Fraction
+from math import gcd
+from typing import Any
+
+from growlab.errors import UserError
+
+#: What can become wider: the residual stream, the number of heads, the hidden layers of MLPs.
+PARTS = ("stream", "heads", "mlp")
+# The names that configurations give these sizes.
+_NAMES: Mapping[str, Collection[str]] = {
+    "stream": ("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim"),
+    "heads": (
+        *("num_attention_heads", "n_head", "n_heads", "num_heads"),
+        *("encoder_attention_heads", "decoder_attention_heads", "num_key_value_heads", "num_kv_heads"),
+    ),
+    "mlp": (
+        *("intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "ffn_hidden_size"),
+        *("encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    ),
+}
+_LAYERS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
+    *("encoder_layers", "decoder_layers"),
+)
+_HEAD_DIMENSIONS = ("head_dim", "d_kv")
+
+
+def sizes(config: Any, names: Collection[str]) -> dict[str, int]:
+    """The sizes that a configuration keeps under any of these names."""
+    known = config.to_dict()
+    return {name: known[name] for name in names if type(known.get(name)) is int}
+
+
+def widened(config: Any, width: float, parts: Collection[str]) -> Any:
+    """A configuration with wider parts. The dimension of a head stays: there are more heads.
+
+    Args:
+        config: of transformers; left as it is.
+        width: factor on sizes.
+        parts: of `PARTS`.
+
+    Raises:
+        UserError: a size would not be whole, or heads and stream cannot be widened one without the other.
+    """
+    if width < 1:
+        raise UserError(f"--width {width:g} would make the network narrower; it must be 1 or more.")
+    target = copy.deepcopy(config)
+    if width == 1:
+        return target
+    before = {name: size for part in parts for name, size in sizes(config, _NAMES[part]).items()}
+    if not before:
+        raise UserError(
+            f"the configuration of {config.model_type} has no size of {', '.join(parts)} to widen."
+        )
+    factor = Fraction(width).limit_denominator(4096)
+    for name, size in before.items():
+        if (size * factor).denominator != 1:
+            raise UserError(
+                f"{name} {size} times {width:g} is no whole number; the nearest widths that fit are "
+                f"{_nearest(before.values(), factor)}."
+            )
+        setattr(target, name, int(size * factor))
+    _keep_head_dimension(config, target, parts)
+    return target
+
+
+def _nearest(known: Collection[int], factor: Fraction) -> str:
+    step = Fraction(1, gcd(*known))
+    below = factor // step * step
+    return " and ".join(f"{float(one):g}" for one in (below, below + step) if one > 1)
+
+
+def _keep_head_dimension(config: Any, target: Any, parts: Collection[str]) -> None:
+    known = config.to_dict()
+    heads, stream = sizes(config, _NAMES["heads"][:6]), sizes(config, _NAMES["stream"])
+    for name in _HEAD_DIMENSIONS:
+        if name in known:
+            if known[name] is None and heads and stream:
+                # Else the code would compute it from the new sizes.
+                setattr(target, name, next(iter(stream.values())) // next(iter(heads.values())))
+            return
+    if heads and ("stream" in parts) != ("heads" in parts):
+        raise UserError(
+            f"{config.model_type} divides its stream among its heads: widen both (--parts stream,heads,mlp), or "
+            "neither (--parts mlp)."
+        )
+
+
+def deepened(config: Any, depth: float) -> Any:
+    """A configuration with more layers; lists that say something of each layer say it of more.
+
+    Args:
+        config: of transformers; left as it is.
+        depth: factor on the number of layers.
+
+    Raises:
+        UserError: the number of layers would not be whole.
+    """
+    if depth < 1:
+        raise UserError(f"--depth {depth:g} would take layers away; it must be 1 or more.")
+    target = copy.deepcopy(config)
+    factor = Fraction(depth).limit_denominator(4096)
+    before = sizes(config, _LAYERS)
+    if not before:
+        raise UserError(f"the configuration of {config.model_type} has no number of layers.")
+    for name, size in before.items():
+        if (size * factor).denominator != 1:
+            raise UserError(
+                f"{name} {size} times {depth:g} is no whole number; the nearest depths that fit are "
+                f"{_nearest(before.values(), factor)}."
+            )
+        setattr(target, name, int(size * factor))
+    for name, entries in config.to_dict().items():
+        if isinstance(entries, list) and len(entries) in before.values() and name.startswith("layer"):
+            count = int(len(entries) * factor)
+            setattr(target, name, [entries[place] for place in sources(len(entries), count)])
+    return target
+
+
+def sources(before: int, after: int) -> list[int]:
+    """Of each of so many layers, the one of fewer that it is or is made from: each is followed by those new of it."""
+    return [place * before // after for place in range(after)]
+
+
+def changed(config: Any, target: Any) -> Iterator[tuple[str, int, int]]:
+    """Names, old and new numbers of the sizes in which two configurations differ."""
+    names = [*(name for part in PARTS for name in _NAMES[part]), *_LAYERS]
+    before, after = sizes(config, names), sizes(target, names)
+    yield from ((name, size, after[name]) for name, size in before.items() if after.get(name) != size)

@@ -1,0 +1,36 @@
+"""Small networks of transformers by name, and the matrix's row of one."""
+
+import pytest
+import torch
+
+from growlab.errors import UserError
+from growlab.survey import examine, expand, load
+from growlab.survey.small_models import TYPES, small_model
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5", "vit", "wav2vec2"])
+def test_a_small_network_puts_out_one_tensor(name: str) -> None:
+    network, inputs = load(f"transformers/{name}", None)
+    assert sum(p.numel() for p in network.parameters()) < 250_000
+    with torch.no_grad():
+        output = network(*inputs)
+    assert isinstance(output, torch.Tensor)
+    assert len(output) == 2
+
+
+def test_an_unknown_type_is_told_in_a_sentence() -> None:
+    with pytest.raises(UserError, match="no model type 'llamma'; near it are llama"):
+        small_model("llamma")
+
+
+def test_the_matrix_has_many_types() -> None:
+    assert len(expand(["transformers/*"])) == len(set(TYPES)) >= 40
+
+
+def test_a_language_model_grows_whole_and_exactly() -> None:
+    report = examine("transformers/qwen3", methods=("pairs",))
+    assert report.grows
+    assert report.growing_share >= 0.99
+    assert report.parity["pairs"]["eval"] <= 1e-12

@@ -1,0 +1,149 @@
+"""What language models need beside other networks: tied embeddings, norms that are written out, experts, dead ends."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab.growth import Net2Net, PairGrowth, VarianceTransfer, anneal_norms, finish, grow, plant
+from growlab.growth.parity import evaluate, relative_error
+from growlab.widths import layouts, trace
+
+TOKENS = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
+
+
+class RootMeanSquare(nn.Module):
+    """RMS normalisation, written out as language models do."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return self.weight * x.to(dtype)
+
+
+class Language(nn.Module):
+    """An embedding, a hidden layer beside its stream, a normalisation, and logits by the embedding's table."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = RootMeanSquare, seen_twice: bool = False) -> None:
+        super().__init__()
+        self.table, self.norm, self.seen_twice = nn.Embedding(11, 12), norm(12), seen_twice
+        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 12)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        x = self.norm(x + self.down(F.relu(self.up(x))))
+        logits = F.linear(x[:, :, :], self.table.weight)
+        return logits + x.mean() if self.seen_twice else logits
+
+
+class Experts(nn.Module):
+    """Rows sorted by their expert, each with a matrix of its own, as mixtures of experts have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.up = nn.Parameter(torch.randn(2, 12, 8))
+        self.down = nn.Parameter(torch.randn(2, 12, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 5], dtype=torch.int32)
+        x = F.grouped_mm(self.inside(x), self.up.transpose(-2, -1), offs=ends)
+        return self.out(F.grouped_mm(F.silu(x), self.down, offs=ends))
+
+
+class Measured(nn.Module):
+    """Takes a size from channels that it picks and then forgets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inside(x)
+        return self.out(x) * x[:, -1].shape[0]
+
+
+@pytest.mark.parametrize("method", [PairGrowth(), Net2Net(), VarianceTransfer()], ids=lambda m: m.name)
+@pytest.mark.parametrize("norm", [RootMeanSquare, nn.LayerNorm])
+def test_a_stream_with_a_tied_table_grows_exactly(norm: type[nn.Module], method: object) -> None:
+    torch.manual_seed(0)
+    network = Language(norm)
+    fresh, graph = copy.deepcopy(network).double(), trace(network, TOKENS)
+    assert {group.full_width for group in graph.groups.values()} == {12, 16}
+    assert graph.axes["table.weight"][1].role == "out"
+    assert graph.axes["norm.weight"][0].role == "in"
+    network.double()
+    state = plant(network, graph, method, {name: 4 for name in graph.groups}, 0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    for width in (6, 9, None):
+        widths = {n: width or g.full_width for n, g in graph.groups.items()}
+        event = grow(network, graph, method, state, widths, 0, (TOKENS,))
+        assert max(event.parity_error_eval, event.parity_error_train) <= 1e-12
+        anneal_norms(network, graph, state, 1.0)
+    finish(network, graph, method, state)
+    fresh.load_state_dict(network.state_dict())
+    assert relative_error(evaluate(network, TOKENS), evaluate(fresh, TOKENS)) <= 1e-13
+
+
+def test_a_table_whose_gain_something_else_sees_keeps_its_stream() -> None:
+    graph = trace(Language(seen_twice=True), TOKENS)
+    assert not graph.grows("table.weight")
+    assert "is an embedding's table and a layer's weight" in graph.fixed["down"]
+
+
+def test_experts_grow_in_their_hidden_layers() -> None:
+    graph = trace(Experts(), torch.randn(5, 6))
+    assert [group.full_width for group in graph.groups.values()] == [8, 12, 8]
+    assert [axis.role for axis in graph.axes["up"]] == ["fixed", "out", "in"]
+    assert [axis.role for axis in graph.axes["down"]] == ["fixed", "in", "out"]
+
+
+def test_what_only_a_size_is_taken_from_does_not_fix_channels() -> None:
+    assert trace(Measured(), torch.randn(2, 4)).full_widths == {"inside": 8}
+
+
+def test_differences_keep_their_dimension_and_pass_the_others() -> None:
+    class Differences(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.out = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(torch.diff(self.inside(x), dim=1))
+
+    assert trace(Differences(), torch.randn(2, 5, 4)).full_widths == {"inside": 8}
+
+
+def test_layouts_have_what_the_code_could_not_run() -> None:
+    class Written(nn.Module):
+        """Its code has the width in it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.out = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.inside(x).reshape(2, 8))
+
+    assert trace(Written(), torch.randn(2, 4)).full_widths == {}
+    assert layouts(Written(), torch.randn(2, 4)).full_widths == {"inside": 8}
+
+
+def test_a_network_in_float64_is_observed_in_float64() -> None:
+    torch.manual_seed(0)
+    norm = RootMeanSquare(12).double()
+    x = torch.randn(3, 12, dtype=torch.float64)
+    exact = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+    assert relative_error(exact, evaluate(norm, x)) <= 1e-15
+    with torch.no_grad():
+        assert relative_error(exact, norm(x)) > 1e-9
