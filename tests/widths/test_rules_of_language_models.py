@@ -102,7 +102,8 @@ def test_a_table_whose_gain_something_else_sees_keeps_its_stream() -> None:
 
 
 def test_experts_grow_in_their_hidden_layers() -> None:
-    graph = trace(Experts(), torch.randn(5, 6))
+    # The kernel runs at widths of whole 16 bytes alone, which a trace would try others of.
+    graph = layouts(Experts(), torch.randn(5, 6))
     assert [group.full_width for group in graph.groups.values()] == [8, 12, 8]
     assert [axis.role for axis in graph.axes["up"]] == ["fixed", "out", "in"]
     assert [axis.role for axis in graph.axes["down"]] == ["fixed", "in", "out"]

@@ -1,0 +1,172 @@
+"""A saved model of transformers past its declared size: same function, same tokens, and training goes on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from growlab.growth.parity import evaluate, relative_error
+from growlab.survey.small_models import FirstOutput, inputs_of, small_model
+from growlab.widen.__main__ import main
+from growlab.widen.folder import RECEIPT
+
+transformers = pytest.importorskip("transformers")
+
+# A model type with what can be done to it exactly. Normalisations behind sums (BERT, BART) take whole widths alone.
+CASES = {
+    "llama": ("1.5", "2"),
+    "gpt2": ("1.5", "2"),
+    "qwen3": ("1.5", "2"),
+    "opt": ("1.5", "2"),
+    "gpt_neox": ("1.5", "2"),
+    "phi3": ("1.5", "1"),
+    "mistral": ("2", "1.5"),
+    "bert": ("2", "1"),
+    "bart": ("2", "1"),
+    "t5": ("1.5", "1"),
+    "vit": ("1.5", "2"),
+}
+
+
+def saved(folder: Path, model_type: str) -> nn.Module:
+    """A model whose biases and gains are off where they start, in a folder."""
+    torch.manual_seed(0)
+    model = small_model(model_type)[0].network
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    if model.config.is_encoder_decoder:
+        model.generation_config.decoder_start_token_id = 0
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def around(model: nn.Module) -> tuple[FirstOutput, tuple[torch.Tensor, ...]]:
+    inputs = inputs_of(model)
+    return FirstOutput(model, list(inputs)), tuple(inputs.values())
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_a_wider_and_deeper_model_computes_the_same(tmp_path: Path, model_type: str) -> None:
+    width, depth = CASES[model_type]
+    old = saved(tmp_path / "old", model_type)
+    assert main([str(tmp_path / "old"), "--width", width, "--depth", depth, "-o", str(tmp_path / "new")]) == 0
+    new = type(old).from_pretrained(tmp_path / "new").eval()
+    ratio = sum(p.numel() for p in new.parameters()) / sum(p.numel() for p in old.parameters())
+    assert ratio > float(width) ** 1.5 * float(depth) ** 0.5
+    narrow, probe = around(old)
+    wide, _ = around(new)
+    assert relative_error(evaluate(narrow, probe), evaluate(wide, probe)) <= 1e-5
+    if new.can_generate():
+        settings = {"max_new_tokens": 6, "do_sample": False, "use_cache": True}
+        assert torch.equal(old.generate(probe[0], **settings), new.generate(probe[0], **settings))
+    # In the precision of the file weights are rounded: exactness in float64 is the receipt's.
+    receipt = json.loads((tmp_path / "new" / RECEIPT).read_text())
+    assert receipt["relative_error_float64"] <= 1e-10
+    assert receipt["num_params"] == sum(p.numel() for p in new.parameters())
+
+
+def test_in_float64_the_file_itself_is_exact(tmp_path: Path) -> None:
+    old = saved(tmp_path / "old", "llama").double()
+    old.save_pretrained(tmp_path / "old")
+    assert main([str(tmp_path / "old"), "--width", "1.5", "-o", str(tmp_path / "new")]) == 0
+    # Frequencies of rotary positions, which no file holds, are computed as a model is loaded.
+    loaded, new = (type(old).from_pretrained(tmp_path / n, dtype=torch.float64) for n in ("old", "new"))
+    narrow, probe = around(loaded)
+    assert relative_error(evaluate(narrow, probe), evaluate(around(new)[0], probe)) <= 1e-12
+
+
+def test_training_goes_on_with_the_trainer(tmp_path: Path) -> None:
+    saved(tmp_path / "old", "llama")
+    main([str(tmp_path / "old"), "--width", "1.5", "--depth", "2", "-o", str(tmp_path / "new")])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    tokens = torch.randint(3, 60, (4, 8))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True
+    )
+    transformers.Trainer(model, arguments, train_dataset=data).train()
+    still = [name for name, p in model.named_parameters() if torch.equal(p.detach().cpu(), before[name])]
+    assert still == []
+
+
+def folder_of(tmp_path: Path, **changes: Any) -> Path:
+    saved(tmp_path / "old", "llama")
+    path = tmp_path / "old" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return tmp_path / "old"
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(list(map(str, arguments))) == 2
+    told = capsys.readouterr().err.strip()
+    assert told.startswith("error: ")
+    assert "\n" not in told
+    return told
+
+
+def test_bad_input_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = folder_of(tmp_path), tmp_path / "new"
+    assert "the nearest widths that fit are 1.5" in refusal(
+        capsys, folder, "--width", 1.3, "--parts", "heads,stream", "-o", out
+    )
+    assert "num_hidden_layers 2 times 1.3" in refusal(capsys, folder, "--depth", 1.3, "-o", out)
+    assert "narrower" in refusal(capsys, folder, "--width", 0.5, "-o", out)
+    assert "nothing to do" in refusal(capsys, folder, "-o", out)
+    assert "there are pairs, net2net" in refusal(capsys, folder, "--width", 2, "--method", "magic", "-o", out)
+    assert "there are stream, heads, mlp" in refusal(capsys, folder, "--width", 2, "--parts", "x", "-o", out)
+    assert "no config.json" in refusal(capsys, tmp_path, "--width", 2, "-o", out)
+    assert "is not empty" in refusal(capsys, folder, "--width", 2, "-o", folder)
+    assert not out.exists()
+
+
+def test_a_folder_without_weights_or_of_an_unknown_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path, model_type="no_such_type")
+    assert "no_such_type" in refusal(capsys, folder, "--width", 2, "-o", tmp_path / "new")
+    (folder / "model.safetensors").unlink()
+    assert "no weights" in refusal(capsys, folder, "--width", 2, "-o", tmp_path / "new")
+
+
+def test_a_tokenizer_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(tmp_path)
+    tokenizers = pytest.importorskip("tokenizers")
+    for size, fits in ((40, True), (70, False)):
+        words = {f"w{number}": number for number in range(size)}
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+        transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder)
+        out = tmp_path / f"new{size}"
+        if fits:
+            assert main([str(folder), "--width", "2", "--parts", "mlp", "-o", str(out)]) == 0
+            assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+        else:
+            told = refusal(capsys, folder, "--width", 2, "-o", out)
+            assert "70 tokens and the model embeds 64" in told
+
+
+def test_what_cannot_be_exact_is_refused_with_what_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path / "old", "bert")
+    told = refusal(capsys, tmp_path / "old", "--width", 1.5, "-o", tmp_path / "new")
+    assert "a whole --width such as 2, or --parts mlp" in told
+    told = refusal(capsys, tmp_path / "old", "--depth", 2, "-o", tmp_path / "new")
+    assert "cannot begin as the identity" in told
+    told = refusal(capsys, tmp_path / "old", "--width", 2, "--parts", "heads", "-o", tmp_path / "new")
+    assert "divides its stream among its heads" in told
+    assert main([str(tmp_path / "old"), "--width", "1.5", "--parts", "mlp", "-o", str(tmp_path / "new")]) == 0
+
+
+def test_other_files_come_along_and_the_config_says_what_it_said(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, use_cache=True)
+    (folder / "notes.txt").write_text("mine")
+    assert main([str(folder), "--width", "1.5", "--method", "net2net", "-o", str(tmp_path / "new")]) == 0
+    before, after = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "new"))
+    assert (tmp_path / "new" / "notes.txt").read_text() == "mine"
+    differing = {name for name in before if before[name] != after.get(name)}
+    assert differing == {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
