@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from growlab.widths.atoms import Atoms, Run, Runs, ScaleClasses
 from growlab.widths.groups import Attention, ChannelNorm, Group, Layer, Norm, Radius, WidthGraph
 from growlab.widths.layout import Axis, Part, Role
-from growlab.widths.places import written_sizes
+from growlab.widths.places import module_of, written_sizes
 from growlab.widths.program import canonical_names
+from growlab.widths.rules.registry import Value
 from growlab.widths.rules.rotation import GAIN_CHANNEL, LENGTH
 
 
@@ -45,6 +47,25 @@ class Findings:
         self._sizes: list[tuple[str, int, Runs]] = []
 
         self._groups_by_atom: Mapping[int, str] = {}
+
+    def is_table(self, weight: Value) -> bool:
+        """Whether a weight [V, C] is an embedding's table: its columns put channels out."""
+        return weight.name is not None and self._roles[weight.name] == [None, "out"]
+
+    def consume(self, name: str) -> None:
+        """A parameter that multiplies channels or is added to them stands for what consumes them."""
+        self._roles[name] = ["in" if role == "out" else role for role in self._roles[name]]
+
+    def follow(self, x: Value, weight: Value, result: Value) -> Value:
+        """The output of a layer that is none of the graph's: nothing before it is a last layer."""
+        assert weight.name is not None
+        self._followed |= x.made_by | {weight.name}
+        return replace(result, made_by=frozenset((weight.name,)))
+
+    def has_no_parts(self, node: Any) -> bool:
+        """Whether the node lies in a module of its own, which growth can weigh the statistics of."""
+        path = module_of(node)
+        return bool(path) and not any(self._model.get_submodule(path).children())
 
     def _named(self, axis: Runs, role: Role) -> Axis:
         """The axis in terms of groups."""

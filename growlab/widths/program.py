@@ -44,6 +44,12 @@ def shapes_of(node: Any) -> list[tuple[int, ...]]:
     return [tuple(tensor.shape) for tensor in tensors]
 
 
+def is_dead(node: Any) -> bool:
+    """Whether nothing uses what a node computes: only its sizes were looked at."""
+    # An operation that writes into its operand has a result beside; one that only checks has none.
+    return not node.users and node.meta.get("val") is not None and not _writes(node)
+
+
 def bases_of(node: Any) -> Iterator[Any]:
     """The nodes that an in-place operation changes beside its own result: what its first operand is a view of."""
     if not _writes(node):

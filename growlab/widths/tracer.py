@@ -19,6 +19,7 @@ from growlab.widths.program import (
     bases_of,
     canonical_names,
     constants_of,
+    is_dead,
     operation_of,
     shapes_of,
 )
@@ -32,7 +33,6 @@ from growlab.widths.rules import (
     overwritten,
     values_in,
 )
-from growlab.widths.rules.opaque import CHECKS
 from growlab.widths.rules.rotation import individuated
 
 _AS_WIDE = "attention as wide as its stream"
@@ -109,7 +109,7 @@ class Tracer(Findings):
                 values[node] = next(given) if inputs else self._placeholder(node)
             elif node.op == "get_attr":
                 values[node] = getattr(part, node.target)
-            elif node.op == "call_function" and self._is_dead(node):
+            elif node.op == "call_function" and is_dead(node):
                 # Only its sizes were looked at. It has no part in what the network computes.
                 values[node] = self._of_fixed(node)
             elif node.op == "call_function":
@@ -122,10 +122,6 @@ class Tracer(Findings):
             elif node.op == "output":
                 return torch.fx.node.map_arg(node.args, lambda n: values[n])[0]
         return None
-
-    def _is_dead(self, node: Any) -> bool:
-        # An operation that writes into its operand has a result beside.
-        return not node.users and not list(bases_of(node)) and self.operation(node) not in CHECKS
 
     def _of_fixed(self, node: Any) -> Any:
         values = [
@@ -154,20 +150,6 @@ class Tracer(Findings):
     def value_of(self, node: Any) -> Any:
         """What a node of the program stands for, if it was visited; of a part that is being visited its own nodes."""
         return self._values.get(node)
-
-    def is_table(self, weight: Value) -> bool:
-        """Whether a weight [V, C] is an embedding's table: its columns put channels out."""
-        return weight.name is not None and self._roles[weight.name] == [None, "out"]
-
-    def consume(self, name: str) -> None:
-        """A parameter that multiplies channels or is added to them stands for what consumes them."""
-        self._roles[name] = ["in" if role == "out" else role for role in self._roles[name]]
-
-    def follow(self, x: Value, weight: Value, result: Value) -> Value:
-        """The output of a layer that is none of the graph's: nothing before it is a last layer."""
-        assert weight.name is not None
-        self._followed |= x.made_by | {weight.name}
-        return replace(result, made_by=frozenset((weight.name,)))
 
     def note_size(self, node: Any, size: int, axis: Runs) -> None:
         """The forward asks for this many positions: its module may keep the number."""
@@ -338,11 +320,6 @@ class Tracer(Findings):
             if used and used == theirs - {None}:
                 return
         self._norms.append(Norm(name=name, eps=float(eps), scale_in=x.scale, **names))
-
-    def has_no_parts(self, node: Any) -> bool:
-        """Whether the node lies in a module of its own, which growth can weigh the statistics of."""
-        path = module_of(node)
-        return bool(path) and not any(self._model.get_submodule(path).children())
 
     def record_channel_norm(self, node: Any, axis: Runs, names: Mapping[str, str | None]) -> None:
         """Record a normalisation by statistics over the channels of an axis."""

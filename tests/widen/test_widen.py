@@ -29,6 +29,8 @@ CASES = {
     "t5": ("1.5", "1"),
     "vit": ("1.5", "2"),
 }
+# The others are alike, and take seconds each.
+QUICK = ("llama", "gpt2", "bert")
 
 
 def saved(folder: Path, model_type: str) -> nn.Module:
@@ -49,7 +51,9 @@ def around(model: nn.Module) -> tuple[FirstOutput, tuple[torch.Tensor, ...]]:
     return FirstOutput(model, list(inputs)), tuple(inputs.values())
 
 
-@pytest.mark.parametrize("model_type", CASES)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES]
+)
 def test_a_wider_and_deeper_model_computes_the_same(tmp_path: Path, model_type: str) -> None:
     width, depth = CASES[model_type]
     old = saved(tmp_path / "old", model_type)
