@@ -64,6 +64,7 @@ class Curves:
         c: [draws].
         error: [draws] deviation of a measured loss from the law.
         reach: cost up to which the law is trusted; beyond it the loss is that at `reach`, an upper bound.
+        steady: whether what was measured falls as by a law.
     """
 
     a: np.ndarray
@@ -71,6 +72,7 @@ class Curves:
     c: np.ndarray
     error: np.ndarray
     reach: float
+    steady: bool = True
 
     def loss(self, cost: np.ndarray | float) -> np.ndarray:
         """Loss at costs [...] or [..., draws], which broadcast against the draws: [..., draws]."""
@@ -142,7 +144,7 @@ def fit(
         a, b, c, error = grids[name].draw(_EXPONENTS[common], floor, rng)
         one = measured[name]
         reach = (multiple if one.steady else min(multiple, _UNSTEADY)) * one.cost[-1]
-        found[name] = Curves(a, b, c, error, reach)
+        found[name] = Curves(a, b, c, error, reach, one.steady)
     return found
 
 

@@ -154,15 +154,16 @@ def judge(
     ]
     smaller.sort(key=lambda one: -one.likely)
     ways = tuple(growing), tuple(smaller)
-    if growing and growing[0].loss.low > 0 and full.reach >= budget:
+    known = full.reach >= budget and full.steady
+    if known and growing and growing[0].loss.low > 0 and curves[growing[0].candidate].steady:
         return Verdict("grow", True, growing[0].candidate, _why_grow(growing[0], size), *ways)
     best = smaller[0] if small else None
-    if best is not None and best.loss.low > 0 and full.reach >= budget:
+    if best is not None and best.loss.low > 0 and known:
         reason = f"{best.candidate} without growing ends {_gain(best.loss)} below the full network"
         return Verdict("smaller", True, best.candidate, reason, *ways)
     hopeless = bool(growing) and all(one.loss.high <= 0 for one in growing)
     worse = [np.quantile(end - curves[name].law(budget), 0.95) <= 0 for name in small]
-    if full.reach >= budget and hopeless and all(worse):
+    if known and hopeless and all(worse) and all(one.steady for one in curves.values()):
         return Verdict("full", True, None, "neither growing nor a smaller network gains anything", *ways)
     limits = _limits(curves, [whole, *([best.candidate] if best else [])], budget)
     if best is not None and best.likely > 0:

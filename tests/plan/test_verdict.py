@@ -71,6 +71,15 @@ def test_too_short_a_probe_leaves_it_undecided() -> None:
     assert (one.kind, one.decided) == ("full", False) and "trusted to 32% of the budget" in one.reason
 
 
+@pytest.mark.parametrize("name", ["full", "small"])
+@pytest.mark.parametrize("small", [EARLY, WORSE], ids=["would pay", "would not"])
+def test_curves_that_follow_no_law_decide_nothing(name: str, small: Law) -> None:
+    curves, trials = world(FULL, small, 0, noise=0.003)
+    curves = {**curves, name: replace(curves[name], steady=False)}
+    one = judge(curves, trials, "full", {"full": 1.0, "small": 1.0}, size="full")
+    assert (one.kind, one.decided) == ("full", False)
+
+
 def test_without_a_trial_there_is_no_growing() -> None:
     curves, _ = world(FULL, EARLY, 0)
     one = judge(curves, {}, "full", {"full": 1.0, "small": 1.0}, size="full")
