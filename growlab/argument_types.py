@@ -53,7 +53,10 @@ def _hints(target: Any) -> dict[str, Any]:
             return typing.get_type_hints(made)
         # A constructor that hands on `**kwargs` takes what those behind it take, such as torch's optimizers.
         constructors = [
-            vars(owner)["__init__"] for owner in reversed(made.__mro__) if "__init__" in vars(owner)
+            vars(owner)["__init__"]
+            for kind in (*getattr(made, "SETTINGS", ()), made)
+            for owner in reversed(kind.__mro__)
+            if "__init__" in vars(owner)
         ]
         return {name: hint for one in constructors for name, hint in typing.get_type_hints(one).items()}
     except Exception:  # Making it tells what is wrong with it.

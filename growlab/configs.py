@@ -92,7 +92,9 @@ def _main(conf: Path) -> type:
     for path in sorted((conf / "parts").glob("*.yaml")):
         target = re.search(r"_target_: (growlab\.[\w.]+)", path.read_text())
         if target:
-            settings = [one for one in fields(schema(target[1])) if one.name != "_target_"]
+            # Of a part whose node stands at the top level as a whole, with its `_target_`.
+            whole = f"{path.stem}: ${{{path.stem}}}" in path.read_text()
+            settings = [one for one in fields(schema(target[1])) if whole or one.name != "_target_"]
             own = [(one.name, Optional[one.type], field(default=MISSING)) for one in settings]  # noqa: UP045
             parts.append((path.stem, make_dataclass(path.stem, own), field(default=MISSING)))
     return make_dataclass("Main", parts, bases=(MainConfig,))

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from growlab.errors import Stopped, UserError
 from growlab.files import remove_unfinished, write_json, write_text
 from growlab.outcome import results_row
 from growlab.pairing import make_data, make_objective
-from growlab.planning import Planned, learning_rate, optimizer_maker, plan_run
+from growlab.planning import Planned, learning_rate, left_out, optimizer_maker, plan_run
 from growlab.processes import announce, is_first, started_elsewhere, world_size
 from growlab.studies.running import run_study
 from growlab.telling import tell_training
@@ -156,9 +157,10 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
 def _carried_out(plan: Plan, planned: Planned, task: Task, recorder: RunRecorder) -> Plan:
     """The plan as it turned out: stages that were decided on the way, and passes beside training's."""
     grower = planned.grower
-    if not grower.trigger.knows_stages:
+    if not grower.knows_stages:
         stages = [row["stage"] for row in recorder.rows]
-        plan = carried_out(plan, grower.trigger, stages, task.stage_widths, planned.cost)
+        counts = accumulate((event.get("asked_by") is None for event in grower.events), initial=0)
+        plan = carried_out(plan, grower.trigger, stages, task.stage_widths, planned.cost, list(counts))
     return replace(plan, auxiliary_flops=grower.auxiliary_flops)
 
 
@@ -174,10 +176,10 @@ def _save(run_dir: Path, weights: dict[str, nn.Module], task: Task, results: dic
 def _task(cfg: DictConfig, data: ImageData, planned: Planned, run_id: str) -> Task:
     plan, maker = planned.plan, optimizer_maker(cfg)
     objective = make_objective(cfg.objective, data)
-    settings = (learning_rate(cfg, planned.grower.trigger), objective, deciding_settings(cfg), run_id)
+    settings = (learning_rate(cfg, planned.grower.knows_stages), objective, deciding_settings(cfg), run_id)
     task = Task(planned.grower, plan.schedule, plan.steps, maker, *settings)
     task.batch_fit, task.watched = planned.batch_fit, getattr(data, "watched", "val")
-    task.flops_in_epoch = plan.flops_in_epoch if planned.grower.trigger.knows_stages else None
+    task.flops_in_epoch = plan.flops_in_epoch if planned.grower.knows_stages else None
     if any(isinstance(module, _BATCH_NORMS) for module in task.network.modules()):
         task.statistics_ranks = 1 if cfg.trainer.get("sync_batchnorm") else world_size(cfg.trainer)
     return task
@@ -280,11 +282,10 @@ def _check(cfg: DictConfig) -> None:
     """Refuse what would only fail later."""
     check_trainer_options(cfg.trainer)
     settings = OmegaConf.to_container(cfg, resolve=True)
-    parts = settings.pop("parts")
-    check_types(settings)
-    for name, part in (parts or {}).items():
-        # One with an argument of null is left out.
-        if part is not None and None not in part.values():
+    parts = settings.pop("parts") or {}
+    check_types({name: value for name, value in settings.items() if name not in parts})
+    for name, part in parts.items():
+        if not left_out(part):
             check_types(part, name)
     check_part(cfg.norm_anneal)
     if not 0 <= cfg.seed <= _MAX_SEED:

@@ -154,12 +154,8 @@ def probe_size(given: int | None, num_train: int) -> int:
 
 
 def make_parts(settings: DictConfig, data: ImageData, trigger: Trigger) -> list[Part]:
-    """The parts of `conf/parts` that are not left out by an argument of null, and those that the data need."""
-    given = [
-        hydra.utils.instantiate(part)
-        for part in settings.values()
-        if part is not None and all(value is not None for value in part.values())
-    ]
+    """The parts of `conf/parts` that are not left out, and those that the data need."""
+    given = [hydra.utils.instantiate(part) for part in settings.values() if not left_out(part)]
     wrong = [part for part in given if not isinstance(part, Part)]
     if wrong:
         raise UserError(f"parts must be growlab.parts.Part, not {type(wrong[0]).__name__}.")
@@ -170,6 +166,12 @@ def make_parts(settings: DictConfig, data: ImageData, trigger: Trigger) -> list[
             "grows, and there are none: choose them, as method=smaller does."
         )
     return [part for part in (*given, *of_data) if part.applies(trigger)]
+
+
+def left_out(part: Mapping[str, Any] | None) -> bool:
+    """Whether a part's settings leave it out: its first argument is null."""
+    arguments = [] if part is None else [value for key, value in part.items() if key != "_target_"]
+    return part is None or bool(arguments and arguments[0] is None)
 
 
 class _FoundSizes:
@@ -285,16 +287,16 @@ def optimizer_maker(cfg: DictConfig) -> Callable[[Any], torch.optim.Optimizer]:
     return told
 
 
-def learning_rate(cfg: DictConfig, trigger: Trigger) -> Any:
+def learning_rate(cfg: DictConfig, knows_stages: bool) -> Any:
     """The schedule of the rate; with sizes that are found, the optimizer's rate is for the data's batch size.
 
     Raises:
-        UserError: it needs to know before the run when the network grows, and the trigger does not.
+        UserError: it needs to know before the run when the network grows, and nothing tells.
     """
     settings = cfg.schedule.learning_rate
     known = cfg.schedule.batch_size is None or settings.batch_size is not None
     rate = hydra.utils.instantiate(settings, **({} if known else {"batch_size": cfg.data.batch_size}))
-    if isinstance(rate, LearningRate) and rate.needs_stages and not trigger.knows_stages:
+    if isinstance(rate, LearningRate) and rate.needs_stages and not knows_stages:
         raise UserError(
             f"schedule.learning_rate.{rate.needs_stages} needs to know before the run how wide the network is at which "
             "epoch, and this run decides that while it trains: leave it out, or take schedule=exponential."

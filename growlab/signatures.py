@@ -64,6 +64,7 @@ def _find(target: str) -> tuple[ast.AST, str]:
 def _arguments(target: str) -> Iterator[tuple[str, ast.expr | None, str]]:
     """Name, annotation and module of each argument."""
     node, module = _find(target)
+    kinds: list[ast.expr] = []
     if isinstance(node, ast.ClassDef):
         made = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
         if made is None and any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
@@ -74,11 +75,20 @@ def _arguments(target: str) -> Iterator[tuple[str, ast.expr | None, str]]:
         if made is None:
             yield from _arguments(f"{module}.{ast.unparse(node.bases[0])}")
             return
+        kinds = [
+            kind
+            for line in node.body
+            if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "SETTINGS"
+            for kind in (line.value.elts if isinstance(line.value, ast.Tuple) else ())
+        ]
         node = made
     assert isinstance(node, ast.FunctionDef)
     for argument in (*node.args.args, *node.args.kwonlyargs):
         if argument.arg != "self":
             yield argument.arg, argument.annotation, module
+    # Classes whose arguments it takes as if they were its own, see `growlab.settings`.
+    for kind in kinds:
+        yield from _arguments(f"{module}.{ast.unparse(kind)}")
 
 
 def _type(note: ast.AST | None, module: str, name: str) -> Any:

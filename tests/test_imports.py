@@ -11,7 +11,7 @@ import pytest
 import growlab
 
 PACKAGE = Path(growlab.__file__).parent
-EVERYWHERE = {"errors", "files", "ranks"}
+EVERYWHERE = {"errors", "files", "ranks", "settings"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ def rule(parts: str = "", packages: str | None = None) -> Rule:
 RULES = {
     "errors": rule(packages=""),
     "files": rule(packages=""),
+    "settings": rule(packages=""),
     "ranks": rule(packages="torch"),
     "networks": rule("widths", packages="torch"),
     "widths": rule("networks", packages="torch"),

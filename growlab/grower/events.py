@@ -13,7 +13,7 @@ from growlab import ranks
 from growlab.errors import UserError
 from growlab.grower.preparing import with_parts
 from growlab.growth import GrowthEvent, GrowthState, ParityError, grow
-from growlab.parts.part import Replaced
+from growlab.parts.part import Part, Replaced
 from growlab.triggers import Widths
 from growlab.widths import Carry, tensors_of
 
@@ -24,31 +24,41 @@ if TYPE_CHECKING:
 _SUMMED = ("auxiliary_flops", "auxiliary_samples")
 
 
-def carry_out(run: "Grower", widths: Widths) -> GrowthEvent:
+def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> GrowthEvent:
     """Grow a grower's network, and all that follows it, to given widths, and note the receipt.
+
+    Args:
+        run: the grower.
+        widths: of its groups; those of parts follow.
+        asker: the part that asks for the event, of its own groups alone, by its own method; None: the trigger does.
 
     Raises:
         UserError: the method or an optimizer cannot, or processes differ.
         ParityError: the network would compute something else than the method promises.
     """
     began, seconds = time.perf_counter(), dict[str, float]()
-    widths = with_parts(run, widths, run.state.stage + 1)
+    method = run.method if asker is None else asker.method
+    assert method is not None
 
     def note(name: str) -> None:
         seconds[name] = time.perf_counter() - began - sum(seconds.values())
 
     before, num_params = dict(run.state.widths), _num_params(run.network)
-    gradients = run.gradients() if run.method.wants_gradients else {}
+    if asker is None:
+        widths = with_parts(run, widths, run.state.scheduled_stage + 1)
+        given = {**widths, **{g: before[g] for part in run.parts for g in part.groups if g in before}}
+    else:
+        widths = given = {**before, **widths}
+    gradients = run.gradients() if method.wants_gradients else {}
     copies = run.copies()
     for network in (run.network, *copies.values()):
         ranks.broadcast_buffers(network)
-    told = _merged(*(part.before_growth(run, widths) for part in run.parts))
-    data = run.measurement(run.method.batches, run.method.name) if run.method.batches else None
+    told = _merged(*(part.before_growth(run, widths) for part in (run.parts if asker is None else (asker,))))
+    data = run.measurement(method.batches, method.name) if method.batches else None
     note("before")
-    own = {group: before[group] for part in run.parts for group in part.groups if group in before}
     enlarge = partial(
         grow,
-        new_widths={**widths, **own},
+        new_widths=given,
         seed=run.seed,
         probe=run.probe(),
         agree=ranks.agreed,
@@ -56,7 +66,8 @@ def carry_out(run: "Grower", widths: Widths) -> GrowthEvent:
     )
     past, leader = GrowthState.from_dict(run.state.as_dict()), tensors_of(run.network, run.graph)
     try:
-        event = enlarge(run.network, run.graph, run.method, run.state, data=data)
+        event = enlarge(run.network, run.graph, method, run.state, data=data)
+        run.state.unscheduled += asker is not None
         replaced, carry = _widen(run, run.network, run.state, widths, event.replaced, event.carry)
         note("grow")
         run.forget_regions()
@@ -67,7 +78,7 @@ def carry_out(run: "Grower", widths: Widths) -> GrowthEvent:
     for name, copy in copies.items():
         state = GrowthState.from_dict(past.as_dict())
         try:
-            along = enlarge(copy, run.graph, run.method, state, leader=leader, leading=event)
+            along = enlarge(copy, run.graph, method, state, leader=leader, leading=event)
         except ParityError as error:
             raise ParityError(f"{name}, an average of the network: {error}") from error
         _widen(run, copy, state, widths, along.replaced, along.carry)
@@ -90,7 +101,7 @@ def carry_out(run: "Grower", widths: Widths) -> GrowthEvent:
         "num_params_before": num_params,
         "num_params": _num_params(run.network),
         **_merged(told, {} if data is None else data.told()),
-        **run.trigger.told(),
+        **(run.trigger.told() if asker is None else {"asked_by": asker.name}),
         "seconds": time.perf_counter() - began,
         "seconds_by_part": parts,
     }
@@ -106,7 +117,8 @@ def _widen(
     """Let parts widen groups of their own; an event and this are one event to those that follow."""
     own: dict[str, tuple[Tensor, Tensor]] = {}
     for part in run.parts:
-        own |= part.widen(run, network, state, widths)
+        if any(widths[group] != state.widths[group] for group in part.groups):
+            own |= part.widen(run, network, state, widths)
     # The method's event may have replaced a tensor already.
     own = {name: (replaced.get(name, pair)[0], pair[1]) for name, pair in own.items()}
     return {**replaced, **own}, carry.extended(dict(widths)) if own else carry

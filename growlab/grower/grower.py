@@ -11,7 +11,7 @@ from growlab import ranks
 from growlab.errors import UserError
 from growlab.grower.events import carry_out
 from growlab.grower.loading import adopt, arrive, recognised
-from growlab.grower.preparing import prepared, with_parts
+from growlab.grower.preparing import knows_stages, prepared, with_parts
 from growlab.growth import (
     GrowthEvent,
     GrowthMethod,
@@ -196,10 +196,15 @@ class Grower:
         """
         told: dict[str, Any] = {"epoch": epoch, "step": step, "cost": cost}
         self.clock = replace(self.clock, **{name: value for name, value in told.items() if value is not None})
-        events = []
-        while (widths := self.trigger.next(self)) is not None:
-            events.append(self._grow(widths))
-        return events
+        events = list[GrowthEvent]()
+        while True:
+            widths, part = self.trigger.next(self), None
+            for one in self.parts if widths is None else ():
+                if widths is None and (widths := one.decide(self)) is not None:
+                    part = one
+            if widths is None:
+                return events
+            events.append(self._grow(widths, part))
 
     def finish(self) -> nn.Module:
         """End growth: the network is an ordinary one that computes the same, and its hooks are gone.
@@ -359,8 +364,13 @@ class Grower:
 
     # Events --------------------------------------------------------------------------------------------------
 
-    def _grow(self, widths: Widths) -> GrowthEvent:
-        return carry_out(self, widths)
+    def _grow(self, widths: Widths, part: Part | None = None) -> GrowthEvent:
+        return carry_out(self, widths, part)
+
+    @property
+    def knows_stages(self) -> bool:
+        """Whether it is known before when each stage begins and how wide the network is then."""
+        return knows_stages(self.trigger, self.parts)
 
     def held(self) -> Iterator[tuple[str, Any]]:
         """Names and values of all that processes must hold alike."""

@@ -56,7 +56,9 @@ def prepared(
     """
     inputs = example if isinstance(example, tuple) else (example,)
     try:
-        graph = trace(network, inputs, opaque, method.follows_norms)
+        graph = trace(
+            network, inputs, opaque, method.follows_norms or any(part.follows_norms for part in parts)
+        )
     except UnsupportedOperation:
         if grows:
             raise
@@ -68,7 +70,15 @@ def prepared(
 
 
 def with_parts(run: "Grower", widths: Widths, stage: int) -> dict[str, int]:
-    """Widths that the trigger says, with those of the groups that parts widen."""
+    """Widths that the trigger says for a stage of its own, with those of the groups that parts widen."""
     known = forecast(run.trigger, run.full_graph, run.parts)
     own = {group for part in run.parts for group in part.groups}
-    return {**widths, **({group: known[stage][group] for group in own} if own and known else {})}
+    scheduled = {group: known[stage][group] for group in own} if own and known else {}
+    decided = {group for part in run.parts if part.method is not None for group in part.groups}
+    now = {group: run.state.widths[group] for group in decided} if stage else {}
+    return {**widths, **scheduled, **now}
+
+
+def knows_stages(trigger: Trigger, parts: Sequence[Part]) -> bool:
+    """Whether it is known before when each stage begins and how wide the network is then."""
+    return trigger.knows_stages and all(part.method is None for part in parts)

@@ -122,8 +122,8 @@ def grow(
     num_params_before = sum(p.numel() for p in model.parameters())
     about = (graph, tensors_of(model, graph), dict(state.widths), dict(new_widths), seed, stage, leader)
     watched = method.observe(model, graph, probe)
-    known = ({}, data, None) if leading is None else (leading.observed, data, _new_tensors(leading))
-    expansion = Expansion(*about, gradients or {}, watched, *known)
+    known, new = ({}, None) if leading is None else (leading.observed, _new_tensors(leading))
+    expansion = Expansion(*about, gradients or {}, watched, known, data, new, state.multipliers)
     growth = with_attention_scale(expansion, method.grow(expansion), method.layer_multipliers)
     applied = _apply(model, state, expansion, growth)
     checking = time.perf_counter()
@@ -169,9 +169,8 @@ def _apply(model: nn.Module, state: GrowthState, expansion: Expansion, growth: G
     graph, widths = expansion.graph, expansion.new_widths
     past = annealed(state.norm_weights, state.norm_progress)
     norm_weights = carried_weights(graph, past, growth.carry, state.widths, widths)
-    multipliers = carried_multipliers(
-        graph, state.multipliers, growth.multipliers, growth.carry, state.widths, widths
-    )
+    kept = {name: rows for name, rows in state.multipliers.items() if name not in growth.folded}
+    multipliers = carried_multipliers(graph, kept, growth.multipliers, growth.carry, state.widths, widths)
     changed = {name: new for name, new in growth.tensors.items() if new is not expansion.old[name]}
     replaced = replace_tensors(model, graph, changed)
     weighted_norms = weigh(model, graph, widths, norm_weights)

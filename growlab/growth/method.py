@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import sqrt
@@ -47,6 +47,7 @@ class Expansion:
         data: training batches, where the method asked for some.
         leading: what the event of the network that this one is an average of came to: its new tensors by name, and
             how gradients followed. For methods that must not look at data twice.
+        multipliers: what the forward multiplies the rows of weights by before the event, by the weight's name.
     """
 
     graph: WidthGraph
@@ -61,6 +62,7 @@ class Expansion:
     leader_observed: Mapping[str, Any] = field(default_factory=dict)
     data: Measurement | None = None
     leading: tuple[Mapping[str, Tensor], Carry] | None = None
+    multipliers: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def deciding(self) -> Mapping[str, Tensor]:
@@ -205,6 +207,7 @@ class Growth:
             that `preserves` is held to it.
         report: more of the event for its receipt, in plain containers.
         multipliers: for each weight whose old rows the forward has to multiply anew, by how much; see `multipliers`.
+        folded: weights whose multipliers before the event are written into `tensors`.
     """
 
     tensors: dict[str, Tensor]
@@ -214,6 +217,7 @@ class Growth:
     allowed_error: float | None = 0.0
     report: Mapping[str, Any] = field(default_factory=dict)
     multipliers: Mapping[str, float] = field(default_factory=dict)
+    folded: frozenset[str] = frozenset()
 
 
 class GrowthMethod(ABC):

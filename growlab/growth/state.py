@@ -31,6 +31,7 @@ class GrowthState:
         blocks: the stage that each block came with which was left out at first.
         multipliers: what the forward multiplies the rows of weights by, by the weight's name, where they are not all 1:
             see `growlab.growth.multipliers`.
+        unscheduled: stages so far that began because a part asked for them, and not the trigger.
     """
 
     stage: int
@@ -42,6 +43,12 @@ class GrowthState:
     norm_progress: float = 0.0
     blocks: dict[str, int] = field(default_factory=dict)
     multipliers: dict[str, list[float]] = field(default_factory=dict)
+    unscheduled: int = 0
+
+    @property
+    def scheduled_stage(self) -> int:
+        """The stage as triggers count it."""
+        return self.stage - self.unscheduled
 
     def as_dict(self) -> dict[str, Any]:
         """Plain containers, for a checkpoint."""
@@ -55,6 +62,7 @@ class GrowthState:
             "norm_progress": self.norm_progress,
             "blocks": dict(self.blocks),
             "multipliers": {name: list(rows) for name, rows in self.multipliers.items()},
+            "unscheduled": self.unscheduled,
         }
 
     @classmethod
@@ -70,6 +78,7 @@ class GrowthState:
             float(content["norm_progress"]),
             dict(content.get("blocks", {})),
             {name: list(rows) for name, rows in content.get("multipliers", {}).items()},
+            int(content.get("unscheduled", 0)),
         )
 
 

@@ -12,10 +12,20 @@ if TYPE_CHECKING:
     from growlab.parts.classes import Classes
     from growlab.parts.depth import Depth
     from growlab.parts.hypernets import Hyperfan
-    from growlab.parts.isotropic import Isotropic
+    from growlab.parts.isotropic import Isotropic, IsotropicLayers
     from growlab.parts.osgd import OldGradient
 
-__all__ = ["Averages", "Classes", "Depth", "Hyperfan", "Isotropic", "OldGradient", "Part", "available"]
+__all__ = [
+    "Averages",
+    "Classes",
+    "Depth",
+    "Hyperfan",
+    "Isotropic",
+    "IsotropicLayers",
+    "OldGradient",
+    "Part",
+    "available",
+]
 
 # None is imported before it is used: a part's file may be taken away.
 _HOMES = {
@@ -24,6 +34,7 @@ _HOMES = {
     "Depth": "depth",
     "Hyperfan": "hypernets",
     "Isotropic": "isotropic",
+    "IsotropicLayers": "isotropic",
     "OldGradient": "osgd",
 }
 

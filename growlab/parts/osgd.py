@@ -57,18 +57,24 @@ class Orthogonalised:
         self.gradients, self._square = {name: g.detach().clone() for name, g in gradients.items()}, None
 
     def follow(
-        self, graph: WidthGraph, widths_before: Mapping[str, int], widths_after: Mapping[str, int]
+        self,
+        graph: WidthGraph,
+        widths_before: Mapping[str, int],
+        widths_after: Mapping[str, int],
+        carry: Carry | None = None,
     ) -> None:
-        """Bring G to new widths: zero at new entries.
+        """Bring G to new widths: zero at new entries, and turned where the basis of channels was turned.
 
         Args:
             graph: the network's width graph.
             widths_before: width of each group before the growth event.
             widths_after: and after.
+            carry: the event's rule for gradients, of which entries that stay where they are need nothing.
         """
-        padding = Carry()
+        turned = carry is not None and bool(carry.bases)
+        rule = carry if carry is not None and turned else Carry()
         self.gradients = {
-            name: padding.carried(g, name, graph, widths_before, widths_after) if name in graph.axes else g
+            name: rule.carried(g, name, graph, widths_before, widths_after) if name in graph.axes else g
             for name, g in self.gradients.items()
         }
         self._square = None
@@ -171,7 +177,7 @@ class OldGradient(Part):
     def after_growth(self, run: Run, event: GrowthEvent) -> Mapping[str, Any]:
         """Let the gradient go through the event."""
         assert self._known is not None
-        self._known.follow(run.graph, event.widths_before, event.widths_after)
+        self._known.follow(run.graph, event.widths_before, event.widths_after, event.carry)
         return {}
 
     def before_step(self, run: Run) -> None:

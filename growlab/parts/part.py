@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from growlab.growth import GrowthEvent, GrowthState
+from growlab.growth import GrowthEvent, GrowthMethod, GrowthState
 from growlab.triggers import Run, Trigger, Widths
 from growlab.widths import WidthGraph
 
@@ -20,6 +20,9 @@ class Part:
         name: its key in states and in receipts.
         groups: width groups that it widens itself (`widen`); the growth method leaves their widths alone.
         grows: it enlarges the network, also one without width groups.
+        method: of the events that it asks for by itself (`decide`), which change its own groups alone; None: it asks
+            for none.
+        follows_norms: as a growth method's, of its own groups.
         num_copies: how many copies of the network it keeps, for estimates of memory.
         one_group: optimizers have to hold all parameters in one group, since it adds some.
     """
@@ -27,6 +30,8 @@ class Part:
     name: str
     groups: Sequence[str] = ()
     grows: bool = False
+    method: GrowthMethod | None = None
+    follows_norms: bool = False
     num_copies: int = 0
     one_group: bool = False
 
@@ -84,6 +89,14 @@ class Part:
     def births(self, state: GrowthState) -> Mapping[str, int]:
         """Stage that tensors came with which were not there from the start, by name."""
         return {}
+
+    def decide(self, run: Run) -> Widths | None:
+        """Widths of its own groups to change to now, by an event of their own; None: none.
+
+        Asked at every boundary that the training loop announces, once the trigger has nothing left to ask for, and
+        again after each event. What it says must be a function of the run: a resumed run asks again.
+        """
+        return None
 
     def before_growth(self, run: Run, widths: Widths) -> Mapping[str, Any]:
         """Called before each growth event with the widths to come; returns plain entries for its receipt.

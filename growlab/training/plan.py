@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from growlab.data import ImageData, Incremental
 from growlab.errors import UserError
 from growlab.flops import forward_flops, train_cost_percent
-from growlab.grower import forecast
+from growlab.grower import forecast, knows_stages
 from growlab.growth import FixedSize, GrowthMethod, Schedule, WidthDecision, make_schedule
 from growlab.growth.parity import network_inputs
 from growlab.parts.part import Part
@@ -213,7 +213,7 @@ def make_plan(
         whole = budget * getattr(data, "epoch_parts", 1)
         reference_epochs = int(whole) if whole == int(whole) else whole
     if fit is not None:
-        if not trigger.knows_stages:
+        if not knows_stages(trigger, parts):
             raise UserError(
                 "schedule.batch_size=auto needs to know how wide the network is at which epoch, and this run decides "
                 "that while it trains: leave it out."
@@ -337,7 +337,12 @@ def _batches(data: ImageData, schedule: Schedule, limit: float | None) -> tuple[
 
 
 def carried_out(
-    plan: Plan, trigger: Trigger, stage_of_epoch: Sequence[int], stages: Sequence[Widths], cost: StageCost
+    plan: Plan,
+    trigger: Trigger,
+    stage_of_epoch: Sequence[int],
+    stages: Sequence[Widths],
+    cost: StageCost,
+    scheduled: Sequence[int],
 ) -> Plan:
     """The plan of a run as it turned out whose widths were decided while it trained.
 
@@ -349,12 +354,15 @@ def carried_out(
         stage_of_epoch: the stage that each epoch ended in.
         stages: width of each group at every stage.
         cost: of the network.
+        scheduled: the number that the trigger gives to each of them; those that parts asked for count with the one
+            before.
     """
     numbers = sorted(set(stage_of_epoch))
     widths = [dict(stages[number]) for number in numbers]
     epochs = tuple(stage_of_epoch.count(number) for number in numbers)
-    sizes = tuple(plan.schedule.batch_sizes[:1] * len(numbers))
-    flops = [cost(stages[number], _share(trigger, number, stages[number])) for number in numbers]
+    known = plan.schedule.batch_sizes
+    sizes = tuple(known[min(scheduled[number], len(known) - 1)] for number in numbers)
+    flops = [cost(stages[n], _share(trigger, scheduled[n], stages[n])) for n in numbers]
     schedule = Schedule(epochs, (Fraction(1),) * len(numbers), sizes)
     return replace(plan, schedule=schedule, widths=widths, flops=flops, stage_numbers=numbers)
 

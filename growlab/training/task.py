@@ -89,7 +89,7 @@ class Task(LightningModule):
     def stage_widths(self) -> list[dict[str, int]]:
         """Width of each group at every stage: of the whole schedule, or as has been decided so far."""
         grower = self.grower
-        known = forecast(grower.trigger, grower.full_graph, grower.parts)
+        known = forecast(grower.trigger, grower.full_graph, grower.parts) if grower.knows_stages else None
         return known or [grower.seed_widths, *(event["widths_after"] for event in grower.events)]
 
     def forward(self, *inputs: Any) -> Tensor:

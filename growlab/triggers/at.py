@@ -97,12 +97,12 @@ class At(Trigger):
     def stage_end(self, run: Run) -> int | None:
         """Epoch behind the last one of the present stage."""
         epochs = range(len(run.training.steps))
-        own = [epoch for epoch in epochs if self.stage_at(Clock(epoch=epoch)) == run.state.stage]
+        own = [epoch for epoch in epochs if self.stage_at(Clock(epoch=epoch)) == run.state.scheduled_stage]
         return own[-1] + 1 if own and self.unit == "epoch" else None
 
     def next(self, run: Run) -> Widths | None:
         """Widths of the next stage, once its moment has come."""
-        stage = run.state.stage
+        stage = run.state.scheduled_stage
         return self.forecast(run.graph)[stage + 1] if stage < self.stage_at(run.clock) else None
 
 

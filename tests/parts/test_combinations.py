@@ -15,7 +15,20 @@ from tests.test_resume import INCREMENTAL
 
 _DEMAND = ("schedule.epochs=null", "schedule.total_epochs=6", "schedule.num_stages=3", "schedule.widths=null")
 DEEP = (*SMALL, "model.width=4", "depth.blocks=auto", "ema.decay=0.9", *_DEMAND)
+# Isotropic layers that decide their widths, twice, beside others that grow on a schedule.
+MIXED = (
+    *(*SMALL, "model=custom", "model._target_=tests.parts.isotropic.mixed.mixed", "+model.norm=layer"),
+    *(
+        "isotropic.mode=scaffold",
+        "isotropic.threshold=0.5",
+        "isotropic.scaffold=2",
+        "isotropic.every_n_epochs=2",
+    ),
+    *("ema.decay=0.9", "norm_anneal=0.5", "optimizer=adamw", "optimizer.lr=0.01"),
+)
 COMBINATIONS: dict[str, tuple[str, ...]] = {
+    "isotropic layers beside ours, averages, annealed norms": (*MIXED, "lr_adapt=none"),
+    "isotropic layers beside net2net": (*MIXED, "growth=net2net", "lr_adapt=none", "osgd.anneal=run"),
     "depth within a budget, averages": (*DEEP, "schedule=budget", "schedule.demand.percent=90"),
     "depth on demand": (
         *(*DEEP, "schedule=plateau", "schedule.demand.patience=1"),

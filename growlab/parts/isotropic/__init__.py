@@ -1,6 +1,7 @@
 """Isotropic layers, which find their widths while they train: neurons come and go by singular values (G. Bird)."""
 
 from growlab.parts.isotropic.activations import Blend, ChiNorm, IsotropicActivation
+from growlab.parts.isotropic.choices import Choices
 from growlab.parts.isotropic.deepen import deepen
 from growlab.parts.isotropic.method import Isotropic
 from growlab.parts.isotropic.networks import (
@@ -12,7 +13,8 @@ from growlab.parts.isotropic.networks import (
     isotropic_nested,
     nested,
 )
-from growlab.parts.isotropic.resize import Choices, change_width
+from growlab.parts.isotropic.part import IsotropicLayers
+from growlab.parts.isotropic.resize import change_width
 from growlab.parts.isotropic.sparsify import Diagonal, densify, sparsify
 from growlab.parts.isotropic.spectrum import diagonalise, diagonalise_partially, spectra
 
@@ -24,6 +26,7 @@ __all__ = [
     "Isotropic",
     "IsotropicActivation",
     "IsotropicCNN",
+    "IsotropicLayers",
     "IsotropicMLP",
     "NestedNetwork",
     "change_width",

@@ -1,6 +1,6 @@
 """Singular spectra of isotropic layers, and the bases in which they are diagonal (Bird, Section 2.3)."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,28 @@ def gain_columns(graph: WidthGraph, group: str, layer: Layer, widths: Mapping[st
         return None
     start = sum(part.length(widths) for part in parts[: places[0] + 1])
     return slice(start, start + own.inner)
+
+
+def folded(
+    graph: WidthGraph, groups: Collection[str], multipliers: Mapping[str, Sequence[float]]
+) -> dict[str, Tensor]:
+    """What rows of weights that carry any of these groups are multiplied by, float64, to broadcast with the weights.
+
+    Args:
+        graph: the width graph.
+        groups: some of its groups.
+        multipliers: of rows, by the weight's name; see `growlab.growth.multipliers`.
+    """
+    found = {}
+    for layer in graph.layers:
+        axes = graph.axes[layer.weight]
+        if layer.weight in multipliers and any(group in axis.groups for axis in axes for group in groups):
+            shape = [1] * len(axes)
+            shape[1 if layer.transposed else 0] = -1
+            found[layer.weight] = torch.tensor(list(multipliers[layer.weight]), dtype=torch.float64).view(
+                shape
+            )
+    return found
 
 
 def incoming(

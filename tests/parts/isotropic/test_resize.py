@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from growlab.growth import GrowthState, ParityError, grow
 from growlab.optim import LARS, SGD, exempt_from_decay, follow
 from growlab.parts.isotropic import Choices, Isotropic, IsotropicCNN, IsotropicMLP, change_width
+from growlab.parts.isotropic.choices import IMPORTANCES
 from growlab.parts.isotropic.observation import watch
-from growlab.parts.isotropic.resize import IMPORTANCES
 from growlab.parts.isotropic.spectrum import decompose, incoming, producers
 from growlab.widths import WidthGraph, replace_tensors, rotate, tensors_of, trace
 from tests.cases import outputs, roughen
@@ -344,7 +344,7 @@ def test_the_neuron_with_the_lowest_score_goes() -> None:
     gradient = left @ torch.diag(slopes) @ right.T
     pruned = changed(
         *(network, graph, "hidden.0", 4, x),
-        importance=IMPORTANCES["gradient"],
+        choices=Choices(importance="gradient"),
         gradients={"hidden.0.weight": gradient},
     )
     assert torch.allclose(pruned.hidden[0].weight.norm(dim=1), values[[0, 2, 3, 4]])

@@ -1,0 +1,104 @@
+"""The part that lets isotropic layers decide their own widths beside a network that grows by a schedule."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from growlab.errors import UserError
+from growlab.growth.method import WidthDecision
+from growlab.parts.isotropic.method import Isotropic, adaptable
+from growlab.parts.part import Part
+from growlab.ranks import gather
+from growlab.triggers import Run, Trigger, Widths
+from growlab.widths import WidthGraph, tensors_of
+
+
+class IsotropicLayers(Part):
+    """Adds and removes neurons of isotropic layers by events of their own; other groups are left to the run's method.
+
+    Isotropic layers begin at the width that the network is made with. At each of its boundaries an event by
+    `Isotropic` follows the trigger's, with a receipt of its own (`asked_by`). What such an event preserves is said
+    there; the trigger's events preserve what the run's method does.
+
+    Args:
+        mode: see `Isotropic`.
+        settings: other arguments of it.
+
+    Raises:
+        UserError: a value cannot be used.
+    """
+
+    SETTINGS = (Isotropic,)
+
+    name = "isotropic"
+    follows_norms = True
+    method: Isotropic
+
+    def __init__(self, mode: Literal["scaffold", "scheduled"] = "scaffold", **settings: Any) -> None:
+        try:
+            self.method = Isotropic(mode, **settings)
+        except ValueError as error:
+            raise UserError(str(error).replace("growth.", "isotropic.")) from error
+        self._start: dict[str, int] = {}
+
+    def applies(self, trigger: Trigger) -> bool:
+        """A network of fixed size keeps its isotropic layers' too."""
+        return trigger.grows
+
+    def prepare(
+        self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
+    ) -> WidthGraph:
+        """Take over all groups whose norm is taken, of which those with a basis keep their width.
+
+        Raises:
+            UserError: the network has no isotropic layer.
+        """
+        try:
+            adaptable(graph)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        # A method that knows nothing of norms must not widen what one is taken of.
+        self.groups = tuple(dict.fromkeys(group for radius in graph.radii for group in radius.groups))
+        self._start = {group: graph.groups[group].full_width for group in self.groups}
+        return graph
+
+    def check(self, run: Run) -> None:
+        """Refuse what decides these widths too, or has to know them before.
+
+        Raises:
+            UserError: the run's method decides widths by itself, or its trigger counts what widths to come will cost.
+        """
+        if isinstance(run.method, WidthDecision):
+            raise UserError(
+                f"{run.method.name} decides the widths of isotropic layers already: set isotropic.mode=null, or take "
+                "another growth method for the other layers."
+            )
+        if not run.trigger.knows_stages:
+            raise UserError(
+                "growth on demand weighs what widths to come will cost, and isotropic layers decide theirs on the way: "
+                "take schedule=exponential with isotropic.mode, or leave isotropic.mode out."
+            )
+
+    def stage_widths(self, num_stages: int) -> Mapping[str, Sequence[int]]:
+        """The widths at the beginning: what is planned with before the layers have decided."""
+        return {group: [width] * num_stages for group, width in self._start.items()}
+
+    def decide(self, run: Run) -> Widths | None:
+        """The layers' widths, asked once at each boundary.
+
+        Raises:
+            UserError: what scores need is missing.
+        """
+        boundary = self.method.boundary(run.clock.epoch, run.clock.step)
+        if boundary is None or boundary <= run.state.asked:
+            return None
+        run.state.asked = boundary
+        now = run.state.widths
+        try:
+            wanted = self.method.decide(run.graph, tensors_of(run.network, run.graph), now, run.gradients())
+        except ValueError as error:
+            raise UserError(str(error).replace("growth.", "isotropic.")) from error
+        # Ranks compute alike; should one not, it follows rank 0, and the comparison of ranks tells.
+        own: dict[str, int] = gather({group: wanted[group] for group in self.groups})[0]
+        return None if all(now[group] == width for group, width in own.items()) else own

@@ -1,0 +1,37 @@
+"""Settings that a user types side by side and a class keeps apart: small dataclasses in place of many arguments.
+
+A class names its dataclasses in `SETTINGS` and takes their fields as keyword arguments; `growlab.signatures` and
+`growlab.argument_types` read them as if they were its own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+
+def sorted_into(kinds: tuple[type, ...], settings: Mapping[str, Any], owner: str) -> list[Any]:
+    """One instance of each dataclass, from settings that belong to any of them.
+
+    Args:
+        kinds: dataclasses that share no field.
+        settings: values by name; the others keep their defaults.
+        owner: whose settings they are, for the message.
+
+    Raises:
+        TypeError: a name is none of theirs, or a dataclass refuses its value.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class When:
+    ...     every: int = 1
+    >>> @dataclass(frozen=True)
+    ... class Much:
+    ...     width: int = 2
+    >>> sorted_into((When, Much), {"width": 3}, "example")
+    [When(every=1), Much(width=3)]
+    """
+    names = {kind: {field.name for field in fields(kind)} for kind in kinds}
+    unknown = sorted(set(settings) - {name for own in names.values() for name in own})
+    if unknown:
+        raise TypeError(f"{owner} has no setting {unknown[0]!r}")
+    return [kind(**{name: settings[name] for name in settings if name in names[kind]}) for kind in kinds]
