@@ -73,7 +73,7 @@ digests: $(READY)  ## fingerprints of runs that use every feature (ARGS=FILE, la
 	OMP_NUM_THREADS=1 $(PY) -m tests.digests $(ARGS)
 
 bench: $(READY)  ## measure what growing and rate adaptation cost
-	$(PY) -m pytest --override-ini=python_files='bench_*.py' -m "" -s tests/benchmarks $(ARGS)
+	$(PY) -m pytest --override-ini=python_files='bench_*.py' -m "" -s tests/benchmarks tests/parts $(ARGS)
 
 docs: notebooks  ## the guide, the notebooks and the API reference, into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q -f notebooks/docs/mkdocs.yml

@@ -17,19 +17,17 @@ if TYPE_CHECKING:
         VarianceTransfer,
         make_schedule,
     )
-    from growlab.parts import Averages, Isotropic, Part
+    from growlab.parts import Part
     from growlab.triggers import At, Decided, Never, Scheduled, Trigger
     from growlab.widths import trace
 
 __all__ = [
     "At",
-    "Averages",
     "Decided",
     "FireFly",
     "GradMax",
     "Grower",
     "Growth",
-    "Isotropic",
     "Net2Net",
     "Never",
     "PairGrowth",

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from growlab import ranks
 from growlab.errors import UserError
@@ -26,8 +25,7 @@ from growlab.growth import (
     plant,
 )
 from growlab.optim import SGD, NormRatio, follow, weight_regions
-from growlab.parts import Averages, Part
-from growlab.parts.isotropic import Isotropic, IsotropicMLP
+from growlab.parts import Part
 from growlab.triggers import At, Decided, Never
 from growlab.widths import WidthGraph, trace
 
@@ -328,35 +326,6 @@ def test_gradients_that_are_being_accumulated_become_the_grown_networks() -> Non
         assert torch.allclose(own.grad, gradient, atol=1e-12)
 
 
-def test_averages_grow_along_as_a_part_or_as_a_module_of_ones_own() -> None:
-    average = Averages(decay=0.7)
-    loop = Loop(parts=[average])
-    own = AveragedModel(loop.network, multi_avg_fn=get_ema_multi_avg_fn(0.7), use_buffers=True)
-    loop.grower.follow(own)
-    loop.optimizer.register_step_post_hook(lambda *_: own.update_parameters(loop.network))
-    loop.train()
-    for name, tensor in own.module.state_dict().items():
-        assert torch.equal(average.module.state_dict()[name], tensor), name
-    assert all(e["ema_parity_error_eval"] < 1e-5 for e in loop.grower.events)
-    outputs = average.module.eval()(PROBE)
-    loop.grower.finish()
-    plain = mlp().eval()
-    plain.load_state_dict(average.module.state_dict())
-    assert torch.allclose(plain(PROBE), outputs, atol=1e-6)
-
-
-@pytest.mark.parametrize("killed", [2, 3, 4, 9])
-def test_averages_resume(killed) -> None:
-    def loop() -> Loop:
-        return Loop(network=normed, parts=[Averages(decay=0.7)])
-
-    def average(loop: Loop) -> list[object]:
-        return [t.tolist() for t in loop.grower.parts[0].module.state_dict().values()]
-
-    resumed = loop().resume(loop().train(killed).saved()).train()
-    assert average(resumed) == average(loop().train())
-
-
 def test_parts_are_called_where_they_say() -> None:
     class Witness(Part):
         name = "witness"
@@ -409,22 +378,6 @@ def test_stages_that_were_missed_are_caught_up() -> None:
     assert loop.grower.state.widths == loop.grower.graph.full_widths
 
 
-def test_a_method_that_decides_by_itself_is_asked() -> None:
-    torch.manual_seed(0)
-    network = IsotropicMLP(6, [8], 3)
-    method = Isotropic()
-    grower = Grower(network, PROBE, method=method, trigger=Decided(0.5))
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
-    grower.follow(optimizer)
-    for epoch in range(3):
-        grower.step(epoch=epoch, step=epoch)
-        optimizer.zero_grad()
-        F.cross_entropy(network(batch(epoch)[0]), batch(epoch)[1]).backward()
-        optimizer.step()
-    assert grower.state.asked >= 1
-    assert {id(p) for p in optimizer.state} == {id(p) for p in network.parameters()}
-
-
 def test_a_method_that_looks_at_data_is_given_some() -> None:
     network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
     grower = Grower(network, PROBE, method=GradMax(), trigger={0: 0.5, 1: 1.0})
@@ -471,7 +424,6 @@ def test_the_grower_may_go_before_the_network() -> None:
         (lambda: At({0: 2.0}), "fraction"),
         (lambda: At({0: 1.0}, unit="hours"), "epoch, step, cost"),
         (lambda: At({0: 1.0}, batch_sizes=[1, 2]), "2 batch sizes"),
-        (lambda: Averages(decay=1.0), "between 0 and 1"),
         (lambda: Loop(trigger={0: {"nothing": 2}}), "no width group 'nothing', only 0, 3"),
         (lambda: Loop(trigger={0: {"0": 0}}), "leaves no channel"),
         (lambda: Loop(trigger={0: 1.0, 1: 0.5}).train(), "only widens"),

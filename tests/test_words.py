@@ -58,6 +58,28 @@ FEATURES = {
         ("parts/classes.py",),
         {**EXPORTS, "data/module.py": "data whose classes arrive bring the part along"},
     ),
+    "isotropic layers": Feature(
+        r"[Ii]sotropic|ChiNorm|change_width|sparsify",
+        ("parts/isotropic",),
+        {
+            **FACE,
+            **EXPORTS,
+            "widths/bases.py": "turns bases, which only these channels have no fixed one of",
+            "widths/groups.py": "holds what tracing found of norms over channels",
+            "widths/rules/rotation.py": "finds which channels no operation tells apart",
+            "widths/trace.py": "says what following norms is for",
+        },
+    ),
+    "hypernetworks": Feature(
+        r"[Hh]yper(net|fan)|Emitted",
+        ("parts/hypernets",),
+        {
+            **EXPORTS,
+            "growth/method.py": "any method may draw new weights as hyperfan-initialised networks emit them",
+            "planning.py": "says what to take in place of a network whose weights are computed from others",
+            "studies/continual_regression.py": "a study with them",
+        },
+    ),
     "growth on demand": Feature(
         r"\bOnDemand\b|\bPlateau\b|\bGradientNorm\b|\bBudget\b\(|climb",
         ("triggers/demand.py", "triggers/on_demand.py"),

@@ -198,13 +198,10 @@ class Grower:
         self.clock = replace(self.clock, **{name: value for name, value in told.items() if value is not None})
         events = list[GrowthEvent]()
         while True:
-            widths, part = self.trigger.next(self), None
-            for one in self.parts if widths is None else ():
-                if widths is None and (widths := one.decide(self)) is not None:
-                    part = one
+            widths, part = self._due()
             if widths is None:
                 return events
-            events.append(self._grow(widths, part))
+            events.append(carry_out(self, widths, part))
 
     def finish(self) -> nn.Module:
         """End growth: the network is an ordinary one that computes the same, and its hooks are gone.
@@ -364,8 +361,13 @@ class Grower:
 
     # Events --------------------------------------------------------------------------------------------------
 
-    def _grow(self, widths: Widths, part: Part | None = None) -> GrowthEvent:
-        return carry_out(self, widths, part)
+    def _due(self) -> tuple[Widths | None, Part | None]:
+        """Widths to grow to now, and the part that asks for them; None: the trigger does."""
+        # Parts first: the trigger's event may forget the optimizer's state, which they may look at.
+        for part in self.parts:
+            if (widths := part.decide(self)) is not None:
+                return widths, part
+        return self.trigger.next(self), None
 
     @property
     def knows_stages(self) -> bool:

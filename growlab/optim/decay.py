@@ -7,7 +7,7 @@ from torch import Tensor, nn
 def without_decay(network: nn.Module) -> list[Tensor]:
     """Parameters for which smaller is not simpler: single numbers, and slopes of `nn.PReLU`, as torch advises.
 
-    A single number (a tensor without dimensions) is a logarithm, such as ln o of isotropic activations, a blend or a
+    A single number (a tensor without dimensions) is a logarithm, such as that of a length, a blend or a
     temperature: decay would pull it to a value of no meaning. Gains and biases of normalisations and other vectors are
     not among them: the papers that growlab reproduces decay them, as torch's optimizers do.
     """

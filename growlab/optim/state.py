@@ -23,7 +23,7 @@ _POWERS = {
 def default_inheritance(optimizer: torch.optim.Optimizer, carry: Carry | None = None) -> Inheritance:
     """The papers' choice at a growth event.
 
-    Yuan et al. (2023) start SGD's momentum anew and let adaptive optimizers keep their state. Where an isotropic
+    Yuan et al. (2023) start SGD's momentum anew and let adaptive optimizers keep their state. Where a
     layer's basis was turned, momentum turns with it exactly and the same training goes on (Bird, Appendix D): SGD and
     LARS keep it.
 

@@ -93,8 +93,8 @@ class Part:
     def decide(self, run: Run) -> Widths | None:
         """Widths of its own groups to change to now, by an event of their own; None: none.
 
-        Asked at every boundary that the training loop announces, once the trigger has nothing left to ask for, and
-        again after each event. What it says must be a function of the run: a resumed run asks again.
+        Asked at every boundary that the training loop announces, before the trigger, and again after each event, of
+        parts with a `method`. What it says must be a function of the run: a resumed run asks again.
         """
         return None
 

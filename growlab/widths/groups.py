@@ -38,7 +38,7 @@ class Layer:
         scale_in: scale class of the input.
         scale_out: scale class of the output.
         offset: name of a tensor of the weight's axes that is added to what the weight emits, or None. Like the
-            following, only for weights that are computed from others (`growlab.parts.hypernets`).
+            following, only for weights that are computed from others.
         emitters: names of tensors with the weight's leading axes that say what an entry emits, not how large.
         inputs_per_entry: inputs that one entry of a row of `weight` stands for; 1/d if d of them emit one.
         outputs_per_entry: likewise outputs, for an entry of a column.

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from growlab import parts
 from growlab.errors import UserError
 from growlab.frontends.lightning import Growth
 from growlab.growth import GrowthMethod, VarianceTransfer, make_schedule
 from growlab.optim import SGD, NormRatio
-from growlab.parts import Averages
 from growlab.triggers import At
 
 # Checkpoints were written with a callback that saves, which resumed and evaluated runs go without.
@@ -132,7 +132,7 @@ class TwoOptimizers(L.LightningModule):
 
 
 MODULES: dict[str, Callable[[], tuple[L.LightningModule, Growth]]] = {
-    "automatic": lambda: (Plain(), growth(parts=[Averages(decay=0.7)])),
+    "automatic": lambda: (Plain(), growth(parts=[parts.Averages(decay=0.7)])),
     "two optimizers": lambda: (TwoOptimizers(), growth("generator", example=IMAGES[:8])),
 }
 
@@ -346,11 +346,11 @@ def one_rank(rank: int, folder: Path) -> None:
     )
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", TORCHELASTIC_RUN_ID="x", GROUP_RANK="0")
     settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
-    module, callback = Plain(), growth(parts=[Averages(decay=0.7)])
+    module, callback = Plain(), growth(parts=[parts.Averages(decay=0.7)])
     trainer = trainer_of(folder, callback, Save(folder), **settings)
     trainer.fit(module, Loader(rank, 2))
     parameters = [p.tolist() for p in module.parameters()]
-    again, resumed = Plain(), growth(parts=[Averages(decay=0.7)])
+    again, resumed = Plain(), growth(parts=[parts.Averages(decay=0.7)])
     trainer = trainer_of(folder, resumed, **settings)
     trainer.fit(again, Loader(rank, 2), ckpt_path=folder / "step7.ckpt")
     assert [p.tolist() for p in again.parameters()] == parameters

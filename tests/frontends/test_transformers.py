@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from growlab import parts
 from growlab.errors import UserError
 from growlab.growth import VarianceTransfer
-from growlab.parts import Averages
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -47,7 +47,7 @@ def run(folder: Path, resume: Path | None = None, **settings: Any) -> tuple[Any,
     growth = Growth(
         method=VarianceTransfer(noise_std=1e-3),
         trigger={0: 0.5, 1: 0.75, 2: 1.0},
-        parts=[Averages(decay=0.7)],
+        parts=[parts.Averages(decay=0.7)],
         example=(WORDS[:4],),
         anneal_steps=2,
     )

@@ -23,7 +23,6 @@ from growlab.optim import (
     exempt_from_decay,
 )
 from growlab.optim.blocks import BLOCK_ELEMENTS
-from growlab.parts.isotropic import Blend, IsotropicActivation
 
 SHAPES = {"linear": (7, 5), "conv": (6, 4, 3, 3), "bias": (7,)}
 BIRTHS = {"linear": ([0, 0, 0, 1, 1, 2, 2], [0, 0, 1, 2, 2]), "conv": ([0, 1, 0, 1, 2, 2], [0, 0, 1, 1])}
@@ -583,13 +582,24 @@ def test_training_beside_a_tiny_oldest_region_stays_finite() -> None:
 # Weight decay ------------------------------------------------------------------------------------------------
 
 
+class Scaled(nn.Module):
+    """A module times a single number."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.inner(x)
+
+
 @pytest.mark.parametrize("cls", [SGD, Adam, AdamW, AvaGrad, LARS, Muon, torch.optim.AdamW])
 def test_weight_decay_spares_what_no_one_decays(cls):
     """With a gradient of zero only decay moves: weights, biases and gains, but no logarithm, blend or slope."""
     torch.manual_seed(0)
     network = nn.Sequential(
-        *(nn.Linear(3, 4), nn.LayerNorm(4), IsotropicActivation("tanh", 0.1)),
-        *(nn.Linear(4, 1), Blend(nn.PReLU(), 0.5), nn.PReLU(1)),
+        *(nn.Linear(3, 4), nn.LayerNorm(4), Scaled(nn.Tanh())),
+        *(nn.Linear(4, 1), Scaled(nn.PReLU()), nn.PReLU(1)),
     )
     nn.init.ones_(network[0].bias)
     nn.init.ones_(network[1].bias)
@@ -601,7 +611,7 @@ def test_weight_decay_spares_what_no_one_decays(cls):
         p.grad = torch.zeros_like(p)
     optimizer.step()
     kept = {name for name, p in network.named_parameters() if torch.equal(p, before[name])}
-    assert kept == {"2.log_length", "4.blend", "4.activation.weight", "5.weight"}
+    assert kept == {"2.scale", "4.scale", "4.inner.weight", "5.weight"}
     tracked = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert len(tracked) == len(set(tracked)) == len(before)
 

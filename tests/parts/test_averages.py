@@ -11,11 +11,8 @@ from growlab.errors import UserError
 from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, plant
 from growlab.networks import resnet20
 from growlab.parts import Averages
-from growlab.parts.isotropic import Isotropic, isotropic_mlp
-from growlab.parts.isotropic.method import adaptable
 from growlab.widths import tensors_of, trace
 from tests.runs import MLP, CommandLine, Left, table
-from tests.test_resume import BY_STEPS, ISOTROPIC
 
 METHODS = {
     "net2net": Net2Net(noise_std=1e-3),
@@ -94,42 +91,6 @@ def test_scales_of_its_own_would_take_the_average_away_from_the_network() -> Non
     assert not torch.allclose(grown[0], 0.5 * rows)
 
 
-@pytest.mark.parametrize(
-    "choices",
-    [{}, {"correction": "batch", "least_squares": True}, {"columns": "random", "rotate": False}],
-    ids=["default", "observed", "random"],
-)
-def test_an_average_grows_and_is_pruned_in_the_basis_of_its_network(choices: dict) -> None:
-    """Weights of the average remain the average of weights, though bases are decided by what one network does."""
-    method = Isotropic(mode="scheduled", target_width=8, **choices)
-    probe = torch.randn(16, 1, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    networks = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        networks.append(isotropic_mlp((1, 4, 4), 5, width=6, depth=3).double())
-    early, late = networks
-    graph = trace(early, probe[:2], follow_norms=True)
-    hidden = adaptable(graph)
-    average = AveragedModel(early, multi_avg_fn=get_ema_multi_avg_fn(0.25), use_buffers=True)
-    for network in networks:
-        average.update_parameters(network)
-    state = plant(late, graph, method, graph.full_widths, 0)
-    for widths in ((8, 9, 7), (4, 9, 6), (5, 7, 3)):
-        wanted = {**state.widths, **dict(zip(hidden, widths, strict=True))}
-        leader, before = tensors_of(late, graph), state.as_dict()
-        leading = grow(late, graph, method, state, wanted, 0, (probe,))
-        for network in (early, average.module):
-            own = GrowthState.from_dict(before)
-            event = grow(network, graph, method, own, wanted, 0, (probe,), leader=leader, leading=leading)
-            assert event.carry.bases.keys() == leading.carry.bases.keys() != set()
-            for group, basis in leading.carry.bases.items():
-                assert torch.equal(event.carry.bases[group], basis), group
-        for name, weight in average.module.named_parameters():
-            if weight.dim() == 2:
-                expected = 0.25 * early.get_parameter(name) + 0.75 * late.get_parameter(name)
-                torch.testing.assert_close(weight, expected, rtol=1e-9, atol=1e-12)
-
-
 def narrow_rows(network: nn.Module) -> int:
     return network.conv1.out_channels
 
@@ -168,28 +129,6 @@ def test_an_average_resumes_bit_for_bit(cli: CommandLine, uninterrupted, tmp_pat
         assert cli(*command, *resume, cwd=tmp_path, fault=("at_step", 8 + len(resume), 9)).code == -9
     assert cli(*command, "ckpt_path=last", cwd=tmp_path).code == 0
     assert Left.by(tmp_path / "run").differences(uninterrupted(*arguments)) == []
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [(*MLP, "growth=hyperfan", "lr_adapt=none"), ISOTROPIC, pytest.param(BY_STEPS, marks=pytest.mark.slow)],
-    ids=["hyperfan", "isotropic", "isotropic_by_steps"],
-)
-def test_an_average_follows_methods_with_a_basis_or_weights_of_their_own(
-    cli: CommandLine, tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
-    """The average of one step's weights is the network: through every event it takes the same way."""
-    outcome = cli(*arguments, "ema.decay=1e-9", "hydra.run.dir=run", cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
-    left = Left.by(tmp_path / "run")
-    assert len(left.growth["events"]) >= 2
-    average = torch.load(tmp_path / "run" / "model_ema.pt", weights_only=True)
-    assert average.keys() == left.weights.keys()
-    for key, tensor in left.weights.items():
-        if tensor.is_floating_point():
-            torch.testing.assert_close(average[key], tensor, rtol=1e-4, atol=1e-5)
-    for row in left.metrics:
-        assert float(row["val_ema_loss"]) == pytest.approx(float(row["val_loss"]), rel=1e-4)
 
 
 def test_the_average_of_two_ranks_is_that_of_one(cli: CommandLine, tmp_path: Path) -> None:

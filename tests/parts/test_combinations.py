@@ -3,32 +3,19 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from signal import SIGKILL
 
 import pytest
 import torch
 
 from growlab.flops import forward_flops
 from growlab.networks import resnet20
+from tests.parts.combined import check_resumed, check_two_ranks
 from tests.runs import MLP, SMALL, CommandLine, Left
 from tests.test_resume import INCREMENTAL
 
 _DEMAND = ("schedule.epochs=null", "schedule.total_epochs=6", "schedule.num_stages=3", "schedule.widths=null")
 DEEP = (*SMALL, "model.width=4", "depth.blocks=auto", "ema.decay=0.9", *_DEMAND)
-# Isotropic layers that decide their widths, twice, beside others that grow on a schedule.
-MIXED = (
-    *(*SMALL, "model=custom", "model._target_=tests.parts.isotropic.mixed.mixed", "+model.norm=layer"),
-    *(
-        "isotropic.mode=scaffold",
-        "isotropic.threshold=0.5",
-        "isotropic.scaffold=2",
-        "isotropic.every_n_epochs=2",
-    ),
-    *("ema.decay=0.9", "norm_anneal=0.5", "optimizer=adamw", "optimizer.lr=0.01"),
-)
 COMBINATIONS: dict[str, tuple[str, ...]] = {
-    "isotropic layers beside ours, averages, annealed norms": (*MIXED, "lr_adapt=none"),
-    "isotropic layers beside net2net": (*MIXED, "growth=net2net", "lr_adapt=none", "osgd.anneal=run"),
     "depth within a budget, averages": (*DEEP, "schedule=budget", "schedule.demand.percent=90"),
     "depth on demand": (
         *(*DEEP, "schedule=plateau", "schedule.demand.patience=1"),
@@ -53,22 +40,11 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
 def test_killed_and_resumed_equals_uninterrupted(
     cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path, name: str
 ) -> None:
-    command = (*COMBINATIONS[name], "hydra.run.dir=run")
-    whole = uninterrupted(*COMBINATIONS[name])
-    events = whole.growth["events"]
+    events = check_resumed(cli, uninterrupted, tmp_path, COMBINATIONS[name]).growth["events"]
     assert len(events) == 2
     if "depth" in name:
         # Copies need a block of the same shapes that is there: one less in each later part of the network.
         assert sum(len(event["inserted"]) for event in events) == (4 if "copies" in name else 6)
-    for event in events:
-        for mode in ("eval", "train"):
-            tolerance = event[f"parity_tolerance_{mode}"]
-            assert tolerance is None or event[f"parity_error_{mode}"] <= tolerance
-    killed = events[-1]["step"] + 1
-    assert cli(*command, cwd=tmp_path, fault=("at_step", killed, int(SIGKILL))).code == -SIGKILL
-    outcome = cli(*command, "ckpt_path=last", cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
-    assert not Left.by(tmp_path / "run").differences(whole)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +56,7 @@ def test_killed_and_resumed_equals_uninterrupted(
     ],
 )
 def test_two_ranks_hold_the_same(cli: CommandLine, tmp_path: Path, name: str) -> None:
-    """Compared after every event and at the end, by the run itself."""
-    command = (*COMBINATIONS[name], "trainer=ddp_cpu", "trainer.devices=2", "hydra.run.dir=run")
-    outcome = cli(*command, cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
-    assert len(Left.by(tmp_path / "run").growth["events"]) == 2
+    assert len(check_two_ranks(cli, tmp_path, COMBINATIONS[name]).growth["events"]) == 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -8,22 +8,39 @@ from torch.nn import functional as F
 from growlab.data import ImageData
 from growlab.errors import UserError
 from growlab.networks import mlp8
-from growlab.parts.isotropic import ChiNorm
 from growlab.training.fresh_statistics import FreshStatistics, fresh_statistics
 from tests.runs import MLP
 
 
+class Centred(nn.Module):
+    """A normalisation of one's own, with running statistics as torch's have them."""
+
+    def __init__(self, num_features: int, momentum: float) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = self.running_mean
+        if self.training:
+            mean = x.mean((0, 2, 3))
+            self.running_mean.lerp_(mean.detach(), self.momentum)
+            self.running_var.lerp_(x.detach().var(), self.momentum)
+        return x - mean[:, None, None]
+
+
 class Twice(nn.Module):
-    """A norm that is called twice, one with a cumulative average, dropout between them, and Chi-normalisation."""
+    """A norm that is called twice, one with a cumulative average, dropout between them, and one of one's own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.twice, self.cumulative = nn.BatchNorm2d(3), nn.BatchNorm2d(3, momentum=None)
-        self.dropout, self.chi = nn.Dropout(0.5), ChiNorm(3, momentum=0.3)
-        self.seen: dict[str, list[torch.Tensor]] = {"twice": [], "cumulative": [], "chi": []}
+        self.dropout, self.own = nn.Dropout(0.5), Centred(3, momentum=0.3)
+        self.seen: dict[str, list[torch.Tensor]] = {"twice": [], "cumulative": [], "own": []}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for name in ("twice", "twice", "cumulative", "chi"):
+        for name in ("twice", "twice", "cumulative", "own"):
             self.seen[name].append(x.detach())
             x = self.dropout(getattr(self, name)(x)).relu()
         return x
@@ -43,7 +60,7 @@ def test_fresh_statistics_are_means_over_batches():
     assert [module.training for module in network.modules()] == modes
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     assert set(fresh) == {f"{n}.running_{kind}" for n in network.seen for kind in ("mean", "var")}
-    for name in ("cumulative", "chi"):
+    for name in ("cumulative", "own"):
         means = torch.stack([x.mean((0, 2, 3)) for x in network.seen[name]])
         torch.testing.assert_close(fresh[f"{name}.running_mean"], means.mean(0), rtol=1e-5, atol=1e-6)
     variances = [x.var((0, 2, 3)) for x in network.seen["cumulative"]]

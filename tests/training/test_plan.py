@@ -2,13 +2,12 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
+from growlab import parts
 from growlab.data import ImageData
 from growlab.errors import UserError
 from growlab.grower import prepared
 from growlab.growth import FixedSize, GrowthMethod, PairGrowth
 from growlab.networks import CifarResNet, mlp8
-from growlab.parts import Depth
-from growlab.parts.isotropic import isotropic_mlp
 from growlab.planning import optimizer_maker
 from growlab.training.budget import check_budget
 from growlab.training.plan import (
@@ -76,8 +75,16 @@ def test_a_growing_run(data: ImageData) -> None:
     assert made.train_cost_percent == pytest.approx(expected)
 
 
+class Unit(torch.nn.Module):
+    """Vectors of length 1: channels whose norm is taken do not grow."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / torch.linalg.vector_norm(x, dim=1, keepdim=True)
+
+
 def test_a_network_that_cannot_grow_is_told_and_trains_at_fixed_size(data: ImageData) -> None:
-    network = isotropic_mlp(data.image_shape, 10, width=8)
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), Unit())
+    network.add_module("classifier", torch.nn.Linear(8, 10))
     with pytest.raises(
         UserError, match=r"nothing in this network can grow \(.*classifier: the network's out"
     ):
@@ -169,7 +176,7 @@ def test_at_one_budget_all_cost_the_same(growth, changes: dict, depth: str | Non
     settings = SETTINGS | rates | {"total_epochs": 10**6, "budget": budget} | changes
     network = CifarResNet(2, 10, 1, (4, 8))
     trigger = choose_trigger(settings, growth, None, data.batch_size, LOOP)
-    parts = [Depth(depth)] if depth else []
+    parts = [parts.Depth(depth)] if depth else []
     graph = prepared(network, data.probe_batch(2), growth, parts)
     cost = StageCost(network, graph, parts, data.probe_batch(1))
     arguments = (graph, cost, data, LOOP, parts)

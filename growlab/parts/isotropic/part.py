@@ -18,7 +18,7 @@ class IsotropicLayers(Part):
     """Adds and removes neurons of isotropic layers by events of their own; other groups are left to the run's method.
 
     Isotropic layers begin at the width that the network is made with. At each of its boundaries an event by
-    `Isotropic` follows the trigger's, with a receipt of its own (`asked_by`). What such an event preserves is said
+    `Isotropic` goes before the trigger's, with a receipt of its own (`asked_by`). What such an event preserves is said
     there; the trigger's events preserve what the run's method does.
 
     Args:

@@ -8,7 +8,8 @@ import torch
 
 from growlab.flops import forward_flops
 from growlab.networks import resnet20
-from tests.runs import CommandLine, Left
+from tests.parts.combined import check_average_of_one_step
+from tests.runs import MLP, CommandLine, Left
 
 SIGKILL = int(signal.SIGKILL)
 SMALL = (
@@ -50,3 +51,7 @@ def test_settings_that_cannot_be_are_told_in_a_sentence(cli: CommandLine, tmp_pa
     outcome = cli(*CHUNKS, "growth.chunk_channels=3", cwd=tmp_path)
     assert outcome.code == 2
     assert "chunks of 3" in outcome.err and "Traceback" not in outcome.err
+
+
+def test_an_average_of_one_step_is_the_network(cli: CommandLine, tmp_path: Path) -> None:
+    check_average_of_one_step(cli, tmp_path, (*MLP, "growth=hyperfan", "lr_adapt=none"))

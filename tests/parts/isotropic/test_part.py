@@ -82,8 +82,9 @@ class Loop:
         ("ours", "layer"),
         ("ours by constraint", "batch"),
         ("net2net", "layer"),
-    ]
-    + [("pairs", "none"), ("random", "batch")],
+        ("pairs", "none"),
+        ("random", "batch"),
+    ],
 )
 def test_each_event_keeps_its_promise_and_leaves_the_others_groups_alone(name: str, norm: str) -> None:
     loop = Loop(METHODS[name](), norm)
@@ -126,6 +127,22 @@ def test_a_resumed_loop_equals_one_that_was_not_interrupted(epoch: int, adam: bo
             if not key.rpartition("/")[2].startswith("seconds") and "seconds_by_part" not in key:
                 same = _flat(other)[key]
                 assert torch.equal(value, same) if isinstance(value, Tensor) else value == same, key
+
+
+def test_a_method_that_decides_by_itself_is_asked() -> None:
+    torch.manual_seed(0)
+    network = IsotropicMLP(5, [8], 3).double()
+    method = Isotropic()
+    grower = Grower(network, batch(0)[0], method=method, trigger=Decided(0.5))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    grower.follow(optimizer)
+    for epoch in range(3):
+        grower.step(epoch=epoch, step=epoch)
+        optimizer.zero_grad()
+        F.cross_entropy(network(batch(epoch)[0]), batch(epoch)[1]).backward()
+        optimizer.step()
+    assert grower.state.asked >= 1
+    assert {id(p) for p in optimizer.state} == {id(p) for p in network.parameters()}
 
 
 def _flat(content: Any, path: str = "") -> dict[str, Any]:

@@ -1,0 +1,60 @@
+"""Isotropic layers that decide their widths, beside other features."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.parts.combined import check_resumed, check_two_ranks
+from tests.runs import SMALL, CommandLine, Left
+
+MIXED = (
+    *(*SMALL, "model=custom", "model._target_=tests.parts.isotropic.mixed.mixed", "lr_adapt=none"),
+    *(
+        "isotropic.mode=scaffold",
+        "isotropic.threshold=0.5",
+        "isotropic.scaffold=2",
+        "isotropic.every_n_epochs=2",
+    ),
+    *("optimizer=adamw", "optimizer.lr=0.01"),
+)
+COMBINATIONS = {
+    "ours, averages, annealed norms": (*MIXED, "ema.decay=0.9", "norm_anneal=0.5", "+model.norm=layer"),
+    "net2net, old gradients": (*MIXED, "growth=net2net", "osgd.anneal=run", "+model.norm=batch"),
+    "pairs, steps, momentum": (
+        *(*MIXED, "growth=pairs", "isotropic.every_n_steps=4", "isotropic.importance=gradient"),
+        *("optimizer=sgd", "optimizer.lr=0.05", "isotropic.correction=batch"),
+    ),
+    "a method that looks at data": (*MIXED, "growth=gradmax", "growth.steps=1"),
+}
+
+
+def asked(run: Left) -> list[bool]:
+    return [event.get("asked_by") == "isotropic" for event in run.growth["events"]]
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_killed_and_resumed_equals_uninterrupted(
+    cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path, name: str
+) -> None:
+    whole = check_resumed(cli, uninterrupted, tmp_path, COMBINATIONS[name])
+    assert asked(whole).count(False) == 2 and any(asked(whole))
+    # Each epoch's cost is that of the widths that it was trained with.
+    stages = whole.results["stages"]
+    assert sum(stage["epochs"] for stage in stages) == 6
+    assert stages[-1]["widths"] == whole.growth["events"][-1]["widths_after"]
+
+
+def test_two_ranks_hold_the_same(cli: CommandLine, tmp_path: Path) -> None:
+    run = check_two_ranks(cli, tmp_path, COMBINATIONS["ours, averages, annealed norms"])
+    assert asked(run).count(False) == 2 and any(asked(run))
+
+
+def test_what_cannot_go_together_is_told(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(*MIXED, "schedule.learning_rate.clock=cost", cwd=tmp_path)
+    assert outcome.code == 2 and "needs to know before the run how wide" in outcome.err
+    demand = ("schedule=plateau", "schedule.epochs=null", "schedule.total_epochs=6")
+    outcome = cli(*MIXED, *demand, "schedule.widths=null", "schedule.num_stages=3", cwd=tmp_path)
+    assert outcome.code == 2 and "isotropic layers decide theirs on the way" in outcome.err
+    outcome = cli(*MIXED, "isotropic.columns=ones", cwd=tmp_path)
+    assert outcome.code == 2 and "isotropic.columns" in outcome.err and "Traceback" not in outcome.err
