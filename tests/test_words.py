@@ -103,4 +103,5 @@ def test_a_features_words_stay_at_home(name: str) -> None:
             found[place] = lines
     unexpected = {place: lines for place, lines in found.items() if place not in feature.elsewhere}
     assert not unexpected
-    assert set(feature.elsewhere) <= set(found), "the list of exceptions is longer than it need be"
+    there = {place for place in feature.elsewhere if (PACKAGE / place).exists()}
+    assert there <= set(found), "the list of exceptions is longer than it need be"
