@@ -176,10 +176,10 @@ def test_at_one_budget_all_cost_the_same(growth, changes: dict, depth: str | Non
     settings = SETTINGS | rates | {"total_epochs": 10**6, "budget": budget} | changes
     network = CifarResNet(2, 10, 1, (4, 8))
     trigger = choose_trigger(settings, growth, None, data.batch_size, LOOP)
-    parts = [parts.Depth(depth)] if depth else []
-    graph = prepared(network, data.probe_batch(2), growth, parts)
-    cost = StageCost(network, graph, parts, data.probe_batch(1))
-    arguments = (graph, cost, data, LOOP, parts)
+    chosen = [parts.Depth(depth)] if depth else []
+    graph = prepared(network, data.probe_batch(2), growth, chosen)
+    cost = StageCost(network, graph, chosen, data.probe_batch(1))
+    arguments = (graph, cost, data, LOOP, chosen)
     settings["total_epochs"] = epochs_of_budget(settings, trigger, *arguments)
     made = make_plan(settings, choose_trigger(settings, growth, None, data.batch_size, LOOP), *arguments)
     allowed, spent = budget * 110 * made.full_flops, sum(made.flops_in_epoch)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from growlab.growth.method import WeightRule
 from growlab.parts.hypernets.initialisations import Emission, Initialisation
 from growlab.parts.hypernets.parametrise import Hypernet, materialize, parametrise
 from growlab.parts.hypernets.width_graph import emitted_graph
+from growlab.settings import sorted_into
 from growlab.widths import Layer, WidthGraph
 
 _RULES = ("hyperfan_in", "hyperfan_out")
@@ -62,6 +63,27 @@ class EmittedWeights(NewWeights):
         return self.init.draw(shape, emitted / shape[-1], source)
 
 
+@dataclass(frozen=True)
+class Emitting:
+    """The hypernetwork of a growing network.
+
+    Attributes:
+        sharing: "layer" or "chunk"; see `Hypernet`.
+        embedding_features: size of an embedding.
+        hidden_features: of h.
+        embedding: "fixed" or "trained".
+        distribution: "uniform" or "normal".
+        chunk_channels: channels of a chunk; has to divide every width.
+    """
+
+    sharing: Literal["layer", "chunk"] = "layer"
+    embedding_features: int = 8
+    hidden_features: Sequence[int] = ()
+    embedding: Literal["fixed", "trained"] = "trained"
+    distribution: Literal["uniform", "normal"] = "uniform"
+    chunk_channels: int = 2
+
+
 class Hyperfan(VarianceTransfer):
     """Train a network through a hypernetwork that emits its growing weights, and widen that one.
 
@@ -87,52 +109,49 @@ class Hyperfan(VarianceTransfer):
 
     Args:
         new_weights: "hyperfan_in" or "hyperfan_out".
-        sharing: "layer" or "chunk"; see `Hypernet`.
-        embedding_features: size of an embedding.
-        hidden_features: of h.
-        embedding: "fixed" or "trained".
-        distribution: "uniform" or "normal".
-        chunk_channels: channels of a chunk; has to divide every width.
         output_multiplier: undo the scale of the logits by a multiplier on the output.
         rescale_unnormalised: rescale hidden layers without a batch normalisation behind them too.
         noise_std: see `GrowthMethod`.
         gain: r of hidden layers; the output layer's is 1.
+        settings: fields of `Emitting`, see there.
 
     Raises:
         UserError: a setting is impossible.
+        TypeError: there is no such setting.
     """
+
+    SETTINGS = (Emitting,)
 
     def __init__(
         self,
         new_weights: WeightRule = "hyperfan_in",
-        sharing: Literal["layer", "chunk"] = "layer",
-        embedding_features: int = 8,
-        hidden_features: Sequence[int] = (),
-        embedding: Literal["fixed", "trained"] = "trained",
-        distribution: Literal["uniform", "normal"] = "uniform",
-        chunk_channels: int = 2,
         output_multiplier: bool = True,
         rescale_unnormalised: bool = False,
         noise_std: float = 0.0,
         gain: float = 2.0,
+        **settings: Any,
     ) -> None:
         super().__init__(
             "ratio", output_multiplier, False, rescale_unnormalised, noise_std=noise_std, gain=gain
         )
-        for what, value, known in (("new_weights", new_weights, _RULES), ("sharing", sharing, _SHARINGS)):
+        (kind,) = sorted_into(self.SETTINGS, settings, "Hyperfan")
+        for what, value, known in (
+            ("new_weights", new_weights, _RULES),
+            ("sharing", kind.sharing, _SHARINGS),
+        ):
             if value not in known:
                 raise UserError(
                     f"growth.{what} must be {' or '.join(known)} with growth=hyperfan, not {value!r}."
                 )
         self.hypernet = Hypernet(
-            sharing,
+            kind.sharing,
             new_weights,
-            distribution,
-            embedding_features,
-            tuple(hidden_features),
-            embedding,
+            kind.distribution,
+            kind.embedding_features,
+            tuple(kind.hidden_features),
+            kind.embedding,
             gain=gain,
-            chunk_channels=chunk_channels,
+            chunk_channels=kind.chunk_channels,
         )
         self.new_weights = EmittedWeights(gain, 1, new_weights, self.hypernet.variances)
 

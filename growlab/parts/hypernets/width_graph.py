@@ -1,10 +1,8 @@
 """The width graph of a network whose weights a hypernetwork emits, from that of the plain network."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
-import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -28,16 +26,14 @@ def emitted_graph(network: nn.Module, graph: WidthGraph, channels: int = 1) -> W
     Raises:
         UserError: a width or a growing weight is not a whole number of chunks.
     """
-    for group in graph.groups.values():
+    units = {}
+    for name, group in graph.groups.items():
         if group.full_width % channels or group.below % channels:
             raise UserError(
                 f"the {group.full_width} channels of {group.name} do not split into chunks of {channels}; choose "
                 "another growth.chunk_channels."
             )
-    units = {
-        name: Group(name, group.full_width // channels, group.below // channels)
-        for name, group in graph.groups.items()
-    }
+        units[name] = Group(name, group.full_width // channels, group.below // channels)
     modules = dict(network.named_modules())
     axes: dict[str, tuple[Axis, ...]] = {}
     chosen: dict[str, Layer] = {}
@@ -47,53 +43,23 @@ def emitted_graph(network: nn.Module, graph: WidthGraph, channels: int = 1) -> W
         if module is None or not parametrize.is_parametrized(module, attribute):
             axes[name] = tuple(_in_units(axis, channels) for axis in plain)
             continue
-        parts = module.get_submodule(f"parametrizations.{attribute}")
-        by, place = parts[0], f"{owner}.parametrizations.{attribute}"
+        by = module.get_submodule(f"parametrizations.{attribute}")[0]
+        place = f"{owner}.parametrizations.{attribute}"
         layer = next(layer for layer in graph.layers if layer.weight == name)
         if isinstance(by, Emitted):
-            features = by.output.weight.shape[-1]
-            axes[f"{place}.original"] = plain
-            axes[f"{place}.0.output.weight"] = (*plain, _fixed(features))
-            chosen[name] = replace(
-                layer,
-                weight=f"{place}.0.output.weight",
-                offset=f"{place}.original",
-                inputs_per_entry=1 / features,
-                outputs_per_entry=1 / features,
-                variance_per_entry=1 / (features * embedding_variance(by.features.embedding)),
-            )
+            own, chosen[name] = _emitted(by, place, plain, layer)
         elif isinstance(by, Chunks):
-            rows, columns = (_in_units(axis, channels) for axis in plain[:2])
-            # The blocked dimension has one place for each chunk.
-            blocked = (
-                [_blocks(rows, channels), columns] if not by.by_inputs else [rows, _blocks(columns, channels)]
-            )
-            own: Mapping[str, torch.Tensor] = {
-                "embedding.values": by.embedding.values,
-                "weight": by.weight,
-                "bias": by.bias,
-            }
-            axes[f"{place}.original"] = tuple(blocked)
-            for part, tensor in own.items():
-                axes[f"{place}.0.{part}"] = (*blocked, *(_fixed(size) for size in tensor.shape[2:]))
-            kernel = prod(by.kernel)
-            chosen[name] = replace(
-                layer,
-                weight=f"{place}.original",
-                emitters=tuple(f"{place}.0.{part}" for part in own),
-                inputs_per_entry=kernel * (channels if by.by_inputs else 1),
-                outputs_per_entry=kernel * (1 if by.by_inputs or layer.depthwise else channels),
-            )
+            own, chosen[name] = _chunked(by, place, plain, layer, channels)
         else:
             raise UserError(
                 f"{name} is parametrised by something that growlab does not know; growth cannot widen it."
             )
-    layers = tuple(chosen.get(layer.weight, layer) for layer in graph.layers)
+        axes |= own
     return replace(
         graph,
         groups=units,
         axes=axes,
-        layers=layers,
+        layers=tuple(chosen.get(layer.weight, layer) for layer in graph.layers),
         written={place: _in_units(axis, channels) for place, axis in graph.written.items()},
         channel_norms=tuple(
             replace(norm, axis=_in_units(norm.axis, channels)) for norm in graph.channel_norms
@@ -106,6 +72,44 @@ def emitted_graph(network: nn.Module, graph: WidthGraph, channels: int = 1) -> W
             )
             for attention in graph.attentions
         ),
+    )
+
+
+def _emitted(
+    by: Emitted, place: str, plain: tuple[Axis, ...], layer: Layer
+) -> tuple[dict[str, tuple[Axis, ...]], Layer]:
+    """Axes of H and beta, and the layer with them in place of its weight."""
+    features, weight = by.output.weight.shape[-1], f"{place}.0.output.weight"
+    axes = {f"{place}.original": plain, weight: (*plain, _fixed(features))}
+    variance = 1 / (features * embedding_variance(by.features.embedding))
+    return axes, replace(
+        layer,
+        weight=weight,
+        offset=f"{place}.original",
+        inputs_per_entry=1 / features,
+        outputs_per_entry=1 / features,
+        variance_per_entry=variance,
+    )
+
+
+def _chunked(
+    by: Chunks, place: str, plain: tuple[Axis, ...], layer: Layer, channels: int
+) -> tuple[dict[str, tuple[Axis, ...]], Layer]:
+    """Axes of what chunks own, and the layer with their gains in place of its weight."""
+    rows, columns = (_in_units(axis, channels) for axis in plain[:2])
+    # The blocked dimension has one place for each chunk.
+    blocked = [rows, _blocks(columns, channels)] if by.by_inputs else [_blocks(rows, channels), columns]
+    own = {"embedding.values": by.embedding.values, "weight": by.weight, "bias": by.bias}
+    axes: dict[str, tuple[Axis, ...]] = {f"{place}.original": tuple(blocked)}
+    for part, tensor in own.items():
+        axes[f"{place}.0.{part}"] = (*blocked, *(_fixed(size) for size in tensor.shape[2:]))
+    kernel = prod(by.kernel)
+    return axes, replace(
+        layer,
+        weight=f"{place}.original",
+        emitters=tuple(f"{place}.0.{part}" for part in own),
+        inputs_per_entry=kernel * (channels if by.by_inputs else 1),
+        outputs_per_entry=kernel * (1 if by.by_inputs or layer.depthwise else channels),
     )
 
 

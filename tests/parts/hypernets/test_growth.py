@@ -141,7 +141,14 @@ def test_new_weights_have_the_hyperfan_variance_at_the_new_widths(kind: str, rul
         torch.manual_seed(0)
         network = CifarResNet(1, 10, channels=(16, 32))
         x = torch.randn(4, 3, 8, 8)
-        method = Hyperfan(rule, kind, 24, [24] if kind == "chunk" else (), "fixed", chunk_channels=2)
+        method = Hyperfan(
+            rule,
+            sharing=kind,
+            embedding_features=24,
+            hidden_features=[24] if kind == "chunk" else (),
+            embedding="fixed",
+            chunk_channels=2,
+        )
         graph = method.prepare(network, trace(network, x[:2]), seed)
         state = plant(network, graph, method, widths_at(graph, 0.5), seed)
         sizes = [(m, m.weight.shape[:2]) for m, _ in emitted(network)]
