@@ -74,10 +74,13 @@ class Depth(Part):
         Raises:
             UserError: they cannot be left out.
         """
-        if any(map(is_parametrized, network.modules())):
-            raise UserError(
-                "depth.blocks needs weights that are no functions of others: choose another growth method or model."
-            )
+        for path, module in network.named_modules():
+            computed = module.parametrizations if is_parametrized(module) else ()
+            if any(f"{path}.parametrizations.{name}.original" not in graph.axes for name in computed):
+                raise UserError(
+                    f"depth.blocks needs weights that are no functions of others, which those of {path} are: choose "
+                    "another growth method or model."
+                )
         self._depth = Blocks(network, graph, self._names, self._start, example)
         return graph
 
@@ -116,7 +119,7 @@ class Depth(Part):
             UserError: a block cannot begin as configured, or an optimizer has several groups of parameters.
         """
         state, stage = run.state, run.state.stage + 1
-        share = run.trigger.share(stage, widths)
+        share = run.trigger.share(state.scheduled_stage + 1, widths)
         assert share is not None
         past, inserted, copied = dict(run.network.named_parameters()), [], dict[str, str]()
         for name in self.depth.present_at(share):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from growlab.errors import UserError
 from growlab.growth.multipliers import fold_multipliers
@@ -62,7 +63,9 @@ def zero(site: Site) -> None:
     before them from the second.
     """
     for name in site.block.zeroed or ():
-        site.network.get_parameter(name).zero_()
+        owner, _, attribute = name.rpartition(".")
+        module = site.network.get_submodule(owner)
+        _assign(module, attribute, torch.zeros_like(getattr(module, attribute)))
 
 
 def identity(site: Site) -> None:
@@ -92,10 +95,9 @@ def identity(site: Site) -> None:
             f"with its batch normalisation and ReLU; {', '.join(paths)} holds {len(affine)} layers."
         )
     layer = affine[0]
-    if isinstance(layer, nn.Linear):
-        nn.init.eye_(layer.weight)
-    else:
-        nn.init.dirac_(layer.weight)
+    weight = torch.empty_like(layer.weight)
+    (nn.init.eye_ if isinstance(layer, nn.Linear) else nn.init.dirac_)(weight)
+    _assign(layer, "weight", weight)
     if layer.bias is not None:
         layer.bias.zero_()
     for norm in modules:
@@ -143,6 +145,19 @@ def gstack(site: Site) -> None:
         known = _tensors(source)
         for name, tensor in _tensors(site.network.get_submodule(path)).items():
             tensor.copy_(known[name])
+
+
+def _assign(module: nn.Module, name: str, value: Tensor) -> None:
+    """Give a parameter, or what a tensor is computed from, such a value."""
+    if not is_parametrized(module, name):
+        module.get_parameter(name).copy_(value)
+        return
+    setattr(module, name, value)
+    if not torch.allclose(getattr(module, name), value, atol=1e-6):
+        raise UserError(
+            "depth.start: a weight that is computed from others cannot take every value, so the block cannot begin as "
+            "it should; take depth.start=zero or stack."
+        )
 
 
 def _tensors(block: nn.Module) -> dict[str, Tensor]:
