@@ -32,7 +32,6 @@ FEATURES = {
         r"\bema\b|import Averages|Averages\(|AveragedModel|average_parity",
         ("parts/averages.py",),
         {
-            **FACE,
             **EXPORTS,
             "callbacks.py": "says what to use in place of Lightning's averages, which do not grow",
             "plan/probes.py": "averages a probe's weights over a window that grows as it trains",
@@ -75,6 +74,7 @@ FEATURES = {
         ("parts/hypernets",),
         {
             **EXPORTS,
+            "analysis/layer_figures.py": "draws the figures of their paper",
             "growth/method.py": "any method may draw new weights as hyperfan-initialised networks emit them",
             "planning.py": "says what to take in place of a network whose weights are computed from others",
             "studies/continual_regression.py": "a study with them",
