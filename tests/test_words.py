@@ -63,6 +63,7 @@ FEATURES = {
         {
             **FACE,
             **EXPORTS,
+            "studies/isotropic_invariance.py": "a study with them",
             "widths/bases.py": "turns bases, which only these channels have no fixed one of",
             "widths/groups.py": "holds what tracing found of norms over channels",
             "widths/rules/rotation.py": "finds which channels no operation tells apart",
@@ -76,6 +77,7 @@ FEATURES = {
             **EXPORTS,
             "analysis/layer_figures.py": "draws the figures of their paper",
             "growth/method.py": "any method may draw new weights as hyperfan-initialised networks emit them",
+            "plan/probes.py": "says which weights cannot be probed",
             "planning.py": "says what to take in place of a network whose weights are computed from others",
             "studies/continual_regression.py": "a study with them",
         },

@@ -62,9 +62,9 @@ PARTS = {
     ),
     "arriving classes": Files(("parts/classes.py",), (), ("parts/test_classes*.py", *TOGETHER)),
     "isotropic layers": Files(
-        ("parts/isotropic",),
+        ("parts/isotropic", "studies/isotropic*.py"),
         ("parts/isotropic.yaml", "*/isotropic*.yaml"),
-        ("parts/isotropic",),
+        ("parts/isotropic", "studies/test_isotropic*.py"),
     ),
     "hypernetworks": Files(
         ("parts/hypernets", "studies/continual_regression.py"),
