@@ -22,8 +22,6 @@ from typing import Any
 import torch
 
 from tests.experiments import EXPERIMENTS, two_steps, write_fake_images
-from tests.parts.hypernets.test_runs import CHUNKS
-from tests.parts.hypernets.test_runs import SMALL as HYPERFAN
 from tests.runs import MLP, SMALL, CommandLine, Left
 from tests.test_language import DROPOUT
 from tests.test_process_growth import CASES as BY_DATA
@@ -32,8 +30,10 @@ from tests.test_resume import (
     ACCUMULATED,
     ADAM,
     BY_STEPS,
+    CHUNKS,
     DEEPENED,
     FIREFLY,
+    HYPERFAN,
     INCREMENTAL,
     ISOTROPIC,
     ON_DEMAND,

@@ -50,6 +50,13 @@ ON_DEMAND = (
 DEEPENED = (*SMALL, "model.width=4", "depth.blocks=auto", "ema.decay=0.9", "optimizer_state=inherit")
 # Classes that appear with the stages, and the gradient on the old ones that goes through growth.
 INCREMENTAL = (*MLP, "data=digits_incremental", "osgd.anneal=stage", "ema.decay=0.9", "data.validation=test")
+# A hypernetwork emits the weights.
+HYPERFAN = (
+    *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=none"),
+    *("schedule.epochs=[1,1,1]", "schedule.widths=[0.25,0.75,1]", "log_rates_every_n_steps=2"),
+    *("growth=hyperfan", "growth.embedding_features=3", "model.width=8", "optimizer.lr=0.01"),
+)
+CHUNKS = (*HYPERFAN, "growth.sharing=chunk", "growth.hidden_features=[4]")
 
 
 @pytest.mark.parametrize(

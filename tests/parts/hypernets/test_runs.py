@@ -10,14 +10,10 @@ from growlab.flops import forward_flops
 from growlab.networks import resnet20
 from tests.parts.combined import check_average_of_one_step
 from tests.runs import MLP, CommandLine, Left
+from tests.test_resume import CHUNKS
+from tests.test_resume import HYPERFAN as SMALL
 
 SIGKILL = int(signal.SIGKILL)
-SMALL = (
-    *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=none"),
-    *("schedule.epochs=[1,1,1]", "schedule.widths=[0.25,0.75,1]", "log_rates_every_n_steps=2"),
-    *("growth=hyperfan", "growth.embedding_features=3", "model.width=8", "optimizer.lr=0.01"),
-)
-CHUNKS = (*SMALL, "growth.sharing=chunk", "growth.hidden_features=[4]")
 
 
 @pytest.mark.parametrize("arguments", [SMALL, CHUNKS], ids=["layer", "chunk"])
