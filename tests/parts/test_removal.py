@@ -30,7 +30,7 @@ class Files:
 
 
 # Tests of features that meet belong to each of them.
-TOGETHER = ("parts/test_combinations.py", "parts/*/test_combinations.py")
+TOGETHER = ("parts/test_combinations.py", "parts/*/test_combinations.py", "parts/test_depth_grower.py")
 PARTS = {
     "averages": Files(
         ("parts/averages.py",),
@@ -114,6 +114,7 @@ def called(code: Path, folder: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.slow
 def test_without_a_part_the_rest_runs_and_is_tested(without: tuple[Path, Files], tmp_path: Path) -> None:
     code, files = without

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from growlab import parts
 from growlab.errors import UserError
 from growlab.grower import Grower
 from growlab.growth import Net2Net, PairGrowth, RandomGrowth, VarianceTransfer
 from growlab.optim import SGD
-from growlab.parts import Averages
 from growlab.parts.isotropic import Isotropic, IsotropicLayers, IsotropicMLP
 from growlab.triggers import Decided
 from tests.parts.isotropic.mixed import Mixed
@@ -42,10 +42,9 @@ class Loop:
     def __init__(self, method: Any, norm: str = "none", adam: bool = False, **settings: Any) -> None:
         torch.manual_seed(0)
         self.network = Mixed(5, 3, 8, norm).double()
-        self.average = Averages(0.9)
-        parts = (self.average, IsotropicLayers(**{**SETTINGS, **settings}))
+        both = (parts.Averages(0.9), IsotropicLayers(**{**SETTINGS, **settings}))
         self.grower = Grower(
-            self.network, batch(0)[0], method=method, trigger=SCHEDULE, parts=parts, anneal_steps=2
+            self.network, batch(0)[0], method=method, trigger=SCHEDULE, parts=both, anneal_steps=2
         )
         parameters = list(self.network.parameters())
         self.optimizer = torch.optim.Adam(parameters, 0.01) if adam else SGD(parameters, 0.1, momentum=0.9)
