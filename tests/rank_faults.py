@@ -11,26 +11,26 @@ import torch
 
 def keep_ranks(folder: str) -> None:
     """Every rank writes all that it holds into a folder, after each growth event and at the end of each epoch."""
-    from growlab import Grower
+    from growlab.grower import grower
     from growlab.training.saving import SaveCheckpoints
 
-    def keep(name: str, grower: Any) -> None:
-        content = {name: value for name, value in grower.held() if isinstance(value, torch.Tensor)}
+    def keep(name: str, run: Any) -> None:
+        content = {name: value for name, value in run.held() if isinstance(value, torch.Tensor)}
         rank = torch.distributed.get_rank()
         torch.save(content, Path(folder) / f"{name}_rank{rank}.pt")
 
-    grow, save = Grower._grow, SaveCheckpoints.on_train_epoch_end
+    carry_out, save = grower.carry_out, SaveCheckpoints.on_train_epoch_end
 
-    def grow_and_keep(self: Any, widths: Any) -> Any:
-        event = grow(self, widths)
-        keep(f"stage{self.state.stage}", self)
+    def grow_and_keep(run: Any, *rest: Any) -> Any:
+        event = carry_out(run, *rest)
+        keep(f"stage{run.state.stage}", run)
         return event
 
     def save_and_keep(self: Any, trainer: Any, task: Any) -> None:
         save(self, trainer, task)
         keep(f"epoch{trainer.current_epoch}", task.grower)
 
-    Grower._grow, SaveCheckpoints.on_train_epoch_end = grow_and_keep, save_and_keep
+    grower.carry_out, SaveCheckpoints.on_train_epoch_end = grow_and_keep, save_and_keep
 
 
 def drift(what: str, step: int) -> None:

@@ -259,35 +259,35 @@ def _at_validation(epoch: int, batch: int, number: int) -> None:
 
 def _before_growth(stage: int, number: int) -> None:
     """A signal between the last step of a stage and the growth event that begins the given one."""
-    from growlab import Grower
+    from growlab.grower import grower
 
-    grow = Grower._grow
+    carry_out = grower.carry_out
 
-    def struck(self: Any, widths: Any) -> Any:
-        if self.state.stage + 1 == stage:
+    def struck(run: Any, *rest: Any) -> Any:
+        if run.state.stage + 1 == stage:
             _strike(number)
-        return grow(self, widths)
+        return carry_out(run, *rest)
 
-    Grower._grow = struck
+    grower.carry_out = struck
 
 
 def _in_growth(stage: int, number: int) -> None:
     """A signal in the middle of an event: the network has grown, the optimizer has not followed."""
-    from growlab import Grower
+    from growlab.grower import grower
     from growlab.optim import followers
 
-    follow, grow, stages = followers.follow, Grower._grow, []
+    follow, carry_out, stages = followers.follow, grower.carry_out, []
 
-    def noted(self: Any, widths: Any) -> Any:
-        stages.append(self.state.stage + 1)
-        return grow(self, widths)
+    def noted(run: Any, *rest: Any) -> Any:
+        stages.append(run.state.stage + 1)
+        return carry_out(run, *rest)
 
     def struck(*arguments: Any, **named: Any) -> None:
         if stages[-1] == stage:
             _strike(number)
         follow(*arguments, **named)
 
-    Grower._grow, followers.follow = noted, struck
+    grower.carry_out, followers.follow = noted, struck
 
 
 # The moments of a file's way to the disk, see `growlab.files.write_atomically`; a checkpoint has the ones in the

@@ -149,9 +149,12 @@ def epoch_axis(axes: Axes, num_epochs: float, num_ticks: int = 9) -> None:
 
 
 def log_axis(axes: Axes) -> None:
-    """A logarithmic y axis in plain numbers, the fewer the more decades it spans."""
+    """A logarithmic y axis in plain numbers, the fewer the more decades it spans; as it was where nothing is positive."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
+    if not 0 < low < high < math.inf:
+        axes.set_yscale("linear")
+        return
     decades = math.log10(high / low)
     subdivisions = (
         (1.0, 2.0, 3.0, 4.0, 6.0, 8.0) if decades < 1 else (1.0, 2.0, 5.0) if decades < 2 else (1.0,)

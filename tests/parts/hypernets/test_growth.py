@@ -17,7 +17,8 @@ from growlab.parts.hypernets import Hyperfan, emitted
 from growlab.widths import WidthGraph, trace
 from tests.cases import NETWORKS, outputs, roughen, widths_at
 
-ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
+# In float32 what a chunk emits is rounded 1.9e-5 apart on CPUs with AVX2 alone.
+ROUNDING = {torch.float64: 1e-10, torch.float32: 5e-5}
 DTYPES = [pytest.param(torch.float64, id="float64"), pytest.param(torch.float32, id="float32")]
 # Shared weights cannot be emitted.
 NAMES = [name for name in NETWORKS if name != "shared"]
