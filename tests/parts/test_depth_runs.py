@@ -44,10 +44,6 @@ def test_depth_and_width_grow_in_one_run(uninterrupted: Callable[..., Left]) -> 
     ("arguments", "told"),
     [
         (("depth.blocks=[layers.0.9]",), "no layers.0.9"),
-        (
-            ("depth.blocks=auto", "growth=hyperfan"),
-            "depth.blocks needs weights that are no functions of others",
-        ),
         (("depth.blocks=auto", "depth.start=nothing"), "zero"),
     ],
 )

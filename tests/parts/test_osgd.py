@@ -107,7 +107,7 @@ def test_what_is_taken_out_falls_evenly_from_all_after_an_event_to_nothing(
     run = SimpleNamespace(
         network=layer,
         events=events,
-        state=SimpleNamespace(stage=len(events)),
+        state=SimpleNamespace(stage=len(events), scheduled_stage=len(events)),
         trigger=Scheduled(make_schedule(5, 8, epochs=[2, 1, 2], widths=[0.25, 0.5, 1])),
         training=Training(steps=[3, 3, 4, 4, 4]),
         clock=Clock(step=step),
