@@ -149,7 +149,7 @@ def epoch_axis(axes: Axes, num_epochs: float, num_ticks: int = 9) -> None:
 
 
 def log_axis(axes: Axes) -> None:
-    """A logarithmic y axis in plain numbers, the fewer the more decades it spans; as it was where nothing is positive."""
+    """A logarithmic y axis in plain numbers, the fewer the more decades it spans; linear where nothing is positive."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     if not 0 < low < high < math.inf:
