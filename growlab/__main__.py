@@ -17,7 +17,7 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from growlab.commands import described, run_command
 from growlab.configuration import PRIMARY, config_dir, register_schemas
@@ -168,8 +168,7 @@ def main(job: Callable[[DictConfig], Any] = _job, more: Sequence[str] = ()) -> i
             one for one in more if not any(o.startswith(one.partition("=")[0] + "=") for o in overrides)
         ]
         register_schemas()
-        # Hydra fills in the help's template.
-        os.environ["GROWLAB_COMMANDS"] = described()
+        OmegaConf.register_new_resolver("growlab.commands", described, replace=True)
         folder = resume_override(overrides, multirun)
         if folder is not None:
             sys.argv.append(folder)

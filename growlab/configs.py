@@ -42,7 +42,7 @@ class MainConfig:
     checkpoint: schema("growlab.training.SavePolicy") = MISSING  # type: ignore[valid-type]
     parts: Any = MISSING
     study: Any = MISSING
-    plan: Any = None
+    plan: Any = MISSING
     name: str = MISSING
     seed: int = MISSING
     ckpt_path: str | None = MISSING

@@ -227,8 +227,7 @@ def test_a_default_lives_in_conf_alone() -> None:
         if isinstance(node, dict) or name in ("lr_adapt.yaml", "schedule.yaml"):
             continue
         given = set(node.node) - {str(key) for key in OmegaConf.missing_keys(node.node)}
-        # A group without a choice in ordinary runs has no value that conf could give.
-        assert given <= ({"plan"} if name == "main.yaml" else {"_target_"}), name
+        assert given <= {"_target_"}, name
 
 
 def test_help_names_no_group_of_schemas() -> None:

@@ -244,3 +244,10 @@ def test_a_trigger_has_to_know_how_far_growth_is() -> None:
     run = SimpleNamespace(trigger=Decided(), graph=trace(resnet(), IMAGES))
     with pytest.raises(UserError, match="needs a trigger that knows how far growth has come"):
         Depth().check(run)
+
+
+def test_blocks_whose_weights_are_computed_from_others_are_told() -> None:
+    network = nn.Sequential(nn.Linear(20, 8), *(Residual(8) for _ in range(3)), nn.Linear(8, 3)).double()
+    nn.utils.parametrizations.weight_norm(network[2].up)
+    with pytest.raises(UserError, match=r"no functions of others, which those of 2\.up are"):
+        Depth("auto").prepare(network, trace(network, SAMPLES[:2]), 0, (SAMPLES[:2],))

@@ -44,6 +44,10 @@ def test_depth_and_width_grow_in_one_run(uninterrupted: Callable[..., Left]) -> 
     ("arguments", "told"),
     [
         (("depth.blocks=[layers.0.9]",), "no layers.0.9"),
+        (
+            ("depth.blocks=auto", "growth=hyperfan", "growth.sharing=chunk"),
+            "it shares conv1.parametrizations",
+        ),
         (("depth.blocks=auto", "depth.start=nothing"), "zero"),
     ],
 )

@@ -173,7 +173,7 @@ def test_new_weights_have_the_hyperfan_variance_at_the_new_widths(kind: str, rul
 
 
 def precise(network: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Outputs computed in float64 with the network's weights as they are, and how far its own precision is from them."""
+    """Outputs computed in float64 with the weights as they are, and how far the network's own are from them."""
     exact = outputs(copy.deepcopy(network).double(), x.double(), False)
     return exact, relative(exact, outputs(network, x, False).double())
 
