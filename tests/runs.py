@@ -22,12 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
 from torch import nn
 from torch.distributed.elastic.multiprocessing import api as elastic
 
@@ -91,6 +92,7 @@ class HungryMlp(nn.Sequential):
         return super().forward(x)
 
 
+_AS_RUN = "hydra.mode=RUN"
 # A variable in a run's environment: the command is `growlab.plan`.
 PLAN = "GROWLAB_TEST_PLAN"
 
@@ -223,6 +225,23 @@ class Left:
     def differences(self, other: "Left") -> list[str]:
         """Names of the parts that are not equal bit for bit."""
         return [name for name in vars(self) if not same(getattr(self, name), getattr(other, name))]
+
+
+def kept_run(cli: CommandLine, folder: Path, arguments: Sequence[str]) -> tuple[Left, dict[int, Path]]:
+    """What an undisturbed run leaves in FOLDER/whole, and all of its checkpoints by their step."""
+    kept = folder / "kept"
+    kept.mkdir()
+    outcome = cli(*arguments, "hydra.run.dir=whole", cwd=folder, fault=("keep_checkpoints", str(kept)))
+    assert outcome.code == 0, outcome.err
+    return Left.by(folder / "whole"), {int(path.stem): path for path in kept.iterdir()}
+
+
+def resumed_from(cli: CommandLine, folder: Path, arguments: Sequence[str], checkpoint: Path) -> Outcome:
+    """The run that goes on from a checkpoint, in FOLDER/run: that of a process killed before it wrote another."""
+    last = folder / "run" / "checkpoints" / "last.ckpt"
+    last.parent.mkdir(parents=True)
+    shutil.copy(checkpoint, last)
+    return cli(*arguments, "hydra.run.dir=run", "ckpt_path=last", cwd=folder)
 
 
 # Faults: what may happen to a run -----------------------------------------------------------------------
@@ -556,7 +575,10 @@ def _leave(code: int) -> None:
 
 
 def _import_everything(fairseq_modules: Sequence[str]) -> None:
+    from hydra._internal.hydra import Hydra
+
     from growlab import experiment, launcher  # noqa: F401 - imported once for all runs
+    from growlab.data import digits
     from growlab.fairseq_library import fairseq_module
     from growlab.networks import mlp8, resnet20
     from growlab.optim.native import library
@@ -566,6 +588,12 @@ def _import_everything(fairseq_modules: Sequence[str]) -> None:
     library(torch.float32)
     # A second for every run; tests/analysis looks at figures.
     experiment.write_run_report = lambda run_dir: None
+    # Read once. Hydra composes everything an extra time to read `hydra.mode`, which no file in conf/ gives.
+    digits.load_digits = cache(digits.load_digits)
+    digits.load_digits()
+    Hydra.get_mode = lambda self, config_name, overrides: RunMode.RUN if _AS_RUN in overrides else None
+    # What is written survives a killed process without: it is the machine that may fail.
+    os.fsync = lambda descriptor: None
     for name in fairseq_modules:
         fairseq_module(name)
     # The first trace loads much of torch. Nothing here may call backward: a fork could not do so any more.

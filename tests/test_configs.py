@@ -1,8 +1,10 @@
 """What stands in conf/ composes, and the schemas in growlab.configs catch what does not belong there."""
 
+import copy
 import inspect
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Literal, get_args, get_origin
 
 import hydra
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -34,13 +37,15 @@ def hydra_started() -> Iterator[None]:
         yield
 
 
+@cache
 def composed(*overrides: str) -> DictConfig:
+    """What nobody changes, so that several tests share it."""
     return compose(PRIMARY, overrides=list(overrides))
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: value)
 def test_every_option_composes(group: str, option: str) -> None:
-    cfg = composed(f"{group}={option}")
+    cfg = composed(f"{group}={option}", "name=given")
     parts = {path.stem for path in (CONF / "parts").glob("*.yaml")}
     assert set(cfg) == {field.name for field in fields(configs.MainConfig)} | parts
 
@@ -92,8 +97,14 @@ def test_every_job_of_a_sweep_is_an_experiment_of_its_own(
     assert cfg.hydra.sweep.dir == f"runs/{experiment}"
     expected = int(prod(map(len, params.values())))
     assert 6 <= expected <= 77
+    OmegaConf.set_struct(cfg, True)
     for key, values in params.items():
-        jobs = [composed(f"experiment={experiment}", "name=given", f"{key}={value}") for value in values]
+        if (CONF / key).is_dir():
+            jobs = [composed(f"experiment={experiment}", "name=given", f"{key}={value}") for value in values]
+        else:
+            jobs = [copy.deepcopy(cfg) for _ in values]
+            for job, value in zip(jobs, values, strict=True):
+                OmegaConf.update(job, key, yaml.safe_load(value), force_add=key.startswith("+"))
         distinct = {OmegaConf.to_yaml(job) for job in jobs}
         assert len(distinct) == len(values)
 

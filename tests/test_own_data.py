@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import shutil
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import PIL.Image
 import pytest
 import torch
 
-from tests.runs import ROOT, CommandLine, Left
+from tests.runs import ROOT, CommandLine, Left, kept_run, resumed_from
 
 STAGES = ("schedule.epochs=[1,2,1]", "schedule.widths=[0.5,0.75,1]", "log_rates_every_n_steps=2")
 OWN = ("data=custom", "model=custom", *STAGES, "checkpoint.every_n_steps=1")
@@ -78,17 +77,14 @@ def mine(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "step"), [("numbers", 9), ("masks", 5), ("module", 10), ("loaders", 8), ("folder", 7)]
 )
-def test_killed_and_resumed_equals_uninterrupted(cli: CommandLine, mine: Path, name: str, step: int) -> None:
-    command = CASES[name]
-    assert (whole := cli(*command, "hydra.run.dir=whole", cwd=mine)).code == 0, whole.err
-    killed = cli(*command, "hydra.run.dir=run", cwd=mine, fault=("at_step", step, int(signal.SIGKILL)))
-    assert killed.code == -signal.SIGKILL, killed.err
-    resumed = cli(*command, "hydra.run.dir=run", "ckpt_path=last", cwd=mine)
+def test_resumed_equals_uninterrupted(cli: CommandLine, mine: Path, name: str, step: int) -> None:
+    whole, kept = kept_run(cli, mine, CASES[name])
+    resumed = resumed_from(cli, mine, CASES[name], kept[step])
     assert resumed.code == 0, resumed.err
     left = Left.by(mine / "run")
-    assert left.differences(Left.by(mine / "whole")) == []
+    assert left.differences(whole) == []
     assert len(left.growth["events"]) == 2 and len(left.metrics) == 4
-    assert "Traceback" not in resumed.err and "Warning" not in whole.err
+    assert "Traceback" not in resumed.err and "Warning" not in resumed.err
     assert max(event["parity_error_eval"] for event in left.growth["events"]) < 1e-5
 
 

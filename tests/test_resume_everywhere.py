@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import CommandLine, Left
+from tests.runs import CommandLine, Left, kept_run, resumed_from
 
 # 72 steps in 6 epochs and 3 stages, with momentum, statistics, an average and a scheduled rate.
 EPOCHS, STEPS = 6, 12
@@ -25,23 +25,16 @@ OTHERS = random.Random(0).sample(sorted({*range(1, EPOCHS * STEPS)} - {*ENDS, *B
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_checkpoint_goes_on_to_the_same_end(cli: CommandLine, tmp_path: Path, ranks: int) -> None:
     command = (*COMMAND, *(["trainer=ddp_cpu", f"trainer.devices={ranks}"] if ranks > 1 else []))
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    outcome = cli(*command, "hydra.run.dir=whole", cwd=tmp_path, fault=("keep_checkpoints", str(kept)))
-    assert outcome.code == 0, outcome.err
-    whole = Left.by(tmp_path / "whole")
+    whole, kept = kept_run(cli, tmp_path, command)
     assert len(whole.growth["events"]) == 2 and whole.checkpoint["global_step"] == EPOCHS * STEPS
     steps = sorted({*ENDS, *BOUNDARIES, *OTHERS})
     assert len(steps) == 6 + 2 + 20
     differences = {}
     for step in steps:
-        folder = tmp_path / f"from_{step}"
-        (folder / "checkpoints").mkdir(parents=True)
-        shutil.copy(kept / f"{step}.ckpt", folder / "checkpoints" / "last.ckpt")
-        outcome = cli(*command, f"hydra.run.dir={folder.name}", "ckpt_path=last", cwd=tmp_path)
+        outcome = resumed_from(cli, tmp_path, command, kept[step])
         assert outcome.code == 0, (step, outcome.err)
-        found = Left.by(folder).differences(whole)
+        found = Left.by(tmp_path / "run").differences(whole)
         if found:
             differences[step] = found
-        shutil.rmtree(folder)
+        shutil.rmtree(tmp_path / "run")
     assert differences == {}

@@ -1,13 +1,11 @@
 """Checks of runs in which several features meet."""
 
-from collections.abc import Callable
 from pathlib import Path
-from signal import SIGKILL
 
 import pytest
 import torch
 
-from tests.runs import CommandLine, Left
+from tests.runs import CommandLine, Left, kept_run, resumed_from
 
 
 def check_events(run: Left) -> None:
@@ -18,16 +16,12 @@ def check_events(run: Left) -> None:
             assert tolerance is None or event[f"parity_error_{mode}"] <= tolerance
 
 
-def check_resumed(
-    cli: CommandLine, uninterrupted: Callable[..., Left], folder: Path, arguments: tuple[str, ...]
-) -> Left:
-    """A run that is killed behind its last event and goes on equals one that was never interrupted."""
-    whole = uninterrupted(*arguments)
+def check_resumed(cli: CommandLine, folder: Path, arguments: tuple[str, ...]) -> Left:
+    """A run that goes on from the checkpoint before its last event equals one that was never interrupted."""
+    whole, kept = kept_run(cli, folder, arguments)
     check_events(whole)
-    command = (*arguments, "hydra.run.dir=run")
-    killed = whole.growth["events"][-1]["step"] + 1
-    assert cli(*command, cwd=folder, fault=("at_step", killed, int(SIGKILL))).code == -SIGKILL
-    outcome = cli(*command, "ckpt_path=last", cwd=folder)
+    before = max(step for step in kept if step <= whole.growth["events"][-1]["step"])
+    outcome = resumed_from(cli, folder, arguments, kept[before])
     assert outcome.code == 0, outcome.err
     assert not Left.by(folder / "run").differences(whole)
     return whole

@@ -12,7 +12,9 @@ from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, g
 from growlab.networks import resnet20
 from growlab.parts import Averages
 from growlab.widths import tensors_of, trace
-from tests.runs import MLP, CommandLine, Left, table
+from tests.runs import MLP, CommandLine, Left, kept_run, resumed_from, table
+
+STEPWISE = "checkpoint.every_n_steps=1"
 
 METHODS = {
     "net2net": Net2Net(noise_std=1e-3),
@@ -95,19 +97,12 @@ def narrow_rows(network: nn.Module) -> int:
     return network.conv1.out_channels
 
 
-def test_an_average_changes_nothing_else_and_goes_on_after_a_kill(
+def test_an_average_changes_nothing_else_and_goes_on_from_a_checkpoint(
     cli: CommandLine, uninterrupted, tmp_path: Path
 ) -> None:
     """With a decay of nearly nothing it is the network itself, through every growth event."""
-    command = (
-        *MLP,
-        "growth.noise_std=0",
-        "ema.decay=1e-9",
-        "hydra.run.dir=run",
-        "checkpoint.every_n_steps=1",
-    )
-    assert cli(*command, cwd=tmp_path, fault=("at_step", 8, 9)).code == -9
-    outcome = cli(*command, "ckpt_path=last", cwd=tmp_path)
+    _, kept = kept_run(cli, tmp_path, command := (*MLP, "growth.noise_std=0", "ema.decay=1e-9", STEPWISE))
+    outcome = resumed_from(cli, tmp_path, command, kept[8])
     assert outcome.code == 0, outcome.err
     left, plain = Left.by(tmp_path / "run"), uninterrupted(*MLP, "growth.noise_std=0")
     assert all(torch.equal(left.weights[key], tensor) for key, tensor in plain.weights.items())
@@ -122,13 +117,10 @@ def test_an_average_changes_nothing_else_and_goes_on_after_a_kill(
     assert all(event["ema_parity_error_eval"] < 1e-4 for event in left.growth["events"])
 
 
-def test_an_average_resumes_bit_for_bit(cli: CommandLine, uninterrupted, tmp_path: Path) -> None:
-    arguments = (*MLP, "ema.decay=0.9")
-    command = (*arguments, "hydra.run.dir=run", "checkpoint.every_n_steps=1")
-    for resume in ([], ["ckpt_path=last"]):
-        assert cli(*command, *resume, cwd=tmp_path, fault=("at_step", 8 + len(resume), 9)).code == -9
-    assert cli(*command, "ckpt_path=last", cwd=tmp_path).code == 0
-    assert Left.by(tmp_path / "run").differences(uninterrupted(*arguments)) == []
+def test_an_average_resumes_bit_for_bit(cli: CommandLine, tmp_path: Path) -> None:
+    whole, kept = kept_run(cli, tmp_path, command := (*MLP, "ema.decay=0.9", STEPWISE))
+    assert resumed_from(cli, tmp_path, command, kept[8]).code == 0
+    assert Left.by(tmp_path / "run").differences(whole) == []
 
 
 def test_the_average_of_two_ranks_is_that_of_one(cli: CommandLine, tmp_path: Path) -> None:

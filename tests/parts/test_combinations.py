@@ -1,7 +1,6 @@
 """Features that do not know of each other, together: resumed like uninterrupted, two ranks like each other."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from growlab.flops import forward_flops
 from growlab.networks import resnet20
 from tests.parts.combined import check_resumed, check_two_ranks
-from tests.runs import MLP, SMALL, CommandLine, Left
+from tests.runs import MLP, SMALL, CommandLine, Left, kept_run, resumed_from
 from tests.test_resume import INCREMENTAL
 
 _DEMAND = ("schedule.epochs=null", "schedule.total_epochs=6", "schedule.num_stages=3", "schedule.widths=null")
@@ -37,10 +36,8 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_killed_and_resumed_equals_uninterrupted(
-    cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path, name: str
-) -> None:
-    events = check_resumed(cli, uninterrupted, tmp_path, COMBINATIONS[name]).growth["events"]
+def test_resumed_equals_uninterrupted(cli: CommandLine, tmp_path: Path, name: str) -> None:
+    events = check_resumed(cli, tmp_path, COMBINATIONS[name]).growth["events"]
     assert len(events) == 2
     if "depth" in name:
         # Copies need a block of the same shapes that is there: one less in each later part of the network.
@@ -70,11 +67,7 @@ def test_a_smaller_network_in_parts_of_epochs_within_a_budget_resumes(
         *("schedule.budget=2", "schedule.learning_rate.clock=cost", "checkpoint.every_n_steps=1"),
         *(["trainer=ddp_cpu", f"trainer.devices={ranks}"] if ranks > 1 else []),
     )
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    outcome = cli(*command, "hydra.run.dir=whole", cwd=tmp_path, fault=("keep_checkpoints", str(kept)))
-    assert outcome.code == 0, outcome.err
-    whole = Left.by(tmp_path / "whole")
+    whole, kept = kept_run(cli, tmp_path, command)
     steps, (stage,) = whole.checkpoint["global_step"], whole.results["stages"]
     blocks = {".".join(name.split(".")[:3]) for name in whole.weights if name.startswith("layers.")}
     assert len(blocks) == 3 + 3 and whole.growth["events"] == []
@@ -82,10 +75,8 @@ def test_a_smaller_network_in_parts_of_epochs_within_a_budget_resumes(
     spent = stage["epochs"] * 32 * stage["flops_per_sample"]
     assert stage["epochs"] > 2 * 3 and 0 <= full - spent < 32 * stage["flops_per_sample"]
     # In the middle of a part of an epoch, at its end, and in the last one.
-    for step in (1, steps // 2, steps // 2 + 1, steps - 1):
-        folder = tmp_path / f"from_{step}"
-        (folder / "checkpoints").mkdir(parents=True)
-        shutil.copy(kept / f"{step}.ckpt", folder / "checkpoints" / "last.ckpt")
-        outcome = cli(*command, f"hydra.run.dir={folder.name}", "ckpt_path=last", cwd=tmp_path)
+    for step in (1, steps // 2, steps // 2 + 1, steps - 1) if ranks == 1 else (steps // 2,):
+        outcome = resumed_from(cli, tmp_path, command, kept[step])
         assert outcome.code == 0, outcome.err
-        assert not Left.by(folder).differences(whole)
+        assert not Left.by(tmp_path / "run").differences(whole)
+        shutil.rmtree(tmp_path / "run")
