@@ -19,6 +19,8 @@ help:  ## list the targets
 
 setup: $(READY)  ## install growlab and its pinned dependencies into .venv (the other targets do it too)
 
+# The lock is complete, so nothing has to be resolved. What is never imported need not be compiled: that would take pip
+# longer than all the rest.
 # `ensurepip` is a package of its own on Debian: without it, the system's pip fills the environment.
 $(READY): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -26,7 +28,8 @@ $(READY): pyproject.toml requirements.lock
 	@test -x $(PY) || { echo "Making $(VENV) (once; about 6 GB)"; $(PYTHON) -m venv $(VENV) >/dev/null 2>&1; } \
 		|| { $(PYTHON) -m venv --clear --without-pip $(VENV) \
 			&& $(PYTHON) -m pip --python $(PY) install --quiet pip; }
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@echo "Installing requirements.lock (3 GB to download, unless pip has them cached)"
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-compile -r requirements.lock
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -13,13 +13,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import hydra
-from hydra._internal.utils import get_args_parser
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from growlab.commands import complete, described, import_from_here, run_command, run_without
 
-from growlab.commands import described, run_command
+try:
+    import hydra
+    from hydra._internal.utils import get_args_parser
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import DictConfig, OmegaConf
+except ModuleNotFoundError as missing:
+    # `pip install --no-deps growlab` beside a torch that is there already.
+    sys.exit(run_without(missing))
+
 from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.errors import Stopped, UserError
 from growlab.explain import explain
@@ -138,10 +143,15 @@ def _interrupted(error: BaseException | None) -> bool:
     return False
 
 
-def _import_from_here() -> None:
-    """Let `growlab` import modules in the current folder, as `python -m growlab` can."""
-    if os.getcwd() not in sys.path and not sys.flags.safe_path:
-        sys.path.insert(0, os.getcwd())
+def _complete_commands() -> bool:
+    """Answer a shell that asks what comes next; False where nothing of the configuration, which Hydra knows, does."""
+    if not any(argument.startswith("query=") for argument in sys.argv[1:]):
+        return True
+    names, line = complete(os.environ.get("COMP_LINE", ""))
+    for name in names:
+        print(name)
+    os.environ["COMP_LINE"] = line or ""
+    return line is not None
 
 
 def main(job: Callable[[DictConfig], Any] = _job, more: Sequence[str] = ()) -> int:
@@ -151,7 +161,9 @@ def main(job: Callable[[DictConfig], Any] = _job, more: Sequence[str] = ()) -> i
         job: what is done with the composed configuration.
         more: overrides beside the command line's, unless that has ones of the same names.
     """
-    _import_from_here()
+    import_from_here()
+    if not _complete_commands():
+        return 0
     if sys.argv[1:2] == ["run"]:
         del sys.argv[1]
     code = run_command(sys.argv[1:]) if job is _job else None

@@ -1,9 +1,12 @@
 """Commands of `growlab`: what stands first on the command line, and the module that carries it out."""
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from growlab.errors import how_to_install
 
 
 class Command(NamedTuple):
@@ -61,3 +64,57 @@ def run_command(arguments: Sequence[str]) -> int | None:
 def described() -> str:
     """The commands, a line each."""
     return "\n".join(f"    growlab {name:<11}{command.does}" for name, command in COMMANDS.items())
+
+
+def import_from_here() -> None:
+    """Let `growlab` import modules in the current folder, as `python -m growlab` can."""
+    if os.getcwd() not in sys.path and not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())
+
+
+def run_without(missing: ModuleNotFoundError) -> int:
+    """Carry out a command that needs no experiments, where their packages are not installed.
+
+    Args:
+        missing: what the import of the first of them raised.
+
+    Returns:
+        The exit code.
+    """
+    import_from_here()
+    try:
+        code = run_command(sys.argv[1:])
+    except ModuleNotFoundError as error:
+        code, missing = None, error
+    if code is None:
+        print(
+            f"error: this needs {missing.name}, which is not installed: {how_to_install()}.", file=sys.stderr
+        )
+        return 2
+    return code
+
+
+def complete(line: str) -> tuple[list[str], str | None]:
+    """Complete the commands of an unfinished command line.
+
+    Args:
+        line: up to the cursor, the program's name included.
+
+    Returns:
+        What the last word may become, and the line whose overrides come next; None if there are none.
+
+    Example:
+        >>> complete("growlab wid")
+        (['widths', 'widen'], 'growlab wid')
+        >>> complete("growlab plan model=re")
+        ([], 'growlab model=re')
+        >>> complete("growlab table ru")
+        ([], None)
+    """
+    program, _, rest = line.lstrip().partition(" ")
+    first, space, more = rest.lstrip().partition(" ")
+    if not space:
+        return [name for name in ("run", *COMMANDS) if name.startswith(first)], line
+    if first in ("run", "plan"):
+        return [], f"{program} {more}"
+    return [], None if first in COMMANDS else line

@@ -78,8 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; returns the exit code (2: told in one sentence on stderr)."""
     try:
         parser = _Parser(
-            prog="python -m growlab.dashboard",
+            prog="growlab dashboard",
             description="Make a workspace and a report in Weights & Biases for runs logged with logger=wandb.",
+            epilog="Example: growlab dashboard my-team/growlab --dry-run",
             allow_abbrev=False,
         )
         parser.add_argument("project", metavar="ENTITY/PROJECT", help="where the runs are")
@@ -170,7 +171,7 @@ def build(entity: str, project: str) -> tuple[Any, Any]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m growlab.dashboard --help.")
+        raise UserError(f"{message}; see {self.prog} --help.")
 
 
 def _panel(reports: Any, panel: Panel) -> Any:

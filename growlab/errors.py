@@ -31,8 +31,8 @@ class Stopped(BaseException):
         self.signal, self.sentence = signal.Signals(number), sentence
 
 
-def how_to_install(extra: str) -> str:
-    """The command that installs the packages of one of growlab's extras.
+def how_to_install(extra: str | None = None) -> str:
+    """The command that installs the packages of one of growlab's extras, or with None those that it always needs.
 
     It names the packages themselves: growlab may come from a checkout, and then there is no `growlab[EXTRA]` to install
     from.
@@ -45,8 +45,12 @@ def how_to_install(extra: str) -> str:
         requirements = importlib.metadata.requires("growlab") or []
     except importlib.metadata.PackageNotFoundError:
         requirements = []
-    wanted = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]$""")
-    packages = [line.partition(";")[0].strip() for line in requirements if wanted.search(line)]
+    if extra is None:
+        packages = [line.strip() for line in requirements if ";" not in line]
+    else:
+        wanted = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]$""")
+        packages = [line.partition(";")[0].strip() for line in requirements if wanted.search(line)]
     if not packages:
-        return f"pip install -e '.[{extra}]' in growlab's checkout"
-    return "pip install " + " ".join(f"'{package}'" for package in packages)
+        return f"pip install -e '.{'' if extra is None else f'[{extra}]'}' in growlab's checkout"
+    named = "" if extra is None else f" (growlab's extra [{extra}])"
+    return "pip install " + " ".join(f"'{package}'" for package in packages) + named

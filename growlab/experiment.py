@@ -14,6 +14,7 @@ import hydra
 import lightning
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -28,7 +29,7 @@ from growlab.files import remove_unfinished, write_json, write_text
 from growlab.outcome import results_row
 from growlab.pairing import make_data, make_objective
 from growlab.planning import Planned, learning_rate, left_out, optimizer_maker, plan_run
-from growlab.processes import announce, is_first, started_elsewhere, world_size
+from growlab.processes import announce, is_first, program, started_elsewhere, world_size
 from growlab.studies.running import run_study
 from growlab.telling import tell_training
 from growlab.trainer_options import check_trainer_options, for_lightning
@@ -91,7 +92,21 @@ def run(cfg: DictConfig) -> None:
 def _resume_command(run_dir: Path) -> str:
     replaced = ("ckpt_path=", "hydra.run.dir=")
     overrides = [o for o in HydraConfig.get().overrides.task if not o.startswith(replaced)]
-    return shlex.join(["growlab", *overrides, "ckpt_path=last", f"hydra.run.dir={run_dir}"])
+    return f"{program()} {shlex.join([*overrides, 'ckpt_path=last', f'hydra.run.dir={run_dir}'])}"
+
+
+def _next_commands() -> str:
+    """Three commands to try after a run, as they can be copied."""
+    experiment = HydraConfig.get().runtime.choices.get("experiment")
+    chosen = "" if experiment in (None, "digits") else f"experiment={experiment} "
+    commands = {
+        f"-m {chosen}method=ours,equal_flops seed=0,1": "against a fixed-size network of equal cost",
+        "table runs": "a table of all runs so far",
+        "widths torchvision/resnet18": "what of a network can grow; yours: package.module:factory",
+    }
+    start, longest = program(), max(map(len, commands))
+    lines = [f"  {start} {command:<{longest}}  # {does}" for command, does in commands.items()]
+    return "\n".join(["next:", *lines])
 
 
 def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
@@ -152,6 +167,8 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
         records.publish(trainer, run_dir)
     if trainer.is_global_zero:
         print_results(results, run_dir)
+        if HydraConfig.get().mode == RunMode.RUN:
+            print(_next_commands())
 
 
 def _carried_out(plan: Plan, planned: Planned, task: Task, recorder: RunRecorder) -> Plan:

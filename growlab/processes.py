@@ -8,6 +8,7 @@ and devices may differ from job to job. This module does without torch: most of 
 import atexit
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import sys
@@ -66,6 +67,28 @@ def announce(sentence: str) -> None:
     """Tell someone who waits at a terminal what takes the next seconds."""
     if is_first() and sys.stderr.isatty():
         print(f"{sentence} ...", file=sys.stderr, flush=True)
+
+
+def program() -> str:
+    """How this command line is called from the current folder: `growlab`, or `PYTHON -m growlab`, for commands to copy.
+
+    The program comes by its name where that finds it, else by its path, from the current folder if it lies there.
+    """
+    if Path(sys.argv[0]).name == "growlab":
+        return _callable(sys.argv[0])
+    return f"{_callable(sys.executable)} -m growlab"
+
+
+def _callable(path: str) -> str:
+    full, here = os.path.abspath(path), os.getcwd()
+    name = os.path.basename(path)
+    found = shutil.which(name)
+    if name == path or (found is not None and os.path.abspath(found) == full):
+        return name
+    if not Path(full).is_relative_to(here):
+        return shlex.quote(full)
+    near = os.path.relpath(full)
+    return shlex.quote(near if os.sep in near else os.path.join(".", near))
 
 
 def to_start(trainer: Mapping[str, Any]) -> int:

@@ -1,5 +1,6 @@
 """Whole runs of the command line: against independent references, and on bad input."""
 
+import io
 import json
 import re
 import signal
@@ -10,11 +11,13 @@ from pathlib import Path
 
 import hydra
 import lightning
+import PIL.Image
 import pytest
 import torch
 from omegaconf import OmegaConf
 from torch.nn import functional as F
 
+import growlab.analysis.__main__
 from growlab.data import ImageData
 from growlab.data.loaders import MemoryLoader
 from growlab.growth import PairGrowth, grow, plant
@@ -253,6 +256,18 @@ def test_stages_and_epochs_have_the_same_numbers_on_the_screen_and_in_all_files(
     assert results["experiment"] == "mlp8_on_digits"
 
 
+def test_a_run_ends_with_three_commands_to_try(cli: CommandLine, tmp_path: Path) -> None:
+    one = cli(*SHORT, "experiment=resnet20_cifar10", "data=digits", "hydra.run.dir=run", cwd=tmp_path)
+    assert one.code == 0, one.err
+    start, *commands = one.out.splitlines()[-4:]
+    assert start == "next:" and all(line.startswith("  growlab ") and "  # " in line for line in commands)
+    sweep, listed, _ = (line.partition("#")[0].split()[1:] for line in commands)
+    assert sweep == ["-m", "experiment=resnet20_cifar10", "method=ours,equal_flops", "seed=0,1"]
+    tried = cli(*sweep, *SHORT, "data=digits", "hydra.sweep.dir=runs/both", cwd=tmp_path)
+    assert tried.code == 0 and "next:" not in tried.out, tried.err
+    assert growlab.analysis.__main__.main([str(tmp_path / name) for name in listed[1:]]) == 0
+
+
 def test_batches_may_be_limited_and_accumulated(finished: Callable[..., Path]) -> None:
     run = finished(*SHORT, "trainer.limit_train_batches=2", "data.batch_size=16")
     results = json.loads((run / "results.json").read_text())
@@ -307,6 +322,25 @@ def test_tensorboard_gets_metrics_events_rates_and_results(finished: Callable[..
     (final,) = events.Scalars("result/test_accuracy")
     assert final.value == pytest.approx(results["test_accuracy"])
     assert "width: 12" in (run / "tensorboard" / "hparams.yaml").read_text()
+    groups = json.loads((run / "growth.json").read_text())["groups"]
+    for name, group in groups.items():
+        widths = [(event.step, event.value) for event in events.Scalars(f"width/{name}")]
+        assert widths == list(zip([0, 6, 9], group["widths"], strict=True))
+
+
+def test_tensorboard_gets_the_figures(cli: CommandLine, tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    command = (*MLP, "data=digits", "logger=tensorboard", "hydra.run.dir=run")
+    outcome = cli(*command, cwd=tmp_path, fault=("with_figures",))
+    assert outcome.code == 0, outcome.err
+    events = event_accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    figures = sorted((tmp_path / "run" / "figures").glob("*.png"))
+    assert events.Tags()["images"] == [f"figures/{path.stem}" for path in figures]
+    for path in figures:
+        (shown,) = events.Images(f"figures/{path.stem}")
+        with PIL.Image.open(path) as drawn, PIL.Image.open(io.BytesIO(shown.encoded_image_string)) as got:
+            assert got.tobytes() == drawn.convert("RGB").tobytes()
 
 
 # Endings --------------------------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
 """The command line on a small configuration tree: sentences, exit codes, help, sweeps."""
 
 import logging
+import os
+import re
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -15,9 +18,12 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 import growlab.__main__ as command_line
+from growlab.commands import COMMANDS, run_command
 from growlab.configuration import config_dir
 from growlab.errors import UserError, how_to_install
 from growlab.explain import explain
+from growlab.processes import program
+from tests.runs import ROOT
 
 FILES = {
     "config.yaml": """
@@ -364,8 +370,69 @@ def test_what_to_install_is_named_by_its_packages(monkeypatch: pytest.MonkeyPatc
         "a>1; extra == 'two'",
     ]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: [*declared, 'b; extra == "two"'])
-    assert how_to_install("wandb") == "pip install 'wandb>=0.18'"
-    assert how_to_install("two") == "pip install 'a>1' 'b'"
+    assert how_to_install("wandb") == "pip install 'wandb>=0.18' (growlab's extra [wandb])"
+    assert how_to_install("two") == "pip install 'a>1' 'b' (growlab's extra [two])"
+    assert how_to_install() == "pip install 'torch>=2'"
+
+
+def test_a_command_to_copy_calls_this_program_from_where_the_user_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a venv" / "bin"
+    folder.mkdir(parents=True)
+    for name in ("growlab", "python"):
+        (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setattr(sys, "argv", [str(folder / "growlab"), "seed=1"])
+    assert program() == "'a venv/bin/growlab'"
+    monkeypatch.setattr(sys, "argv", ["/site-packages/growlab/__main__.py"])
+    assert program() == "'a venv/bin/python' -m growlab"
+    monkeypatch.chdir(folder)
+    assert program() == "./python -m growlab"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert program() == f"'{folder / 'python'}' -m growlab"
+    monkeypatch.setenv("PATH", str(folder))
+    assert program() == "python -m growlab"
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "plan"])
+def test_help_of_a_command_names_it_as_it_is_typed_and_has_an_example(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["growlab"])
+    with pytest.raises(SystemExit) as end:
+        run_command([command, "--help"])
+    told = capsys.readouterr().out
+    assert end.value.code == 0
+    assert told.startswith(f"usage: growlab {command} ") and f"Example: growlab {command} " in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        ((), 2, r"error: this needs hydra, which is not installed: pip install .*'hydra-core.*\."),
+        (("table", "--help"), 0, "usage: growlab table"),
+        (("widths", "growlab/mlp8", "--input-shape", "1,4,4"), 0, "growlab/mlp8: 8 width groups"),
+    ],
+)
+def test_beside_torch_alone_the_engines_commands_run(
+    arguments: tuple[str, ...], code: int, told: str
+) -> None:
+    """As after `pip install --no-deps growlab`."""
+    absent = ("hydra", "omegaconf", "lightning", "pytorch_lightning", "torchvision", "transformers", "timm")
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent})); sys.argv = ['growlab', *{arguments}]\n"
+        "import growlab.__main__ as command\nsys.exit(command.main())"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    assert re.search(told, done.stdout + done.stderr)
 
 
 def test_an_exit_of_the_job_stays_what_it_is(growlab: Callable[..., Outcome]) -> None:
@@ -410,6 +477,11 @@ def test_info_names_the_files(growlab: Callable[..., Outcome]) -> None:
     [
         ("growlab growth=n", ["growth=net2net", "growth=none"]),
         ("growlab schedule.total", ["schedule.total_epochs="]),
+        ("growlab pl", ["plan"]),
+        ("growlab s", ["schedule.", "schedule=", "seed="]),
+        ("growlab plan growth=n", ["growth=net2net", "growth=none"]),
+        ("growlab run schedule.total", ["schedule.total_epochs="]),
+        ("growlab table schedule.total", []),
     ],
 )
 def test_completion(

@@ -115,6 +115,8 @@ def test_metrics_are_those_of_the_files_and_have_summaries(sweep: Path) -> None:
         assert run.column("val_accuracy") == pytest.approx([float(row["val_accuracy"]) for row in metrics])
         assert (run.summaries["val_accuracy"], run.summaries["train_loss"]) == ("max", "min")
         assert run.column("growth/stage") == [1]
+        groups = json.loads((run.files.parents[2] / "growth.json").read_text())["groups"]
+        assert all(run.column(f"width/{name}") == group["widths"] for name, group in groups.items())
         assert any(key.startswith("rate_factor/") for row in run.history for key in row)
         results = json.loads((run.files.parents[2] / "results.json").read_text())
         assert run.column("result/test_accuracy") == pytest.approx([results["test_accuracy"]])

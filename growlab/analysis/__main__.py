@@ -21,7 +21,7 @@ class _Parser(argparse.ArgumentParser):
     """Answers a wrong command line with one sentence, as everything else here does."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m growlab.analysis --help.")
+        raise UserError(f"{message}; see {self.prog} --help.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,11 +76,11 @@ def _put(text: str, arguments: argparse.Namespace) -> None:
 
 def _table(argv: Sequence[str]) -> None:
     parser = _table_parser(
-        "python -m growlab.analysis",
+        "growlab table",
         "Print a table over finished runs, grouped by everything but the seed.",
         json=True,
-        epilog="The first word may be `figure` (draw), `paper` (methods by networks, published values beside "
-        "ours) or `paired` (methods compared seed by seed); each has its own --help.",
+        epilog="Example: growlab table runs -o table.md. Beside it: growlab figure (draw), growlab paper (methods by "
+        "networks, published values beside ours), growlab paired (methods compared seed by seed).",
     )
     arguments = parser.parse_args(argv)
     _put(write_table(_rows(arguments), _form(arguments)), arguments)
@@ -90,8 +90,9 @@ def _paper(argv: Sequence[str]) -> None:
     from growlab.analysis.paper_table import paper_table
 
     parser = _table_parser(
-        "python -m growlab.analysis paper",
+        "growlab paper",
         "Print a table like the paper's: methods by networks, published values beside ours.",
+        epilog="Example: growlab paper runs/table2 -o table.tex",
     )
     parser.add_argument(
         "--unmeasured", action="store_true", help="show published methods without a run here as well"
@@ -104,8 +105,9 @@ def _paired(argv: Sequence[str]) -> None:
     from growlab.analysis.paired import compare_pairs, paired_table
 
     parser = _table_parser(
-        "python -m growlab.analysis paired",
+        "growlab paired",
         "Compare methods over equal seeds: mean difference in test accuracy with its confidence interval.",
+        epilog="Example: growlab paired runs --against fixed-size",
     )
     parser.add_argument(
         "--against", metavar="METHOD", help="compare all others with this one, named as in the table"
@@ -127,8 +129,9 @@ def _figure(argv: Sequence[str]) -> None:
 
     names = ", ".join(figures.FIGURES)
     parser = _Parser(
-        prog="python -m growlab.analysis figure",
+        prog="growlab figure",
         description="Draw a figure from finished runs.",
+        epilog="Example: growlab figure compare runs -o compare.svg",
         allow_abbrev=False,
     )
     parser.add_argument("name", metavar="NAME", help=f"one of {names}")

@@ -47,17 +47,7 @@ def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | 
         f"{results['seconds']:.0f} s" + ("" if parity is None else f"; largest parity error {parity:.1e}")
     )
     console.print(f"everything about the run: {run_dir}", soft_wrap=True)
-    if console.is_terminal:
-        console.print(_next(run_dir), soft_wrap=True)
-
-
-def _next(run_dir: Path) -> str:
-    """What to try after a run, told to someone at a terminal."""
-    return (
-        f"look at it:         {run_dir / 'report.html'} (in a browser)\n"
-        "compare it:         growlab -m growth=ours,net2net,none seed=0,1 and growlab table runs\n"
-        "for your network:   growlab widths package.module:factory --input-shape 3,32,32"
-    )
+    console.print(f"look at it in a browser: {run_dir / 'report.html'}", soft_wrap=True)
 
 
 def _span(widths: list[int]) -> str:

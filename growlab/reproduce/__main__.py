@@ -18,7 +18,7 @@ class _Parser(argparse.ArgumentParser):
     """Answers a wrong command line with one sentence, as everything else here does."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m growlab.reproduce --help.")
+        raise UserError(f"{message}; see {self.prog} --help.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,10 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> _Parser:
     parser = _Parser(
-        prog="python -m growlab.reproduce",
+        prog="growlab reproduce",
         description="Train what is missing of a table or figure of the papers, in slices that go on where they ended, "
         "and write its rows beside the published ones. Without NAME: one entry after the other, as far as data are "
         "there.",
+        epilog="Example: growlab reproduce table2 --minutes 60",
         allow_abbrev=False,
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="a table or figure; --list names them")

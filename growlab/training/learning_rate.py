@@ -11,12 +11,15 @@ from growlab.errors import UserError
 from growlab.growth import Schedule
 
 _CHOICES = {
-    "shape": ("cosine", "constant", "steps", "inverse_sqrt", "wsd"),
+    "shape": ("cosine", "constant", "steps", "inverse_sqrt", "wsd", "one_cycle"),
     "clock": ("epochs", "cost"),
     "decay_shape": ("linear", "1-sqrt"),
     "restarts": ("none", "stage"),
     "batch_rule": ("none", "linear", "sqrt"),
 }
+# Of "one_cycle", as torch.optim.lr_scheduler.OneCycleLR has them: the rise takes 0.3 of the run unless told otherwise,
+# begins at 1 / 25 of the base rate, and the fall ends at 1e-4 of that.
+_RISE, _FIRST, _LAST = 0.3, 1 / 25, 1 / 25e4
 # Of sums of decimal fractions.
 _ROUNDING = 1 + 1e-9
 
@@ -28,8 +31,10 @@ class LearningRate:
     Attributes:
         shape: "cosine" from the base rate to 0; "constant"; "steps", constant but for the milestones; "inverse_sqrt",
             which falls with the root of the number of steps and passes the base rate where the warm-up ends (Vaswani
-            et al. 2017, Eq. 3, by its peak as fairseq has it); or "wsd" (warm-up, stable, decay), constant and then
-            down to 0 over the last `decay_fraction` (Hu et al. 2024, MiniCPM, Section 4).
+            et al. 2017, Eq. 3, by its peak as fairseq has it); "wsd" (warm-up, stable, decay), constant and then
+            down to 0 over the last `decay_fraction` (Hu et al. 2024, MiniCPM, Section 4); or "one_cycle" (Smith and
+            Topin 2018), half a cosine up to the base rate over `warmup_fraction`, 0.3 if that is 0, and half a cosine
+            down to nearly 0, as torch's OneCycleLR but for the momentum, which stays.
         warmup_epochs: epochs of linear rise from 0 at the beginning.
         restarts: run the shape once over the whole run ("none"), or anew in each stage ("stage").
         batch_rule: scale the rate with the stage's batch size over `batch_size`: "none", "linear", "sqrt".
@@ -38,7 +43,8 @@ class LearningRate:
         warmup_steps: the rise in optimizer steps, of "inverse_sqrt".
         batch_size: the size that the optimizer's rate is for, which `batch_rule` compares with; None: the last stage's.
         clock: progress of the shape is counted in "epochs", or in "cost": forward FLOPs of the run's planned total.
-        warmup_fraction: the rise as a part of the run by its clock, in place of `warmup_epochs`.
+        warmup_fraction: the rise as a part of the run by its clock, in place of `warmup_epochs`; of the stage for
+            "one_cycle" with `restarts="stage"`.
         decay_fraction: part of the run by its clock (of the stage with `restarts="stage"`) over which "wsd" decays.
         decay_shape: of "wsd", over the decay's progress x: "linear", 1 - x, or "1-sqrt", 1 - sqrt(x) (Haegele et al.
             2024, Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations, Section 3).
@@ -48,7 +54,7 @@ class LearningRate:
         ValueError: a value is none of these.
     """
 
-    shape: Literal["cosine", "constant", "steps", "inverse_sqrt", "wsd"] = "cosine"
+    shape: Literal["cosine", "constant", "steps", "inverse_sqrt", "wsd", "one_cycle"] = "cosine"
     warmup_epochs: float = 0.0
     restarts: Literal["none", "stage"] = "none"
     batch_rule: Literal["none", "linear", "sqrt"] = "none"
@@ -92,13 +98,17 @@ class LearningRate:
             raise ValueError(
                 "warmup_epochs and warmup_fraction are two ways to say one thing: leave one at 0."
             )
+        if self.shape == "one_cycle" and self.warmup_epochs:
+            raise ValueError(
+                f"shape=one_cycle rises over warmup_fraction ({_RISE} if that is 0): leave warmup_epochs at 0."
+            )
         if self.clock == "cost" and self.warmup_epochs:
             raise ValueError(
                 "warmup_epochs goes with clock=epochs; with clock=cost set warmup_fraction, a part of the cost."
             )
         if self.clock == "cost" and self.shape in ("steps", "inverse_sqrt"):
             raise ValueError(
-                f"clock=cost goes with shape=cosine, constant or wsd; shape={self.shape} counts its own "
+                f"clock=cost goes with shape=cosine, constant, wsd or one_cycle; shape={self.shape} counts its own "
                 f"{'milestones in epochs' if self.shape == 'steps' else 'steps'}."
             )
         if self.shape == "wsd" and not 0 < self.decay_fraction <= 1 - self.warmup_fraction:
@@ -175,6 +185,12 @@ class LearningRate:
         """The factor at a moment of the clock, for a shape that runs from `begin` to `end` of `total`."""
         if self.warmup_steps is not None:
             return min(step / self.warmup_steps, sqrt(self.warmup_steps / max(step, 1)))
+        if self.shape == "one_cycle":
+            done, rise = (moment - begin) / (end - begin), self.warmup_fraction or _RISE
+            first, last, part = (
+                (_FIRST, 1.0, done / rise) if done < rise else (1.0, _LAST, (done - rise) / (1 - rise))
+            )
+            return last + (first - last) * 0.5 * (1 + cos(pi * part))
         warmup = self.warmup_epochs or self.warmup_fraction * total
         if moment < warmup:
             return moment / warmup

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import PIL.Image
 import torch
 from lightning import Callback, Trainer
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from torch import nn
 
 from growlab.training.task import Task
@@ -26,14 +28,15 @@ _NOT_IN_NAMES = ("logger", "hydra", "ckpt_path", "data.root", "data.num_workers"
 class WandbRecords(Callback):
     """Tells Weights & Biases what is no number: growth events and spectra as tables, figures, the checkpoint.
 
-    Does nothing without a W&B logger. Spectra are singular values of every weight at the end of each stage:
-    `rank` is their place from 0 (the largest) to 1 (the smallest), nine of each weight.
+    TensorBoard gets the figures; without either of them it does nothing. Spectra are singular values of every weight at
+    the end of each stage: `rank` is their place from 0 (the largest) to 1 (the smallest), nine of each weight.
 
     Args:
         loggers: those of the run.
     """
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
+        self._all = loggers
         self._loggers = [logger for logger in loggers if isinstance(logger, WandbLogger)]
         self._spectra: list[list[Any]] = []
 
@@ -78,14 +81,21 @@ class WandbRecords(Callback):
             )
 
     def publish(self, trainer: Trainer, run_dir: Path) -> None:
-        """Hand over the run's figures and, where the run is online, its checkpoint and weights."""
+        """Hand over the run's figures and, where a W&B run is online, its checkpoint and weights."""
         if not trainer.is_global_zero:
             return
+        figures = sorted((run_dir / "figures").glob("*.png"))
         for logger in self._loggers:
-            for path in sorted((run_dir / "figures").glob("*.png")):
+            for path in figures:
                 logger.log_image(f"figures/{path.stem}", [str(path)], step=trainer.global_step)
             if not logger.experiment.offline:
                 _upload(logger, run_dir)
+        for board in (logger for logger in self._all if isinstance(logger, TensorBoardLogger)):
+            for path in figures:
+                pixels = np.asarray(PIL.Image.open(path).convert("RGB"))
+                board.experiment.add_image(
+                    f"figures/{path.stem}", pixels, trainer.global_step, dataformats="HWC"
+                )
 
 
 def run_name(overrides: Sequence[str], otherwise: str) -> str:

@@ -95,6 +95,9 @@ class RunRecorder(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Measure memory from here on; an epoch that a checkpoint is in the middle of goes on."""
         self._memory.reset()
+        if trainer.global_step == 0 and pl_module.graph.groups:
+            # The seed's, before any event tells of widths.
+            _log(trainer, _widths(pl_module.growth_state.widths), 0)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Start the epoch's clock."""
@@ -188,9 +191,8 @@ class RunRecorder(Callback):
     def on_growth(self, trainer: Trainer, receipt: dict[str, Any]) -> None:
         """Hand a growth event to the loggers; the file follows with the epoch's end."""
         numbers = {key: value for key, value in receipt.items() if isinstance(value, (int, float))}
-        widths = {f"width/{group}": width for group, width in receipt["widths_after"].items()}
         events = {f"growth/{key}": value for key, value in numbers.items() if key not in ("epoch", "step")}
-        _log(trainer, {**events, **widths}, receipt["step"])
+        _log(trainer, {**events, **_widths(receipt["widths_after"])}, receipt["step"])
 
     def on_result(self, trainer: Trainer, results: Mapping[str, Any]) -> None:
         """Hand what came out of the run to the loggers: every single number of `results.json`."""
@@ -258,6 +260,11 @@ def metric_columns(objective: Objective, averages: Sequence[str] = (), watched: 
     metrics += [f"{watched}_{name}" for name in (*names, *objective.evaluated_names)]
     averaged = [f"{watched}_{average}_{name}" for average in averages for name in names]
     return [*_FIRST_COLUMNS, *metrics, *_LAST_COLUMNS, *averaged]
+
+
+def _widths(widths: Mapping[str, int]) -> dict[str, float]:
+    """Widths of groups under the names that loggers get them by."""
+    return {f"width/{group}": width for group, width in widths.items()}
 
 
 def _log(trainer: Trainer, values: dict[str, float], step: int) -> None:

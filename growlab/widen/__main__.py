@@ -18,8 +18,9 @@ from growlab.widen.weights import METHODS
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m growlab.widen",
+        prog="growlab widen",
         description=__doc__,
+        epilog="Example: growlab widen ./my_model --width 1.5 --depth 2 -o wider",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER")

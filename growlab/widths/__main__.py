@@ -87,8 +87,9 @@ def _alike(named: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m growlab.widths",
+        prog="growlab widths",
         description=__doc__,
+        epilog="Example: growlab widths my_package.my_module:factory --input-shape 3,32,32",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("models", nargs="+", metavar="MODEL")

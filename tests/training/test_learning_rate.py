@@ -2,6 +2,7 @@ from itertools import accumulate
 from math import cos, pi, sqrt
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,17 +53,43 @@ def test_the_rate_follows_the_batch_size(rule: str, scale) -> None:
 @given(
     warmup=st.floats(0, 5.9),
     restarts=st.sampled_from(["none", "stage"]),
-    shape=st.sampled_from(["cosine", "constant", "wsd"]),
+    shape=st.sampled_from(["cosine", "constant", "wsd", "one_cycle"]),
     clock=st.sampled_from(["epochs", "cost"]),
     rewarm=st.integers(0, 5),
 )
 def test_factors_stay_between_zero_and_one(
     warmup: float, restarts: str, shape: str, clock: str, rewarm: int
 ) -> None:
-    warmups = {"warmup_epochs": warmup} if clock == "epochs" else {"warmup_fraction": warmup / 6}
+    by_epochs = clock == "epochs" and shape != "one_cycle"
+    warmups = {"warmup_epochs": warmup} if by_epochs else {"warmup_fraction": warmup / 6}
     decay = {"decay_fraction": max((1 - warmup / 6) / 2, 1e-3)}
     rate = LearningRate(shape, restarts=restarts, clock=clock, rewarm_steps=rewarm, **warmups, **decay)
     assert all(0 <= f <= 1 for f in factors(rate))
+
+
+@pytest.mark.parametrize("rise", [0.0, 0.125, 0.5])
+def test_one_cycle_is_torchs(rise: float) -> None:
+    """torch counts the last step as done, so that its phases end one step earlier."""
+    steps = sum(STEPS)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.7, momentum=0.9)
+    peak = ((rise or 0.3) * steps + 1) / (steps + 1)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.7, total_steps=steps + 1, pct_start=peak)
+    expected = []
+    for _ in range(steps):
+        expected.append(optimizer.param_groups[0]["lr"] / 0.7)
+        optimizer.step()
+        theirs.step()
+    schedule = make_schedule(1, 32, epochs=[1], widths=[1])
+    factor = LearningRate("one_cycle", warmup_fraction=rise).factor_at_step(schedule, [steps])
+    assert [factor(step) for step in range(steps)] == pytest.approx(expected, rel=1e-9)
+
+
+def test_one_cycle_may_begin_anew_in_each_stage() -> None:
+    got = factors(LearningRate("one_cycle", warmup_fraction=0.5, restarts="stage"))
+    assert [got[STARTS[epoch]] for epoch in (0, 2, 5)] == pytest.approx([1 / 25] * 3)
+    assert [got[STARTS[epoch]] for epoch in (1,)] == pytest.approx([1]) and got[-1] == pytest.approx(1 / 25e4)
+    with pytest.raises(ValueError, match="warmup_epochs at 0"):
+        LearningRate("one_cycle", warmup_epochs=1)
 
 
 def flops_spent() -> list[float]:
