@@ -27,13 +27,15 @@ PYTHON = ".venv/bin/python -m "
 BLOCKS = [
     block for text in (README, *PAGES) for block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
 ]
-LINES = [
+_WRITTEN = [
     line.partition(" #")[0].rstrip()
     for language, block in BLOCKS
     if language == ""
     for line in block.replace("\\\n", " ").splitlines()
     if line and not line.startswith("#")
 ]
+# What stands on several pages runs once.
+LINES = list(dict.fromkeys(_WRITTEN))
 # Started by other programs, or by the name of the installed script.
 LAUNCHERS = ("torchrun", "srun", "growlab", ".venv/bin/growlab")
 TRAINING = [line for line in LINES if line.startswith(f"{PYTHON}growlab ")] + [
