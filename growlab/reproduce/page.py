@@ -71,7 +71,7 @@ class Standing:
 
     @property
     def verdict(self) -> str:
-        """In a few words, and what is missing."""
+        """In a few words, and what is left to run."""
         counts = {
             word: sum(one.verdict == word for one in self.outcomes)
             for word in (HOLDS, CONTRADICTED, UNDECIDED, ONE_RUN)
@@ -86,8 +86,6 @@ class Standing:
         if left > 0:
             epochs = sorted({job.epochs for job in self.item.jobs() if job.epochs})
             parts.append(f"it takes {left} runs of {' or '.join(map(str, epochs))} epochs")
-        if self.item.missing:
-            parts.append(f"no command yet for {self.item.missing}")
         return "; ".join(parts)
 
 

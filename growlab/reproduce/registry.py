@@ -102,7 +102,6 @@ class Item:
     figures: tuple[str, ...] = ()
     minutes: float | None = None
     checks: tuple[Check, ...] = ()
-    missing: str | None = None
 
     def jobs(self, seeds: Sequence[int] | None = None) -> list[Job]:
         """The runs of all its commands, each once.

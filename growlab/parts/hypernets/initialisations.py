@@ -14,11 +14,15 @@ chunks (Appendix A.2) the output layer is shared by layers of different size: it
 which every chunk has its own of, emits with r / (d_j d_l Var(e)) or r / (d_i d_l Var(e)), where d_l is the size of the
 embedding (the paper writes d_k for the first; the two are equal in its experiment).
 
+`hyperfan_harmonic`, `hyperfan_geometric` and `hyperfan_arithmetic` take that mean of the two variances (Appendix
+B.1.3).
+
 The baselines of Section 3: M1 `xavier_*` and `kaiming_*` treat the hypernetwork as any network, with gain 1 and 2, by
-fan-in, fan-out or their harmonic mean; M2 `small_random`; M3 `kaiming_tenth`, whose output layer is a tenth of
-`kaiming_in`'s; M4 `constant_embedding`, `kaiming_in` with embeddings that are all d_j^(-1/2).
+fan-in, fan-out or a mean of the variances that the two give; M2 `small_random`; M3 `kaiming_tenth`, whose output layer
+is a tenth of `kaiming_in`'s; M4 `constant_embedding`, `kaiming_in` with embeddings that are all d_j^(-1/2).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 
@@ -27,9 +31,17 @@ from torch import Tensor
 
 from growlab.errors import UserError
 
+# Of the variances that keep activations (by the fan-in) and gradients (by the fan-out). Both may be 0.
+_COMBINED: dict[str, Callable[[float, float], float]] = {
+    "in": lambda forward, backward: forward,
+    "out": lambda forward, backward: backward,
+    "harmonic": lambda forward, backward: 2 / (1 / forward + 1 / backward) if forward * backward else 0.0,
+    "geometric": lambda forward, backward: sqrt(forward * backward),
+    "arithmetic": lambda forward, backward: (forward + backward) / 2,
+}
 INITIALISATIONS = (
-    *("hyperfan_in", "hyperfan_out", "xavier_in", "xavier_out", "xavier_harmonic"),
-    *("kaiming_in", "kaiming_out", "kaiming_harmonic", "small_random", "kaiming_tenth", "constant_embedding"),
+    *(f"{family}_{rule}" for family in ("hyperfan", "xavier", "kaiming") for rule in _COMBINED),
+    *("small_random", "kaiming_tenth", "constant_embedding"),
 )
 DISTRIBUTIONS = ("uniform", "normal")
 
@@ -88,7 +100,7 @@ class Initialisation:
             features_out: its fan-out.
             relu: whether a ReLU follows it.
         """
-        if self.name in ("hyperfan_in", "hyperfan_out", "constant_embedding"):
+        if self._hyperfan or self.name == "constant_embedding":
             return (2.0 if relu else 1.0) / features_in
         return self._classical(features_in, features_out)
 
@@ -101,37 +113,35 @@ class Initialisation:
             num_outputs: numbers that it emits.
         """
         before = emission.gain / (features * emission.embedding_variance)
-        if self.name == "hyperfan_in":
-            return before / (emission.fan_in * (2 if emission.with_bias else 1))
-        if self.name == "hyperfan_out":
-            return before / emission.fan_out
+        if self._hyperfan:
+            return self._combined(
+                before / (emission.fan_in * (2 if emission.with_bias else 1)), before / emission.fan_out
+            )
         return self._output(features, num_outputs)
 
     def bias(self, emission: Emission, features: int, num_outputs: int) -> float:
         """Variance of G, the output layer that emits the bias; arguments as for `weight`."""
         before = emission.gain / (features * emission.embedding_variance)
-        if self.name == "hyperfan_in":
-            return before / 2
-        if self.name == "hyperfan_out":
-            return before * max(1 - emission.fan_in / emission.fan_out, 0.0)
+        if self._hyperfan:
+            return self._combined(before / 2, before * max(1 - emission.fan_in / emission.fan_out, 0.0))
         return self._output(features, num_outputs)
 
     def chunk(self, emission: Emission, embedding: int, features: int) -> float:
         """Variance of a chunk's own layer, from its embedding to what the shared output layer reads."""
-        if self.name in ("hyperfan_in", "hyperfan_out"):
+        if self._hyperfan:
             return self.weight(emission, embedding, features)
         return self.hidden(embedding, features, relu=False)
 
     def shared(self, features: int, num_outputs: int) -> float:
         """Variance of an output layer that layers of different size share."""
-        if self.name in ("hyperfan_in", "hyperfan_out"):
+        if self._hyperfan:
             return 1.0 / features
         return self._output(features, num_outputs)
 
     def plain(self, emission: Emission) -> float:
         """Variance of the weights of a plain layer, which no hypernetwork emits.
 
-        Hyperfan's are those that it lets a hypernetwork emit, r / d_j or r / d_i.
+        Hyperfan's are those that it lets a hypernetwork emit: r / d_j, r / d_i or a mean of the two.
 
         Raises:
             UserError: the initialisation is about a hypernetwork alone.
@@ -140,8 +150,8 @@ class Initialisation:
             raise UserError(
                 f"{self.name} initialises hypernetworks: choose another for a network without one."
             )
-        if self.name.startswith("hyperfan"):
-            return emission.gain / (emission.fan_in if self.name == "hyperfan_in" else emission.fan_out)
+        if self._hyperfan:
+            return self._combined(emission.gain / emission.fan_in, emission.gain / emission.fan_out)
         return self._classical(emission.fan_in, emission.fan_out)
 
     def embedding(self, shape: tuple[int, ...], emission: Emission, source: torch.Generator) -> Tensor:
@@ -167,5 +177,12 @@ class Initialisation:
         if self.name == "small_random":
             return self.small_std**2
         gain = 1.0 if self.name.startswith("xavier") else 2.0
-        fans = {"out": fan_out, "harmonic": (fan_in + fan_out) / 2}
-        return gain / fans.get(self.name.rpartition("_")[2], fan_in)
+        return self._combined(gain / fan_in, gain / fan_out)
+
+    @property
+    def _hyperfan(self) -> bool:
+        return self.name.startswith("hyperfan")
+
+    def _combined(self, forward: float, backward: float) -> float:
+        """The variance between what keeps activations and what keeps gradients; M3 and M4 keep activations."""
+        return _COMBINED.get(self.name.rpartition("_")[2], _COMBINED["in"])(forward, backward)

@@ -45,6 +45,7 @@ class Hypernet:
         chunk_channels: channels of a chunk; None for the largest number that divides the inputs or the outputs of
             every weight of the same receptive field.
         small_std: of the initialisation `small_random`.
+        emit_last: emit the last layer too; else it is a plain one, drawn by the same initialisation (Figure 6).
 
     Raises:
         UserError: a value is impossible.
@@ -62,6 +63,7 @@ class Hypernet:
     output_gain: float = 1.0
     chunk_channels: int | None = None
     small_std: float = 0.01
+    emit_last: bool = True
 
     def __post_init__(self) -> None:
         for name, known in (("sharing", SHARINGS), ("embedding", EMBEDDINGS)):
@@ -111,7 +113,7 @@ class Layer:
 
 
 def parametrise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Module:
-    """Let a hypernetwork emit the weights of every linear layer and convolution.
+    """Let a hypernetwork emit the weights of every linear layer and convolution, the last one if it is to.
 
     The weights that the layers had are lost; biases that are not emitted start at 0 (Section 4.1, Case 1). Emitted
     tensors keep their names (`layer.weight` is computed when it is read); what is trained stands in
@@ -126,9 +128,17 @@ def parametrise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Mod
         The network.
 
     Raises:
-        UserError: the network has no such layer, layers share a weight, or a weight does not split into the chunks.
+        UserError: the network has no such layer, none but the last one that is not emitted, layers share a weight,
+            or a weight does not split into the chunks.
     """
     layers = list(find_layers(network, hypernet))
+    if not hypernet.emit_last:
+        _draw(layers[-1:], hypernet, seed)
+        layers = layers[:-1]
+        if not layers:
+            raise UserError(
+                f"{type(network).__name__} has one layer alone, and emit_last=false leaves none to emit."
+            )
     if hypernet.sharing == "chunk":
         _parametrise_by_chunks(layers, hypernet, seed)
     else:
@@ -151,14 +161,18 @@ def initialise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Modu
     Raises:
         UserError: there is no such layer, or the initialisation is about a hypernetwork alone.
     """
-    layers = list(find_layers(network, hypernet))
+    _draw(list(find_layers(network, hypernet)), hypernet, seed)
+    return network
+
+
+def _draw(layers: Sequence[Layer], hypernet: Hypernet, seed: int) -> None:
+    """Weights of plain layers by the initialisation, biases 0."""
     with torch.no_grad():
         for layer in layers:
             weight, variance = layer.module.weight, hypernet.variances.plain(layer.emission)
             source = generator(seed, 0, f"weight of {layer.name}")
             weight.copy_(hypernet.variances.draw(tuple(weight.shape), variance, source))
     _zero_biases(layers)
-    return network
 
 
 def _zero_biases(layers: Iterable[Layer]) -> None:

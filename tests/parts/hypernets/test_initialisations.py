@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from growlab.errors import UserError
 from growlab.networks import MLP, AllConv, mobilenetv1, resnet20
-from growlab.parts.hypernets import INITIALISATIONS, Hypernet, Initialisation, emitted, parametrise
+from growlab.parts.hypernets import INITIALISATIONS, Emission, Hypernet, Initialisation, emitted, parametrise
 from growlab.parts.hypernets.parametrise import initialise
 
 E, F = 40, 30  # sizes of an embedding and of what the output layer of chunks reads
@@ -25,26 +25,46 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 BY_TENSOR: dict[str, Callable[[int, int, int], float]] = {
     "hyperfan_in": lambda j, i, n: 1 / j,
     "hyperfan_out": lambda j, i, n: 1 / i,
+    "hyperfan_harmonic": lambda j, i, n: 2 / (i + j),
+    "hyperfan_geometric": lambda j, i, n: (i * j) ** -0.5,
+    "hyperfan_arithmetic": lambda j, i, n: (i + j) / (2 * i * j),
     "xavier_in": lambda j, i, n: 1,
     "xavier_out": lambda j, i, n: E / n,
     "xavier_harmonic": lambda j, i, n: 2 * E / (E + n),
+    "xavier_geometric": lambda j, i, n: sqrt(E / n),
+    "xavier_arithmetic": lambda j, i, n: (1 + E / n) / 2,
     "kaiming_in": lambda j, i, n: 2,
     "kaiming_out": lambda j, i, n: 2 * E / n,
     "kaiming_harmonic": lambda j, i, n: 4 * E / (E + n),
+    "kaiming_geometric": lambda j, i, n: 2 * sqrt(E / n),
+    "kaiming_arithmetic": lambda j, i, n: 1 + E / n,
     "small_random": lambda j, i, n: E * 1e-4,
     "kaiming_tenth": lambda j, i, n: 2 / 100,
     "constant_embedding": lambda j, i, n: 2 / j,
 }
 BY_CHUNK: dict[str, Callable[[int, int, int], float]] = {
-    **{name: BY_TENSOR[name] for name in ("hyperfan_in", "hyperfan_out", "xavier_in", "constant_embedding")},
+    **{name: BY_TENSOR[name] for name in BY_TENSOR if name.startswith("hyperfan")},
+    **{name: BY_TENSOR[name] for name in ("xavier_in", "constant_embedding")},
     "xavier_out": lambda j, i, n: E / n,
     "xavier_harmonic": lambda j, i, n: 2 * E / (E + F) * 2 * F / (F + n),
+    "xavier_geometric": lambda j, i, n: sqrt(E / F) * sqrt(F / n),
+    "xavier_arithmetic": lambda j, i, n: (1 + E / F) / 2 * (1 + F / n) / 2,
     "kaiming_in": lambda j, i, n: 4,
     "kaiming_out": lambda j, i, n: 4 * E / n,
     "kaiming_harmonic": lambda j, i, n: 4 * E / (E + F) * 4 * F / (F + n),
+    "kaiming_geometric": lambda j, i, n: 4 * sqrt(E / n),
+    "kaiming_arithmetic": lambda j, i, n: (1 + E / F) * (1 + F / n),
     "small_random": lambda j, i, n: E * F * 1e-8,
     "kaiming_tenth": lambda j, i, n: 4 / 100,
 }
+
+
+# Means are formulas alone: the small networks show them.
+MEANS = tuple(name for name in INITIALISATIONS if name.endswith(("geometric", "arithmetic")))
+
+
+def shown(network: str) -> list[str]:
+    return [name for name in INITIALISATIONS if name not in MEANS or network in ("mlp", "all-conv")]
 
 
 def fans(module: nn.Module) -> tuple[int, int]:
@@ -57,7 +77,7 @@ def fans(module: nn.Module) -> tuple[int, int]:
 @pytest.mark.parametrize("sharing", ["layer", "size", "network"])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_emitted_variance_by_tensor(network: str, sharing: str, distribution: str) -> None:
-    for init in INITIALISATIONS:
+    for init in shown(network):
         if init == "constant_embedding" and sharing == "network":
             continue
         net = parametrise(NETWORKS[network](), Hypernet(sharing, init, distribution, E), seed=3)
@@ -82,7 +102,7 @@ def test_emitted_variance_by_tensor(network: str, sharing: str, distribution: st
 @pytest.mark.parametrize("distribution", ["uniform", "normal"])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_emitted_variance_by_chunks(network: str, distribution: str) -> None:
-    for init in INITIALISATIONS:
+    for init in shown(network):
         hypernet = Hypernet("chunk", init, distribution, E, (F,))
         net = parametrise(NETWORKS[network](), hypernet, seed=4)
         for module, _ in emitted(net):
@@ -154,6 +174,8 @@ def test_a_network_without_a_hypernetwork_has_the_initialisation_in_every_layer(
         "small_random": lambda j, i: 1e-4,
         "hyperfan_in": lambda j, i: 3 / j,
         "hyperfan_out": lambda j, i: 3 / i,
+        "hyperfan_geometric": lambda j, i: 3 / sqrt(i * j),
+        "kaiming_arithmetic": lambda j, i: 1 / i + 1 / j,
     }
     for init, variance in variances.items():
         hypernet = Hypernet("layer", init, distribution, gain=3.0, output_gain=3.0)
@@ -173,6 +195,41 @@ def test_biases_that_are_not_emitted_start_at_zero(network: str, sharing: str) -
     net = parametrise(NETWORKS[network](), Hypernet(sharing), seed=5)
     biases = [m.bias for m in net.modules() if isinstance(m, nn.Linear | nn.Conv2d) and m.bias is not None]
     assert biases and not any(bias.any() for bias in biases)
+
+
+@pytest.mark.parametrize(
+    ("init", "expected"),
+    [
+        ("hyperfan_harmonic", 0.4 / 0.9),
+        ("hyperfan_geometric", sqrt(0.2)),
+        ("hyperfan_arithmetic", 0.45),
+    ],
+)
+def test_means_of_the_variances_of_biases(init: str, expected: float) -> None:
+    """Of 1/2 by the fan-in and 1 - 60/100 = 0.4, or nothing, by the fan-out."""
+    emissions = [Emission(60, 100, 2.0, True), Emission(100, 60, 2.0, True)]
+    variances = [Initialisation(init).bias(emission, 4, 100) for emission in emissions]
+    nothing = 0.125 if init == "hyperfan_arithmetic" else 0.0
+    assert variances == pytest.approx([expected * 2 / 4, nothing])
+
+
+@pytest.mark.parametrize("sharing", ["layer", "size", "network", "chunk"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_the_last_layer_may_be_a_plain_one(network: str, sharing: str) -> None:
+    """Its weights are those of the network without a hypernetwork; all others are emitted."""
+    hypernet = Hypernet(sharing, "hyperfan_out", output_gain=3.0, emit_last=False)
+    net = parametrise(NETWORKS[network](), hypernet, seed=5)
+    plain = initialise(NETWORKS[network](), hypernet, seed=5)
+    names = [name for name, m in plain.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    assert {id(m) for m, _ in emitted(net)} == {id(net.get_submodule(name)) for name in names[:-1]}
+    last = net.get_submodule(names[-1])
+    assert torch.equal(last.weight, plain.get_submodule(names[-1]).weight) and not last.bias.any()
+    assert last.weight.requires_grad
+
+
+def test_nothing_to_emit_is_told() -> None:
+    with pytest.raises(UserError, match="has one layer alone, and emit_last=false leaves none"):
+        parametrise(nn.Sequential(nn.Linear(3, 2)), Hypernet(emit_last=False))
 
 
 @pytest.mark.parametrize("init", ["kaiming_tenth", "constant_embedding"])
