@@ -7,8 +7,11 @@ if TYPE_CHECKING:
     from growlab.frontends.lightning import Growth
     from growlab.grower import Grower
     from growlab.growth import (
+        Bert2Bert,
         FireFly,
         GradMax,
+        HyperCloning,
+        Lemon,
         Net2Net,
         PairGrowth,
         RandomGrowth,
@@ -23,11 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "At",
+    "Bert2Bert",
     "Decided",
     "FireFly",
     "GradMax",
     "Grower",
     "Growth",
+    "HyperCloning",
+    "Lemon",
     "Net2Net",
     "Never",
     "PairGrowth",
@@ -47,8 +53,8 @@ __all__ = [
 _MODULES = {
     "growlab.frontends.lightning": "Growth",
     "growlab.grower": "Grower",
-    "growlab.growth": "FireFly GradMax Net2Net PairGrowth RandomGrowth Splitting Tiny VarianceTransfer "
-    "make_schedule",
+    "growlab.growth": "Bert2Bert FireFly GradMax HyperCloning Lemon Net2Net PairGrowth RandomGrowth Splitting "
+    "Tiny VarianceTransfer make_schedule",
     "growlab.parts": "Averages Isotropic Part",
     "growlab.triggers": "At Decided Never Scheduled Trigger",
     "growlab.widths": "trace",

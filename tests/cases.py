@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.growth import GrowthMethod, Net2Net, PairGrowth, RandomGrowth, VarianceTransfer
+from growlab.growth import (
+    Bert2Bert,
+    GrowthMethod,
+    HyperCloning,
+    Lemon,
+    Net2Net,
+    PairGrowth,
+    RandomGrowth,
+    VarianceTransfer,
+)
 from growlab.networks import MLP, CifarResNet, ConvNet, WideResNet
 from growlab.widths import WidthGraph, trace
 
@@ -367,6 +376,9 @@ METHODS = {
     "random": MethodCase(lambda noise: RandomGrowth(noise_std=noise), preserves=False),
     "pairs": MethodCase(lambda noise: PairGrowth(noise_std=noise)),
     "net2net": MethodCase(lambda noise: Net2Net(noise_std=noise), parts_twins=False),
+    "hypercloning": MethodCase(lambda noise: HyperCloning(noise_std=noise), parts_twins=False),
+    "lemon": MethodCase(lambda noise: Lemon(noise_std=noise)),
+    "bert2bert": MethodCase(lambda noise: Bert2Bert(noise_std=noise), preserves=False),
     "ours": MethodCase(lambda noise: VarianceTransfer(noise_std=noise)),
     "ours rescaled": MethodCase(lambda noise: VarianceTransfer(rescale_unnormalised=True, noise_std=noise)),
     "ours constraint": MethodCase(lambda noise: VarianceTransfer("constraint", noise_std=noise)),

@@ -1,11 +1,14 @@
 """Growth methods, schedules and the surgery itself."""
 
+from growlab.growth.bert2bert import Bert2Bert
 from growlab.growth.event import anneal_norms, grow, plant, restore
 from growlab.growth.expressivity import Bottleneck, bottlenecks, measurable, out_of_reach
 from growlab.growth.finish import finish
 from growlab.growth.firefly import FireFly
 from growlab.growth.fixed import FixedSize
 from growlab.growth.gradmax import GradMax
+from growlab.growth.hypercloning import HyperCloning
+from growlab.growth.lemon import Lemon
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, Growth, GrowthMethod, NewWeights, WidthDecision
 from growlab.growth.net2net import Net2Net
@@ -18,6 +21,7 @@ from growlab.growth.tiny import Tiny
 from growlab.growth.variance_transfer import VarianceTransfer
 
 __all__ = [
+    "Bert2Bert",
     "Bottleneck",
     "Expansion",
     "FireFly",
@@ -27,6 +31,8 @@ __all__ = [
     "GrowthEvent",
     "GrowthMethod",
     "GrowthState",
+    "HyperCloning",
+    "Lemon",
     "Measurement",
     "Net2Net",
     "NewWeights",

@@ -18,7 +18,8 @@ class Net2Net(GrowthMethod):
         W'[i, j] = W[pi(i), pi(j)] / n(pi(j))
 
     (Net2Net, Eq. 2 and Algorithm 1): rows are copied, columns are copied and divided. Biases, norm parameters
-    and statistics are copied.
+    and statistics are copied. Without noise this is the function-preserving initialisation of bert2BERT, too (Chen et
+    al., ACL 2022, Section 3.2: g_in and g_out are pi; whole heads are copied): `growth=bert2bert_fpi`.
 
     **Preserves** exactly, in eval and train mode, residual streams included.
     **Gradients** follow exactly: the copies of c share the gradient of its activation equally, so rows are copied
@@ -30,22 +31,37 @@ class Net2Net(GrowthMethod):
 
     def grow(self, expansion: Expansion) -> Growth:
         """Compute every tensor at the new widths."""
-        sources, counts = {}, {}
-        normed = {group for norm in expansion.graph.channel_norms for group in norm.axis.groups}
-        for group in expansion.graph.groups:
-            before, after = expansion.old_widths[group], expansion.new_widths[group]
-            source = expansion.generator(f"replicas of {group}")
-            if group in normed and after % before == 0:
-                # As many copies of each channel: statistics over channels stay what they are.
-                drawn = torch.arange(before).repeat(after // before - 1)
-                drawn = drawn[torch.randperm(after - before, generator=source)]
-            else:
-                drawn = torch.randint(before, (after - before,), generator=source)
-            sources[group] = torch.cat([torch.arange(before), drawn])
-            counts[group] = torch.bincount(sources[group], minlength=before)[sources[group]].double()
+        sources, counts = replicas(expansion)
         carry = Carry(sources, {group: 1.0 / count for group, count in counts.items()})
         tensors = {name: replicate(expansion, name, sources, counts) for name in expansion.old}
         return Growth(tensors, carry=carry)
+
+
+def replicas(expansion: Expansion) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Draw which old channels new ones copy.
+
+    Returns:
+        For each group the old channel that each channel copies, and the number of its copies, [new width].
+    """
+    sources, counts = {}, {}
+    normed = {group for norm in expansion.graph.channel_norms for group in norm.axis.groups}
+    for group in expansion.graph.groups:
+        before, after = expansion.old_widths[group], expansion.new_widths[group]
+        source = expansion.generator(f"replicas of {group}")
+        if group in normed and after % before == 0:
+            # As many copies of each channel: statistics over channels stay what they are.
+            drawn = torch.arange(before).repeat(after // before - 1)
+            drawn = drawn[torch.randperm(after - before, generator=source)]
+        else:
+            drawn = torch.randint(before, (after - before,), generator=source)
+        sources[group] = torch.cat([torch.arange(before), drawn])
+        counts[group] = copies(sources[group])
+    return sources, counts
+
+
+def copies(source: Tensor) -> Tensor:
+    """For each channel the number of channels with the same source, float64 [new width]."""
+    return torch.bincount(source)[source].double()
 
 
 def replicate(

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_map_only
 from growlab.flops import forward_flops
 from growlab.growth import (
     GrowthMethod,
+    HyperCloning,
+    Lemon,
     Net2Net,
     PairGrowth,
     ParityError,
@@ -33,6 +35,8 @@ METHODS: Mapping[str, type[GrowthMethod]] = {
     "ours": VarianceTransfer,
     "pairs": PairGrowth,
     "net2net": Net2Net,
+    "hypercloning": HyperCloning,
+    "lemon": Lemon,
     "random": RandomGrowth,
 }
 # Sides that parity is tried at before the network's own image size: the statement is about weights, and float64

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from growlab.growth import Net2Net, PairGrowth, VarianceTransfer, grow, plant
+from growlab.growth import HyperCloning, Lemon, Net2Net, PairGrowth, VarianceTransfer, grow, plant
 from growlab.optim import follow
 from growlab.widths import Carry, trace
 
@@ -125,8 +125,11 @@ def trained(method, logits=1.0):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_net2net_gradient_and_moments_follow_exactly_at_every_entry(training):
-    small, large, event, _ = grown(Net2Net(noise_std=0.0))
+@pytest.mark.parametrize(
+    "method", [Net2Net(), HyperCloning(), HyperCloning("diagonal"), Lemon()], ids=lambda m: m.name
+)
+def test_gradient_and_moments_of_copies_follow_exactly_at_every_entry(method, training):
+    small, large, event, _ = grown(method)
     before, after = moments(small, training=training), moments(large, training=training)
     for what, (tensors, power) in before.items():
         for name, tensor in tensors.items():

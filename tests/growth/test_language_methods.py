@@ -1,0 +1,284 @@
+"""HyperCloning, LEMON and bert2BERT on a small Transformer, against plain matrices written out by hand."""
+
+import copy
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab.growth import Bert2Bert, GrowthMethod, HyperCloning, Lemon, Net2Net, grow, plant
+from growlab.widths import WidthGraph, resize, trace
+from tests.cases import NETWORKS, graph_of, outputs, roughen
+
+HEAD = 3
+
+
+class Block(nn.Module):
+    """Attention by heads of three channels and an MLP, each behind a layer normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.q, self.k, self.v = nn.Linear(8, 12), nn.Linear(8, 12, bias=False), nn.Linear(8, 12)
+        self.out = nn.Linear(12, 8)
+        self.fc1, self.fc2 = nn.Linear(8, 10), nn.Linear(10, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.norm1(x)
+        q, k, v = (
+            layer(read).unflatten(2, (self.num_heads, HEAD)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+
+
+class Small(nn.Module):
+    """Two blocks on a stream of 8 channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+X = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def whole() -> tuple[nn.Module, WidthGraph]:
+    """The network at full width, with fixed weights off where they start, and its width graph."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = Small().double()
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.add_(0.3 * torch.randn(parameter.shape).double())
+    return network, trace(network, X[:2])
+
+
+def grown(method: GrowthMethod, part: float = 0.5) -> tuple[nn.Module, nn.Module, object, WidthGraph]:
+    """The network at a part of its widths, at full width, the event between them and the width graph."""
+    network, graph = whole()
+    state = plant(network, graph, method, graph.full_widths, seed=0)
+    widths = {name: max(1, int(group.full_width * part)) for name, group in graph.groups.items()}
+    resize(network, graph, graph.full_widths, widths)
+    state.widths = widths
+    state.births = {group: [0] * width for group, width in widths.items()}
+    small = copy.deepcopy(network)
+    event = grow(network, graph, method, state, graph.full_widths, 3, (X[:2],))
+    return small, network, event, graph
+
+
+def computed(w: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """The whole network by matrices: what its tensors `w` make of one sample x, [6, 5] to [6, 3]."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        mean = x.sum(1, keepdim=True) / x.shape[1]
+        variance = ((x - mean) ** 2).sum(1, keepdim=True) / x.shape[1]
+        return (x - mean) / (variance + 1e-5).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def affine(x: Tensor, name: str) -> Tensor:
+        y = x @ w[f"{name}.weight"].T
+        return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
+
+    x = affine(x, "embed")
+    for block in ("blocks.0", "blocks.1"):
+        read = norm(x, f"{block}.norm1")
+        q, k, v = (affine(read, f"{block}.{name}") for name in "qkv")
+        heads = []
+        for start in range(0, q.shape[1], HEAD):
+            mine = slice(start, start + HEAD)
+            scores = (q[:, mine] @ k[:, mine].T / math.sqrt(HEAD)).exp()
+            heads.append(scores / scores.sum(1, keepdim=True) @ v[:, mine])
+        x = x + affine(torch.cat(heads, 1), f"{block}.out")
+        hidden = affine(norm(x, f"{block}.norm2"), f"{block}.fc1")
+        x = x + affine(hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2, f"{block}.fc2")
+    return affine(x, "head")
+
+
+def tensors(network: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in network.named_parameters()}
+
+
+def doubled(name: str, old: Tensor, diagonal: bool) -> Tensor:
+    """HyperCloning's blocks for n = 2, by hand."""
+    if name == "embed.weight":
+        return torch.cat([old, old])
+    if name == "head.weight":
+        return torch.cat([old, old], 1) / 2
+    if name == "head.bias":
+        return old
+    if old.dim() == 1:
+        return torch.cat([old, old])
+    if diagonal:
+        return torch.block_diag(old, old)
+    return torch.cat([torch.cat([old, old], 1), torch.cat([old, old], 1)]) / 2
+
+
+@pytest.mark.parametrize("form", ["symmetric", "diagonal"])
+def test_hypercloning_doubles_by_blocks(form: str) -> None:
+    small, large, event, _ = grown(HyperCloning(form))
+    old, new = tensors(small), tensors(large)
+    for name, tensor in old.items():
+        torch.testing.assert_close(
+            new[name], doubled(name, tensor, form == "diagonal"), rtol=1e-15, atol=0, msg=name
+        )
+    for x in X:
+        torch.testing.assert_close(computed(new, x), computed(old, x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(large(x[None])[0], computed(old, x), rtol=1e-12, atol=1e-12)
+    assert event.weighted_norms == []  # statistics are plain ones already
+
+
+@pytest.mark.parametrize("network", ["shared", "grouped", "gated", "transformer", "channel norms", "decoder"])
+def test_the_diagonal_form_is_exact_on_other_networks_and_at_odd_widths(network: str) -> None:
+    graph, model, x = graph_of(network), NETWORKS[network].make(), NETWORKS[network].inputs()
+    method = HyperCloning("diagonal", noise_std=0.2)
+    halves = {name: (group.full_width + 1) // 2 for name, group in graph.groups.items()}
+    state = plant(model, graph, method, halves, seed=0)
+    roughen(model)
+    small = outputs(model, x, False)
+    event = grow(model, graph, method, state, graph.full_widths, 0, (x,))
+    torch.testing.assert_close(outputs(model, x, False), small, rtol=1e-9, atol=1e-9)
+    assert max(event.parity_error_eval, event.noise_error_eval) < 1e-11
+
+
+def test_the_noise_of_hypercloning_parts_clones_and_changes_no_output() -> None:
+    small, large, event, _ = grown(HyperCloning(noise_std=0.3))
+    old, new = tensors(small), tensors(large)
+    weight, width = new["blocks.1.fc1.weight"], 4
+    first, second = weight[:, :width], weight[:, width:]
+    torch.testing.assert_close(first + second, torch.cat([old["blocks.1.fc1.weight"]] * 2))
+    assert float((first - second).norm() / first.norm()) > 0.05
+    for x in X:
+        torch.testing.assert_close(computed(new, x), computed(old, x), rtol=1e-11, atol=1e-11)
+    assert event.noise_error_eval < 1e-12
+
+
+def test_lemon_splits_columns_unevenly() -> None:
+    small, large, event, graph = grown(Lemon(spread=0.6))
+    old, new = tensors(small), tensors(large)
+    (group,) = graph.axes["head.weight"][1].groups
+    shares = event.carry.rows[group]
+    assert ((shares[:4] + shares[4:]) - 1).abs().max() < 1e-14
+    assert (shares[:4] - shares[4:]).abs().min() > 1e-3
+    torch.testing.assert_close(new["head.weight"], torch.cat([old["head.weight"]] * 2, 1) * shares)
+    inner = new["blocks.0.fc2.weight"]
+    torch.testing.assert_close(inner[:4], inner[4:])
+    torch.testing.assert_close(inner[:, :5] + inner[:, 5:], torch.cat([old["blocks.0.fc2.weight"]] * 2))
+    for x in X:
+        # The network weights its statistics by the shares at first; plain ones are the same, as copies are.
+        torch.testing.assert_close(computed(new, x), computed(old, x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(large(x[None])[0], computed(old, x), rtol=1e-12, atol=1e-12)
+
+
+def test_copies_of_lemon_part_in_training_and_those_of_net2net_do_not() -> None:
+    apart = {}
+    for method in (Lemon(), Net2Net()):
+        _, large, event, _ = grown(method)
+        optimizer = torch.optim.SGD(large.parameters(), lr=0.05)
+        for _ in range(3):
+            optimizer.zero_grad()
+            large(X).square().mean().backward()
+            optimizer.step()
+        source = event.carry.sources["blocks.0.fc1"]
+        rows = large.get_parameter("blocks.0.fc1.bias").detach()
+        apart[method.name] = max(
+            float((rows[j] - rows[c]).abs()) for j, c in enumerate(source.tolist()) if j >= 5
+        )
+    assert apart["Lemon"] > 1e-4 and apart["Net2Net"] < 1e-12
+
+
+def test_new_rows_of_bert2bert_are_those_of_the_next_block() -> None:
+    small, large, event, graph = grown(Bert2Bert())
+    old, new = tensors(small), tensors(large)
+    stream, hidden = event.carry.sources["embed"], event.carry.sources["blocks.0.fc1"]
+    assert stream.bincount().tolist() == [2] * 4
+
+    def read(block: int) -> Tensor:
+        return old[f"blocks.{block}.fc1.weight"][:, stream] / 2
+
+    torch.testing.assert_close(new["blocks.0.fc1.weight"][:5], read(0))
+    torch.testing.assert_close(new["blocks.0.fc1.weight"][5:], read(1)[hidden[5:]])
+    torch.testing.assert_close(
+        new["blocks.0.fc1.bias"][5:], old["blocks.1.fc1.bias"][hidden[5:]], rtol=0, atol=0
+    )
+    heads = event.carry.sources[graph.axes["blocks.0.k.weight"][0].groups[0]]
+    for place, head in enumerate(heads.tolist()):
+        block = 0 if place < 2 else 1
+        mine = old[f"blocks.{block}.k.weight"][HEAD * head : HEAD * (head + 1)][:, stream] / 2
+        torch.testing.assert_close(new["blocks.0.k.weight"][HEAD * place : HEAD * (place + 1)], mine)
+    # The last block, norms and the embedding have no next one: FPI.
+    last = event.carry.sources["blocks.1.fc1"]
+    torch.testing.assert_close(new["blocks.1.fc1.weight"], read(1)[last])
+    torch.testing.assert_close(new["blocks.0.norm1.bias"], old["blocks.0.norm1.bias"][stream], rtol=0, atol=0)
+    torch.testing.assert_close(new["embed.weight"], old["embed.weight"][stream], rtol=0, atol=0)
+    assert event.report["rows_of_the_next_block"]["blocks.0.q.weight"] == "blocks.1.q.weight"
+    assert event.parity_tolerance_eval is None and event.parity_error_eval > 1e-6
+
+
+def test_blocks_that_are_alike_make_bert2bert_exact() -> None:
+    """AKI's new units are those that FPI would copy, where the next block has the same weights."""
+    network, graph = whole()
+    with torch.no_grad():
+        for one, other in zip(network.blocks[0].parameters(), network.blocks[1].parameters(), strict=True):
+            one.copy_(other)
+    state = plant(network, graph, Bert2Bert(), graph.full_widths, seed=0)
+    widths = {name: group.full_width // 2 for name, group in graph.groups.items()}
+    resize(network, graph, graph.full_widths, widths)
+    state.widths, state.births = widths, {group: [0] * width for group, width in widths.items()}
+    event = grow(network, graph, Bert2Bert(), state, graph.full_widths, 3, (X[:2],))
+    assert event.report["rows_of_the_next_block"] and event.parity_error_eval < 1e-12
+
+
+@pytest.mark.parametrize(
+    "method", [HyperCloning(), HyperCloning("diagonal"), Lemon(), Net2Net()], ids=lambda m: f"{m.name}"
+)
+def test_growing_the_moments_is_the_moments_of_the_grown_network(method: GrowthMethod) -> None:
+    small, large, event, graph = grown(method)
+
+    def moments(network: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+        """Adam's two moments after three batches, at fixed weights."""
+        found = {}
+        for seed in range(3):
+            x = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            network.zero_grad()
+            network(x).square().mean().backward()
+            for name, parameter in network.named_parameters():
+                mean, square = found.get(name, (0.0, 0.0))
+                g = parameter.grad
+                found[name] = (0.9 * mean + 0.1 * g, 0.99 * square + 0.01 * g * g)
+        return found
+
+    before, after = moments(small), moments(large)
+    assert before.keys() == after.keys()
+    for name in before:
+        for power in (1, 2):
+            carried = before[name][power - 1]
+            if name in graph.axes:
+                carried = event.carry.carried(
+                    carried, name, graph, event.widths_before, event.widths_after, power
+                )
+            torch.testing.assert_close(carried, after[name][power - 1], rtol=1e-8, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: HyperCloning("oblique"), "growth.form must be symmetric or diagonal, not 'oblique'"),
+        (lambda: Lemon(spread=1.0), "growth.spread must be between 0 and 1, not 1.0"),
+    ],
+)
+def test_bad_arguments_are_named(make, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
