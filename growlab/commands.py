@@ -26,9 +26,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "widths": Command("growlab.widths.__main__", (), "what of a network can grow, what cannot and why"),
     "plan": Command("growlab.plan.__main__", (), "does growing pay for this network and schedule.budget=N"),
-    "widen": Command(
-        "growlab.widen.__main__", (), "a saved transformers model past its size, its function preserved"
-    ),
+    "widen": Command("growlab.widen.__main__", (), "a saved network past its size, its function preserved"),
     "table": Command("growlab.analysis.__main__", (), "a table of finished runs over seeds"),
     "paper": Command("growlab.analysis.__main__", ("paper",), "the same with published values beside ours"),
     "paired": Command(

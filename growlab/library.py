@@ -57,7 +57,7 @@ def torchvision_network(
             state = choices[wanted].get_state_dict(progress=False, check_hash=True)
         except (OSError, RuntimeError) as error:
             raise _not_downloaded(name, error) from error
-        _load(network, state, num_classes, f"torchvision's {wanted} weights of {name}")
+        fit_weights(network, state, num_classes, f"torchvision's {wanted} weights of {name}")
         if hasattr(network, "transform_input"):
             # The weights of the two Inceptions were trained on images of another normalisation.
             network.transform_input = True
@@ -118,6 +118,20 @@ def load_weights(network: nn.Module, path: str, num_classes: int) -> None:
     Raises:
         UserError: the file cannot be read, or does not fit the network.
     """
+    what = f"model.weights={path}"
+    fit_weights(network, read_weights(path, what), num_classes, what)
+
+
+def read_weights(path: str, what: str) -> Mapping[str, Tensor]:
+    """A state_dict from a file that `torch.save` wrote, or with the ending .safetensors.
+
+    Args:
+        path: of the file.
+        what: the file as an error message calls it.
+
+    Raises:
+        UserError: the file cannot be read, or holds no state_dict.
+    """
     file = Path(path).expanduser()
     try:
         if file.suffix == ".safetensors":
@@ -132,20 +146,27 @@ def load_weights(network: nn.Module, path: str, num_classes: int) -> None:
         ) from error
     except Exception as error:  # what damaged files raise is not one family
         reason = getattr(error, "strerror", None) or "it holds no weights that torch.load takes"
-        raise UserError(
-            f"cannot read model.weights={path} ({reason}); give the file of a state_dict."
-        ) from error
+        raise UserError(f"cannot read {what} ({reason}); give the file of a state_dict.") from error
     for key in _NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise UserError(
-            f"model.weights={path} holds no state_dict; save one with torch.save(network.state_dict())."
-        )
-    _load(network, content, num_classes, f"model.weights={path}")
+        raise UserError(f"{what} holds no state_dict; save one with torch.save(network.state_dict()).")
+    return content
 
 
-def _load(network: nn.Module, state: Mapping[str, Tensor], num_classes: int, what: str) -> None:
+def fit_weights(network: nn.Module, state: Mapping[str, Tensor], num_classes: int, what: str) -> None:
+    """Load a state_dict; a classifier for another number of classes is left out and starts anew.
+
+    Args:
+        network: loaded in place.
+        state: by name.
+        num_classes: number of logits of the network.
+        what: the weights as an error message calls them.
+
+    Raises:
+        UserError: they are of another network.
+    """
     own = network.state_dict()
     missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()
     other = sorted(name for name in own.keys() & state.keys() if own[name].shape != state[name].shape)

@@ -56,7 +56,7 @@ RULES = {
     "library": rule(packages="torch torchvision timm safetensors"),
     "widths.__main__": rule("survey", packages=""),
     "survey": rule("networks widths growth parts analysis flops", packages="torch"),
-    "widen": rule("widths growth survey", packages="torch"),
+    "widen": rule("widths growth survey library", packages="torch"),
     "widen.__main__": rule("widen", packages=""),
     "analysis.__main__": rule("analysis"),
     "reproduce": rule("analysis configuration"),

@@ -39,6 +39,8 @@ METHODS: Mapping[str, type[GrowthMethod]] = {
     "lemon": Lemon,
     "random": RandomGrowth,
 }
+#: Those that are tried where none are named.
+USUAL = ("ours", "pairs", "net2net", "random")
 # Sides that parity is tried at before the network's own image size: the statement is about weights, and float64
 # convolutions over whole images would take most of the time.
 _SMALL_SIDES = (96, 128)
@@ -109,7 +111,7 @@ def examine(
     input_shape: Sequence[int] | None = None,
     stages: int = 3,
     opaque: Sequence[str] = (),
-    methods: Sequence[str] = tuple(METHODS),
+    methods: Sequence[str] = USUAL,
     parts: bool = True,
 ) -> Report:
     """Trace a network, grow it with every method on random data, and measure parity in float64.

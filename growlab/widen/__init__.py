@@ -1,6 +1,7 @@
-"""Take a saved model of transformers past its declared size: wider and deeper, computing what it computed."""
+"""Take a trained network past its size, computing what it computed: of transformers, torchvision or timm."""
 
 from growlab.widen.folder import widen_folder
 from growlab.widen.sizes import PARTS
+from growlab.widen.vision import load_widened, widen_weights
 
-__all__ = ["PARTS", "widen_folder"]
+__all__ = ["PARTS", "load_widened", "widen_folder", "widen_weights"]

@@ -1,7 +1,8 @@
 """`python -m growlab.widen FOLDER --width 1.5 --depth 2 -o OUT`: a saved model past its declared size.
 
-FOLDER is what `save_pretrained` of transformers wrote; OUT is loaded by `from_pretrained` and computes the same. Exit
-code 2: the model cannot be read, or cannot be widened so.
+FOLDER is what `save_pretrained` of transformers wrote; OUT is loaded by `from_pretrained` and computes the same. A
+name and a state_dict's file, `torchvision/resnet18 weights.pt` or `timm/NAME weights.safetensors`, are widened too; OUT
+is then loaded by `growlab.widen.load_widened`. Exit code 2: the model cannot be read, or cannot be widened so.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from pathlib import Path
 from growlab.errors import UserError
 from growlab.widen.folder import widen_folder
 from growlab.widen.sizes import PARTS
+from growlab.widen.vision import is_named, widen_weights
 from growlab.widen.weights import METHODS
 
 
@@ -23,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="Example: growlab widen ./my_model --width 1.5 --depth 2 -o wider",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("model", metavar="FOLDER", help="or torchvision/NAME or timm/NAME with WEIGHTS")
+    parser.add_argument("weights", nargs="?", type=Path, metavar="WEIGHTS", help="a state_dict's file")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="OUT", help="a new folder")
     parser.add_argument("--width", type=float, default=1.0, help="factor on stream, heads and hidden layers")
     parser.add_argument("--depth", type=float, default=1.0, help="factor on the number of layers")
@@ -34,12 +37,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--method", default="pairs", help=f"for heads and hidden layers: {' or '.join(METHODS)}"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--input-shape",
+        type=lambda text: tuple(int(size) for size in text.split(",")),
+        default=(3, 224, 224),
+        metavar="C,H,W",
+        help="of images, for torchvision and timm",
+    )
     args = parser.parse_args(arguments)
     try:
         if args.width == args.depth == 1:
             raise UserError("nothing to do: give --width, --depth or both.")
+        if is_named(args.model):
+            return _widen_named(args)
+        if args.weights is not None:
+            raise UserError(
+                f"{args.weights} stands behind {args.model}, which is no torchvision/NAME or timm/NAME; give a folder "
+                "alone."
+            )
         receipt = widen_folder(
-            args.folder, args.out, args.width, args.depth, args.method, args.parts.split(","), args.seed
+            Path(args.model), args.out, args.width, args.depth, args.method, args.parts.split(","), args.seed
         )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -51,6 +68,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for name, size in receipt["sizes"].items():
         print(f"  {name}: {size['before']} to {size['after']}")
+    return 0
+
+
+def _widen_named(args: argparse.Namespace) -> int:
+    if args.weights is None:
+        raise UserError(f"give the file of {args.model}'s state_dict behind its name.")
+    if args.depth != 1 or args.parts != ",".join(PARTS):
+        raise UserError("--depth and --parts are for folders of transformers; give --width alone.")
+    if len(args.input_shape) != 3:
+        raise UserError("--input-shape takes three numbers: C,H,W.")
+    receipt = widen_weights(
+        args.model, args.weights, args.out, args.width, args.method, args.seed, args.input_shape
+    )
+    print(
+        f"{args.out}: {args.model} of {receipt['num_params']:,} parameters, from {receipt['num_params_before']:,}; "
+        f"relative change of its output {receipt['relative_error_float64']:.0e} (float64); load it with "
+        f"growlab.widen.load_widened({str(args.out)!r})"
+    )
     return 0
 
 

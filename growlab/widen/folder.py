@@ -197,7 +197,7 @@ def _widened(
     old = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     old = {name: tensor.detach() for name, tensor in old.items()}
     widths = read_off(graph, target, old)
-    start = Widening(graph, {name: old[name] for name in graph.axes}, widths, target, seed)
+    start = Widening(graph, {name: old[name] for name in graph.axes}, widths, seed)
     wide = start.heads_and_hidden(METHODS[method]())
     ways = [wide.copies] if wide.whole else [lambda: wide.padded("mean"), lambda: wide.padded("zero")]
     errors = []

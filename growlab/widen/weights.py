@@ -20,12 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
-from growlab.growth import Net2Net, PairGrowth
+from growlab.growth import HyperCloning, Lemon, Net2Net, PairGrowth
+from growlab.growth.attention_scale import with_attention_scale
 from growlab.growth.method import Expansion, GrowthMethod, NewWeights
 from growlab.widths import WidthGraph, grid
 
 #: Growth methods for channels that no statistics run over.
-METHODS: Mapping[str, type[GrowthMethod]] = {"pairs": PairGrowth, "net2net": Net2Net}
+METHODS: Mapping[str, type[GrowthMethod]] = {
+    "pairs": PairGrowth,
+    "net2net": Net2Net,
+    "hypercloning": HyperCloning,
+    "lemon": Lemon,
+}
 Fill = Literal["mean", "zero"]
 
 
@@ -37,14 +43,12 @@ class Widening:
         graph: layouts of the wider network.
         old: the narrower one's tensors by name, in float64.
         widths: width of each group in it.
-        network: the wider network, for its modules.
         seed: of everything that is drawn.
     """
 
     graph: WidthGraph
     old: Mapping[str, Tensor]
     widths: Mapping[str, int]
-    network: nn.Module
     seed: int
 
     @property
@@ -63,7 +67,8 @@ class Widening:
         """The same with all wider but the streams."""
         widths = {**self.graph.full_widths, **{group: self.widths[group] for group in self.streams}}
         expansion = self._expansion(widths, stage=1)
-        return replace(self, old=dict(method.grow(expansion).tensors), widths=widths)
+        growth = with_attention_scale(expansion, method.grow(expansion))
+        return replace(self, old=dict(growth.tensors), widths=widths)
 
     def copies(self) -> dict[str, Tensor]:
         """Tensors at full width, streams by copies."""

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from growlab.errors import UserError
-from growlab.survey import METHODS, Report, examine, expand, matrix
+from growlab.survey import METHODS, USUAL, Report, examine, expand, matrix
 
 _SHOWN_NAMES = 3
 
@@ -102,7 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="OP",
         help="operations growth need not pass",
     )
-    parser.add_argument("--methods", default=",".join(METHODS), help="growth methods, with commas")
+    parser.add_argument(
+        "--methods", default=",".join(USUAL), help=f"growth methods, with commas: {', '.join(METHODS)}"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--matrix",

@@ -121,7 +121,9 @@ def test_bad_input_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.Captur
     assert "num_hidden_layers 2 times 1.3" in refusal(capsys, folder, "--depth", 1.3, "-o", out)
     assert "narrower" in refusal(capsys, folder, "--width", 0.5, "-o", out)
     assert "nothing to do" in refusal(capsys, folder, "-o", out)
-    assert "there are pairs, net2net" in refusal(capsys, folder, "--width", 2, "--method", "magic", "-o", out)
+    assert "there are pairs, net2net, hypercloning, lemon" in refusal(
+        capsys, folder, "--width", 2, "--method", "magic", "-o", out
+    )
     assert "there are stream, heads, mlp" in refusal(capsys, folder, "--width", 2, "--parts", "x", "-o", out)
     assert "no config.json" in refusal(capsys, tmp_path, "--width", 2, "-o", out)
     assert "is not empty" in refusal(capsys, folder, "--width", 2, "-o", folder)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.survey import METHODS, Report, matrix_table
+from growlab.survey import METHODS, USUAL, Report, matrix_table
 from growlab.widths.__main__ import describe, main
 
 
@@ -18,7 +18,7 @@ def test_report_of_a_network(capsys):
     assert report.seed_params == 17326
     assert report.growing_share > 0.99
     assert report.groups["layers.1.0.conv2"] == 16
-    assert set(report.parity) == set(METHODS)
+    assert set(report.parity) == set(USUAL)
     assert report.grows
     exact = [errors for method, errors in report.parity.items() if METHODS[method].preserves]
     assert all(errors["eval"] <= 1e-10 and errors["loaded"] <= 1e-10 for errors in exact)
@@ -30,7 +30,7 @@ def test_text_names_what_grows_and_what_stays(capsys):
     text = capsys.readouterr().out
     assert re.search(r"grows .*\n    0: 8\n", text)
     assert re.search(r"stays .*\n    2: the network's output\n", text)
-    for method in METHODS:
+    for method in USUAL:
         assert re.search(rf"{method}: \S+ in eval mode, \S+ in train mode", text)
 
 

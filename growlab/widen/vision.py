@@ -1,0 +1,192 @@
+"""Widen a trained network of torchvision or timm: a state_dict and a name become a folder that loads again."""
+
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.errors import UserError
+from growlab.files import write_json
+from growlab.growth.parity import evaluate, relative_error
+from growlab.library import fit_weights, read_weights, timm_network, torchvision_network
+from growlab.widen.folder import EXACT, RECEIPT
+from growlab.widen.weights import METHODS, Widening
+from growlab.widths import UnsupportedOperation, WidthGraph, replace_tensors, resize, tensors_of, trace
+
+SOURCES = {"torchvision": torchvision_network, "timm": timm_network}
+#: Name of the state_dict in the folder that is written.
+WEIGHTS = "model.pt"
+_SHAPE = (3, 224, 224)
+_NUM_CLASSES = 1000
+
+
+def widen_weights(
+    name: str,
+    weights: Path,
+    out: Path,
+    width: float,
+    method: str = "pairs",
+    seed: int = 0,
+    image_shape: tuple[int, int, int] = _SHAPE,
+) -> dict[str, Any]:
+    """Write a wider network that computes what a trained one computes.
+
+    All channels that can grow become wider, by copies where a stream under layer, RMS or group normalisation grows by a
+    whole factor. Odd numbers are rounded up.
+
+    Args:
+        name: `torchvision/NAME` or `timm/NAME`.
+        weights: file of its state_dict.
+        out: a new folder, which `load_widened` reads.
+        width: factor on the width of every group of channels.
+        method: a name in `METHODS`.
+        seed: of everything that is drawn.
+        image_shape: [C, H, W] of the images that sameness is checked on.
+
+    Returns:
+        The receipt.
+
+    Raises:
+        UserError: the weights are not of that network, or it cannot be widened so exactly.
+    """
+    if method not in METHODS:
+        raise UserError(f"there is no method {method!r} for --method; there are {', '.join(METHODS)}.")
+    if width <= 1:
+        raise UserError(f"--width {width:g} would not make the network wider; it must be above 1.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not empty; give -o a folder that is not there yet.")
+    state = read_weights(str(weights), str(weights))
+    network, num_classes = _made_for(name, image_shape, state)
+    fit_weights(network, state, num_classes, str(weights))
+    graph, probe = _traced(name, network, image_shape)
+    before = graph.full_widths
+    factor = Fraction(width).limit_denominator(4096)
+    after = {group: ceil(size * factor) for group, size in before.items()}
+    num_params = sum(p.numel() for p in network.parameters())
+    dtype = next(network.parameters()).dtype
+    error = _widen(name, network.double().eval(), graph, after, method, seed, probe)
+    network.to(dtype)
+    receipt = {
+        "from": name,
+        "num_classes": num_classes,
+        "image_shape": list(image_shape),
+        "widths": {"before": before, "after": after},
+        "width": width,
+        "method": method,
+        "seed": seed,
+        "num_params_before": num_params,
+        "num_params": sum(p.numel() for p in network.parameters()),
+        "relative_error_float64": error,
+        "versions": {package: importlib.metadata.version(package) for package in ("growlab", "torch")},
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    torch.save(network.state_dict(), out / WEIGHTS)
+    write_json(out / RECEIPT, receipt)
+    return receipt
+
+
+def load_widened(folder: str | Path) -> nn.Module:
+    """The network in a folder that `widen_weights` wrote: of its library's class, with wider layers.
+
+    Args:
+        folder: with the state_dict and the receipt.
+
+    Raises:
+        UserError: it is no such folder.
+    """
+    folder = Path(folder)
+    try:
+        receipt = json.loads((folder / RECEIPT).read_text(encoding="utf-8"))
+        widths, shape = receipt["widths"], tuple(receipt["image_shape"])
+        name, num_classes = receipt["from"], receipt["num_classes"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{folder} holds no widened network of torchvision or timm: {RECEIPT} is missing or not of one."
+        ) from error
+    network = _network(name, shape, num_classes)
+    graph, _ = _traced(name, network, shape)
+    if graph.full_widths != widths["before"]:
+        raise UserError(
+            f"this version of the library has another {name} than the one in {folder} was widened from."
+        )
+    resize(network, graph, widths["before"], widths["after"])
+    fit_weights(network, read_weights(str(folder / WEIGHTS), str(folder)), num_classes, str(folder))
+    return network
+
+
+def is_named(name: str) -> bool:
+    """Whether it is a network's name and not a folder's."""
+    return name.partition("/")[0] in SOURCES and "/" in name and not Path(name).exists()
+
+
+def _network(name: str, image_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    source, _, model = name.partition("/")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return SOURCES[source](image_shape, num_classes, model)
+
+
+def _made_for(name: str, image_shape: tuple[int, ...], state: Mapping[str, Tensor]) -> tuple[nn.Module, int]:
+    """The network with as many outputs as its weights have, and their number."""
+    network = _network(name, image_shape, _NUM_CLASSES)
+    own = network.state_dict()
+    rows = {
+        state[key].shape[0]
+        for key, tensor in own.items()
+        if key in state
+        and tensor.dim()
+        and tensor.shape[0] == _NUM_CLASSES
+        and tensor.dim() == state[key].dim()
+    } - {_NUM_CLASSES}
+    if len(rows) != 1:
+        return network, _NUM_CLASSES
+    (num_classes,) = rows
+    return _network(name, image_shape, num_classes), num_classes
+
+
+def _traced(
+    name: str, network: nn.Module, image_shape: tuple[int, ...]
+) -> tuple[WidthGraph, tuple[Tensor, ...]]:
+    probe = (torch.randn(2, *image_shape, generator=torch.Generator().manual_seed(0)).double(),)
+    try:
+        return trace(network, probe[0].to(next(network.parameters()))), probe
+    except UnsupportedOperation as error:
+        raise UserError(f"{name} cannot be widened: {error}") from error
+
+
+def _widen(
+    name: str,
+    network: nn.Module,
+    graph: WidthGraph,
+    after: Mapping[str, int],
+    method: str,
+    seed: int,
+    probe: tuple[Tensor, ...],
+) -> float:
+    """Widen in place, by the first way that is exact; returns the relative change of the output."""
+    expected, old = evaluate(network, probe), tensors_of(network, graph)
+    groups = {group: replace(one, full_width=after[group]) for group, one in graph.groups.items()}
+    start = Widening(replace(graph, groups=groups), old, graph.full_widths, seed)
+    wide = start.heads_and_hidden(METHODS[method]())
+    ways = [wide.copies] if wide.whole else [lambda: wide.padded("mean"), lambda: wide.padded("zero")]
+    errors = []
+    for way in ways:
+        replace_tensors(network, graph, way())
+        errors.append(relative_error(expected, evaluate(network, probe)))
+        if errors[-1] <= EXACT:
+            return errors[-1]
+    raise UserError(
+        f"{name} cannot be widened so: its output would change by {min(errors):.0e}"
+        + (
+            "."
+            if wide.whole
+            else "; give a whole --width such as 2, which is exact where streams are normalised."
+        )
+    )

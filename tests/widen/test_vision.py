@@ -1,0 +1,95 @@
+"""A trained network of torchvision or timm, widened: same function, same class, loaded again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from growlab.errors import UserError
+from growlab.growth.parity import evaluate, relative_error
+from growlab.library import timm_network, torchvision_network
+from growlab.widen import load_widened
+from growlab.widen.__main__ import main
+from growlab.widen.folder import RECEIPT
+
+NUM_CLASSES = 6
+SIDE = "3,64,64"
+
+
+def saved(path: Path, name: str) -> nn.Module:
+    """A network with weights off where they start, its state_dict in a file."""
+    source, _, model = name.partition("/")
+    if source == "timm":
+        pytest.importorskip("timm")
+    torch.manual_seed(0)
+    network = (timm_network if source == "timm" else torchvision_network)((3, 64, 64), NUM_CLASSES, model)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    torch.save({"model": network.state_dict()}, path)
+    return network.eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "side", "method"),
+    [
+        ("torchvision/squeezenet1_1", 1.3, 64, "pairs"),
+        ("timm/test_resnet", 1.5, 64, "hypercloning"),
+        ("timm/test_vit", 1.5, 160, "lemon"),
+    ],
+)
+def test_a_wider_network_computes_the_same_and_loads(
+    tmp_path: Path, name: str, width: float, side: int, method: str
+) -> None:
+    old = saved(tmp_path / "weights.pt", name)
+    told = [name, str(tmp_path / "weights.pt"), "--width", str(width), "--method", method]
+    assert main([*told, "-o", str(tmp_path / "new"), "--input-shape", f"3,{side},{side}"]) == 0
+    receipt = json.loads((tmp_path / "new" / RECEIPT).read_text())
+    assert receipt["relative_error_float64"] <= 1e-10 and receipt["num_classes"] == NUM_CLASSES
+    new = load_widened(tmp_path / "new").eval()
+    assert type(new) is type(old)
+    ratio = sum(p.numel() for p in new.parameters()) / sum(p.numel() for p in old.parameters())
+    assert ratio == receipt["num_params"] / receipt["num_params_before"] > width**1.3
+    x = torch.randn(2, 3, side, side)
+    assert relative_error(evaluate(old, (x,)), evaluate(new, (x,))) <= 1e-4
+
+
+def test_training_goes_on(tmp_path: Path) -> None:
+    saved(tmp_path / "weights.pt", "torchvision/squeezenet1_1")
+    told = ["torchvision/squeezenet1_1", str(tmp_path / "weights.pt"), "--width", "1.5"]
+    assert main([*told, "-o", str(tmp_path / "new"), "--input-shape", SIDE]) == 0
+    new = load_widened(tmp_path / "new").train()
+    before = {name: p.detach().clone() for name, p in new.named_parameters()}
+    optimizer = torch.optim.SGD(new.parameters(), lr=0.01)
+    new(torch.randn(4, 3, 64, 64)).square().mean().backward()
+    optimizer.step()
+    still = [name for name, p in new.named_parameters() if torch.equal(p, before[name])]
+    # A unit that no input reaches has no gradient, as in any network with ReLU: whole tensors all move.
+    assert still == []
+
+
+def test_bad_input_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, path, out = "torchvision/squeezenet1_1", tmp_path / "weights.pt", tmp_path / "new"
+    saved(path, name)
+
+    def refusal(*arguments: object) -> str:
+        assert main([*map(str, arguments), "-o", str(out), "--input-shape", SIDE]) == 2
+        told = capsys.readouterr().err.strip()
+        assert told.startswith("error: ") and "\n" not in told
+        return told
+
+    assert "state_dict behind its name" in refusal(name, "--width", 2)
+    assert "must be above 1" in refusal(name, path, "--width", 0.5)
+    assert "for folders of transformers" in refusal(name, path, "--width", 2, "--depth", 2)
+    assert "there are pairs, net2net, hypercloning, lemon" in refusal(
+        name, path, "--width", 2, "--method", "x"
+    )
+    assert "no_such_net" in refusal("torchvision/no_such_net", path, "--width", 2)
+    assert "do not fit the network" in refusal("torchvision/squeezenet1_0", path, "--width", 2)
+    assert "cannot read" in refusal(name, tmp_path / "none.pt", "--width", 2)
+    assert "which is no torchvision/NAME" in refusal(tmp_path, path, "--width", 2)
+    assert not out.exists()
+    with pytest.raises(UserError, match="holds no widened network"):
+        load_widened(tmp_path)
