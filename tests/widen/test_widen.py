@@ -14,6 +14,8 @@ from growlab.widen.__main__ import main
 from growlab.widen.folder import RECEIPT
 
 transformers = pytest.importorskip("transformers")
+# What is told is read off stderr, where saving a model would draw its bar.
+transformers.logging.disable_progress_bar()
 
 # A model type with what can be done to it exactly. Normalisations behind sums (BERT, BART) take whole widths alone.
 CASES = {
