@@ -81,8 +81,8 @@ bench: $(READY)  ## measure what growing and rate adaptation cost
 docs: notebooks  ## the guide, the notebooks and the API reference, into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q -f notebooks/docs/mkdocs.yml
 
-notebooks: $(READY)  ## run a copy of every notebook, into build/notebooks/ (the notebooks stay as they are)
-	$(PY) notebooks/docs/notebooks.py
+notebooks: $(READY)  ## run a copy of every notebook, into build/notebooks/ (ARGS=--keep: its outputs into the notebook too)
+	$(PY) notebooks/docs/notebooks.py $(ARGS)
 
 clean:  ## remove caches and build outputs (keeps .venv and runs)
 	rm -rf build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis

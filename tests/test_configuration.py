@@ -1,6 +1,7 @@
 """Where `conf/` is found, and that the wheel carries it."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -70,6 +71,9 @@ def test_the_wheel_carries_conf(tmp_path: Path) -> None:
     conf = CHECKOUT / "conf"
     assert {path.relative_to(conf).as_posix() for path in conf.rglob("*.yaml")} <= packed
     assert not [name for name in names if name.startswith(("tests", "notebooks", "conf"))]
+    package = {f"growlab/{path.relative_to(CHECKOUT / 'growlab')}" for path in _package_files()}
+    assert package <= set(names) and "growlab/py.typed" in package
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -87,3 +91,25 @@ def test_the_wheel_carries_conf(tmp_path: Path) -> None:
         text=True,
     )
     assert Path(done.stdout.strip()) == site / "growlab" / "conf"
+
+
+def _package_files() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "growlab"], cwd=CHECKOUT, check=True, capture_output=True, text=True
+    )
+    return [CHECKOUT / name for name in listed.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_the_source_distribution_builds_the_same_wheel(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    build = [sys.executable, "-m", "hatchling", "build"]
+    subprocess.run([*build, "-d", str(tmp_path)], cwd=CHECKOUT, check=True, capture_output=True)
+    (source,) = tmp_path.glob("growlab-*.tar.gz")
+    shutil.unpack_archive(source, tmp_path / "source", filter="data")
+    (unpacked,) = (tmp_path / "source").iterdir()
+    subprocess.run([*build, "-t", "wheel", "-d", "again"], cwd=unpacked, check=True, capture_output=True)
+    one, other = (next(folder.glob("*.whl")) for folder in (tmp_path, unpacked / "again"))
+    with zipfile.ZipFile(one) as ours, zipfile.ZipFile(other) as theirs:
+        contents = [{info.filename: info.CRC for info in archive.infolist()} for archive in (ours, theirs)]
+    assert contents[0] == contents[1]

@@ -128,7 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 names, args.matrix, methods, args.input_shape, args.time_limit, args.memory_limit, args.jobs
             )
             return 0
-        reports = [examine(name, args.input_shape, 3, args.keep_full, methods) for name in args.models]
+        reports = []
+        for name in args.models:
+            if sys.stderr.isatty():
+                told = f"tracing {name}, then growing it by {', '.join(methods)} in float64 ..."
+                print(told, file=sys.stderr, flush=True)
+            reports.append(examine(name, args.input_shape, 3, args.keep_full, methods))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,12 +1,15 @@
-"""Runs copies of the notebooks, and makes pages of them for the docs; the notebooks themselves stay without outputs.
+"""Runs copies of the notebooks, keeps their outputs in the notebooks if asked to, and makes pages of them for the docs.
 
-`python notebooks/docs/notebooks.py` writes executed copies into build/notebooks. MkDocs loads this file as a hook: each
-notebook becomes a page, with outputs where an executed copy of the same cells lies there.
+`python notebooks/docs/notebooks.py` writes executed copies into build/notebooks; with `--keep` the notebooks get the
+outputs too, so that whoever opens one in the repository sees its tables and figures. MkDocs loads this file as a hook:
+each notebook becomes a page, of an executed copy of the same cells where one lies there.
 """
 
 import base64
+import io
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,39 @@ def execute(source: Path, target: Path) -> None:
     NotebookClient(notebook, timeout=_TIMEOUT_SEC, kernel_name="python3", resources=resources).execute()
     target.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, target)
+
+
+def keep(executed: Path, target: Path) -> None:
+    """Put the outputs of an executed copy into the notebook, in a form that is the same each time and small."""
+    notebook = json.loads(target.read_text(encoding="utf-8"))
+    count = 0
+    for cell, ran in zip(
+        notebook["cells"], json.loads(executed.read_text(encoding="utf-8"))["cells"], strict=True
+    ):
+        if cell["cell_type"] != "code":
+            continue
+        count += 1
+        cell["execution_count"], cell["outputs"] = count, [_kept(output, count) for output in ran["outputs"]]
+    target.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _kept(output: dict[str, Any], count: int) -> dict[str, Any]:
+    output = {**output, **({"execution_count": count} if "execution_count" in output else {})}
+    if "image/png" in output.get("data", {}):
+        image = smaller(base64.b64decode("".join(output["data"]["image/png"])))
+        output["data"] = {**output["data"], "image/png": base64.b64encode(image).decode() + "\n"}
+    return output
+
+
+def smaller(image: bytes) -> bytes:
+    """A figure as a PNG of 256 colours, a third of the size; figures have few."""
+    # Imported here: the docs build without it.
+    from PIL import Image
+
+    target = io.BytesIO()
+    drawn = Image.open(io.BytesIO(image)).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    drawn.save(target, "png", optimize=True)
+    return target.getvalue()
 
 
 def page(notebook: dict[str, Any], stem: str) -> tuple[str, dict[str, bytes]]:
@@ -92,13 +128,17 @@ def _fenced(text: str, language: str) -> str:
     return f"```{language}\n{text.rstrip()}\n```"
 
 
-def main() -> None:
-    """Run a copy of every notebook."""
+def main(arguments: Sequence[str] = ()) -> None:
+    """Run a copy of every notebook; with `--keep` put the outputs into the notebooks."""
+    if set(arguments) - {"--keep"}:
+        sys.exit(f"usage: {Path(__file__).name} [--keep]")
     for path in sorted(SOURCES.glob("*.ipynb")):
         print(f"running {path.name}", file=sys.stderr)
         execute(path, EXECUTED / path.name)
+        if "--keep" in arguments:
+            keep(EXECUTED / path.name, path)
     print(f"executed copies: {EXECUTED}; make docs puts them into the docs")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,13 +1,16 @@
-"""Notebooks run on run folders alone, and are kept without outputs."""
+"""Notebooks run on run folders alone, and are kept with the outputs of those that are kept."""
 
 import base64
 import importlib.util
+import io
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
+import PIL.Image
 import pytest
 
 from .fake_runs import write_run
@@ -17,13 +20,14 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_outputs_are_stripped_and_nothing_is_trained(path):
-    cells = [
-        cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"
-    ]
-    assert cells
+def test_outputs_are_kept_and_nothing_is_trained(path):
+    content = path.read_text(encoding="utf-8")
+    # In the history for ever, once for each time that figures change.
+    assert len(content) < 400_000
+    cells = [cell for cell in json.loads(content)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert any("image/png" in out.get("data", {}) for cell in cells for out in cell["outputs"])
     for cell in cells:
-        assert cell["outputs"] == [] and cell["execution_count"] is None
         source = "".join(cell["source"])
         for word in ("torch", "lightning", "Trainer", "backward", "optimizer."):
             assert word not in source
@@ -56,10 +60,37 @@ def execute(docs, tmp_path, monkeypatch) -> Callable[[Path], list]:
     return run
 
 
+def _assert_kept(path: Path, outputs: list) -> None:
+    """A notebook shows these outputs: `make notebooks ARGS=--keep` puts them there."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    kept = [out for cell in cells for out in cell.get("outputs", [])]
+    assert [_told(out) for out in kept] == [_told(out) for out in outputs]
+    for shown, drawn in zip(kept, outputs, strict=True):
+        if "image/png" in drawn.get("data", {}):
+            one, other = (_pixels(out) for out in (shown, drawn))
+            # Fonts and antialiasing differ from machine to machine, sizes and contents do not.
+            assert abs(np.subtract(one.shape, other.shape)).max() <= 0.03 * max(one.shape)
+            low, wide = np.minimum(one.shape, other.shape)[:2]
+            assert abs(one[:low, :wide] - other[:low, :wide]).mean() < 12, "make notebooks ARGS=--keep"
+
+
+def _told(output: dict) -> str:
+    """What an output says in words; of pictures nothing."""
+    data = output.get("data", {})
+    said = output.get("text") if not data else data.get("text/markdown", "")
+    return "".join(said)
+
+
+def _pixels(output: dict) -> np.ndarray:
+    content = base64.b64decode("".join(output["data"]["image/png"]))
+    return np.asarray(PIL.Image.open(io.BytesIO(content)).convert("RGB"), dtype=float)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::DeprecationWarning:zmq")
 @pytest.mark.parametrize(
     ("name", "num_images", "num_tables"),
     [
+        ("01_first_growth", 4, 2),
         ("02_compare_methods", 2, 4),
         ("03_rate_adaptation", 3, 1),
         ("04_schedules_and_cost", 5, 2),
@@ -67,8 +98,11 @@ def execute(docs, tmp_path, monkeypatch) -> Callable[[Path], list]:
         ("06_hyperfan", 5, 1),
     ],
 )
-def test_the_others_run_on_the_results_that_are_kept(name, num_images, num_tables, execute):
+def test_they_run_on_the_results_that_are_kept_and_show_what_came_of_it(
+    name, num_images, num_tables, execute
+):
     outputs = execute(ROOT / "notebooks" / f"{name}.ipynb")
+    _assert_kept(ROOT / "notebooks" / f"{name}.ipynb", outputs)
     data = [out.get("data", {}) for out in outputs]
     assert sum("image/png" in d for d in data) == num_images
     tables = ["".join(d["text/markdown"]) for d in data if "text/markdown" in d]
@@ -114,6 +148,27 @@ SHOWN = {
 }
 
 
+def test_outputs_are_kept_in_the_same_form_each_time(docs, tmp_path):
+    picture = io.BytesIO()
+    PIL.Image.linear_gradient("L").convert("RGBA").save(picture, "png")
+    png = base64.b64encode(picture.getvalue()).decode()
+    ran = json.loads(json.dumps(SHOWN))
+    ran["cells"][1]["outputs"][0] |= {"output_type": "execute_result", "execution_count": 7}
+    ran["cells"][1]["outputs"][0]["data"]["image/png"] = png
+    executed, source = tmp_path / "executed.ipynb", tmp_path / "source.ipynb"
+    executed.write_text(json.dumps(ran))
+    plain = [{**cell, "outputs": [], "execution_count": None} for cell in SHOWN["cells"]]
+    source.write_text(json.dumps({"cells": plain}))
+    docs.keep(executed, source)
+    once = source.read_bytes()
+    docs.keep(executed, source)
+    assert source.read_bytes() == once
+    cell = json.loads(once)["cells"][1]
+    assert cell["execution_count"] == cell["outputs"][0]["execution_count"] == 1
+    assert cell["outputs"][1:] == ran["cells"][1]["outputs"][1:]
+    assert abs(_pixels(cell["outputs"][0]) - _pixels(ran["cells"][1]["outputs"][0])).max() <= 2
+
+
 def test_a_page_shows_code_tables_text_and_figures(docs):
     text, images = docs.page(SHOWN, "shown")
     assert text.split("\n\n") == [
@@ -139,11 +194,19 @@ def test_outputs_of_other_cells_are_not_shown(docs, tmp_path):
 
 
 def test_make_notebooks_writes_into_the_build_folder_alone(docs, tmp_path, monkeypatch):
-    """In place it would leave outputs in the checkout, which the first test here refuses."""
+    """The checkout stays as it is, unless it is told to keep what came of it."""
     recipe = (ROOT / "Makefile").read_text().split("\nnotebooks: ")[1].split("\n\n")[0]
     assert "$(PY) notebooks/docs/notebooks.py" in recipe and "inplace" not in recipe
     assert docs.EXECUTED == ROOT / "build" / "notebooks" and docs.SOURCES == ROOT / "notebooks"
     calls = []
     monkeypatch.setattr(docs, "execute", lambda source, target: calls.append((source, target)))
+    monkeypatch.setattr(docs, "keep", lambda executed, target: calls.append((executed, target)))
     docs.main()
-    assert calls == [(path, ROOT / "build" / "notebooks" / path.name) for path in NOTEBOOKS]
+    copies = [ROOT / "build" / "notebooks" / path.name for path in NOTEBOOKS]
+    assert calls == list(zip(NOTEBOOKS, copies, strict=True))
+    calls.clear()
+    docs.main(["--keep"])
+    pairs = zip(NOTEBOOKS, copies, strict=True)
+    assert calls == [call for source, copy in pairs for call in ((source, copy), (copy, source))]
+    with pytest.raises(SystemExit, match="usage"):
+        docs.main(["--inplace"])
