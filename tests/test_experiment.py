@@ -250,8 +250,13 @@ def test_stages_and_epochs_have_the_same_numbers_on_the_screen_and_in_all_files(
     results = json.loads((run / "results.json").read_text())
     stages = [stage["stage"] for stage in results["stages"]]
     assert [int(cells[1]) for line in lines if (cells := line.split("│"))[1:]] == stages == [0, 1, 2]
-    events = [event["stage"] for event in json.loads((run / "growth.json").read_text())["events"]]
+    receipts = json.loads((run / "growth.json").read_text())["events"]
+    events = [receipt["stage"] for receipt in receipts]
     assert [int(n) for n in re.findall(r"^grew to stage (\d)", outcome.err, re.MULTILINE)] == events == [1, 2]
+    for receipt in receipts:
+        parts = receipt["seconds_by_part"]
+        assert min(parts.values()) >= 0 and receipt["seconds"] >= sum(parts.values()) * (1 - 1e-9)
+    assert sum(receipt["seconds"] for receipt in receipts) < results["seconds"]
     assert {row["region"] for row in table(run / "rates.csv")} <= {"0", "1", "2"}
     assert results["experiment"] == "mlp8_on_digits"
 

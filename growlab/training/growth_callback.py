@@ -45,13 +45,14 @@ class GrowthCallback(GrowthSteps):
         except ParityError as error:
             raise UserError(f"{error} Lower optimizer.lr or choose another growth method.") from error
         seconds = time.perf_counter() - began
-        for receipt in self.grower.events[known:]:
+        receipts = self.grower.events[known:]
+        # Nearly all that the events' own times leave.
+        wrapper = (seconds - sum(receipt["seconds"] for receipt in receipts)) / max(1, len(receipts))
+        for receipt in receipts:
             if self._batch_size_at is not None:
                 receipt["batch_size"] = self._batch_size_at(trainer.current_epoch)
-            # Nearly all that the events' own times leave.
-            wrapper = seconds - sum(event["seconds"] for event in self.grower.events[known:])
-            receipt["seconds_by_part"]["wrapper"] = wrapper / len(events)
-            receipt["seconds"] += wrapper / len(events)
+            receipt["seconds_by_part"]["wrapper"] = wrapper
+            receipt["seconds"] += wrapper
             if self._on_event is not None:
                 self._on_event(trainer, receipt)
         return events
