@@ -30,6 +30,8 @@ CASES = {
     "bart": ("2", "1"),
     "t5": ("1.5", "1"),
     "vit": ("1.5", "2"),
+    "mixtral": ("1.5", "2"),
+    "qwen2_moe": ("1.5", "2"),
 }
 # The others are alike, and take seconds each.
 QUICK = ("llama", "gpt2", "bert")
