@@ -6,7 +6,6 @@ user's and deserves its traceback.
 """
 
 import errno
-import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
@@ -32,6 +31,7 @@ from omegaconf.errors import (
 )
 
 from growlab.errors import UserError, how_to_install
+from growlab.settings import UnknownSetting, parameters
 from growlab.trainer_options import INSTEAD, refused
 
 _EXTRAS = {
@@ -278,7 +278,7 @@ def _constructor(error: InstantiationException, overrides: Sequence[str]) -> str
     what = name or (target[1] if target else "a constructor")
     # One frame (Hydra's own): the call itself failed, so the arguments do not fit the signature.
     at_the_call = cause.__traceback__ is not None and cause.__traceback__.tb_next is None
-    if isinstance(cause, TypeError) and at_the_call and target:
+    if isinstance(cause, TypeError) and (at_the_call or isinstance(cause, UnknownSetting)) and target:
         return _signature(what, target[1], str(cause), overrides)
     if isinstance(cause, ValueError):
         said = _first_lines(str(cause))
@@ -298,8 +298,8 @@ def _signature(what: str, target: str, message: str, overrides: Sequence[str]) -
     unexpected = re.search(r"unexpected keyword argument '([^']+)'", message)
     if not unexpected:
         return f"{what}: {message}"
-    parameters = inspect.signature(get_object(target)).parameters.values()
-    by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    known = parameters(get_object(target)).values()
+    by_name = [p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     names = [name for name in by_name if name != "self" and not name.startswith("_")]
     full_name = f"{what}.{unexpected[1]}"
     if any(override.lstrip("+").startswith(f"{full_name}=") for override in overrides):

@@ -1,6 +1,5 @@
 """The data, network and objective of a run, made for each other; what does not go together is told."""
 
-import inspect
 from typing import Any
 
 import hydra
@@ -10,6 +9,7 @@ from torch import nn
 
 from growlab.data import CustomData
 from growlab.errors import UserError
+from growlab.settings import parameters
 from growlab.training.custom_objective import CustomObjective
 from growlab.training.objective import Objective
 
@@ -83,13 +83,13 @@ def _offered(model: DictConfig, data: Any) -> dict[str, Any]:
     if offer is None:
         return {}
     try:
-        parameters = inspect.signature(get_object(model._target_)).parameters
+        taken = parameters(get_object(model._target_))
     except Exception:  # Making the network tells what is wrong.
         return {}
     known = (*model, *data.network_arguments)
-    found = {name: offer(name) for name in parameters if name not in known}
+    found = {name: offer(name) for name in taken if name not in known}
     for name, value in found.items():
-        parameter = parameters[name]
+        parameter = taken[name]
         open_ended = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if value is None and parameter.default is parameter.empty and not open_ended:
             raise UserError(
@@ -102,10 +102,10 @@ def _offered(model: DictConfig, data: Any) -> dict[str, Any]:
 def _takes(target: str, name: str) -> bool:
     """Whether a callable has a parameter of this name; True too for one that cannot be imported or asked."""
     try:
-        parameters = inspect.signature(get_object(target)).parameters
+        taken = parameters(get_object(target))
     except Exception:  # Whatever is wrong with the user's own module, making the network tells it.
         return True
-    return name in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    return name in taken or any(p.kind == p.VAR_KEYWORD for p in taken.values())
 
 
 def _advice(data: Any) -> str:

@@ -1,12 +1,25 @@
 """Settings that a user types side by side and a class keeps apart: small dataclasses in place of many arguments.
 
-A class names its dataclasses in `SETTINGS` and takes their fields as keyword arguments; `growlab.signatures` and
-`growlab.argument_types` read them as if they were its own.
+A class names its dataclasses in `SETTINGS` and takes their fields as keyword arguments; `parameters`,
+`growlab.signatures` and `growlab.argument_types` read them as if they were its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from inspect import Parameter, signature
 from typing import Any
+
+
+class UnknownSetting(TypeError):
+    """A keyword argument that is no setting of the class which was called."""
+
+
+def parameters(made: Callable[..., Any]) -> dict[str, Parameter]:
+    """Parameters of a callable by name, those that a class takes by its `SETTINGS` in the place of `**settings`."""
+    own = dict(signature(made).parameters)
+    if kinds := getattr(made, "SETTINGS", ()):
+        own = {name: one for name, one in own.items() if one.kind is not Parameter.VAR_KEYWORD}
+    return own | {name: one for kind in kinds for name, one in parameters(kind).items()}
 
 
 def sorted_into(kinds: tuple[type, ...], settings: Mapping[str, Any], owner: str) -> list[Any]:
@@ -18,7 +31,7 @@ def sorted_into(kinds: tuple[type, ...], settings: Mapping[str, Any], owner: str
         owner: whose settings they are, for the message.
 
     Raises:
-        TypeError: a name is none of theirs, or a dataclass refuses its value.
+        UnknownSetting: a name is none of theirs.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
@@ -33,5 +46,5 @@ def sorted_into(kinds: tuple[type, ...], settings: Mapping[str, Any], owner: str
     names = {kind: {field.name for field in fields(kind)} for kind in kinds}
     unknown = sorted(set(settings) - {name for own in names.values() for name in own})
     if unknown:
-        raise TypeError(f"{owner} has no setting {unknown[0]!r}")
+        raise UnknownSetting(f"{owner} got an unexpected keyword argument {unknown[0]!r}")
     return [kind(**{name: settings[name] for name in settings if name in names[kind]}) for kind in kinds]

@@ -1,7 +1,6 @@
 """What stands in conf/ composes, and the schemas in growlab.configs catch what does not belong there."""
 
 import copy
-import inspect
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
@@ -23,6 +22,7 @@ from growlab import configs, signatures
 from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.growth import make_schedule
 from growlab.optim import state
+from growlab.settings import parameters
 
 CONF = config_dir()
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
@@ -203,7 +203,7 @@ def test_a_wrong_key_or_type_is_caught_when_composing(override: str) -> None:
 def test_a_schema_has_the_arguments_of_its_class(path: Path) -> None:
     """Read from the source alone, it says what Python's own signature says."""
     target = composed(f"growth={path.stem}").growth._target_
-    made, known = signatures.schema(target), _parameters(hydra.utils.get_class(target))
+    made, known = signatures.schema(target), parameters(hydra.utils.get_class(target))
     types = {field.name: field.type for field in fields(made) if field.name != "_target_"}
     assert list(types) == list(known)
     for name, parameter in known.items():
@@ -212,12 +212,6 @@ def test_a_schema_has_the_arguments_of_its_class(path: Path) -> None:
         if get_origin(parameter.annotation) is Literal:
             # A member is the plain word that the class takes.
             assert tuple(map(str, types[name])) == get_args(parameter.annotation)
-
-
-def _parameters(made: type) -> dict[str, inspect.Parameter]:
-    """Arguments of a class, and of those whose arguments it takes as if they were its own."""
-    own = {n: p for n, p in inspect.signature(made).parameters.items() if p.kind is not p.VAR_KEYWORD}
-    return own | {n: p for kind in getattr(made, "SETTINGS", ()) for n, p in _parameters(kind).items()}
 
 
 def test_a_type_of_a_signature_becomes_one_of_a_configuration() -> None:

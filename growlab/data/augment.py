@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from growlab.data.arguments import check_numbers
 from growlab.data.order import AUGMENT, draws
 
 
@@ -20,10 +21,20 @@ class Augmentation:
     The same as torchvision's `RandomCrop(size, padding=shift)` followed by `RandomHorizontalFlip()` on the
     raw image, as He et al. 2016 train on CIFAR; the draws are a function of (seed, epoch, index of the image)
     alone.
+
+    Attributes:
+        shift: largest shift of a training image in pixels; 0 = none.
+        mirror: whether training images are mirrored left to right with chance 1/2.
+
+    Raises:
+        UserError: there is no such shift.
     """
 
     shift: int = 0
     mirror: bool = False
+
+    def __post_init__(self) -> None:
+        check_numbers(0, shift=self.shift)
 
     def draw(self, indices_B: np.ndarray, seed: int, epoch: int) -> Tensor:
         """Draw the crops of these images.

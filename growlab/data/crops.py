@@ -8,6 +8,7 @@ from math import inf, log
 import numpy as np
 import PIL.Image
 
+from growlab.data.arguments import check_numbers
 from growlab.data.order import CROP, draws
 from growlab.errors import UserError
 
@@ -106,35 +107,56 @@ class RandomCrop:
         return tvf.resized_crop(image, *box, list(size), InterpolationMode(self.interpolation))
 
 
-def views(
-    image_size: int | None,
-    resize_size: int | None,
-    crop_scale: Sequence[float] | None,
-    crop_ratio: Sequence[float],
-    interpolation: str,
-) -> tuple[Fit, RandomCrop | None]:
-    """How images are fitted and training images cropped, from the settings that `ImageData` describes.
+@dataclass(frozen=True)
+class Views:
+    """How images come to one size, and how training images are cropped.
+
+    Attributes:
+        image_size: bring images to this many pixels square; None = as they are.
+        resize_size: pixels of the shorter side before the centre is cropped to `image_size`; None = the same.
+        crop_scale: least and largest area, relative to the image, of the random crops that are trained on; None
+            = no random crops.
+        crop_ratio: least and largest width over height of these crops.
+        interpolation: how images and crops are scaled, one of `INTERPOLATIONS`.
 
     Raises:
         UserError: a setting is impossible; the message names it.
     """
-    if interpolation not in INTERPOLATIONS:
-        raise UserError(
-            f"data.interpolation={interpolation} is unknown; choose one of {', '.join(INTERPOLATIONS)}."
-        )
-    if resize_size is not None and resize_size < (image_size or resize_size + 1):
-        raise UserError(
-            f"data.resize_size={resize_size} must be at least data.image_size, which is {image_size}: it is the "
-            "shorter side from whose centre that many pixels are taken."
-        )
-    for key, values, most in (("crop_scale", crop_scale or (1, 1), 1.0), ("crop_ratio", crop_ratio, inf)):
-        if len(values) != 2 or not 0 < values[0] <= values[1] <= most:
+
+    image_size: int | None = None
+    resize_size: int | None = None
+    crop_scale: Sequence[float] | None = None
+    crop_ratio: Sequence[float] = (3 / 4, 4 / 3)
+    interpolation: str = "bicubic"
+
+    def __post_init__(self) -> None:
+        check_numbers(1, image_size=self.image_size, resize_size=self.resize_size)
+        if self.interpolation not in INTERPOLATIONS:
             raise UserError(
-                f"data.{key}={list(values)} must be the least and the largest value, above 0"
-                f"{' and at most 1' if most == 1 else ''}."
+                f"data.interpolation={self.interpolation} is unknown; choose one of {', '.join(INTERPOLATIONS)}."
             )
-    crop = None
-    if crop_scale is not None:
-        low, high = crop_scale
-        crop = RandomCrop((float(low), float(high)), (crop_ratio[0], crop_ratio[1]), interpolation)
-    return Fit(image_size, resize_size, interpolation), crop
+        if self.resize_size is not None and self.resize_size < (self.image_size or self.resize_size + 1):
+            raise UserError(
+                f"data.resize_size={self.resize_size} must be at least data.image_size, which is {self.image_size}: it "
+                "is the shorter side from whose centre that many pixels are taken."
+            )
+        scale = self.crop_scale or (1, 1)
+        for key, values, most in (("crop_scale", scale, 1.0), ("crop_ratio", self.crop_ratio, inf)):
+            if len(values) != 2 or not 0 < values[0] <= values[1] <= most:
+                raise UserError(
+                    f"data.{key}={list(values)} must be the least and the largest value, above 0"
+                    f"{' and at most 1' if most == 1 else ''}."
+                )
+
+    @property
+    def fit(self) -> Fit:
+        """How every image is brought to its size."""
+        return Fit(self.image_size, self.resize_size, self.interpolation)
+
+    @property
+    def crop(self) -> RandomCrop | None:
+        """How training images are cropped instead, if they are."""
+        if self.crop_scale is None:
+            return None
+        (low, high), (narrow, wide) = self.crop_scale, self.crop_ratio
+        return RandomCrop((float(low), float(high)), (narrow, wide), self.interpolation)

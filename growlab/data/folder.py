@@ -51,12 +51,12 @@ class FolderData(ImageData):
             )
         try:
             sets: dict[str, Images] = {
-                **open_folders(all_folders(root), self.fit, self.on_error == "skip", False)
+                **open_folders(all_folders(root), self.views.fit, self.on_error == "skip", False)
             }
         except OSError as error:
             raise UserError(f"cannot read the images in {root} ({error.strerror or error}).") from error
         if "test" not in sets:
-            kept, held_out = stratified_split(sets["train"].labels, self.test_fraction, self.split_seed)
+            kept, held_out = stratified_split(sets["train"].labels, self.test_fraction, self.sets.split_seed)
             if not len(kept) or not len(held_out):
                 raise UserError(
                     f"data.test_fraction={self.test_fraction} of {len(sets['train'])} images leaves nothing to train "

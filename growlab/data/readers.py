@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
+from growlab.data.arguments import check_numbers
 from growlab.data.augment import Augmentation
 from growlab.data.crops import RandomCrop
 from growlab.data.images import EncodedImages, ImageArray
@@ -30,10 +31,36 @@ _MOST_WORKERS = 16
 _GRACE_SEC = 1.0
 
 
-def workers_of_rank(num_ranks: int) -> int:
-    """Of the cores that this process may use, as many as fall to each of the ranks on this machine."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MOST_WORKERS, max(1, available // num_ranks))
+@dataclass(frozen=True)
+class Reading:
+    """Where images are held, and who reads those that are not.
+
+    Attributes:
+        in_memory: hold decoded images as one tensor on the training device; None = up to 2 GiB.
+        num_workers: processes that read images if they are not held in memory; None = one a core, at most 16.
+        shuffle_window: images of Parquet files above 2 GiB that are shuffled together; they are read row group
+            by row group, and as many are held in memory, encoded.
+        channels_last: memory layout of the batches.
+
+    Raises:
+        UserError: a number is impossible.
+    """
+
+    in_memory: bool | None = None
+    num_workers: int | None = 0
+    shuffle_window: int = 8192
+    channels_last: bool = True
+
+    def __post_init__(self) -> None:
+        check_numbers(1, shuffle_window=self.shuffle_window)
+        check_numbers(0, num_workers=self.num_workers)
+
+    def workers_of_rank(self, num_ranks: int) -> int:
+        """Processes that read for each of so many ranks on this machine."""
+        if self.num_workers is not None:
+            return self.num_workers
+        available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return min(_MOST_WORKERS, max(1, available // num_ranks))
 
 
 class BatchSource(Protocol):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from growlab.data.cache import cache_dir, files_fingerprint, locked
-from growlab.data.subwords import Subwords, Words, learn_subwords, open_subwords
+from growlab.data.subwords import KINDS, Subwords, Words, learn_subwords, open_subwords
 from growlab.errors import UserError
 from growlab.fairseq_library import fairseq_module
 
@@ -41,15 +41,22 @@ class Preparation:
         lowercase: put all text into lower case first.
         joined_dictionary: one dictionary for both languages.
         least_count: words that are rarer become unknown.
+
+    Raises:
+        UserError: there are no such subwords.
     """
 
-    source: str
-    target: str
-    subwords: str
-    subword_size: int
-    lowercase: bool
-    joined_dictionary: bool
-    least_count: int
+    source: str = "de"
+    target: str = "en"
+    subwords: str = "sentencepiece"
+    subword_size: int = 8000
+    lowercase: bool = False
+    joined_dictionary: bool = True
+    least_count: int = 0
+
+    def __post_init__(self) -> None:
+        if self.subwords not in KINDS:
+            raise UserError(f"data.subwords={self.subwords} is unknown; choose one of {', '.join(KINDS)}.")
 
 
 @dataclass(frozen=True)

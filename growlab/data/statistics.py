@@ -4,6 +4,7 @@ Shape suffixes: N images, H rows, W columns, C channels.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,29 +26,48 @@ def sample_of(images: Images) -> Tensor:
     return images.read(first_balanced(images.labels, _SAMPLE))
 
 
-def normalisation(
-    images: Images, mean: Sequence[float], std: Sequence[float], channels: int, by_feature: bool
-) -> Normalisation:
-    """Normalisation of a training set's images.
+@dataclass(frozen=True)
+class Standardisation:
+    """The numbers that images are normalised by.
 
-    Args:
-        images: the training set.
-        mean: of each channel on the scale 0..1.
+    Attributes:
+        mean: of each channel on the scale 0..1; None = computed from the training images.
         std: likewise.
-        channels: of an image.
-        by_feature: every pixel of every channel by its own statistics instead.
+        standardise: "channel", or "feature": every pixel of every channel by its own mean and deviation over the
+            training images, in the place of `mean` and `std`.
 
     Raises:
-        UserError: the numbers do not fit the images, or single pixels' statistics of a set that is streamed.
+        UserError: there is no such way.
     """
-    for key, values in (("mean", mean), ("std", std)):
-        if len(values) != channels:
-            raise UserError(f"data.{key} has {len(values)} numbers, but the images have {channels} channels.")
-    if not by_feature:
-        return Normalisation(mean, std)
-    if not isinstance(images, ImageArray):
-        raise UserError("data.standardise=feature works with images in memory; set data.in_memory=true.")
-    return Normalisation(*feature_statistics(images.images_NHWC))
+
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    standardise: str = "channel"
+
+    def __post_init__(self) -> None:
+        if self.standardise not in ("channel", "feature"):
+            raise UserError(f"data.standardise must be channel or feature, not {self.standardise}.")
+
+    def of(self, train: Images, channels: int) -> tuple[list[float], list[float], Normalisation]:
+        """Mean, deviation and the normalisation of a training set whose images have so many channels.
+
+        Raises:
+            UserError: the numbers do not fit the images, or single pixels' statistics of a set that is streamed.
+        """
+        mean, std = ([float(v) for v in values or ()] for values in (self.mean, self.std))
+        if not mean or not std:
+            own_mean, own_std = channel_statistics(sample_of(train))
+            mean, std = mean or own_mean, std or own_std
+        for key, values in (("mean", mean), ("std", std)):
+            if len(values) != channels:
+                raise UserError(
+                    f"data.{key} has {len(values)} numbers, but the images have {channels} channels."
+                )
+        if self.standardise == "channel":
+            return mean, std, Normalisation(mean, std)
+        if not isinstance(train, ImageArray):
+            raise UserError("data.standardise=feature works with images in memory; set data.in_memory=true.")
+        return mean, std, Normalisation(*feature_statistics(train.images_NHWC))
 
 
 def channel_statistics(images_NHWC: Tensor) -> tuple[list[float], list[float]]:

@@ -11,12 +11,13 @@ import torch
 from lightning import LightningDataModule
 from torch import Tensor
 
+from growlab.data.arguments import check_numbers
 from growlab.data.loaders import ResumableLoader
 from growlab.data.sentence_pairs import Preparation, Side, open_pairs
 from growlab.data.sources import default_root
-from growlab.data.subwords import KINDS
 from growlab.data.token_batches import TokenPlan
 from growlab.errors import UserError
+from growlab.settings import sorted_into
 
 
 @dataclass
@@ -57,6 +58,29 @@ def _filled(sentences: list[np.ndarray], padding: int) -> Tensor:
     return filled
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Which sentence pairs are used.
+
+    Attributes:
+        max_length: longer sentences (in tokens, of either side) are left out of training.
+        limit_train: use only so many training pairs, the first ones.
+        limit_test: likewise of validation and test.
+        validation: whether to validate on the validation set.
+
+    Raises:
+        UserError: a number is too small.
+    """
+
+    max_length: int = 175
+    limit_train: int | None = None
+    limit_test: int | None = None
+    validation: bool = True
+
+    def __post_init__(self) -> None:
+        check_numbers(1, max_length=self.max_length, limit_train=self.limit_train, limit_test=self.limit_test)
+
+
 class TranslationData(LightningDataModule):
     """Sentence pairs for translation, in batches by a budget of tokens or sentences.
 
@@ -66,26 +90,19 @@ class TranslationData(LightningDataModule):
     Args:
         name: of the data.
         root: raw text, or what fairseq-preprocess made; None = `$GROWLAB_DATA/<name>`, else `~/.cache/growlab/<name>`.
-        source: language that is translated, two letters.
-        target: language that it is translated to.
         batch_tokens: budget of a training batch over all ranks, in tokens: sentences times the longest one, as
             fairseq's `--max-tokens`; None = `batch_sentences`.
         batch_sentences: budget in sentences, if there is none in tokens.
         eval_batch_tokens: likewise for validation, test and beam search.
-        subwords: of raw text: none, sentencepiece, or subword_nmt behind Moses' tokeniser.
-        subword_size: number of pieces or merges of both languages together.
-        lowercase: put raw text into lower case first.
-        joined_dictionary: one dictionary for both languages.
-        least_count: rarer subwords become unknown.
-        max_length: longer sentences (in tokens, of either side) are left out of training.
-        limit_train: use only so many training pairs, the first ones.
-        limit_test: likewise of validation and test.
-        validation: whether to validate on the validation set.
         seed: of the order.
+        settings: fields of the classes in `SETTINGS`.
 
     Raises:
         UserError: an argument cannot be used; from `setup()` also, the data cannot be found or read.
+        TypeError: there is no such setting.
     """
+
+    SETTINGS = (Preparation, Selection)
 
     goes_with = "sentence pairs go with model=fairseq_transformer objective=translation"
 
@@ -93,46 +110,23 @@ class TranslationData(LightningDataModule):
         self,
         name: str,
         root: str | None = None,
-        source: str = "de",
-        target: str = "en",
         batch_tokens: int | None = 4096,
         batch_sentences: int | None = None,
         eval_batch_tokens: int = 8192,
-        subwords: str = "sentencepiece",
-        subword_size: int = 8000,
-        lowercase: bool = False,
-        joined_dictionary: bool = True,
-        least_count: int = 0,
-        max_length: int = 175,
-        limit_train: int | None = None,
-        limit_test: int | None = None,
-        validation: bool = True,
         seed: int = 0,
+        **settings: Any,
     ) -> None:
         super().__init__()
         if (batch_tokens is None) == (batch_sentences is None):
             raise UserError("give one of data.batch_tokens and data.batch_sentences, and null for the other.")
-        for key, value in (
-            ("batch_tokens", batch_tokens),
-            ("batch_sentences", batch_sentences),
-            ("eval_batch_tokens", eval_batch_tokens),
-            ("max_length", max_length),
-            ("limit_train", limit_train),
-            ("limit_test", limit_test),
-        ):
-            if value is not None and value < 1:
-                raise UserError(f"data.{key}={value} must be at least 1.")
-        if subwords not in KINDS:
-            raise UserError(f"data.subwords={subwords} is unknown; choose one of {', '.join(KINDS)}.")
-        self.name, self.root = name, root
-        self.preparation = Preparation(
-            source, target, subwords, subword_size, lowercase, joined_dictionary, least_count
+        check_numbers(
+            1, batch_tokens=batch_tokens, batch_sentences=batch_sentences, eval_batch_tokens=eval_batch_tokens
         )
+        self.name, self.root, self.seed = name, root, seed
+        self.preparation, self.selection = sorted_into(self.SETTINGS, settings, "TranslationData")
         #: Budget of a training batch, in what `in_tokens` says; the growth schedule may scale it.
         self.batch_size = batch_tokens or batch_sentences
         self.in_tokens, self.eval_batch_tokens = batch_tokens is not None, eval_batch_tokens
-        self.max_length, self.limit_train, self.limit_test = max_length, limit_train, limit_test
-        self.validation, self.seed = validation, seed
         #: Budget of an epoch's batches, set by the experiment from the growth schedule; None = `batch_size`.
         self.batch_size_at_epoch: Callable[[int], int] | None = None
         self._sides: dict[str, tuple[Side, Side]] = {}
@@ -147,13 +141,15 @@ class TranslationData(LightningDataModule):
             return
         root = default_root(self.name) if self.root is None else Path(self.root).expanduser()
         pairs = open_pairs(root, self.name, self.preparation)
-        splits = ["train", "test", *(["valid"] if self.validation and pairs.has("valid") else [])]
+        splits = ["train", "test", *(["valid"] if self.selection.validation and pairs.has("valid") else [])]
         sides = {split: pairs.read(split) for split in splits}
         lengths_N = _longer(sides["train"])
-        kept_N = np.flatnonzero(lengths_N <= self.max_length)[: self.limit_train]
+        kept_N = np.flatnonzero(lengths_N <= self.selection.max_length)[: self.selection.limit_train]
         if not len(kept_N):
-            raise UserError(f"data.max_length={self.max_length} leaves no sentence pair to train on.")
-        limited = np.arange(self.limit_test or 0)
+            raise UserError(
+                f"data.max_length={self.selection.max_length} leaves no sentence pair to train on."
+            )
+        limited = np.arange(self.selection.limit_test or 0)
         for split, side in sides.items():
             if len(side[0].lengths) != len(side[1].lengths):
                 raise UserError(

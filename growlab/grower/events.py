@@ -36,13 +36,9 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
         UserError: the method or an optimizer cannot, or processes differ.
         ParityError: the network would compute something else than the method promises.
     """
-    began, seconds = time.perf_counter(), dict[str, float]()
+    seconds = Seconds()
     method = run.method if asker is None else asker.method
     assert method is not None
-
-    def note(name: str) -> None:
-        seconds[name] = time.perf_counter() - began - sum(seconds.values())
-
     before, num_params = dict(run.state.widths), _num_params(run.network)
     if asker is None:
         widths = with_parts(run, widths, run.state.scheduled_stage + 1)
@@ -55,7 +51,7 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
         ranks.broadcast_buffers(network)
     told = _merged(*(part.before_growth(run, widths) for part in (run.parts if asker is None else (asker,))))
     data = run.measurement(method.batches, method.name) if method.batches else None
-    note("before")
+    seconds.note("data")
     enlarge = partial(
         grow,
         new_widths=given,
@@ -69,10 +65,10 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
         event = enlarge(run.network, run.graph, method, run.state, data=data)
         run.state.unscheduled += asker is not None
         replaced, carry = _widen(run, run.network, run.state, widths, event.replaced, event.carry)
-        note("grow")
+        seconds.note("grow")
         run.forget_regions()
         run.followers.carry(replaced, before, widths, carry)
-        note("optimizer")
+        seconds.note("optimizer")
     except ValueError as error:
         raise UserError(str(error)) from error
     for name, copy in copies.items():
@@ -86,15 +82,14 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
             told[f"{name}_parity_error_{mode}"] = getattr(along, f"parity_error_{mode}")
     event = replace(event, widths_after=dict(widths), replaced=replaced, carry=carry)
     told = _merged(told, *(part.after_growth(run, event) for part in run.parts))
-    note("followers")
-    _compare(run, f"after growth to stage {run.state.stage}")
-    note("rank_check")
+    seconds.note("followers")
+    if run.check_ranks and ranks.several():
+        ranks.compare(run.held(), f"after growth to stage {run.state.stage}")
+    seconds.note("rank_check")
     # Else the ninth width exceeds the compiler's recompile limit and it silently stops compiling.
     torch.compiler.reset()
-    looked = 0.0 if data is None else data.cost.seconds
-    parts = {"data": seconds["before"] + looked, **seconds, "parity": event.parity_sec}
-    parts["grow"] -= event.parity_sec + looked
-    del parts["before"]
+    seconds.move("grow", "data", 0.0 if data is None else data.cost.seconds)
+    seconds.move("grow", "parity", event.parity_sec)
     receipt = {
         **asdict(run.clock),
         **event.receipt(),
@@ -102,13 +97,35 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
         "num_params": _num_params(run.network),
         **_merged(told, {} if data is None else data.told()),
         **(run.trigger.told() if asker is None else {"asked_by": asker.name}),
-        "seconds": time.perf_counter() - began,
-        "seconds_by_part": parts,
+        "seconds": seconds.total,
+        "seconds_by_part": seconds.parts,
     }
     run.events.append(receipt)
     if run.state.norm_weights and run.anneal_steps < 1:
         run.anneal(1.0)
     return event
+
+
+class Seconds:
+    """What an event has taken, by its parts."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self.parts: dict[str, float] = {}
+
+    @property
+    def total(self) -> float:
+        """Since the event began."""
+        return time.perf_counter() - self._began
+
+    def note(self, name: str) -> None:
+        """The part that ends here began where the one before ended."""
+        self.parts[name] = self.total - sum(self.parts.values())
+
+    def move(self, part: str, to: str, seconds: float) -> None:
+        """Count so many seconds of one part as another's."""
+        self.parts[part] -= seconds
+        self.parts[to] = self.parts.get(to, 0.0) + seconds
 
 
 def _widen(
@@ -126,11 +143,6 @@ def _widen(
 
 def _num_params(network: nn.Module) -> int:
     return sum(parameter.numel() for parameter in network.parameters())
-
-
-def _compare(run: "Grower", when: str) -> None:
-    if run.check_ranks and ranks.several():
-        ranks.compare(run.held(), when)
 
 
 def _merged(*entries: Mapping[str, Any]) -> dict[str, Any]:

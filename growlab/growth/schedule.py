@@ -1,6 +1,6 @@
 """When a network grows and how wide it is: stages of epochs, widths and batch sizes (Yuan et al. 2023, Sec. 3.2)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -223,44 +223,49 @@ def make_schedule(
     Raises:
         ValueError: the schedule is impossible; the message says which setting to change.
     """
-    lists: Mapping[str, Sequence[Number] | None] = {
-        "epochs": epochs,
-        "widths": widths,
-        "batch_sizes": batch_sizes,
-    }
-    lengths = {name: len(values) for name, values in lists.items() if values is not None}
-    if len(set(lengths.values())) > 1:
-        named = ", ".join(f"schedule.{name} has {length}" for name, length in lengths.items())
-        raise ValueError(f"explicit lists must have one entry a stage each, but {named}.")
-    num_stages = next(iter(lengths.values()), num_stages)
-    if num_stages < 1:
-        raise ValueError(f"a run needs at least one stage, not schedule.num_stages={num_stages}.")
+    num_stages = _num_stages(num_stages, epochs=epochs, widths=widths, batch_sizes=batch_sizes)
     if total_epochs < 1 and epochs is None:
         raise ValueError(f"a run needs at least one epoch, not schedule.total_epochs={total_epochs}.")
-    first = exact(initial_fraction) * total_epochs if initial_epochs is None else initial_epochs
-    epochs = stage_epochs(total_epochs, num_stages, first, epoch_growth_rate) if epochs is None else epochs
-    fractions = (
-        width_fractions(num_stages, initial_width, width_growth_rate)
-        if widths is None
-        else [exact(width) for width in widths]
-    )
-    limits = [max_batch_size, max_batch_size_per_device and max_batch_size_per_device * num_processes]
-    limit = min((size for size in limits if size is not None), default=None)
+    if epochs is None:
+        first = exact(initial_fraction) * total_epochs if initial_epochs is None else initial_epochs
+        epochs = stage_epochs(total_epochs, num_stages, first, epoch_growth_rate)
+    if widths is None:
+        fractions = width_fractions(num_stages, initial_width, width_growth_rate)
+    else:
+        fractions = [exact(width) for width in widths]
     if batch_sizes is None:
-        if max_batch_size_per_device is not None and batch_size > max_batch_size_per_device * num_processes:
+        room = max_batch_size_per_device and max_batch_size_per_device * num_processes
+        if room is not None and batch_size > room:
             raise ValueError(
                 f"schedule.max_batch_size_per_device={max_batch_size_per_device} leaves no room for the "
                 f"{batch_size_of} stage's batch of {batch_size} on {num_processes} devices; take more of them, or "
                 "trainer.accumulate_grad_batches with a smaller data.batch_size."
             )
-        sizes = stage_batch_sizes(
+        limit = min((size for size in (max_batch_size, room) if size is not None), default=None)
+        batch_sizes = stage_batch_sizes(
             num_stages, batch_size, batch_growth_rate, limit, num_processes, batch_size_of
         )
-    else:
-        sizes = list(batch_sizes)
-    if any(epoch < 1 for epoch in epochs) or any(size < 1 for size in sizes):
+    schedule = Schedule(tuple(epochs), tuple(fractions), tuple(batch_sizes))
+    _check(schedule, num_processes)
+    return schedule
+
+
+def _num_stages(otherwise: int, **lists: Sequence[Number] | None) -> int:
+    lengths = {name: len(values) for name, values in lists.items() if values is not None}
+    if len(set(lengths.values())) > 1:
+        named = ", ".join(f"schedule.{name} has {length}" for name, length in lengths.items())
+        raise ValueError(f"explicit lists must have one entry a stage each, but {named}.")
+    number = next(iter(lengths.values()), otherwise)
+    if number < 1:
+        raise ValueError(f"a run needs at least one stage, not schedule.num_stages={number}.")
+    return number
+
+
+def _check(schedule: Schedule, num_processes: int) -> None:
+    fractions = schedule.width_fractions
+    if min(*schedule.epochs, *schedule.batch_sizes) < 1:
         raise ValueError("every stage needs at least one epoch and a batch size of at least 1.")
-    uneven = sorted({size for size in sizes if size % num_processes})
+    uneven = sorted({size for size in schedule.batch_sizes if size % num_processes})
     if uneven:
         raise ValueError(
             f"a batch of {uneven[0]} images does not divide among {num_processes} processes; choose a data.batch_size "
@@ -270,7 +275,6 @@ def make_schedule(
         raise ValueError("schedule.widths must lie above 0 and at most 1, and end with 1.")
     if any(after < before for before, after in pairwise(fractions)):
         raise ValueError("schedule.widths must not decrease from stage to stage.")
-    return Schedule(tuple(epochs), tuple(fractions), tuple(sizes))
 
 
 def exact(number: Number) -> Fraction:

@@ -9,10 +9,14 @@ and output, and stay as it is while the layers grow (Yuan et al. 2023, Sec. 4.4)
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from growlab.settings import sorted_into
 
 
 class Rotary(nn.Module):
@@ -55,7 +59,6 @@ class Attention(nn.Module):
         dropout: of attention weights, in training.
         bias: whether the layers have biases.
         rotary: turns queries and keys, or None.
-        source_width: of the stream that keys and values come from; None: the same.
     """
 
     def __init__(
@@ -66,14 +69,12 @@ class Attention(nn.Module):
         dropout: float = 0.0,
         bias: bool = True,
         rotary: Rotary | None = None,
-        source_width: int | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.dropout, self.rotary = num_heads, dropout, rotary
-        source_width = source_width or width
         self.query = nn.Linear(width, num_heads * head_dim, bias)
-        self.key = nn.Linear(source_width, num_heads * head_dim, bias)
-        self.value = nn.Linear(source_width, num_heads * head_dim, bias)
+        self.key = nn.Linear(width, num_heads * head_dim, bias)
+        self.value = nn.Linear(width, num_heads * head_dim, bias)
         self.out = nn.Linear(num_heads * head_dim, width, bias)
 
     def forward(
@@ -141,6 +142,34 @@ class DecoderBlock(nn.Module):
         return x_BTC + self.dropout(self.mlp(self.norm2(x_BTC)))
 
 
+@dataclass(frozen=True)
+class DecoderWidths:
+    """Widths of a decoder's blocks.
+
+    Attributes:
+        width: C.
+        num_heads: H.
+        head_dim: D.
+        rotary_dim: channels of each head that are turned; even, below `head_dim` for the others to grow.
+        hidden: of the gated MLPs.
+
+    Raises:
+        ValueError: `rotary_dim` is odd or above `head_dim`.
+    """
+
+    width: int = 128
+    num_heads: int = 4
+    head_dim: int = 32
+    rotary_dim: int = 8
+    hidden: int = 344
+
+    def __post_init__(self) -> None:
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise ValueError(
+                f"rotary_dim={self.rotary_dim} must be even and at most head_dim={self.head_dim}."
+            )
+
+
 class CausalTransformer(nn.Module):
     """Predicts the next token: rotary positions, RMSNorm, SwiGLU, tied embeddings, no biases.
 
@@ -148,43 +177,39 @@ class CausalTransformer(nn.Module):
         vocabulary_size: V.
         context: the largest number of positions.
         num_layers: blocks.
-        width: C.
-        num_heads: H.
-        head_dim: D.
-        rotary_dim: channels of each head that are turned; even, below `head_dim` for the others to grow.
-        hidden: of the gated MLPs.
         embedding_dim: E; None: `width`.
         dropout: of embeddings, attention and residual branches.
+        widths: fields of `DecoderWidths`.
 
     Weights are drawn from N(0, 1 / fan_in), those that end a residual branch smaller by sqrt(2 num_layers)
     (Radford et al. 2019), embeddings from N(0, 1 / E).
 
     Raises:
-        ValueError: `rotary_dim` is odd or above `head_dim`.
+        ValueError: widths do not go together.
+        TypeError: there is no such width.
     """
+
+    SETTINGS = (DecoderWidths,)
 
     def __init__(
         self,
         vocabulary_size: int,
         context: int,
         num_layers: int = 4,
-        width: int = 128,
-        num_heads: int = 4,
-        head_dim: int = 32,
-        rotary_dim: int = 8,
-        hidden: int = 344,
         embedding_dim: int | None = None,
         dropout: float = 0.0,
+        **widths: Any,
     ) -> None:
         super().__init__()
-        if rotary_dim % 2 or rotary_dim > head_dim:
-            raise ValueError(f"rotary_dim={rotary_dim} must be even and at most head_dim={head_dim}.")
+        (sizes,) = sorted_into(self.SETTINGS, widths, "CausalTransformer")
+        width = sizes.width
         embedding_dim = embedding_dim or width
         self.embedding = nn.Embedding(vocabulary_size, embedding_dim)
         self.project_in = nn.Linear(embedding_dim, width, bias=False)
-        rotary = Rotary(rotary_dim, context)
+        rotary = Rotary(sizes.rotary_dim, context)
         self.blocks = nn.ModuleList(
-            DecoderBlock(width, num_heads, head_dim, hidden, dropout, rotary) for _ in range(num_layers)
+            DecoderBlock(width, sizes.num_heads, sizes.head_dim, sizes.hidden, dropout, rotary)
+            for _ in range(num_layers)
         )
         self.norm = nn.RMSNorm(width, eps=1e-6)
         self.project_out = nn.Linear(width, embedding_dim, bias=False)
@@ -201,32 +226,44 @@ class CausalTransformer(nn.Module):
         return self.head(self.project_out(self.norm(x_BTC)))
 
 
+@dataclass(frozen=True)
+class LayerKind:
+    """What all layers of an encoder and decoder have alike.
+
+    Attributes:
+        width: C.
+        num_heads: H.
+        head_dim: D.
+        hidden: of the layers' MLPs.
+        dropout: of embeddings, attention and residual branches.
+        norm_first: normalise before branches instead of behind them.
+    """
+
+    width: int = 512
+    num_heads: int = 8
+    head_dim: int = 64
+    hidden: int = 2048
+    dropout: float = 0.1
+    norm_first: bool = False
+
+
 class TransformerLayer(nn.Module):
     """A layer of the encoder, or of the decoder if it attends to a source: Vaswani et al. 2017, Section 3.
 
     Layer normalisation stands behind each residual connection, or before each branch if `norm_first`.
     """
 
-    def __init__(
-        self,
-        width: int,
-        num_heads: int,
-        head_dim: int,
-        hidden: int,
-        dropout: float,
-        norm_first: bool,
-        source_width: int | None = None,
-    ) -> None:
+    def __init__(self, kind: LayerKind, decodes: bool) -> None:
         super().__init__()
-        self.norm_first, self.decodes = norm_first, source_width is not None
-        self.attention = Attention(width, num_heads, head_dim, dropout)
+        self.norm_first, self.decodes, width = kind.norm_first, decodes, kind.width
+        self.attention = Attention(width, kind.num_heads, kind.head_dim, kind.dropout)
         self.norm1 = nn.LayerNorm(width)
-        if self.decodes:
-            self.source_attention = Attention(width, num_heads, head_dim, dropout, source_width=source_width)
+        if decodes:
+            self.source_attention = Attention(width, kind.num_heads, kind.head_dim, kind.dropout)
             self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
+        self.mlp = nn.Sequential(nn.Linear(width, kind.hidden), nn.ReLU(), nn.Linear(kind.hidden, width))
         self.norm3 = nn.LayerNorm(width)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(kind.dropout)
 
     def forward(self, x_BTC: Tensor, source_BSC: Tensor | None, source_mask: Tensor | None) -> Tensor:
         """The stream [B, T, C] behind the layer; the mask is of the source, or of the stream itself without one."""
@@ -253,19 +290,17 @@ class EncoderDecoder(nn.Module):
         target_size: tokens of the target's.
         padding: the token that fills up sources and targets, behind their ends.
         num_layers: of the encoder and of the decoder.
-        width: C.
-        num_heads: H.
-        head_dim: D.
-        hidden: of the layers' MLPs.
         embedding_dim: E; None: `width`.
-        dropout: of embeddings, attention and residual branches.
-        norm_first: normalise before branches instead of behind them.
         tied: the decoder's embedding is its output layer too.
         shared: source and target have one vocabulary and one embedding.
+        layers: fields of `LayerKind`.
 
     Raises:
         ValueError: shared, and the vocabularies differ in size.
+        TypeError: layers have no such setting.
     """
+
+    SETTINGS = (LayerKind,)
 
     def __init__(
         self,
@@ -273,17 +308,14 @@ class EncoderDecoder(nn.Module):
         target_size: int,
         padding: int = 1,
         num_layers: int = 6,
-        width: int = 512,
-        num_heads: int = 8,
-        head_dim: int = 64,
-        hidden: int = 2048,
         embedding_dim: int | None = None,
-        dropout: float = 0.1,
-        norm_first: bool = False,
         tied: bool = True,
         shared: bool = False,
+        **layers: Any,
     ) -> None:
         super().__init__()
+        (kind,) = sorted_into(self.SETTINGS, layers, "EncoderDecoder")
+        width, norm_first = kind.width, kind.norm_first
         if shared and source_size != target_size:
             raise ValueError(
                 f"shared embeddings need one vocabulary, not {source_size} and {target_size} tokens."
@@ -296,14 +328,13 @@ class EncoderDecoder(nn.Module):
         )
         self.source_in = nn.Linear(embedding_dim, width)
         self.target_in = nn.Linear(embedding_dim, width)
-        sizes = (width, num_heads, head_dim, hidden, dropout, norm_first)
-        self.encoder = nn.ModuleList(TransformerLayer(*sizes) for _ in range(num_layers))
-        self.decoder = nn.ModuleList(TransformerLayer(*sizes, source_width=width) for _ in range(num_layers))
+        self.encoder = nn.ModuleList(TransformerLayer(kind, decodes=False) for _ in range(num_layers))
+        self.decoder = nn.ModuleList(TransformerLayer(kind, decodes=True) for _ in range(num_layers))
         self.encoder_norm = nn.LayerNorm(width) if norm_first else nn.Identity()
         self.decoder_norm = nn.LayerNorm(width) if norm_first else nn.Identity()
         self.project_out = nn.Linear(width, embedding_dim)
         self.head = nn.Linear(embedding_dim, target_size, bias=False)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(kind.dropout)
         _draw(self, num_layers if norm_first else None)
         if tied:
             self.head.weight = self.target_embedding.weight

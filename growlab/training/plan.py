@@ -1,23 +1,20 @@
 """What a run will do, worked out before it trains: stages, widths, cost, batches and steps."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from torch import Tensor, nn
-
 from growlab.data import ImageData, Incremental
 from growlab.errors import UserError
-from growlab.flops import forward_flops, train_cost_percent
+from growlab.flops import train_cost_percent
 from growlab.grower import forecast, knows_stages
 from growlab.growth import FixedSize, GrowthMethod, Schedule, WidthDecision, make_schedule
-from growlab.growth.parity import network_inputs
 from growlab.parts.part import Part
 from growlab.training.budget import epochs_within
+from growlab.training.stage_cost import StageCost
 from growlab.triggers import Decided, Demand, Never, OnDemand, Scheduled, Trigger, Widths, climb
-from growlab.widths import WidthGraph, resize
+from growlab.widths import WidthGraph
 
 # A forward and a backward pass cost about three forward passes.
 _TRAINING_FACTOR = 3
@@ -80,45 +77,6 @@ class Plan:
     def train_flops(self) -> int:
         """FLOPs of the whole training, forward and backward."""
         return _TRAINING_FACTOR * (sum(self.flops_in_epoch) + self.auxiliary_flops)
-
-
-class StageCost:
-    """Forward FLOPs per sample of a network at any stage of its growth.
-
-    Args:
-        network: as `growlab.grower.prepared` left it, at full width; copied.
-        graph: what it returned.
-        parts: features beside growing.
-        example: inputs, [B, ...] or a tuple of them; the first sample is taken.
-    """
-
-    def __init__(
-        self,
-        network: nn.Module,
-        graph: WidthGraph,
-        parts: Sequence[Part],
-        example: Tensor | tuple[Any, ...],
-    ) -> None:
-        self._network, self._graph, self._parts = copy.deepcopy(network), graph, tuple(parts)
-        inputs = network_inputs(example, network)
-        self._sample = tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs)
-        self._known: dict[tuple[Any, ...], int] = {}
-
-    def __call__(self, widths: Widths, share: float = 1.0) -> int:
-        """FLOPs at these widths, when a share of all growth is done."""
-        key = (*(widths[group] for group in self._graph.groups), share)
-        if key not in self._known:
-            copied = self.copy_at(widths, share)
-            self._known[key] = forward_flops(copied, self._sample)
-        return self._known[key]
-
-    def copy_at(self, widths: Widths, share: float = 1.0) -> nn.Module:
-        """A copy of the network at these widths."""
-        copied, graph = copy.deepcopy(self._network), self._graph
-        for part in self._parts:
-            graph = part.at_share(copied, graph, share)
-        resize(copied, graph, graph.full_widths, widths)
-        return copied
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from growlab.flops import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
 from growlab.networks import MLP, resnet20
-from growlab.training.plan import StageCost
+from growlab.training.stage_cost import StageCost
 from growlab.widths import trace
 
 

@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from growlab.data import ImageData
 from growlab.data.loaders import StreamLoader
 from growlab.data.order import rolling_order
-from growlab.data.readers import DIED, workers_of_rank
+from growlab.data.readers import DIED, Reading
 from growlab.errors import UserError
 
 OPTIONS = {
@@ -129,7 +129,7 @@ def test_training_crops_come_from_their_own_images(layout, request):
     for positions, (x, y) in zip(loader.plan.batches(), loader, strict=True):
         seen += positions.tolist()
         assert y.tolist() == LABELS["train"][positions].tolist()
-        views = data.crop.views(positions, 0, 0, (16, 16))
+        views = data.views.crop.views(positions, 0, 0, (16, 16))
         mirrored = data.augmentation.draw(positions, 0, 0)[2]
         for image, position, view, flip in zip(x, positions, views, mirrored, strict=True):
             expected = _normalised(view(_rgb(CONTENTS["train"][position])))
@@ -265,10 +265,11 @@ def test_random_crops_of_images_that_are_held(folders):
 
 
 def test_workers_are_as_many_as_cores(monkeypatch):
+    most = Reading(num_workers=None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    assert workers_of_rank(1) == 6 and workers_of_rank(4) == workers_of_rank(8) == 1
+    assert most.workers_of_rank(1) == 6 and most.workers_of_rank(4) == most.workers_of_rank(8) == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(96)), raising=False)
-    assert workers_of_rank(1) == 16
+    assert most.workers_of_rank(1) == 16 and Reading(num_workers=3).workers_of_rank(1) == 3
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.flops import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
-from growlab.training.plan import StageCost
+from growlab.training.stage_cost import StageCost
 from growlab.widths import trace
 from tests.runs import ROOT
 

@@ -1,0 +1,268 @@
+"""What the rules of operations ask and record while an exported program is walked through."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from growlab.widths.atoms import Run, Runs
+from growlab.widths.findings import Findings, layer_name
+from growlab.widths.groups import Layer, Norm
+from growlab.widths.layout import Role
+from growlab.widths.places import module_of
+from growlab.widths.program import operation_of, shapes_of
+from growlab.widths.rules import Value
+
+_AS_WIDE = "attention as wide as its stream"
+
+
+class Recorder(Findings):
+    """Takes down layers, norms, attention and sizes, and ties the axes that they tie.
+
+    Args:
+        model: the network at full width.
+        moved: see `to_the_left`, by name of a node.
+        head_dimensions: whether dimensions that queries and keys are multiplied over may grow.
+        tied: paths of attention that is taken to have the width of its stream in all its heads.
+        weighted_norms: whether channels grow that normalisations take their statistics over.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        moved: Mapping[str, int],
+        head_dimensions: bool,
+        tied: frozenset[str],
+        weighted_norms: bool,
+    ) -> None:
+        super().__init__(model)
+        self.moved, self._head_dimensions = moved, head_dimensions
+        self._tied, self._weighted_norms = tied, weighted_norms
+        #: Names of buffers, which are not learned.
+        self.buffers = {name for name, _ in model.named_buffers()}
+        # What a network computes once and does not save: entries of more channels cannot be drawn.
+        self._tables = self.buffers - set(model.state_dict())
+        self._calls: Counter[str] = Counter()
+        self._choices: dict[str, tuple[str, Runs, int]] = {}
+        #: Paths of modules that attend.
+        self.attending: set[str] = set()
+        self._as_wide: list[tuple[Runs, Runs]] = []
+        # Of the part of the program that is being visited, by node.
+        self._values: dict[Any, Any] = {}
+
+    def shape(self, node: Any) -> tuple[int, ...]:
+        """Full-width shape of the (first) tensor that the node computes."""
+        return self.shapes(node)[0]
+
+    def shapes(self, node: Any) -> list[tuple[int, ...]]:
+        """Full-width shapes of all tensors that the node computes."""
+        return shapes_of(node)
+
+    def has_several_outputs(self, node: Any) -> bool:
+        """Whether the node computes a list of tensors."""
+        return isinstance(node.meta.get("val"), (tuple, list))
+
+    def operation(self, node: Any) -> str:
+        """Name of the node's operation without namespace and overload."""
+        return operation_of(node)
+
+    def value_of(self, node: Any) -> Any:
+        """What a node of the program stands for, if it was visited; of a part that is being visited its own nodes."""
+        return self._values.get(node)
+
+    def note_size(self, node: Any, size: int, axis: Runs) -> None:
+        """The forward asks for this many positions: its module may keep the number."""
+        self._sizes.append((module_of(node), size, axis))
+        runs = self.atoms.resolve(axis)
+        times = sum(run.outer for run in runs)
+        if times > 1 and all(replace(run, outer=1) == replace(runs[0], outer=1) for run in runs):
+            # Heads of each sample of a batch, of which the module keeps the number of heads.
+            self._sizes.append((module_of(node), size // times, (replace(runs[0], outer=1),)))
+
+    def note_attention(self, node: Any) -> None:
+        """The module attends: dimensions that it makes are heads and what a head sums over."""
+        self.attending.add(module_of(node))
+
+    def takes_width_of_stream(self, node: Any) -> bool:
+        """Whether the node lies in attention that is taken to have the width of its stream in all its heads."""
+        path = module_of(node)
+        return path in self._tied or path.rpartition(".")[0] in self._tied
+
+    def note_width_of_stream(self, rows: Runs, columns: Runs) -> None:
+        """A layer in such attention has the stream's channels as its columns, and a multiple of them as its rows."""
+        self._as_wide.append((rows, columns))
+
+    def _tie_heads_to_streams(self) -> None:
+        """What grows in attention that takes its width from its stream grows in the stream at the same rate."""
+        for rows, columns in self._as_wide:
+            own, stream = self.atoms.resolve(rows), self.atoms.resolve(columns)
+            if len(own) == len(stream) == 1 and own[0].atom == stream[0].atom:
+                continue
+            length, times = self.atoms.length(stream), self.atoms.length(own) // self.atoms.length(stream)
+            if times > 1 and len(own) == 1 and own[0].atom is not None:
+                # Rows may lie otherwise than channels of the stream: (heads, 3, head dimension).
+                size = self.atoms.sizes[own[0].atom]
+                self.atoms.unify(stream, (Run(own[0].atom, 1, length // size),), _AS_WIDE)
+            else:
+                self.atoms.unify(own, self.atoms.nest(stream, times, 1), _AS_WIDE)
+
+    def note_choice(self, node: Any, axis: Runs, remaining: int) -> None:
+        """Of several dimensions that a reshape makes this one may grow; so many are left of it."""
+        self._choices[node.name] = (module_of(node), axis, remaining)
+
+    def to_the_left(self, node: Any) -> int:
+        """How many dimensions left of the last one the growing one is to be sought."""
+        return self.moved.get(node.name, 0)
+
+    def summed_over(self) -> list[str]:
+        """Reshapes whose growing dimension turned out to be fixed, in modules that attend."""
+        return [
+            node
+            for node, (module, axis, remaining) in self._choices.items()
+            if remaining and module in self.attending and self.atoms.frozen_whole(axis)
+        ]
+
+    def weight_axes(
+        self, weight: Value, row_role: Role, column_role: Role, kernel: Sequence[Runs]
+    ) -> tuple[Runs, Runs]:
+        """The first two axes of an affine map's weight; the rest is the kernel."""
+        if weight.name is None or weight.name in self.buffers:
+            what = "computed in the forward" if weight.name is None else "a buffer"
+            for axis in weight.axes:
+                self.atoms.freeze(axis, f"a weight that is {what}")
+        if weight.name is None:
+            return weight.axes[0], weight.axes[1]
+        self._set_role(weight, 0, row_role)
+        self._set_role(weight, 1, column_role)
+        for index, axis in enumerate(kernel, start=2):
+            self._set_role(weight, index, "fixed")
+            self.atoms.unify(weight.axes[index], axis, "kernel")
+        if column_role == "fixed":
+            self.atoms.freeze(weight.axes[1], "kernel")
+        return weight.axes[0], weight.axes[1]
+
+    def parameter_axis(self, value: Value, role: Role, axis: Runs, dimension: int = 0) -> Runs:
+        """Let one dimension of a parameter or buffer carry the channels of an axis."""
+        if value.name in self._tables:
+            self.atoms.freeze(axis, f"{value.name} is a table of as many channels")
+        self.atoms.unify(
+            value.axes[dimension], axis, "a parameter beside channels that keep their full width"
+        )
+        self._set_role(value, dimension, role)
+        return value.axes[dimension]
+
+    def spread(self, value: Value) -> None:
+        """A parameter that is rearranged or taken entry by entry: any of its dimensions may carry channels.
+
+        Where it then serves as a weight, they are fixed, as those of all computed weights are. Buffers stay.
+        """
+        if value.name is not None and value.name not in self.buffers:
+            for dimension, size in enumerate(value.shape):
+                self._set_role(value, dimension, "out" if size > 1 else "fixed")
+
+    def affine(
+        self,
+        node: Any,
+        weight: Value,
+        bias: Value | None,
+        depthwise: bool,
+        x: Value,
+        shape: tuple[int, ...],
+        axes: tuple[Runs, ...],
+        channel_axis: int,
+        transposed: bool = False,
+    ) -> Value:
+        """Record an affine map and return its output."""
+        if bias is not None:
+            self.parameter_axis(bias, "out", axes[channel_axis])
+        if weight.name in self.buffers and bias is None:
+            # Numbers of the code, which stay as they are: no layer, and linear in what it is given.
+            return Value(shape, axes, x.scale, made_by=x.made_by)
+        self._followed |= x.made_by | weight.made_by
+        if weight.name is None or (bias is not None and bias.name is None):
+            self.scales.pin(x.scale)
+            return Value(shape, axes, self.scales.new(unit=True))
+        scale = self.scales.new()
+        bias_name = None if bias is None else bias.name
+        # A tensor that is used twice can be rescaled in one way only: both uses have the same scales.
+        for other in self._layers:
+            if other.weight == weight.name:
+                self.scales.union(other.scale_in, x.scale)
+            if other.weight == weight.name or (bias_name is not None and other.bias == bias_name):
+                self.scales.union(other.scale_out, scale)
+        if not any((other.weight, other.bias) == (weight.name, bias_name) for other in self._layers):
+            self._layers.append(
+                Layer(
+                    layer_name(weight.name),
+                    weight.name,
+                    bias_name,
+                    depthwise,
+                    x.scale,
+                    scale,
+                    transposed=transposed,
+                )
+            )
+        names = frozenset(tensor for tensor in (weight.name, bias_name) if tensor is not None)
+        self._calls.update(names)
+        self._callers.setdefault(weight.name, {})[module_of(node)] = None
+        return Value(shape, axes, scale, linear_in=names, made_by=frozenset((weight.name,)))
+
+    def attend(self, query: Value, key: Value, value: Value) -> bool:
+        """Let the dimension grow over which queries and keys are multiplied and summed, if that can be exact.
+
+        It can if queries and keys each come linearly from a layer of their own: new products cancel by the keys'
+        signs, as new channels do by the signs of what consumes them, and the queries take up the scale 1 / sqrt(d).
+        """
+        layers = (query.linear_in, key.linear_in, value.linear_in)
+        alone = all(layers[:2]) and sum(map(len, layers)) == len(frozenset().union(*layers))
+        once = all(self._calls[name] == 1 for name in query.linear_in | key.linear_in)
+        if not (self._head_dimensions and alone and once and self._grows(query.axes[-1])):
+            return False
+        self.atoms.unify(query.axes[-1], key.axes[-1], "queries and keys laid out otherwise")
+        if query.shape[-1] == value.shape[-1]:
+            # One head dimension, as code that asks a module for it will have it.
+            self.atoms.unify(query.axes[-1], value.axes[-1], "queries and values laid out otherwise")
+        for name in key.linear_in:
+            self._roles[name] = ["in" if role == "out" else role for role in self._roles[name]]
+        self._attentions.append((query.axes[-1], query.linear_in))
+        return True
+
+    def record_norm(self, node: Any, names: Mapping[str, str | None], eps: float, x: Value) -> None:
+        """Record a normalisation by batch statistics."""
+        known = next((name for name in names.values() if name is not None), None)
+        name = node.name if known is None else known.rpartition(".")[0]
+        used = {tensor for tensor in names.values() if tensor is not None}
+        for other in self._norms:
+            theirs = {other.weight, other.bias, other.running_mean, other.running_var}
+            if used & theirs:
+                self.scales.union(other.scale_in, x.scale)
+            if used and used == theirs - {None}:
+                return
+        self._norms.append(Norm(name=name, eps=float(eps), scale_in=x.scale, **names))
+
+    def record_channel_norm(self, node: Any, axis: Runs, names: Mapping[str, str | None]) -> None:
+        """Record a normalisation by statistics over the channels of an axis."""
+        path = module_of(node)
+        if not self._weighted_norms:
+            reason = "takes its statistics over these channels, and an operation on them has no channel rule"
+            self.atoms.freeze(axis, f"{self.operation(node)} {reason}")
+        elif any(self._model.get_submodule(path).children()):
+            # Growth weighs the statistics of modules.
+            self.atoms.freeze(axis, f"{self.operation(node)} is called outside of a module of its own")
+        self._channel_norms.append((path, axis, names))
+
+    def record_radius(self, node: Any, axis: Runs) -> None:
+        """Record a norm over the channels of an axis."""
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        name = stack[-1][0] if stack else ""
+        self._radii[name] = self._radii.get(name, ()) + axis
+
+    def _set_role(self, value: Value, dimension: int, role: Role) -> None:
+        if value.name is None:
+            return
+        roles = self._roles[value.name]
+        if roles[dimension] not in (None, role):
+            self.atoms.freeze(value.axes[dimension], f"{value.name} both produces and consumes the channels")
+        roles[dimension] = role

@@ -1,0 +1,57 @@
+"""Sizes that make code hard to read: modules, functions and constructors stay below them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import growlab
+
+PACKAGE = Path(growlab.__file__).parent
+MODULE_LINES, FUNCTION_LINES, CONSTRUCTOR_ARGUMENTS = 400, 80, 8
+# A run from its configuration to its results, and its plan, read top to bottom.
+SHORT = {"experiment.py": 60, "planning.py": 60}
+
+
+def violations(source: str, function_lines: int = FUNCTION_LINES) -> list[str]:
+    """What is too long in a module, each with its line.
+
+    Dataclasses are no constructors: their fields are documented one by one, and given by name.
+    """
+    found, tree = [], ast.parse(source)
+    if (lines := len(source.splitlines())) > MODULE_LINES:
+        found.append(f"{lines} lines")
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if (lines := node.end_lineno - node.lineno + 1) > function_lines:
+            found.append(f"line {node.lineno}: {node.name} has {lines} lines")
+        taken = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]) - 1
+        if node.name == "__init__" and taken > CONSTRUCTOR_ARGUMENTS:
+            found.append(f"line {node.lineno}: a constructor takes {taken} arguments")
+    return found
+
+
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.relative_to(PACKAGE).as_posix()
+)
+def test_code_stays_short(path: Path) -> None:
+    assert violations(path.read_text(), SHORT.get(path.relative_to(PACKAGE).as_posix(), FUNCTION_LINES)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("x = 1\n" * 401, "401 lines"),
+        ("def f():\n" + "    x = 1\n" * 80, "f has 81 lines"),
+        ("class A:\n    def __init__(self, a, b, c, d, e, f, g, *, h, i): ...", "takes 9 arguments"),
+    ],
+)
+def test_what_is_too_long_is_found(source: str, said: str) -> None:
+    (found,) = violations(source)
+    assert said in found
+
+
+def test_what_is_just_short_enough_passes() -> None:
+    function = "class A:\n    def __init__(self, a, b, c, d, e, f, g, h, **more):\n" + "        x = 1\n" * 79
+    assert violations(function + "y = 1\n" * 319) == []
