@@ -17,7 +17,7 @@ from growlab.data.cache import held
 from growlab.data.crops import Views
 from growlab.data.images import EncodedImages, ImageArray, Images
 from growlab.data.loaders import EpochPlan, MemoryLoader, StreamLoader
-from growlab.data.readers import ImageBatches, Readers, Reading
+from growlab.data.readers import ImageBatches, Readers, Reading, workers_of_rank
 from growlab.data.sources import open_images
 from growlab.data.split import Sets, first_balanced
 from growlab.data.statistics import Standardisation
@@ -319,9 +319,9 @@ class ImageData(LightningDataModule):
             )
         if part not in self._readers:
             draws = (self.augmentation, self.views.crop) if training else (None, None)
-            workers = self._reading.workers_of_rank(
-                self.trainer.num_devices if self.trainer is not None else 1
-            )
+            workers = self._reading.num_workers
+            if workers is None:
+                workers = workers_of_rank(self.trainer.num_devices if self.trainer is not None else 1)
             batches = ImageBatches(images, self.seed, *draws)
             self._readers[part] = Readers(batches, workers, pinned=device.type == "cuda")
         return StreamLoader(plan, self._normalisation, self.channels_last, self._readers[part], device)

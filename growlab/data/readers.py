@@ -55,12 +55,11 @@ class Reading:
         check_numbers(1, shuffle_window=self.shuffle_window)
         check_numbers(0, num_workers=self.num_workers)
 
-    def workers_of_rank(self, num_ranks: int) -> int:
-        """Processes that read for each of so many ranks on this machine."""
-        if self.num_workers is not None:
-            return self.num_workers
-        available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return min(_MOST_WORKERS, max(1, available // num_ranks))
+
+def workers_of_rank(num_ranks: int) -> int:
+    """Of the cores that this process may use, as many as fall to each of the ranks on this machine."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(_MOST_WORKERS, max(1, available // num_ranks))
 
 
 class BatchSource(Protocol):

@@ -5,6 +5,8 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from growlab.settings import parameters
+
 CONF = Path(__file__).parents[2] / "conf"
 # Images; text has a class of its own, and what a user brings is tried in tests/test_own_data.py.
 OTHERS = {"text"}
@@ -28,8 +30,7 @@ def test_data_config_gives_every_argument_of_the_class(name):
     config = _compose(name)
     data = instantiate(config)
     assert data.name == name.removesuffix("_incremental") and data.seed == 7
-    arguments = set(type(data).__init__.__annotations__) - {"return"}
-    assert set(config) - {"_target_"} == arguments
+    assert set(config) - {"_target_"} == set(parameters(type(data)))
 
 
 @pytest.mark.parametrize("name", sorted(OTHERS))
@@ -37,7 +38,7 @@ def test_other_data_configs_give_every_argument_of_their_classes(name):
     config = _compose(name)
     data = instantiate(config)
     assert data.seed == 7
-    assert set(config) - {"_target_"} == set(type(data).__init__.__annotations__) - {"return"}
+    assert set(config) - {"_target_"} == set(parameters(type(data)))
 
 
 def test_a_value_is_overridden_like_any_other():

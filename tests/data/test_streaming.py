@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from growlab.data import ImageData
 from growlab.data.loaders import StreamLoader
 from growlab.data.order import rolling_order
-from growlab.data.readers import DIED, Reading
+from growlab.data.readers import DIED, workers_of_rank
 from growlab.errors import UserError
 
 OPTIONS = {
@@ -265,11 +265,10 @@ def test_random_crops_of_images_that_are_held(folders):
 
 
 def test_workers_are_as_many_as_cores(monkeypatch):
-    most = Reading(num_workers=None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    assert most.workers_of_rank(1) == 6 and most.workers_of_rank(4) == most.workers_of_rank(8) == 1
+    assert workers_of_rank(1) == 6 and workers_of_rank(4) == workers_of_rank(8) == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(96)), raising=False)
-    assert most.workers_of_rank(1) == 16 and Reading(num_workers=3).workers_of_rank(1) == 3
+    assert workers_of_rank(1) == 16
 
 
 @pytest.mark.parametrize(
