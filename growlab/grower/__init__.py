@@ -1,6 +1,6 @@
 """The engine: a network that grows in anyone's training."""
 
 from growlab.grower.grower import Grower
-from growlab.grower.preparing import forecast, knows_stages, no_widths, prepared
+from growlab.grower.preparing import forecast, knows_stages, no_widths, prepared, seed_widths
 
-__all__ = ["Grower", "forecast", "knows_stages", "no_widths", "prepared"]
+__all__ = ["Grower", "forecast", "knows_stages", "no_widths", "prepared", "seed_widths"]

@@ -11,7 +11,7 @@ from growlab import ranks
 from growlab.errors import UserError
 from growlab.grower.events import carry_out
 from growlab.grower.loading import adopt, arrive, recognised
-from growlab.grower.preparing import knows_stages, prepared, with_parts
+from growlab.grower.preparing import knows_stages, prepared, seed_widths
 from growlab.growth import (
     GrowthEvent,
     GrowthMethod,
@@ -91,7 +91,7 @@ class Grower:
             # A network that keeps its widths need not be one whose widths can be found.
             graph = prepared(self.network, self.probe(), method, self.parts, seed, grows=self.trigger.resizes)
         past, self.full_graph, self.graph = dict(self.network.named_parameters()), graph, graph
-        self.seed_widths = with_parts(self, self.trigger.first(graph), 0)
+        self.seed_widths = seed_widths(self.trigger, graph, self.parts)
         share = self.trigger.share(0, self.seed_widths)
         for part in self.parts:
             part.check(self)

@@ -23,6 +23,15 @@ def forecast(trigger: Trigger, graph: WidthGraph, parts: Sequence[Part]) -> list
     return [{**widths, **{g: each[stage] for g, each in own.items()}} for stage, widths in enumerate(stages)]
 
 
+def seed_widths(trigger: Trigger, graph: WidthGraph, parts: Sequence[Part]) -> dict[str, int]:
+    """Width of each group in the seed, those of parts too; what parts decide by themselves is left to them."""
+    trigger.leave_to_parts({group for part in parts if part.method is not None for group in part.groups})
+    known = forecast(trigger, graph, parts)
+    first = {group: each[0] for part in parts for group, each in part.stage_widths(1).items()}
+    own = first if known is None else {group: known[0][group] for group in first}
+    return {**trigger.first(graph), **own}
+
+
 def no_widths() -> WidthGraph:
     """The width graph of a network of which nothing is to grow."""
     return WidthGraph({}, {}, (), (), frozenset(), 0)
@@ -70,13 +79,12 @@ def prepared(
 
 
 def with_parts(run: "Grower", widths: Widths, stage: int) -> dict[str, int]:
-    """Widths that the trigger says for a stage of its own, with those of the groups that parts widen."""
+    """Widths that the trigger says for a stage of its own but the first, with those of the groups that parts widen."""
     known = forecast(run.trigger, run.full_graph, run.parts)
     own = {group for part in run.parts for group in part.groups}
     scheduled = {group: known[stage][group] for group in own} if own and known else {}
     decided = {group for part in run.parts if part.method is not None for group in part.groups}
-    now = {group: run.state.widths[group] for group in decided} if stage else {}
-    return {**widths, **scheduled, **now}
+    return {**widths, **scheduled, **{group: run.state.widths[group] for group in decided}}
 
 
 def knows_stages(trigger: Trigger, parts: Sequence[Part]) -> bool:

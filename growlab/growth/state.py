@@ -24,7 +24,7 @@ class GrowthState:
         widths: width of each group.
         births: for each group, the stage that each channel came with.
         output_factor: what the network's output has to be multiplied by.
-        asked: the last boundary at which a method that decides widths was asked; -1 for none.
+        asked: the last boundary at which a trigger asked a demand, or a method that decides widths; -1 for none.
         norm_weights: weights of channels in the statistics of normalisations, as the last event left them, of groups
             where they are not all 1: see `weighted_norms`.
         norm_progress: how far they have gone from there to 1; `anneal_norms` moves it.

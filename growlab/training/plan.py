@@ -8,7 +8,7 @@ from typing import Any
 from growlab.data import ImageData, Incremental
 from growlab.errors import UserError
 from growlab.flops import train_cost_percent
-from growlab.grower import forecast, knows_stages
+from growlab.grower import forecast, knows_stages, seed_widths
 from growlab.growth import FixedSize, GrowthMethod, Schedule, WidthDecision, make_schedule
 from growlab.parts.part import Part
 from growlab.training.budget import epochs_within
@@ -159,7 +159,8 @@ def make_plan(
     """
     base = data.batch_size if fit is None else loop.num_processes
     total = settings["total_epochs"] if settings["epochs"] is None else sum(settings["epochs"])
-    widths = forecast(trigger, graph, parts) or [dict(trigger.first(graph))]
+    seed = seed_widths(trigger, graph, parts)
+    widths = forecast(trigger, graph, parts) or [seed]
     flops = [cost(each, _share(trigger, stage, each)) for stage, each in enumerate(widths)]
     epochs = total
     if settings["equal_flops"]:
@@ -252,7 +253,9 @@ def _check_demand(trigger: OnDemand, graph: WidthGraph, cost: StageCost, plan: P
     steps, demand = trigger.steps(graph), trigger.demand
     ahead, total = len(steps) - 1, trigger.total_epochs
     narrow = demand.latest(total, ahead) if ahead else 0
-    ways = [cost(widths, trigger.share(stage, widths)) for stage, widths in enumerate(steps)]
+    ways = [
+        cost({**plan.widths[0], **widths}, trigger.share(stage, widths)) for stage, widths in enumerate(steps)
+    ]
     spent = ways[0] * sum(plan.samples[:narrow])
     spent += climb(ways[1:] or ways, plan.samples[narrow:], demand.min_epochs)
     demand.check(total, ahead, 100.0 * spent / plan.reference_flops)

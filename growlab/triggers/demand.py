@@ -18,7 +18,7 @@ class Progress:
     Attributes:
         epoch: that begins, counted from 0.
         total_epochs: of the run.
-        rows: what was recorded of each epoch since the last growth event, or since the beginning.
+        rows: what was recorded of each epoch since the trigger's last event, or since the beginning.
         steps_left: growth events of all groups between here and full width.
         spent: what has been trained, in percent of the fixed-size run's FLOPs.
         climbing: what the whole run will have cost, likewise, if it grows now and after every `min_epochs` until it
@@ -63,6 +63,8 @@ class Demand(ABC):
     wants_gradients: bool = False
     #: Whether it needs expressivity bottlenecks.
     wants_bottlenecks: bool = False
+    #: Whether it looks at what widths to come will cost.
+    plans_cost: bool = False
 
     def __init__(
         self,
@@ -265,6 +267,8 @@ class Budget(Demand):
     Raises:
         ValueError: a value is impossible.
     """
+
+    plans_cost = True
 
     def __init__(self, percent: float = 50.0, **demand: Any) -> None:
         super().__init__(**demand)

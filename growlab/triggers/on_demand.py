@@ -1,6 +1,7 @@
 """The trigger that grows when training asks for it: a demand decides at the beginning of each epoch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from math import sqrt
 from typing import Any
 
@@ -26,14 +27,19 @@ class OnDemand(Trigger):
 
     def __init__(self, demand: Demand, stages: Schedule, total_epochs: int) -> None:
         self.demand, self.total_epochs = demand, total_epochs
-        self._stages, self._told = stages, dict[str, Any]()
+        self._stages, self._told, self._left = stages, dict[str, Any](), frozenset[str]()
         self.looks: list[dict[str, Any]] = []
-        self.wants_gradients = demand.wants_gradients
+        self.wants_gradients, self.plans_cost = demand.wants_gradients, demand.plans_cost
+
+    def leave_to_parts(self, groups: Collection[str]) -> None:
+        """Groups that are no part of the steps."""
+        self._left = frozenset(groups)
 
     def steps(self, graph: WidthGraph) -> list[Widths]:
-        """Widths that growth goes through, the seed's first, each once."""
+        """Widths that growth goes through, of the groups that it leads; the seed's first, each once."""
         found: list[Widths] = []
-        for widths in self._stages.widths(graph):
+        for stage in self._stages.widths(graph):
+            widths = {group: width for group, width in stage.items() if group not in self._left}
             if not found or widths != found[-1]:
                 found.append(widths)
         return found
@@ -41,7 +47,7 @@ class OnDemand(Trigger):
     def first(self, graph: WidthGraph) -> Widths:
         """Width of each group in the seed."""
         self._known = self.steps(graph)
-        return self._known[0]
+        return {**graph.full_widths, **self._known[0]}
 
     def share(self, stage: int, widths: Widths) -> float:
         """Part of the widths that have been reached by every group."""
@@ -72,8 +78,9 @@ class OnDemand(Trigger):
             return None
         state.asked = epoch
         progress = self._progress(run)
+        led = {group: width for group, width in state.widths.items() if group not in self._left}
         try:
-            widths = self.demand.decide(progress, state.widths, self.steps(run.graph))
+            widths = self.demand.decide(progress, led, self.steps(run.graph))
         except ValueError as error:
             raise UserError(str(error)) from error
         reason = {
@@ -84,7 +91,7 @@ class OnDemand(Trigger):
         }
         widths, reason = gather((widths, reason))[0]
         self._told = {"demand": reason}
-        return None if widths == state.widths else widths
+        return None if widths == led else {**state.widths, **widths}
 
     def told(self) -> Mapping[str, Any]:
         """How the last decision came about."""
@@ -99,17 +106,18 @@ class OnDemand(Trigger):
         self.looks = list(state["looks"])
 
     def _progress(self, run: Run) -> Progress:
-        training, widths, stage = run.training, run.state.widths, run.state.stage
+        training, widths, stage = run.training, run.state.widths, run.state.scheduled_stage
         rows, samples, flops = training.records(), training.samples, training.flops
         assert flops is not None
         above = _above(self.steps(run.graph), widths)
-        ahead = [{group: max(width, step[group]) for group, width in widths.items()} for step in above]
+        ahead = [{**widths, **{g: max(widths[g], width) for g, width in step.items()}} for step in above]
         stages = [run.seed_widths, *(event["widths_after"] for event in run.events)]
         spent = sum(
             flops(stages[row["stage"]], self.share(row["stage"], stages[row["stage"]]))
             * samples[row["epoch"]]
             for row in rows
         )
+        scheduled = _scheduled(run.events)
         found = self._look(run) if above and self.demand.wants_bottlenecks else {}
         spent += sum(passes.get("auxiliary_flops", 0) for passes in (*run.events, *self.looks))
         epoch = run.clock.epoch
@@ -118,13 +126,13 @@ class OnDemand(Trigger):
         return Progress(
             epoch,
             self.total_epochs,
-            [row for row in rows if row["stage"] == stage],
+            [row for row in rows if scheduled[row["stage"]] == stage],
             len(above),
             spent * percent,
             (spent + climb(costs, samples[epoch:], self.demand.min_epochs)) * percent,
             self._gradient_norms(run) if self.demand.wants_gradients else {},
             found,
-            [look["out_of_reach"] for look in self.looks if look["stage"] == stage],
+            [look["out_of_reach"] for look in self.looks if scheduled[look["stage"]] == stage],
         )
 
     def _look(self, run: Run) -> dict[str, Bottleneck]:
@@ -137,6 +145,7 @@ class OnDemand(Trigger):
             )
         data = run.measurement(self.demand.batches, name)
         found = bottlenecks(run.graph, run.state.widths, data, run.seed)
+        found = {group: one for group, one in found.items() if group not in self._left}
         told = {group: {"wanted": one.wanted, "missing": one.missing} for group, one in found.items()}
         look = {"stage": run.state.stage, "epoch": run.clock.epoch, "out_of_reach": out_of_reach(found)}
         self.looks.append({**look, "bottlenecks": told, **data.told()})
@@ -176,4 +185,9 @@ def climb(flops: Sequence[int], samples: Sequence[int], every: int) -> int:
 
 
 def _above(steps: Sequence[Widths], widths: Widths) -> list[Widths]:
-    return [step for step in steps if any(step[group] > width for group, width in widths.items())]
+    return [step for step in steps if any(width > widths[group] for group, width in step.items())]
+
+
+def _scheduled(events: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Stage as triggers count it, of every stage so far: events that parts asked for begin none of theirs."""
+    return [0, *accumulate(int("asked_by" not in event) for event in events)]

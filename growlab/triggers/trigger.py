@@ -1,7 +1,7 @@
 """The interface of triggers, and what they see of a run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -121,10 +121,15 @@ class Trigger(ABC):
     resizes: bool = True
     #: Whether it is known beforehand when each stage begins.
     knows_stages: bool = False
+    #: Whether it decides by what widths to come will cost.
+    plans_cost: bool = False
     #: Whether the norm of the optimizers' running gradients belongs into the records.
     wants_gradients: bool = False
     #: Passes of its own over data, with their results and their cost.
     looks: Sequence[Mapping[str, Any]] = ()
+
+    def leave_to_parts(self, groups: Collection[str]) -> None:  # noqa: B027 - most have no use for it
+        """Groups whose widths parts decide while the network trains; told before anything is asked."""
 
     def forecast(self, graph: WidthGraph) -> list[Widths] | None:
         """Width of each group at every stage; None where it is not known before.

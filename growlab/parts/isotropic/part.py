@@ -41,6 +41,8 @@ class IsotropicLayers(Part):
         except ValueError as error:
             raise UserError(str(error).replace("growth.", "isotropic.")) from error
         self._start: dict[str, int] = {}
+        # The last boundary at which the layers were asked.
+        self._asked = -1
 
     def applies(self, trigger: Trigger) -> bool:
         """A network of fixed size keeps its isotropic layers' too."""
@@ -67,17 +69,18 @@ class IsotropicLayers(Part):
         """Refuse what decides these widths too, or has to know them before.
 
         Raises:
-            UserError: the run's method decides widths by itself, or its trigger counts what widths to come will cost.
+            UserError: the run's method decides widths by itself, or its trigger decides by what they will cost.
         """
         if isinstance(run.method, WidthDecision):
             raise UserError(
                 f"{run.method.name} decides the widths of isotropic layers already: set isotropic.mode=null, or take "
                 "another growth method for the other layers."
             )
-        if not run.trigger.knows_stages:
+        if run.trigger.plans_cost:
             raise UserError(
-                "growth on demand weighs what widths to come will cost, and isotropic layers decide theirs on the way: "
-                "take schedule=exponential with isotropic.mode, or leave isotropic.mode out."
+                "a budget is kept by what widths to come will cost, which nobody can tell of isotropic layers: their "
+                "singular values decide on the way. Take schedule=exponential, plateau or gradient with "
+                "isotropic.mode, or leave isotropic.mode out."
             )
 
     def stage_widths(self, num_stages: int) -> Mapping[str, Sequence[int]]:
@@ -91,9 +94,9 @@ class IsotropicLayers(Part):
             UserError: what scores need is missing.
         """
         boundary = self.method.boundary(run.clock.epoch, run.clock.step)
-        if boundary is None or boundary <= run.state.asked:
+        if boundary is None or boundary <= self._asked:
             return None
-        run.state.asked = boundary
+        self._asked = boundary
         now = run.state.widths
         try:
             wanted = self.method.decide(run.graph, tensors_of(run.network, run.graph), now, run.gradients())
@@ -102,3 +105,11 @@ class IsotropicLayers(Part):
         # Ranks compute alike; should one not, it follows rank 0, and the comparison of ranks tells.
         own: dict[str, int] = gather({group: wanted[group] for group in self.groups})[0]
         return None if all(now[group] == width for group, width in own.items()) else own
+
+    def state_dict(self) -> dict[str, Any]:
+        """When the layers were last asked."""
+        return {"asked": self._asked}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+        self._asked = int(state["asked"])
