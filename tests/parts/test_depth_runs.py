@@ -45,8 +45,8 @@ def test_depth_and_width_grow_in_one_run(uninterrupted: Callable[..., Left]) -> 
     [
         (("depth.blocks=[layers.0.9]",), "no layers.0.9"),
         (
-            ("depth.blocks=auto", "growth=hyperfan", "growth.sharing=chunk"),
-            "it shares conv1.parametrizations",
+            ("depth.blocks=auto", "growth=hyperfan", "depth.start=identity"),
+            "it has a residual branch",
         ),
         (("depth.blocks=auto", "depth.start=nothing"), "zero"),
     ],

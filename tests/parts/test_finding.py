@@ -128,10 +128,12 @@ class OneBlockTwice(nn.Module):
 
 
 class SharedWeight(Siblings):
-    def __init__(self) -> None:
+    """One weight of all blocks, which the first of them holds."""
+
+    def __init__(self, name: str = "up") -> None:
         super().__init__()
-        self.other.up = self.one.up
-        self.third.up = self.one.up
+        for block in (self.other, self.third):
+            setattr(block, name, getattr(self.one, name))
 
 
 class Layers(nn.Module):
@@ -229,6 +231,7 @@ GPT2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 3, "n_head": 4, "bos_token_id
 LLAMA = {"vocab_size": 50, "num_key_value_heads": 2, "use_cache": False}
 # Network, its input, how many blocks are left out and which come first.
 FOUND: dict[str, tuple[Callable[[], nn.Module], Tensor, int, list[str]]] = {
+    "a shared weight": (SharedWeight, SAMPLES, 2, ["other", "third"]),
     "added by the network": (Added, SAMPLES, 2, ["whatever.1", "whatever.2"]),
     "pairs in a list": (Pairs, SAMPLES, 2, ["layers.1", "layers.2"]),
     "attributes": (Siblings, SAMPLES, 2, ["other", "third"]),
@@ -336,7 +339,10 @@ STAYS: dict[str, tuple[Callable[[], nn.Module], Tensor, str, str]] = {
     "post-norm": (PostNorm, SAMPLES, "zero", "no sum at its end hands its input on: .* NativeLayerNorm"),
     "norms apart": (NormsApart, SAMPLES, "zero", r"nothing would be learnt in norms\.\d\.weight without it"),
     "one block three times": (OneBlockTwice, SAMPLES, "zero", "it runs 3 times in a forward pass"),
-    "a shared weight": (SharedWeight, SAMPLES, "zero", r"it shares one\.up with other modules"),
+    "what would be zero is shared": (
+        *(lambda: SharedWeight("scale"), SAMPLES, "zero"),
+        r"would begin with other values of one\.scale, which other modules share",
+    ),
     "side by side": (Parallel, SAMPLES, "zero", r"it does not take what branches\.0 puts out"),
     "a residual for identity": (Siblings, SAMPLES, "identity", "it has a residual branch"),
     "layers for zero": (Layers, SAMPLES, "zero", "finds no modules of one kind"),

@@ -66,9 +66,12 @@ class Blocks:
             found = [search.named(name, paths) for name, paths in given]
         self.blocks: dict[str, Block] = {}
         self._aliases: dict[str, dict[str, str]] = {}
+        # By block: names of its parameters that others of the network are, and those names.
+        self._tied: dict[str, dict[str, str]] = {}
         for block in found:
             try:
                 self._aliases[block.name] = self._alias(block)
+                self._tied[block.name] = self._shared(network, block)
             except UserError as error:
                 if given is not None:
                     raise
@@ -153,6 +156,9 @@ class Blocks:
         )
         for path, module in zip(block.paths, modules, strict=True):
             network.set_submodule(path, module.to(example.device, example.dtype).train(network.training))
+        for own, other in self._tied[name].items():
+            owner, _, attribute = own.rpartition(".")
+            setattr(network.get_submodule(owner), attribute, network.get_parameter(other))
         if source is None:
             resize(network, self.only(name), self.full.full_widths, widths)
         return before
@@ -207,7 +213,7 @@ class Blocks:
             if dict(widths) != self.full.full_widths:
                 expansion = Expansion(graph, tensors_of(network, graph), widths, widths, seed, stage)
                 replace_tensors(network, graph, method.initialise(expansion))
-            site = Site(network, block, probe, next(twins(network, block), ()))
+            site = Site(network, block, probe, next(twins(network, block), ()), self._tied[name])
             with torch.no_grad():
                 STARTS[self.start](site)
             with alike_draws():
@@ -241,6 +247,22 @@ class Blocks:
 
     def _zeroed(self, block: Block) -> frozenset[str]:
         return frozenset(block.zeroed or ()) if self.start in ZEROING else frozenset()
+
+    def _shared(self, network: nn.Module, block: Block) -> dict[str, str]:
+        """Parameters of a block that others of the network are, such as an output layer of several hypernetworks."""
+        first: dict[int, str] = {}
+        found = {}
+        for name, parameter in network.named_parameters(remove_duplicate=False):
+            other = first.setdefault(id(parameter), name)
+            if block.holds(name) and not block.holds(other):
+                found[name] = other
+        set_to = [name for name in self._zeroed(block) if not block.holds(name)]
+        set_to += found.values() if self.start == "identity" else ()
+        if set_to:
+            raise UserError(
+                f"the block {block.name} would begin with other values of {set_to[0]}, which other modules share."
+            )
+        return found
 
     def births(self, stages: Mapping[str, int]) -> dict[str, int]:
         """The stage that each tensor came with, of the blocks that came with these stages."""

@@ -243,8 +243,9 @@ def analysed(forward: Forward, name: str, paths: tuple[str, ...]) -> Block | str
     known = [call for call in calls if not isinstance(call, str)]
     for names in forward.shared:
         inside = [any(one.startswith(f"{path}.") for path in paths) for one in names]
-        if any(inside) and not all(inside):
-            return f"it shares {names[0]} with other modules"
+        # What the first of them holds stays there when others are left out.
+        if inside[0] and not all(inside):
+            return f"other modules share its {names[0]}"
     for call in known:
         if call.handover.problem:
             return call.handover.problem

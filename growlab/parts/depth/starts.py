@@ -1,7 +1,7 @@
 """How a block begins that comes into a network: as nothing, as the identity, or as a copy of the one before it."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,14 @@ class Site:
         block: that came in.
         probe: positional inputs of the network.
         twin: paths of modules of the same shapes that are there, in the order of the block's; empty if there are none.
+        tied: names of the block's parameters that other modules share, whose values stay.
     """
 
     network: nn.Module
     block: Block
     probe: tuple[Any, ...]
     twin: tuple[str, ...] = ()
+    tied: Collection[str] = ()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -46,6 +48,7 @@ class Site:
             f"{path}.{name}": f"{source}.{name}"
             for path, source in zip(self.block.paths, self.twin, strict=False)
             for name, _ in self.network.get_submodule(path).named_parameters()
+            if f"{path}.{name}" not in self.tied
         }
 
 
@@ -144,7 +147,8 @@ def gstack(site: Site) -> None:
         fold_multipliers(source)
         known = _tensors(source)
         for name, tensor in _tensors(site.network.get_submodule(path)).items():
-            tensor.copy_(known[name])
+            if f"{path}.{name}" not in site.tied:
+                tensor.copy_(known[name])
 
 
 def _assign(module: nn.Module, name: str, value: Tensor) -> None:

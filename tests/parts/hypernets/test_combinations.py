@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from growlab.errors import UserError
 from growlab.grower import Grower
 from growlab.networks.resnet import CifarResNet
 from growlab.parts import Averages, Depth
@@ -29,10 +28,12 @@ def network() -> CifarResNet:
 
 
 @pytest.mark.parametrize("start", ["zero", "stack"])
-def test_blocks_come_in_with_hypernetworks_of_their_own(start: str) -> None:
+@pytest.mark.parametrize("sharing", ["layer", "chunk"])
+def test_blocks_come_in_with_hypernetworks_of_their_own(sharing: str, start: str) -> None:
     grown, x = network(), torch.randn(8, 1, 8, 8, dtype=torch.float64)
     parts = [Averages(0.9), Depth("auto", start)]
-    grower = Grower(grown, x, method=Hyperfan(embedding_features=3), trigger={0: 0.5, 1: 1.0}, parts=parts)
+    method = Hyperfan(sharing=sharing, embedding_features=3)
+    grower = Grower(grown, x, method=method, trigger={0: 0.5, 1: 1.0}, parts=parts)
     optimizer = torch.optim.SGD(grown.parameters(), 0.01, momentum=0.9)
     grower.follow(optimizer)
     for epoch in range(2):
@@ -46,8 +47,11 @@ def test_blocks_come_in_with_hypernetworks_of_their_own(start: str) -> None:
     assert receipt["ema_parity_error_eval"] < 1e-12
     for block in receipt["inserted"]:
         assert max(block["parity_error_eval"], block["parity_error_train"]) < 1e-12
-    # What emits the weights of a block that has come in is trained.
-    emitting = [name for name, _ in grown.named_parameters() if "layers.2.1" in name and "output" in name]
+    # What emits the weights of a block that has come in is trained; chunks of all layers have one output layer.
+    own = "output" if sharing == "layer" else "embedding"
+    emitting = [name for name, _ in grown.named_parameters() if "layers.2.1" in name and own in name]
+    outputs = {name for name, _ in grown.named_parameters() if "layers.2.1" in name and "output" in name}
+    assert bool(outputs) == (sharing == "layer")
     moved = {
         name
         for old, (name, new) in zip(before, grown.named_parameters(), strict=True)
@@ -60,18 +64,13 @@ def test_blocks_come_in_with_hypernetworks_of_their_own(start: str) -> None:
     assert torch.allclose(plain.eval()(x), outputs, rtol=1e-12, atol=1e-12)
 
 
-def test_blocks_whose_chunks_share_an_output_layer_with_others_stay() -> None:
-    x = torch.randn(8, 1, 8, 8, dtype=torch.float64)
-    with pytest.raises(UserError, match=r"it shares conv1.* with other modules"):
-        Grower(
-            network(), x, method=Hyperfan(sharing="chunk"), trigger={0: 0.5, 1: 1.0}, parts=[Depth("auto")]
-        )
-
-
-def test_resumed_equals_uninterrupted(cli: CommandLine, tmp_path: Path) -> None:
-    whole = check_resumed(cli, tmp_path, DEEP)
+@pytest.mark.parametrize("sharing", ["layer", "chunk"])
+def test_resumed_equals_uninterrupted(cli: CommandLine, tmp_path: Path, sharing: str) -> None:
+    whole = check_resumed(cli, tmp_path, (*DEEP, f"growth.sharing={sharing}"))
     assert sum(len(event["inserted"]) for event in whole.growth["events"]) >= 4
 
 
-def test_two_ranks_hold_the_same(cli: CommandLine, tmp_path: Path) -> None:
-    assert len(check_two_ranks(cli, tmp_path, DEEP).growth["events"]) == 2
+@pytest.mark.parametrize("sharing", ["layer", "chunk"])
+def test_two_ranks_hold_the_same(cli: CommandLine, tmp_path: Path, sharing: str) -> None:
+    run = check_two_ranks(cli, tmp_path, (*DEEP, f"growth.sharing={sharing}"))
+    assert len(run.growth["events"]) == 2
