@@ -56,22 +56,27 @@ def widened(config: Any, width: float, parts: Collection[str]) -> Any:
         raise UserError(
             f"the configuration of {config.model_type} has no size of {', '.join(parts)} to widen."
         )
-    factor = Fraction(width).limit_denominator(4096)
-    for name, size in before.items():
-        if (size * factor).denominator != 1:
-            raise UserError(
-                f"{name} {size} times {width:g} is no whole number; the nearest widths that fit are "
-                f"{_nearest(before.values(), factor)}."
-            )
-        setattr(target, name, int(size * factor))
+    for name, size in _times(before, width, "widths").items():
+        setattr(target, name, size)
     _keep_head_dimension(config, target, parts)
     return target
 
 
-def _nearest(known: Collection[int], factor: Fraction) -> str:
-    step = Fraction(1, gcd(*known))
-    below = factor // step * step
-    return " and ".join(f"{float(one):g}" for one in (below, below + step) if one > 1)
+def _times(known: Mapping[str, int], by: float, kind: str) -> dict[str, int]:
+    """Sizes times a factor.
+
+    Raises:
+        UserError: one would not be whole; the message tells the nearest factors of this kind that fit.
+    """
+    factor, step = Fraction(by).limit_denominator(4096), Fraction(1, gcd(*known.values()))
+    broken = next((name for name, size in known.items() if (size * factor).denominator != 1), None)
+    if broken is not None:
+        below = factor // step * step
+        nearest = " and ".join(f"{float(one):g}" for one in (below, below + step) if one > 1)
+        raise UserError(
+            f"{broken} {known[broken]} times {by:g} is no whole number; the nearest {kind} that fit are {nearest}."
+        )
+    return {name: int(size * factor) for name, size in known.items()}
 
 
 def _keep_head_dimension(config: Any, target: Any, parts: Collection[str]) -> None:
@@ -103,21 +108,17 @@ def deepened(config: Any, depth: float) -> Any:
     if depth < 1:
         raise UserError(f"--depth {depth:g} would take layers away; it must be 1 or more.")
     target = copy.deepcopy(config)
-    factor = Fraction(depth).limit_denominator(4096)
     before = sizes(config, _LAYERS)
     if not before:
         raise UserError(f"the configuration of {config.model_type} has no number of layers.")
-    for name, size in before.items():
-        if (size * factor).denominator != 1:
-            raise UserError(
-                f"{name} {size} times {depth:g} is no whole number; the nearest depths that fit are "
-                f"{_nearest(before.values(), factor)}."
-            )
-        setattr(target, name, int(size * factor))
+    after = _times(before, depth, "depths")
+    counts = {before[name]: after[name] for name in before}
+    for name, size in after.items():
+        setattr(target, name, size)
     for name, entries in config.to_dict().items():
-        if isinstance(entries, list) and len(entries) in before.values() and name.startswith("layer"):
-            count = int(len(entries) * factor)
-            setattr(target, name, [entries[place] for place in sources(len(entries), count)])
+        if isinstance(entries, list) and len(entries) in counts and name.startswith("layer"):
+            places = sources(len(entries), counts[len(entries)])
+            setattr(target, name, [entries[place] for place in places])
     return target
 
 

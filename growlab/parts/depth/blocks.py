@@ -249,7 +249,7 @@ class Blocks:
         return frozenset(block.zeroed or ()) if self.start in ZEROING else frozenset()
 
     def _shared(self, network: nn.Module, block: Block) -> dict[str, str]:
-        """Parameters of a block that others of the network are, such as an output layer of several hypernetworks."""
+        """Parameters of a block that others of the network are, such as what several weights are computed from."""
         first: dict[int, str] = {}
         found = {}
         for name, parameter in network.named_parameters(remove_duplicate=False):
