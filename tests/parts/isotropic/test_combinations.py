@@ -61,7 +61,7 @@ def test_two_ranks_hold_the_same(cli: CommandLine, tmp_path: Path) -> None:
 def test_what_cannot_go_together_is_told(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(*MIXED, "schedule.learning_rate.clock=cost", cwd=tmp_path)
     assert outcome.code == 2 and "needs to know before the run how wide" in outcome.err
-    outcome = cli(*MIXED, "schedule=budget", *_DEMAND, cwd=tmp_path)
+    outcome = cli(*MIXED, "schedule=budget", *_DEMAND, "schedule.demand.percent=90", cwd=tmp_path)
     assert outcome.code == 2 and "singular values decide on the way" in outcome.err
     outcome = cli(*MIXED, "isotropic.columns=ones", cwd=tmp_path)
     assert outcome.code == 2 and "isotropic.columns" in outcome.err and "Traceback" not in outcome.err
