@@ -8,8 +8,8 @@ FAIRSEQ := $(VENV)/.fairseq
 
 # Arguments for one call: `make run ARGS="experiment=resnet20_cifar10 seed=1"`, `make test ARGS="-k parity"`.
 ARGS ?=
-# Test processes; each one computes in a single thread, so the machine is not oversubscribed.
-JOBS ?= 2
+# Test processes, two to four; each one computes in a single thread, so the machine is not oversubscribed.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-translation run reproduce test test-slow test-translation test-gpu lint format chaos digests bench docs notebooks clean clean-all
