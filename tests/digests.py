@@ -132,7 +132,11 @@ def run_all(cases: dict[str, tuple[str, ...]]) -> dict[str, dict[str, str]]:
                 command = (*command, "ckpt_path=last")
             outcome = cli(*command, cwd=folder)
             good = outcome.code == 0
-            found[name] = digests(folder / "run") if good else {"error": outcome.err.strip().split("\n")[-1]}
+            found[name] = (
+                digests(folder / "run")
+                if good
+                else {"error": f"{outcome.code}: " + outcome.err.strip().split("\n")[-1]}
+            )
             print(name, *found[name].values(), file=sys.stderr, flush=True)
     cli.close()
     return found
