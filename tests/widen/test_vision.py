@@ -88,6 +88,11 @@ def test_bad_input_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.Captur
     )
     assert "no_such_net" in refusal("torchvision/no_such_net", path, "--width", 2)
     assert "do not fit the network" in refusal("torchvision/squeezenet1_0", path, "--width", 2)
+    # Two heads of different sizes: neither may start anew.
+    state = torch.load(path, weights_only=True)["model"]
+    torch.save({**state, "classifier.1.bias": torch.zeros(NUM_CLASSES + 1)}, tmp_path / "heads.pt")
+    told = refusal(name, tmp_path / "heads.pt", "--width", 2)
+    assert "do not fit the network: has another shape of classifier.1.bias" in told
     assert "cannot read" in refusal(name, tmp_path / "none.pt", "--width", 2)
     assert "which is no torchvision/NAME" in refusal(tmp_path, path, "--width", 2)
     assert not out.exists()
