@@ -112,11 +112,7 @@ def _next_commands() -> str:
 def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
     _check(cfg)
     checkpoint, header = _resume(cfg, run_dir)
-    data: ImageData = make_data(cfg.data, cfg.seed)
-    # Lightning does so only for a run that succeeds.
-    ending.callback(data.teardown, "test")
-    announce("reading data")
-    data.setup()
+    data = _data(cfg, ending)
     torch.set_num_threads(cfg.num_threads or _NUM_THREADS)
     lightning.seed_everything(cfg.seed, verbose=False)
     planned = plan_run(cfg, data, header.get("batch_fit"))
@@ -169,6 +165,18 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
         print_results(results, run_dir)
         if HydraConfig.get().mode == RunMode.RUN:
             print(_next_commands())
+
+
+def _data(cfg: DictConfig, ending: contextlib.ExitStack) -> ImageData:
+    """The data, set up; those that have something to tell about themselves do."""
+    data: ImageData = make_data(cfg.data, cfg.seed)
+    # Lightning does so only for a run that succeeds.
+    ending.callback(data.teardown, "test")
+    announce("reading data")
+    data.setup()
+    if is_first() and hasattr(data, "describe"):
+        print(data.describe(), file=sys.stderr)
+    return data
 
 
 def _carried_out(plan: Plan, planned: Planned, task: Task, recorder: RunRecorder) -> Plan:

@@ -1,4 +1,4 @@
-"""Image data: found by what lies in a folder, held as one tensor, augmented a batch at a time; text; one's own."""
+"""Image data, found by what lies in a folder; text by characters or tokens; one's own data."""
 
 from growlab.data.custom import CustomData, Split
 from growlab.data.folder import FolderData
@@ -6,5 +6,15 @@ from growlab.data.incremental import Incremental
 from growlab.data.module import ImageData
 from growlab.data.samples import Columns
 from growlab.data.text import TextData
+from growlab.data.tokens import TokenData
 
-__all__ = ["Columns", "CustomData", "FolderData", "ImageData", "Incremental", "Split", "TextData"]
+__all__ = [
+    "Columns",
+    "CustomData",
+    "FolderData",
+    "ImageData",
+    "Incremental",
+    "Split",
+    "TextData",
+    "TokenData",
+]

@@ -10,6 +10,7 @@ from growlab.training.rate_adaptation import RateAdaptation
 from growlab.training.ready_objectives import MultiLabel, Regression, Segmentation
 from growlab.training.recorder import RunRecorder
 from growlab.training.saving import SavePolicy
+from growlab.training.subwords import SubwordPrediction
 from growlab.training.task import Task
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "RunRecorder",
     "SavePolicy",
     "Segmentation",
+    "SubwordPrediction",
     "SumObjective",
     "Task",
     "TokenPrediction",

@@ -9,7 +9,7 @@ from growlab.settings import parameters
 
 CONF = Path(__file__).parents[2] / "conf"
 # Images; text has a class of its own, and what a user brings is tried in tests/test_own_data.py.
-OTHERS = {"text"}
+OTHERS = {"text", "tokens"}
 OWN = {"custom", "folder"}
 NAMES = sorted({path.stem for path in (CONF / "data").glob("*.yaml")} - OTHERS - OWN)
 

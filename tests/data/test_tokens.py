@@ -1,0 +1,357 @@
+"""Text files as tokens: split, packed and predicted to the last byte, the same after a resumption and over ranks."""
+
+import gzip
+import json
+import math
+import random
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from growlab.data import TokenData, token_store
+from growlab.data.token_store import PARTS
+from growlab.errors import UserError
+from growlab.training import SubwordPrediction
+
+tokenizers = pytest.importorskip("tokenizers")
+CONTEXT, VOCABULARY = 8, 300
+TEXT = "growing networks from a small seed keeps what they compute: naïve, größer, 增长 🌱"
+WORDS = TEXT.split()
+
+
+def document(number: int, words: int = 60) -> str:
+    return " ".join(random.Random(number).choices(WORDS, k=words)) + "\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """40 documents of different kinds, below each other."""
+    root = tmp_path / "texts"
+    for number in range(40):
+        place = root / f"part{number % 3}"
+        place.mkdir(parents=True, exist_ok=True)
+        if number % 4 == 0:
+            (place / f"{number}.txt.gz").write_bytes(gzip.compress(document(number).encode()))
+        elif number % 4 == 1:
+            (place / f"{number}.html").write_text(
+                f"<title>n</title><p>{document(number)}</p><script>x</script>"
+            )
+        else:
+            (place / f"{number}.{'md' if number % 4 == 2 else 'txt'}").write_text(document(number))
+    return root
+
+
+def data(path: Path | str, **settings) -> TokenData:
+    made = TokenData(
+        str(path), **{"context": CONTEXT, "batch_size": 10, "vocab_size": VOCABULARY, "seed": 3, **settings}
+    )
+    made.setup()
+    return made
+
+
+def text_of(made: TokenData, part: str) -> list[str]:
+    """The documents of a part, decoded."""
+    tokenizer = made.store.tokenizer
+    tokens = made.store.tokens(part)
+    ends = np.flatnonzero(tokens == tokenizer.end)
+    assert ends[0] == 0 and ends[-1] == len(tokens) - 1
+    pieces = [tokens[a + 1 : b].tolist() for a, b in pairwise(ends)]
+    return [tokenizer.core.decode(piece, skip_special_tokens=False) for piece in pieces]
+
+
+def everything(made: TokenData) -> list[str]:
+    return list(chain.from_iterable(text_of(made, part) for part in PARTS))
+
+
+def test_each_document_is_in_one_part_and_comes_back_to_the_letter(folder: Path) -> None:
+    made = data(folder, validation_fraction=0.1, test_fraction=0.2)
+    found = {part: text_of(made, part) for part in PARTS}
+    expected = [f"n\n{document(number)}" if number % 4 == 1 else document(number) for number in range(40)]
+    assert sorted(everything(made)) == sorted(expected)
+    for part, fraction in (("train", 0.7), ("val", 0.1), ("test", 0.2)):
+        counted = made.store.parts[part]
+        assert counted.bytes == len("".join(found[part]).encode())
+        assert counted.documents == len(found[part]) == pytest.approx(40 * fraction, abs=3)
+        assert counted.tokens == len(made.store.tokens(part))
+    assert made.store.split == "documents"
+    assert "split by documents: train" in made.describe()
+    other = data(folder, validation_fraction=0.1, test_fraction=0.2, split_seed=1)
+    assert sorted(text_of(other, "test")) != sorted(found["test"])
+
+
+def test_every_token_of_the_test_is_predicted_once_and_bits_are_over_its_bytes(folder: Path) -> None:
+    """Against the loss of each token and the length of the text, counted by hand."""
+    made = data(folder, eval_batch_size=3)
+    objective, torch_seed = SubwordPrediction(), torch.Generator().manual_seed(0)
+    objective.bind(made)
+    embedding = torch.randn(made.vocabulary_size, made.vocabulary_size, generator=torch_seed)
+    sums, losses, targets = torch.zeros(5), [], []
+    for x_BT, y_BT in made.test_dataloader():
+        sums += objective(embedding[x_BT], y_BT)[1]
+        real = y_BT != -100
+        losses.append(torch.nn.functional.cross_entropy(embedding[x_BT][real], y_BT[real], reduction="sum"))
+        targets += y_BT[real].tolist()
+    tokens = made.store.tokens("test").tolist()
+    assert targets == tokens[1:] and len(tokens) % CONTEXT != 1
+    size = len("".join(text_of(made, "test")).encode())
+    metrics = objective.metrics(sums.tolist())
+    assert metrics["bits_per_byte"] == pytest.approx(float(sum(losses)) / math.log(2) / size, rel=1e-5)
+    per_token = metrics["loss"] * len(targets) / size / math.log(2)
+    assert metrics["bits_per_byte"] == pytest.approx(per_token, rel=1e-5)
+
+
+def test_the_tokenizer_is_of_the_training_part_alone(folder: Path) -> None:
+    made = data(folder)
+    held_out = text_of(made, "test") + text_of(made, "val")
+    assert made.vocabulary_size == VOCABULARY
+    for path in folder.rglob("*"):
+        if path.is_file() and path.suffix in (".md", ".txt") and path.read_text() in held_out:
+            # As many bytes, so that the same documents are held out; other words.
+            path.write_text("".join(sorted(path.read_text())))
+    other = data(folder)
+    assert made.store.folder != other.store.folder
+    assert made.store.tokenizer.core.to_str() == other.store.tokenizer.core.to_str()
+
+
+def test_windows_are_packed_and_each_is_in_an_epoch_once(folder: Path) -> None:
+    made = data(folder, epoch_parts=3)
+    tokens, seen = made.store.tokens("train").astype(np.int64), {}
+    for epoch in range(6):
+        loader = made.train_dataloader()
+        loader.plan.set_epoch(epoch)
+        batches = list(loader)
+        assert [len(x) for x, _ in batches] == made.samples_in_batches(epoch, 10)
+        windows = torch.cat([torch.cat([x, y[:, -1:]], 1) for x, y in batches]).tolist()
+        seen.setdefault(epoch // 3, []).extend(map(tuple, windows))
+    for number, windows in seen.items():
+        offsets = [
+            offset
+            for offset in range(CONTEXT)
+            if tuple(tokens[offset : offset + CONTEXT + 1].tolist()) in set(windows)
+        ]
+        expected = [
+            [
+                tuple(tokens[start : start + CONTEXT + 1].tolist())
+                for start in range(offset, len(tokens), CONTEXT)
+            ]
+            for offset in offsets
+        ]
+        assert any(sorted(windows) == sorted(one[: made.num_train]) for one in expected), number
+    assert seen[0] != seen[1]
+    with pytest.raises(UserError, match="leaves epochs without a batch"):
+        data(folder, epoch_parts=999).samples_in_batches(0, 10)
+
+
+def test_a_resumed_loader_goes_on_and_ranks_share_a_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = data(folder)
+    whole = list(made.train_dataloader())
+    stopped = made.train_dataloader()
+    iterator = iter(stopped)
+    for _ in range(4):
+        next(iterator)
+    resumed = made.train_dataloader()
+    resumed.load_state_dict(stopped.state_dict())
+    rest = list(resumed)
+    assert len(rest) == len(whole) - 4
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(rest, whole[4:], strict=True))
+    assert torch.equal(made.training_batches(2)[1][1], whole[1][1])
+    parts = []
+    for rank in (0, 1):
+        monkeypatch.setattr(made, "_place", lambda rank=rank: (rank, 2))
+        parts.append([x for x, _ in made.train_dataloader()])
+    assert torch.equal(torch.cat([parts[0][3], parts[1][3]]), whole[3][0])
+
+
+def test_one_document_is_cut_by_position(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text(text := "".join(document(number) for number in range(40)))
+    made = data(tmp_path / "book.txt")
+    assert made.store.split == "position" and "split by position" in made.describe()
+    parts = ["".join(text_of(made, part)) for part in PARTS]
+    assert "".join(parts) == text
+    assert [len(part) / len(text) for part in parts] == pytest.approx([0.9, 0.05, 0.05], abs=0.01)
+
+
+def test_long_documents_are_encoded_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "book.txt").write_text(text := "".join(document(number) for number in range(20)))
+    monkeypatch.setattr("growlab.data.token_store._BATCH_BYTES", 100)
+    made = data(tmp_path / "book.txt")
+    assert "".join("".join(text_of(made, part)) for part in PARTS) == text
+    assert [made.store.parts[part].documents for part in PARTS] == [1, 1, 1]
+
+
+def test_parquet_and_saved_data_sets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    texts = [document(number) for number in range(40)]
+    (tmp_path / "files").mkdir()
+    for number in range(2):
+        rows = pa.table({"id": list(range(20)), "body": texts[20 * number : 20 * number + 20]})
+        pq.write_table(rows, tmp_path / "files" / f"{number}.parquet", row_group_size=7)
+    made = data(tmp_path / "files", column="body")
+    assert sorted(everything(made)) == sorted(texts)
+    with pytest.raises(
+        UserError, match=r"has no column text: its columns are id, body; name one with data.column"
+    ):
+        data(tmp_path / "files")
+    with pytest.raises(UserError, match=r"the column id of .* holds int, not text"):
+        data(tmp_path / "files", column="id")
+    whole = datasets.Dataset.from_dict({"text": texts})
+    whole.save_to_disk(str(tmp_path / "whole"))
+    saved = data(tmp_path / "whole")
+    assert sorted(everything(saved)) == sorted(texts)
+    splits = {"train": texts[:30], "validation": texts[30:35], "test": texts[35:]}
+    datasets.DatasetDict(
+        {name: datasets.Dataset.from_dict({"text": rows}) for name, rows in splits.items()}
+    ).save_to_disk(str(tmp_path / "splits"))
+    own = data(tmp_path / "splits")
+    assert [text_of(own, part) for part in PARTS] == list(splits.values())
+    (tmp_path / "own.txt").write_text(texts[3] + "more\n")
+    given = data(tmp_path / "files", column="body", test_path=str(tmp_path / "own.txt"))
+    assert text_of(given, "test") == [texts[3] + "more\n"] and given.store.parts["train"].documents < 40
+
+
+def test_a_saved_data_set_needs_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "state.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        UserError, match="was saved by Hugging Face's datasets, which is not installed: pip install"
+    ):
+        data(tmp_path)
+
+
+def test_a_document_that_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
+    for number in range(30):
+        (tmp_path / f"{number}.txt").write_text(document(number % 15))
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "image.txt").write_bytes(bytes([0xFF, 0xD8, 0xFF]))
+    made = data(tmp_path, validation_fraction=0.2, test_fraction=0.2)
+    found = everything(made)
+    assert sorted(found) == sorted({document(number) for number in range(15)})
+    assert (made.store.dropped, made.store.skipped) == (16, 1)
+    assert "1 files without text; left out: 16 empty or repeated" in made.describe()
+
+
+def test_two_at_once_make_it_once(folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ask before either has made it; the lock is of the file system, so ranks wait for each other alike."""
+    both, made = threading.Barrier(2), []
+    ask, make = token_store._sources, token_store._prepare
+
+    def together(*arguments):
+        both.wait(30)
+        return ask(*arguments)
+
+    monkeypatch.setattr(token_store, "_sources", together)
+    monkeypatch.setattr(token_store, "_prepare", lambda *a: (made.append(a[0]), time.sleep(0.2), make(*a)))
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: data(folder), range(2))
+    assert made == [one.store.folder] == [other.store.folder]
+    assert [path for path in (own_cache / "tokens").iterdir() if path.is_dir()] == made
+
+
+def test_a_cache_is_used_again_made_anew_if_torn_and_told_if_it_cannot_be_written(
+    folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = data(folder)
+    content = made.store.tokens("train").tolist()
+    place = made.store.folder
+    before = (place / "train.bin").stat().st_ino
+    # The same files elsewhere are the same content.
+    folder.rename(tmp_path / "moved")
+    assert (data(tmp_path / "moved").store.folder / "train.bin").stat().st_ino == before
+    with (place / "train.bin").open("r+b") as file:
+        file.truncate(10)
+    again = data(tmp_path / "moved")
+    assert again.store.folder == place and again.store.tokens("train").tolist() == content
+    assert data(tmp_path / "moved", vocab_size=280).store.folder != place
+    (tmp_path / "blocked").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "blocked"))
+    with pytest.raises(UserError, match=r"tokens cannot be written to .*XDG_CACHE_HOME"):
+        data(tmp_path / "moved")
+
+
+def test_a_tokenizer_of_ones_own_is_taken(folder: Path, tmp_path: Path) -> None:
+    made = data(folder)
+    own = tmp_path / "own"
+    own.mkdir()
+    made.copy_tokenizer(own)
+    settings = json.loads((own / "tokenizer_config.json").read_text()) | {"model_max_length": 77}
+    (own / "tokenizer_config.json").write_text(json.dumps(settings))
+    again = data(folder, tokenizer=str(own), vocab_size=999)
+    assert again.store.tokens("test").tolist() == made.store.tokens("test").tolist()
+    assert again.vocabulary_size == VOCABULARY
+    (tmp_path / "copied").mkdir()
+    again.copy_tokenizer(tmp_path / "copied")
+    assert json.loads((tmp_path / "copied" / "tokenizer_config.json").read_text())["model_max_length"] == 77
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"growing": 0, "?": 1, "</s>": 2}, unk_token="?")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "words.json"))
+    lossy = data(folder, tokenizer=str(tmp_path / "words.json"))
+    assert lossy.store.tokenizer.end == 2 and not lossy.store.byte_level
+    held_out = [lossy.store.parts[part] for part in ("val", "test")]
+    mean = sum(part.bytes for part in held_out) / sum(part.tokens - 1 for part in held_out)
+    assert lossy.bytes_of_tokens.tolist() == pytest.approx([mean] * 3)
+    assert made.store.byte_level
+
+
+def test_a_text_that_quotes_the_end_of_text_is_not_cut(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(text := "a <|endoftext|> in the middle\n" + document(1, 400))
+    made = data(tmp_path / "a.txt")
+    assert "".join(text_of(made, "train")) == text[: len(text_of(made, "train")[0])]
+    assert made.store.byte_level
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"path": None}, "data.path is not set"),
+        ({"path": "/nowhere"}, "data.path=/nowhere is not there"),
+        ({"path": "/nowhere/*.txt"}, "holds no file of this pattern"),
+        ({"suffixes": [".doc"]}, "holds no file that ends with .doc or .parquet; set data.suffixes"),
+        ({"suffixes": ["txt"]}, "must be endings of names such as .txt"),
+        ({"vocab_size": 256}, "data.vocab_size=256 must be above 256"),
+        ({"tokenizer": "/nowhere.json"}, "data.tokenizer=/nowhere.json: there is no /nowhere.json"),
+        ({"test_fraction": 0.96}, "data.test_fraction=0.96 must be above 0"),
+        ({"context": 0}, "data.context=0 must be at least 1"),
+        ({"context": 10**6}, "has no whole window of data.context=1000000"),
+        ({"epoch_parts": 0}, "data.epoch_parts=0 must be at least 1"),
+    ],
+)
+def test_bad_settings_are_told(folder: Path, settings: dict, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        made = TokenData(**{"path": str(folder), "vocab_size": VOCABULARY, "context": CONTEXT, **settings})
+        made.setup()
+
+
+def test_files_that_cannot_be_read_are_told(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "image.txt").write_bytes(bytes([0xFF, 0xD8, 0xFF]))
+    with pytest.raises(UserError, match=r"it is no text in UTF-8"):
+        data(tmp_path / "image.txt")
+    (tmp_path / "broken.parquet").write_text("PAR1")
+    with pytest.raises(UserError, match=r"cannot read .*broken.parquet as Parquet"):
+        data(tmp_path / "broken.parquet")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"data.tokenizer=.* cannot be read"):
+        data(folder, tokenizer=str(tmp_path))
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}))
+    core.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="none of the usual names is among its 1 tokens; name the one"):
+        data(folder, tokenizer=str(tmp_path))
+    with pytest.raises(UserError, match=r"data.end_of_text=b is none of its 1 tokens"):
+        data(folder, tokenizer=str(tmp_path), end_of_text="b")
+
+
+def test_bits_per_byte_need_data_that_know_bytes(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="objective=tokens needs data that know the bytes of their tokens"):
+        SubwordPrediction().bind(object())
