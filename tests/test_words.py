@@ -82,6 +82,11 @@ FEATURES = {
             "studies/continual_regression.py": "a study with them",
         },
     ),
+    "resolution": Feature(
+        r"[Rr]esolution\b(?!s)|Resizer",
+        ("parts/resolution.py",),
+        EXPORTS,
+    ),
     "growth on demand": Feature(
         r"\bOnDemand\b|\bPlateau\b|\bGradientNorm\b|\bBudget\b\(|climb",
         ("triggers/demand.py", "triggers/on_demand.py"),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from growlab.parts.hypernets import Hyperfan
     from growlab.parts.isotropic import Isotropic, IsotropicLayers
     from growlab.parts.osgd import OldGradient
+    from growlab.parts.resolution import Resolution
 
 __all__ = [
     "Averages",
@@ -24,6 +25,7 @@ __all__ = [
     "IsotropicLayers",
     "OldGradient",
     "Part",
+    "Resolution",
     "available",
 ]
 
@@ -36,6 +38,7 @@ _HOMES = {
     "Isotropic": "isotropic",
     "IsotropicLayers": "isotropic",
     "OldGradient": "osgd",
+    "Resolution": "resolution",
 }
 
 

@@ -66,6 +66,10 @@ class Part:
         """
         return graph
 
+    def inputs_at(self, inputs: tuple[Any, ...], share: float) -> tuple[Any, ...]:
+        """Positional inputs of the network as training steps have them when a share of all growth is done."""
+        return inputs
+
     def check(self, run: Run) -> None:
         """Called before the seed is planted, and again when the run knows its training.
 

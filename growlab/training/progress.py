@@ -113,8 +113,9 @@ class GrowthProgress(Callback):
         before, after = receipt["widths_before"], receipt["widths_after"]
         verb = "grew" if receipt["num_params"] >= receipt["num_params_before"] else "shrank"
         blocks = f"{len(receipt['inserted'])} blocks came in, " if "inserted" in receipt else ""
+        size = f"inputs of size {receipt['input_size']}, " if "input_size" in receipt else ""
         line = (
-            f"{verb} to stage {receipt['stage']}: {blocks}widths {_span(before)} -> {_span(after)}, parameters "
+            f"{verb} to stage {receipt['stage']}: {blocks}{size}widths {_span(before)} -> {_span(after)}, parameters "
             f"{receipt['num_params_before']:,} -> {receipt['num_params']:,}, batch {receipt['batch_size']}, "
             f"output error {receipt['parity_error_eval']:.1e}, {receipt['seconds']:.2f} s"
         )

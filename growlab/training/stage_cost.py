@@ -35,18 +35,20 @@ class StageCost:
         self._sample = tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs)
         self._known: dict[tuple[Any, ...], int] = {}
 
-    def __call__(self, widths: Widths, share: float = 1.0) -> int:
-        """FLOPs at these widths, when a share of all growth is done."""
+    def __call__(self, widths: Widths, share: float | None = None) -> int:
+        """FLOPs at these widths, when a share of all growth is done; None: of the whole network and whole inputs."""
         key = (*(widths[group] for group in self._graph.groups), share)
         if key not in self._known:
-            copied = self.copy_at(widths, share)
-            self._known[key] = forward_flops(copied, self._sample)
+            sample = self._sample
+            for part in () if share is None else self._parts:
+                sample = part.inputs_at(sample, share)
+            self._known[key] = forward_flops(self.copy_at(widths, share), sample)
         return self._known[key]
 
-    def copy_at(self, widths: Widths, share: float = 1.0) -> nn.Module:
+    def copy_at(self, widths: Widths, share: float | None = None) -> nn.Module:
         """A copy of the network at these widths."""
         copied, graph = copy.deepcopy(self._network), self._graph
-        for part in self._parts:
+        for part in () if share is None else self._parts:
             graph = part.at_share(copied, graph, share)
         resize(copied, graph, graph.full_widths, widths)
         return copied

@@ -2,7 +2,8 @@
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -102,7 +103,7 @@ def _exported(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.Exporte
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), _without_caches(model):
             warnings.simplefilter("ignore")
             _TORCH_LOG.addFilter(_never)
             return torch.export.export(model, inputs, strict=False)
@@ -112,6 +113,23 @@ def _exported(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.Exporte
         _TORCH_LOG.removeFilter(_never)
         for module, training in modes.items():
             module.training = training
+
+
+@contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Let models of transformers not put out their keys and values, objects that torch.export does not know."""
+    configs = {
+        id(c): c
+        for m in model.modules()
+        if getattr(c := getattr(m, "config", None), "use_cache", False) is True
+    }
+    for config in configs.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
 
 
 def _not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exception) -> UnsupportedOperation:

@@ -60,6 +60,11 @@ PARTS = {
         ),
         ("ema.decay=0.9", "osgd.anneal=stage"),
     ),
+    "resolution": Files(
+        ("parts/resolution.py",),
+        ("parts/resolution.yaml", "method/grown_resolution.yaml"),
+        ("parts/test_resolution.py",),
+    ),
     "arriving classes": Files(("parts/classes.py",), (), ("parts/test_classes*.py", *TOGETHER)),
     "isotropic layers": Files(
         ("parts/isotropic", "studies/isotropic*.py"),

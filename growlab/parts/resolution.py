@@ -1,0 +1,253 @@
+"""The part that trains on small images or short sequences first.
+
+Small inputs cost less (a convolution's cost goes with the area of its image, an attention's with the square of its
+length), and large ones are needed for the last details alone (Tan and Le 2021, EfficientNetV2, progressive learning;
+Li et al. 2022, sequence length warm-up).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab.errors import UserError
+from growlab.growth import GrowthEvent
+from growlab.growth.parity import evaluate
+from growlab.parts.part import Part
+from growlab.triggers import Run, Trigger
+from growlab.widths import WidthGraph
+
+
+class Resolution(Part):
+    """Resizes images, or cuts sequences, in the forward pass of training steps; evaluation sees whole ones.
+
+    Images [B, C, H, W] are scaled to the size of their shorter side, bilinear with antialiasing, on the device that
+    they are on. Of sequences [B, T] of tokens the first ones are taken, with masks and labels of the same length. A
+    network that reads positions from a table reads its first entries.
+
+    Targets of a cut batch (labels of tokens [B, T], maps of classes [B, H, W]) are brought to the same size by
+    `Grower.targets`, which growlab's runner calls; models of transformers get theirs with the inputs.
+
+    Args:
+        sizes: pixels of the shorter side, or tokens, in ascending order: reached evenly with the share of growth that
+            is done, so that as many sizes as stages are one for each stage. The last need not be that of the data:
+            then training never sees whole inputs. A network that does not grow trains at the last.
+
+    Raises:
+        UserError: they are no ascending positive numbers.
+    """
+
+    name = "resolution"
+    grows = True
+
+    def __init__(self, sizes: int | Sequence[int]) -> None:
+        given = [sizes] if isinstance(sizes, int) else sizes
+        whole = isinstance(given, Sequence) and all(type(size) is int and size > 0 for size in given)
+        if not whole or not given or list(given) != sorted(given):
+            raise UserError(
+                f"resolution.sizes={sizes} must be whole numbers of pixels or tokens in ascending order, such as "
+                "[16,24,32], or null for whole inputs."
+            )
+        self._sizes = tuple(given)
+        self._own = Resizer(self._sizes[-1])
+        self._network: nn.Module | None = None
+
+    @property
+    def size(self) -> int:
+        """Size that training takes inputs at now: pixels of an image's shorter side, or tokens."""
+        return self._own.size
+
+    def size_at(self, share: float) -> int:
+        """The same once a share of all growth is done."""
+        # A share is a quotient of whole numbers, and may lie just below the step that it stands for.
+        return self._sizes[int(share * (len(self._sizes) - 1) + 1e-9)]
+
+    def applies(self, trigger: Trigger) -> bool:
+        """A network that does not grow trains at one size."""
+        return trigger.grows or len(self._sizes) == 1
+
+    def prepare(
+        self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
+    ) -> WidthGraph:
+        """Try every size.
+
+        Raises:
+            UserError: the network does not take one, none makes the inputs smaller, or they are neither images nor
+                sequences.
+        """
+        if resized(example, {}, self._sizes[0])[2] is None:
+            raise UserError(
+                f"resolution.sizes={list(self._sizes)} changes nothing: the inputs are no larger. Sizes are pixels of "
+                "an image's shorter side, or tokens."
+            )
+        for size in self._sizes:
+            inputs = resized(example, {}, size)[0]
+            try:
+                evaluate(network, inputs)
+            except Exception as error:
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+                raise UserError(
+                    f"resolution.sizes: the network does not take inputs of size {size} ({reason}). It has to "
+                    "interpolate positions that it keeps for one size (dynamic_img_size=True of timm's models), and "
+                    "sizes have to be multiples of its patches."
+                ) from error
+        return graph
+
+    def at_share(self, network: nn.Module, graph: WidthGraph, share: float) -> WidthGraph:
+        """Let the network, or a copy for trial, train at its size."""
+        detach(network)
+        network.register_forward_pre_hook(Resizer(self.size_at(share)), with_kwargs=True)
+        return graph
+
+    def inputs_at(self, inputs: tuple[Any, ...], share: float) -> tuple[Any, ...]:
+        """Positional inputs of the network as training steps have them."""
+        return resized(inputs, {}, self.size_at(share))[0]
+
+    def check(self, run: Run) -> None:
+        """How far growth has come has to be known."""
+        if len(self._sizes) > 1 and run.trigger.share(0, run.trigger.first(run.graph)) is None:
+            raise UserError(
+                "resolution.sizes of several stages needs a trigger that knows how far growth has come: take "
+                "schedule=exponential, linear or a demand, and a growth method that follows it."
+            )
+
+    def begin(self, run: Run) -> None:
+        """Begin at the first size; a network that does not grow trains at the last."""
+        self._network, (self._own,) = run.network, hooks_of(run.network)
+        if not run.trigger.grows:
+            self._own.size = self._sizes[-1]
+
+    def targets(self, y: Tensor) -> Tensor:
+        """Targets of the batch that the network has just seen, cut as that was."""
+        return self._own.targets(y) if self._network is not None and acts_on(self._network) else y
+
+    def after_growth(self, run: Run, event: GrowthEvent) -> Mapping[str, Any]:
+        """Go on to the next size."""
+        share = run.trigger.share(run.state.scheduled_stage, event.widths_after)
+        if share is not None:
+            self._own.size = self.size_at(share)
+        return {"input_size": self.size}
+
+    def finish(self, run: Run) -> None:
+        """Take the hook away."""
+        for network in (run.network, *run.copies().values()):
+            detach(network)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The size."""
+        return {"size": self.size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+        self._own.size = state["size"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What became of a batch.
+
+    Attributes:
+        before: (H, W) of its images, or (T,) of its sequences.
+        after: the same now.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Cut a tensor that has these sizes; another one is returned as it is."""
+        if len(self.before) == 1:
+            # [B, T, ...], and masks [B, 1, T, T].
+            axes = [axis for axis in ((1,) if x.dim() < 4 else (2, 3)) if x.dim() > axis]
+            for axis in axes if all(x.shape[axis] == self.before[0] for axis in axes) else ():
+                x = x.narrow(axis, 0, self.after[0])
+            return x
+        if x.dim() < 3 or tuple(x.shape[-2:]) != self.before:
+            return x
+        whole = x if x.dim() == 4 else x.unsqueeze(1)
+        if x.is_floating_point():
+            small = F.interpolate(whole, self.after, mode="bilinear", antialias=True)
+        else:
+            # Numbers of classes cannot be mixed; bytes hold any below 256, floats any below 2^24.
+            small = F.interpolate(whole.float(), self.after, mode="nearest-exact").to(x.dtype)
+        return small if x.dim() == 4 else small.squeeze(1)
+
+
+class Resizer:
+    """A forward pre-hook that resizes a network's inputs in training mode while gradients are recorded.
+
+    Passes without gradients (evaluation, probes, statistics of batch normalisation) see whole inputs.
+
+    Attributes:
+        size: pixels of the shorter side, or tokens.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._cut: Cut | None = None
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Resize."""
+        self._cut = None
+        if acts_on(module):
+            inputs, named, self._cut = resized(inputs, named, self.size)
+        return inputs, named
+
+    def targets(self, y: Tensor) -> Tensor:
+        """Targets of the batch that the network has seen last."""
+        return y if self._cut is None else self._cut.apply(y)
+
+
+def resized(
+    inputs: tuple[Any, ...], named: dict[str, Any], size: int
+) -> tuple[tuple[Any, ...], dict[str, Any], Cut | None]:
+    """A forward's inputs with images or sequences at a size, and what became of them; None: they are no larger.
+
+    Raises:
+        UserError: they are neither images nor sequences.
+    """
+    cut = _cut_of([value for value in (*inputs, *named.values()) if isinstance(value, Tensor)], size)
+    if cut is None:
+        return inputs, named, None
+    small = tuple(cut.apply(value) if isinstance(value, Tensor) else value for value in inputs)
+    by_name = {name: cut.apply(v) if isinstance(v, Tensor) else v for name, v in named.items()}
+    return small, by_name, cut
+
+
+def _cut_of(tensors: Sequence[Tensor], size: int) -> Cut | None:
+    images = [x for x in tensors if x.dim() == 4 and x.is_floating_point()]
+    sequences = [x for x in tensors if x.dim() == 2 and not x.is_floating_point()]
+    if images:
+        height, width = images[0].shape[-2:]
+        short = min(height, width)
+        after = (round(height * size / short), round(width * size / short))
+        return None if size >= short else Cut((height, width), after)
+    if sequences:
+        length = sequences[0].shape[1]
+        return None if size >= length else Cut((length,), (size,))
+    shapes = ", ".join(str(list(x.shape)) for x in tensors) or "no tensors"
+    raise UserError(
+        "resolution.sizes resizes images [B, C, H, W] and sequences [B, T] of tokens; the network's inputs are "
+        f"{shapes}."
+    )
+
+
+def acts_on(network: nn.Module) -> bool:
+    """Whether a forward pass would be one of a training step."""
+    return network.training and torch.is_grad_enabled()
+
+
+def hooks_of(network: nn.Module) -> Iterable[Resizer]:
+    """The resizers that a network has."""
+    return [hook for hook in network._forward_pre_hooks.values() if isinstance(hook, Resizer)]
+
+
+def detach(network: nn.Module) -> None:
+    """Take away what resizes a network's inputs."""
+    for key, hook in list(network._forward_pre_hooks.items()):
+        if isinstance(hook, Resizer):
+            del network._forward_pre_hooks[key]
+            network._forward_pre_hooks_with_kwargs.pop(key, None)

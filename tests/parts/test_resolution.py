@@ -1,0 +1,337 @@
+"""Training on small images and short sequences first."""
+
+import copy
+import pickle
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+import torchvision
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from growlab import Grower, Growth
+from growlab.errors import UserError
+from growlab.flops import forward_flops
+from growlab.growth.pairs import PairGrowth
+from growlab.networks import CausalTransformer, resnet20
+from growlab.parts import Resolution
+from growlab.training.stage_cost import StageCost
+from tests.parts.combined import check_resumed, check_two_ranks
+from tests.runs import SMALL, CommandLine
+
+IMAGES = torch.randn(4, 3, 16, 24, generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(11, (4, 12), generator=torch.Generator().manual_seed(0))
+STAGES = {0: 0.5, 1: 0.75, 2: 1.0}
+
+
+class Seeing(nn.Module):
+    """A network that keeps the inputs it was given last."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.seen: list[Tensor] = []
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        self.seen[:] = inputs
+        return self.network(*inputs)
+
+
+class Segmenting(nn.Sequential):
+    """Two channels of scores for each pixel."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
+
+
+def small_resnet() -> nn.Module:
+    torch.manual_seed(0)
+    return resnet20((3, 16, 24), 10, width=4)
+
+
+def small_gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return CausalTransformer(11, 12, 2, width=16, num_heads=2, head_dim=8, rotary_dim=4, hidden=24)
+
+
+def grower(network: nn.Module, example: Tensor, sizes: object, **settings: object) -> Grower:
+    return Grower(
+        network, example, method=PairGrowth(), trigger=STAGES, parts=[Resolution(sizes)], **settings
+    )
+
+
+def test_images_are_small_in_training_steps_alone() -> None:
+    growing = grower(Seeing(small_resnet()), IMAGES, [8, 12, 16])
+    network = growing.network
+    for epoch, size in enumerate((8, 12, 16)):
+        growing.step(epoch=epoch)
+        network.train()
+        network(IMAGES).sum().backward()
+        wanted = F.interpolate(IMAGES, (size, size * 3 // 2), mode="bilinear", antialias=True)
+        torch.testing.assert_close(network.seen[0], wanted if size < 16 else IMAGES, rtol=0, atol=1e-6)
+        with torch.no_grad():
+            network(IMAGES)
+        assert network.seen[0] is IMAGES
+        network.eval()(IMAGES)
+        assert network.seen[0] is IMAGES
+    assert [event["input_size"] for event in growing.events] == [12, 16]
+    assert [event["parity_error_eval"] < 1e-5 for event in growing.events] == [True, True]
+    growing.finish()
+    assert not network._forward_pre_hooks and not network._forward_pre_hooks_with_kwargs
+
+
+def test_sequences_and_their_targets_are_cut_in_training_steps_alone() -> None:
+    growing = grower(small_gpt(), TOKENS, [4, 12])
+    network = growing.network.train()
+    logits = network(TOKENS)
+    assert logits.shape == (4, 4, 11)
+    assert torch.equal(growing.targets(TOKENS), TOKENS[:, :4])
+    # As if the tokens behind had never been there.
+    torch.testing.assert_close(logits, growing.network.eval()(TOKENS[:, :4]))
+    network.train()(TOKENS)
+    # Asked for before a forward pass in evaluation, as some loops do.
+    network.eval()
+    assert torch.equal(growing.targets(TOKENS), TOKENS)
+    assert growing.network(TOKENS).shape == (4, 12, 11)
+    assert torch.equal(growing.targets(TOKENS), TOKENS)
+
+
+def test_targets_that_are_maps_of_classes_are_resized_with_the_images() -> None:
+    growing = grower(Segmenting(), IMAGES, [8, 16])
+    classes = torch.randint(255, (4, 16, 24))
+    logits = growing.network.train()(IMAGES)
+    small = growing.targets(classes)
+    assert logits.shape[-2:] == small.shape[-2:] == (8, 12) and small.dtype == torch.int64
+    # Nearest: each is the class of a pixel there.
+    assert torch.equal(
+        small, F.interpolate(classes[:, None].float(), (8, 12), mode="nearest-exact")[:, 0].long()
+    )
+    shares = growing.targets(torch.rand(4, 16, 24))
+    assert shares.shape == (4, 8, 12)
+    labels = torch.arange(4)
+    assert growing.targets(labels) is labels
+
+
+@given(
+    sizes=st.lists(st.integers(1, 64), min_size=1, max_size=6).map(sorted),
+    stages=st.integers(1, 9),
+)
+def test_sizes_are_reached_evenly_with_the_share_of_growth(sizes: list[int], stages: int) -> None:
+    part = Resolution(sizes)
+    reached = [part.size_at(stage / (stages - 1) if stages > 1 else 1.0) for stage in range(stages)]
+    assert reached == sorted(reached) and reached[-1] == sizes[-1] and set(reached) <= set(sizes)
+    if stages > 1:
+        assert reached[0] == sizes[0]
+    if stages == len(sizes):
+        assert reached == sizes
+
+
+def test_a_stage_costs_what_its_inputs_cost() -> None:
+    network, part = small_resnet(), Resolution([8, 16])
+    growing = Grower(copy.deepcopy(network), IMAGES, method=PairGrowth(), trigger={0: 1.0})
+    cost = StageCost(network, growing.full_graph, [part], IMAGES)
+    full = growing.full_graph.full_widths
+    assert cost(full) == cost(full, 1.0) == forward_flops(network, IMAGES[:1])
+    assert cost(full, 0.0) == forward_flops(network, F.interpolate(IMAGES[:1], (8, 12)))
+
+
+def test_a_reference_is_of_whole_inputs_also_where_training_never_sees_them() -> None:
+    network = small_resnet()
+    graph = Grower(copy.deepcopy(network), IMAGES, method=PairGrowth(), trigger={0: 1.0}).full_graph
+    cost = StageCost(network, graph, [Resolution(8)], IMAGES)
+    assert cost(graph.full_widths) == forward_flops(network, IMAGES[:1]) > 3 * cost(graph.full_widths, 1.0)
+
+
+def test_a_loop_resumes_at_the_size_of_its_checkpoint() -> None:
+    growing = grower(small_resnet(), IMAGES, [8, 12, 16])
+    growing.step(epoch=1)
+    saved, tensors = growing.state_dict(), growing.network.state_dict()
+    other = grower(small_resnet(), IMAGES, [8, 12, 16])
+    other.load_state_dict(pickle.loads(pickle.dumps(saved)))
+    other.network.load_state_dict(tensors)
+    assert other.parts[0].size == growing.parts[0].size == 12
+    assert torch.equal(other.network.train()(IMAGES), growing.network.train()(IMAGES))
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_a_compiled_network_sees_the_same_sizes(itself: bool) -> None:
+    torch.compiler.reset()
+    eager = grower(Seeing(small_resnet()), IMAGES, [8, 12, 16])
+    plain = Seeing(small_resnet())
+    if itself:
+        plain.compile(backend="eager")
+        compiled: nn.Module = plain
+    else:
+        compiled = torch.compile(plain, backend="eager")
+    growing = grower(compiled, IMAGES, [8, 12, 16])
+    for epoch in range(3):
+        for each in (eager, growing):
+            each.step(epoch=epoch)
+        assert torch.equal(compiled.train()(IMAGES), eager.network.train()(IMAGES))
+        assert torch.equal(growing.targets(IMAGES), eager.targets(IMAGES))
+    torch.compiler.reset()
+
+
+def test_a_network_with_its_hook_can_be_copied_and_pickled() -> None:
+    growing = grower(small_gpt(), TOKENS, [4, 12])
+    copied = copy.deepcopy(growing.network)
+    for again in (copied, pickle.loads(pickle.dumps(copied))):
+        assert torch.equal(again.train()(TOKENS), growing.network.train()(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("network", "example", "sizes", "message"),
+    [
+        (
+            lambda: torchvision.models.VisionTransformer(32, 8, 1, 2, 16, 32, num_classes=3),
+            torch.randn(2, 3, 32, 32),
+            [16, 32],
+            "does not take inputs of size 16 (Wrong image height! Expected 32 but got 16!)",
+        ),
+        (small_resnet, IMAGES, [16, 32], "[16, 32] changes nothing: the inputs are no larger"),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)),
+            torch.randn(2, 4),
+            [2],
+            "are [2, 4]",
+        ),
+    ],
+)
+def test_what_cannot_be_resized_is_refused(network, example, sizes, message) -> None:
+    with pytest.raises(UserError) as refused:
+        grower(network(), example, sizes)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("sizes", [[], [16, 8], [0, 4], [1.5], "16", True, [8, True]])
+def test_sizes_that_are_none_are_refused(sizes: object) -> None:
+    with pytest.raises(UserError, match=r"resolution\.sizes="):
+        Resolution(sizes)
+
+
+def test_a_vision_transformer_that_interpolates_positions_trains_at_the_sizes() -> None:
+    timm = pytest.importorskip("timm")
+    network = timm.models.VisionTransformer(32, 8, embed_dim=16, depth=1, num_heads=2, dynamic_img_size=True)
+    x = torch.randn(2, 3, 32, 32)
+    growing = grower(network, x, [16, 32])
+    small = F.interpolate(x, 16, mode="bilinear", antialias=True)
+    torch.testing.assert_close(growing.network.train()(x), growing.network.eval()(small))
+
+
+def test_models_of_transformers_get_labels_and_masks_cut_with_their_inputs() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 11,
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 16,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
+    config = transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    growing = grower(transformers.GPT2LMHeadModel(config), TOKENS, [5, 12])
+    mask = (torch.arange(12) < torch.tensor([[3], [12], [12], [4]])).long()
+    given = {"labels": TOKENS, "attention_mask": mask, "input_ids": TOKENS}
+    cut = {name: value[:, :5] for name, value in given.items()}
+    torch.testing.assert_close(growing.network.train()(**given).loss, growing.network.eval()(**cut).loss)
+
+
+class Model(lightning.LightningModule):
+    """Anyone's module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network, self.sizes = Seeing(small_resnet()), list[int]()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        loss = F.cross_entropy(self.network(batch[0]), batch[1])
+        self.sizes.append(self.network.seen[0].shape[2])
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def test_any_lightning_module_trains_at_the_sizes(tmp_path: Path) -> None:
+    module, labels = Model(), torch.arange(4)
+    growth = Growth("network", method=PairGrowth(), trigger=STAGES, parts=[Resolution([8, 12, 16])])
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = lightning.Trainer(
+        max_epochs=3, callbacks=[growth], accelerator="cpu", default_root_dir=tmp_path, **quiet
+    )
+    trainer.fit(module, DataLoader(list(zip(IMAGES, labels, strict=True)), batch_size=4))
+    assert module.sizes == [8, 12, 16]
+
+
+RUNS = {
+    "images, blocks, averages": (*SMALL, "model.width=4", "depth.blocks=auto", "ema.decay=0.9"),
+    "images alone, in a budget, on a clock of cost": (
+        *(
+            "data.limit_train=96",
+            "data.limit_test=20",
+            "data.batch_size=16",
+            "data.epoch_parts=3",
+            "model.width=4",
+        ),
+        *(
+            "method=grown_resolution",
+            "schedule.budget=3",
+            "schedule.num_stages=3",
+            "schedule.epoch_growth_rate=0",
+        ),
+        *("schedule.initial_fraction=0.3", "schedule.learning_rate.clock=cost"),
+    ),
+    "sequences": (
+        *("experiment=gpt_char", "data.context=8", "data.limit_characters=900", "data.batch_size=8"),
+        *(
+            "model.num_layers=1",
+            "model.width=16",
+            "model.num_heads=2",
+            "model.head_dim=8",
+            "model.rotary_dim=4",
+        ),
+        *(
+            "model.hidden=16",
+            "schedule.total_epochs=6",
+            "schedule.num_stages=3",
+            "schedule.initial_width=0.5",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_resumes_bit_for_bit(cli: CommandLine, tmp_path: Path, name: str) -> None:
+    run = check_resumed(cli, tmp_path, (*RUNS[name], "resolution.sizes=[4,6,8]"))
+    assert [event["input_size"] for event in run.growth["events"]] == [6, 8]
+    flops = [stage["flops_per_sample"] for stage in run.results["stages"]]
+    assert flops[0] < flops[1] < flops[2]
+
+
+def test_two_ranks_hold_the_same(cli: CommandLine, tmp_path: Path) -> None:
+    run = check_two_ranks(cli, tmp_path, (*RUNS["images, blocks, averages"], "resolution.sizes=[4,6,8]"))
+    assert [event["input_size"] for event in run.growth["events"]] == [6, 8]
+
+
+def test_a_run_is_told_what_cannot_be(cli: CommandLine, tmp_path: Path) -> None:
+    isotropic = (
+        "growth=isotropic",
+        "lr_adapt=none",
+        "model=isotropic_cnn",
+        "schedule.epochs=null",
+        "schedule.widths=null",
+    )
+    for settings, message in (
+        (("resolution.sizes=[8,4]",), "must be whole numbers of pixels or tokens in ascending order"),
+        (("resolution.sizes=[4,8]", "model=mlp8"), "the network does not take inputs of size 4"),
+        (("resolution.sizes=[6,8]", *isotropic), "needs a trigger that knows how far growth has come"),
+    ):
+        outcome = cli(*SMALL, *settings, "hydra.run.dir=run", cwd=tmp_path)
+        assert outcome.code == 2 and message in outcome.err and "Traceback" not in outcome.err
