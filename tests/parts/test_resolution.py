@@ -21,6 +21,7 @@ from growlab.growth.pairs import PairGrowth
 from growlab.networks import CausalTransformer, resnet20
 from growlab.parts import Resolution
 from growlab.training.stage_cost import StageCost
+from growlab.triggers import Decided
 from tests.parts.combined import check_resumed, check_two_ranks
 from tests.runs import SMALL, CommandLine
 
@@ -208,6 +209,13 @@ def test_what_cannot_be_resized_is_refused(network, example, sizes, message) -> 
     assert message in str(refused.value)
 
 
+def test_several_sizes_need_a_trigger_that_knows_how_far_growth_has_come() -> None:
+    settings = {"method": PairGrowth(), "trigger": Decided()}
+    with pytest.raises(UserError, match="needs a trigger that knows how far growth has come"):
+        Grower(small_resnet(), IMAGES, **settings, parts=[Resolution([8, 16])])
+    assert Grower(small_resnet(), IMAGES, **settings, parts=[Resolution([8])]).parts[0].size == 8
+
+
 @pytest.mark.parametrize("sizes", [[], [16, 8], [0, 4], [1.5], "16", True, [8, True]])
 def test_sizes_that_are_none_are_refused(sizes: object) -> None:
     with pytest.raises(UserError, match=r"resolution\.sizes="):
@@ -321,17 +329,9 @@ def test_two_ranks_hold_the_same(cli: CommandLine, tmp_path: Path) -> None:
 
 
 def test_a_run_is_told_what_cannot_be(cli: CommandLine, tmp_path: Path) -> None:
-    isotropic = (
-        "growth=isotropic",
-        "lr_adapt=none",
-        "model=isotropic_cnn",
-        "schedule.epochs=null",
-        "schedule.widths=null",
-    )
     for settings, message in (
         (("resolution.sizes=[8,4]",), "must be whole numbers of pixels or tokens in ascending order"),
         (("resolution.sizes=[4,8]", "model=mlp8"), "the network does not take inputs of size 4"),
-        (("resolution.sizes=[6,8]", *isotropic), "needs a trigger that knows how far growth has come"),
     ):
         outcome = cli(*SMALL, *settings, "hydra.run.dir=run", cwd=tmp_path)
         assert outcome.code == 2 and message in outcome.err and "Traceback" not in outcome.err
