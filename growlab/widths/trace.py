@@ -118,17 +118,14 @@ def _exported(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.Exporte
 @contextmanager
 def _without_caches(model: nn.Module) -> Iterator[None]:
     """Let models of transformers not put out their keys and values, objects that torch.export does not know."""
-    configs = {
-        id(c): c
-        for m in model.modules()
-        if getattr(c := getattr(m, "config", None), "use_cache", False) is True
-    }
-    for config in configs.values():
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    caching: dict[int, Any] = {id(c): c for c in configs if getattr(c, "use_cache", False) is True}
+    for config in caching.values():
         config.use_cache = False
     try:
         yield
     finally:
-        for config in configs.values():
+        for config in caching.values():
             config.use_cache = True
 
 
