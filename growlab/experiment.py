@@ -159,7 +159,7 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
         results = results_row(cfg, plan, task, recorder, trainer.world_size, trainer.num_nodes)
         recorder.on_result(trainer, results)
         if trainer.is_global_zero:
-            _save(run_dir, weights, task, results)
+            _save(run_dir, weights, task, results, data)
         records.publish(trainer, run_dir)
     if trainer.is_global_zero:
         print_results(results, run_dir)
@@ -189,13 +189,29 @@ def _carried_out(plan: Plan, planned: Planned, task: Task, recorder: RunRecorder
     return replace(plan, auxiliary_flops=grower.auxiliary_flops)
 
 
-def _save(run_dir: Path, weights: dict[str, nn.Module], task: Task, results: dict[str, Any]) -> None:
+def _save(
+    run_dir: Path, weights: dict[str, nn.Module], task: Task, results: dict[str, Any], data: ImageData
+) -> None:
     for name, network in weights.items():
         save(run_dir / name, {key: t.detach().cpu() for key, t in network.state_dict().items()})
+    if hasattr(task.network, "save_pretrained"):
+        _save_pretrained(run_dir / "pretrained", task.network, data)
     for name, content in task.objective.exports(task.network).items():
         (write_text if isinstance(content, str) else save)(run_dir / name, content)
     write_json(run_dir / "results.json", results)
     write_run_report(run_dir)
+
+
+def _save_pretrained(folder: Path, network: Any, data: ImageData) -> None:
+    """The network in its own library's format, with the tokenizer if there is one."""
+    try:
+        network.save_pretrained(folder)
+    except UserError as error:
+        # Everything else of the run is there.
+        print(f"{folder.name}/ is not written: {error}", file=sys.stderr)
+        return
+    if hasattr(data, "copy_tokenizer"):
+        data.copy_tokenizer(folder)
 
 
 def _task(cfg: DictConfig, data: ImageData, planned: Planned, run_id: str) -> Task:

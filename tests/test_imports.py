@@ -58,6 +58,7 @@ RULES = {
     "survey": rule("networks widths growth parts analysis flops", packages="torch"),
     "widen": rule("widths growth survey library", packages="torch"),
     "widen.__main__": rule("widen", packages=""),
+    "language_models": rule("survey widen", packages="torch"),
     "analysis.__main__": rule("analysis"),
     "reproduce": rule("analysis configuration"),
     "reproduce.__main__": rule("analysis reproduce"),

@@ -91,7 +91,8 @@ class TokenData(WindowData):
             for name, part in store.parts.items()
         )
         left = {"files without text": store.skipped, "empty or repeated documents": store.dropped}
-        more = "".join(f"; left out: {number:,} {what}" for what, number in left.items() if number)
+        told = " and ".join(f"{number:,} {what}" for what, number in left.items() if number)
+        more = f"; left out: {told}" if told else ""
         return (
             f"{self.path}: split by {store.split}: {sizes}; {self.vocabulary_size:,} tokens are known{more}"
         )

@@ -137,6 +137,21 @@ def small_model(model_type: str) -> tuple[nn.Module, tuple[Any, ...]]:
     Raises:
         UserError: transformers is not installed, does not know the type, or cannot make it small.
     """
+    auto = automatic_classes(model_type)
+    config = small_config(auto.CONFIG_MAPPING[model_type], model_type)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        network = _class_of(auto, model_type, type(config))._from_config(config)
+    inputs = inputs_of(network)
+    return FirstOutput(network, list(inputs)), tuple(inputs.values())
+
+
+def automatic_classes(model_type: str) -> Any:
+    """`transformers.models.auto`, which maps a model type to its classes.
+
+    Raises:
+        UserError: transformers is not installed, or does not know the type.
+    """
     try:
         auto = importlib.import_module("transformers.models.auto")
     except ImportError as error:
@@ -147,12 +162,7 @@ def small_model(model_type: str) -> tuple[nn.Module, tuple[Any, ...]]:
             f"transformers has no model type {model_type!r}"
             + (f"; near it are {', '.join(near)}." if near else ".")
         )
-    config = small_config(auto.CONFIG_MAPPING[model_type], model_type)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        network = _class_of(auto, model_type, type(config))._from_config(config)
-    inputs = inputs_of(network)
-    return FirstOutput(network, list(inputs)), tuple(inputs.values())
+    return auto
 
 
 class FirstOutput(nn.Module):

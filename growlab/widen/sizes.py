@@ -10,8 +10,8 @@ from growlab.errors import UserError
 
 #: What can become wider: the residual stream, the number of heads, the hidden layers of MLPs.
 PARTS = ("stream", "heads", "mlp")
-# The names that configurations give these sizes.
-_NAMES: Mapping[str, Collection[str]] = {
+#: The names that configurations give these sizes.
+NAMES: Mapping[str, Collection[str]] = {
     "stream": ("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim"),
     "heads": (
         *("num_attention_heads", "n_head", "n_heads", "num_heads"),
@@ -22,7 +22,8 @@ _NAMES: Mapping[str, Collection[str]] = {
         *("encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size"),
     ),
 }
-_LAYERS = (
+#: And the number of layers.
+LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
     *("encoder_layers", "decoder_layers"),
 )
@@ -51,7 +52,7 @@ def widened(config: Any, width: float, parts: Collection[str]) -> Any:
     target = copy.deepcopy(config)
     if width == 1:
         return target
-    before = {name: size for part in parts for name, size in sizes(config, _NAMES[part]).items()}
+    before = {name: size for part in parts for name, size in sizes(config, NAMES[part]).items()}
     if not before:
         raise UserError(
             f"the configuration of {config.model_type} has no size of {', '.join(parts)} to widen."
@@ -81,7 +82,7 @@ def _times(known: Mapping[str, int], by: float, kind: str) -> dict[str, int]:
 
 def _keep_head_dimension(config: Any, target: Any, parts: Collection[str]) -> None:
     known = config.to_dict()
-    heads, stream = sizes(config, _NAMES["heads"][:6]), sizes(config, _NAMES["stream"])
+    heads, stream = sizes(config, NAMES["heads"][:6]), sizes(config, NAMES["stream"])
     for name in _HEAD_DIMENSIONS:
         if name in known:
             if known[name] is None and heads and stream:
@@ -108,7 +109,7 @@ def deepened(config: Any, depth: float) -> Any:
     if depth < 1:
         raise UserError(f"--depth {depth:g} would take layers away; it must be 1 or more.")
     target = copy.deepcopy(config)
-    before = sizes(config, _LAYERS)
+    before = sizes(config, LAYERS)
     if not before:
         raise UserError(f"the configuration of {config.model_type} has no number of layers.")
     after = _times(before, depth, "depths")
@@ -129,6 +130,6 @@ def sources(before: int, after: int) -> list[int]:
 
 def changed(config: Any, target: Any) -> Iterator[tuple[str, int, int]]:
     """Names, old and new numbers of the sizes in which two configurations differ."""
-    names = [*(name for part in PARTS for name in _NAMES[part]), *_LAYERS]
+    names = [*(name for part in PARTS for name in NAMES[part]), *LAYERS]
     before, after = sizes(config, names), sizes(target, names)
     yield from ((name, size, after[name]) for name, size in before.items() if after.get(name) != size)

@@ -238,7 +238,7 @@ def test_a_document_that_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
     found = everything(made)
     assert sorted(found) == sorted({document(number) for number in range(15)})
     assert (made.store.dropped, made.store.skipped) == (16, 1)
-    assert "1 files without text; left out: 16 empty or repeated" in made.describe()
+    assert "left out: 1 files without text and 16 empty or repeated" in made.describe()
 
 
 def test_two_at_once_make_it_once(folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

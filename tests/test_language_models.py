@@ -1,0 +1,275 @@
+"""Language models of transformers: made from sizes, grown in runs, and saved so that `from_pretrained` loads them."""
+
+import json
+import random
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from growlab.errors import UserError
+from growlab.grower import Grower
+from growlab.growth import PairGrowth
+from growlab.language_models import CausalModel, plain_model
+from growlab.parts.depth import Depth
+from tests.runs import CommandLine, Left, table
+
+transformers = pytest.importorskip("transformers")
+SIGKILL = int(signal.SIGKILL)
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_key_value_heads": 2}
+
+
+def model(type: str = "llama", **settings) -> CausalModel:
+    torch.manual_seed(0)
+    return CausalModel(
+        **{"vocabulary_size": 61, "context": 12, "type": type, "end_of_text": 0, **TINY, **settings}
+    )
+
+
+@pytest.mark.parametrize(
+    ("type", "settings"),
+    [
+        ("llama", {"config": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}}),
+        ("qwen3", {}),
+        ("mistral", {"num_key_value_heads": None}),
+        ("gemma2", {}),
+        ("gpt2", {"num_key_value_heads": None, "config": {"resid_pdrop": 0.0}}),
+        ("gpt_neox", {"num_key_value_heads": None, "intermediate_size": None}),
+        ("bloom", {"num_key_value_heads": None, "intermediate_size": None}),
+        ("bert", {"num_key_value_heads": None}),
+    ],
+)
+def test_a_model_has_the_sizes_asked_for_and_sees_no_later_token(type: str, settings: dict) -> None:
+    network = model(type, **settings).eval()
+    config = network.network.config
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (32, 3, 4)
+    assert config.vocab_size == 61 and config.eos_token_id == 0
+    if settings.get("intermediate_size", 48) and type != "gpt2":
+        assert config.intermediate_size == 48
+    for name, value in settings.get("config", {}).items():
+        assert getattr(config, name) == value
+    tokens = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(1))
+    later = tokens.clone()
+    later[:, 6:] = (later[:, 6:] + 7) % 61
+    with torch.no_grad():
+        one, two = network(tokens), network(later)
+    assert one.shape == (2, 12, 61)
+    torch.testing.assert_close(one[:, :6], two[:, :6])
+    assert not torch.equal(one[:, 6:], two[:, 6:])
+
+
+def test_attention_is_torchs() -> None:
+    assert model().network.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("type", "settings", "told"),
+    [
+        ("llamma", {}, "no model type 'llamma'; near it are llama"),
+        ("vit", {}, "model.type=vit is no causal language model"),
+        (
+            "llama",
+            {"hidden_size": 30},
+            "model.hidden_size=30 does not divide among model.num_attention_heads=4",
+        ),
+        ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4 are not a multiple of .*_heads=3"),
+        ("llama", {"num_hidden_layers": 0}, "sizes of a model must be at least 1"),
+        ("llama", {"config": {"rope_tetha": 1.0}}, "llama has no entry rope_tetha"),
+        (
+            "llama",
+            {"config": {"hiden_act": "relu"}},
+            "llama has no entry hiden_act; did you mean hidden_act?",
+        ),
+        ("llama", {"config": {"hidden_act": "relux"}}, "transformers makes no llama of these sizes: "),
+        ("bloom", {}, "bloom has no intermediate_size to choose: set model.intermediate_size=null"),
+        ("gptj", {"num_key_value_heads": None}, "gptj of these sizes cannot be called: .* with model.config"),
+    ],
+)
+def test_what_cannot_be_made_is_told_in_a_sentence(type: str, settings: dict, told: str) -> None:
+    with pytest.raises(UserError, match=told) as error:
+        model(type, **settings)
+    assert str(error.value).count("\n") == 0
+
+
+def test_transformers_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.models.auto", None)
+    with pytest.raises(UserError, match="transformers is not installed: pip install"):
+        model()
+
+
+@pytest.mark.parametrize("type", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("last", [1, 0], ids=["grown", "smaller"])
+def test_what_was_grown_is_loaded_by_from_pretrained_and_generates_alike(
+    type: str, last: int, tmp_path: Path
+) -> None:
+    """At full size, and at the size of the seed: half of the width, and without the blocks that never came in."""
+    network = model(type, num_key_value_heads=None if type == "gpt2" else 2, num_hidden_layers=4).double()
+    tokens = torch.randint(61, (3, 12), generator=torch.Generator().manual_seed(1))
+    grower = Grower(
+        network, tokens, method=PairGrowth(), trigger={0: 0.5, 1: 1.0}, parts=[Depth("auto")], seed=0
+    )
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    for epoch in range(last + 1):
+        grower.step(epoch=epoch)
+    if last:
+        grower.anneal(1.0)
+        grower.finish()
+    else:
+        network.eval()
+    network.save_pretrained(tmp_path / "saved")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, network.eval()(tokens), rtol=1e-10, atol=1e-10)
+    full = network.network.config
+    expected = (full.hidden_size, 4) if last else (16, loaded.config.num_hidden_layers)
+    assert (loaded.config.hidden_size, loaded.config.num_hidden_layers) == expected
+    assert loaded.config.num_hidden_layers == 4 or not last
+    prompt = tokens[:1, :4]
+    written = prompt
+    with torch.no_grad():
+        for _ in range(6):
+            written = torch.cat([written, network(written)[:, -1:].argmax(-1)], 1)
+    generated = loaded.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    assert generated.tolist() == written.tolist()
+
+
+def test_layers_that_differ_are_of_no_configuration() -> None:
+    network = model()
+    layer = network.network.model.layers[0].mlp
+    layer.gate_proj, layer.up_proj = (torch.nn.Linear(32, 40, bias=False) for _ in range(2))
+    layer.down_proj = torch.nn.Linear(40, 32, bias=False)
+    with pytest.raises(UserError, match="no configuration of llama gives what the network has ended as"):
+        plain_model(network)
+
+
+# Runs ----------------------------------------------------------------------------------------------------
+
+WORDS = ("growing", "networks", "from", "small", "seeds", "keeps", "what", "they", "compute", "exactly")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(30):
+        words = random.Random(number).choices(WORDS, k=60)
+        (folder / f"{number}.txt").write_text(" ".join(words) + ".\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(text: Path) -> tuple[str, ...]:
+    """15 steps in 3 epochs of a part of a pass each, grown in width and depth at once."""
+    return (
+        *(
+            "model=transformers",
+            "data=tokens",
+            "objective=tokens",
+            f"data.path={text}",
+            "data.vocab_size=280",
+        ),
+        *("data.context=16", "data.batch_size=8", "data.epoch_parts=12", "trainer=cpu", "probe_size=4"),
+        *("model.hidden_size=16", "model.intermediate_size=24", "model.num_key_value_heads=2"),
+        *("growth=pairs", "lr_adapt=none", "optimizer=adamw", "optimizer.lr=0.01", "depth.blocks=auto"),
+        *("schedule.epochs=[1,2]", "schedule.widths=[0.5,1]", "norm_anneal=0.9", "gain=1.0"),
+    )
+
+
+def test_a_run_leaves_a_folder_that_transformers_loads(
+    uninterrupted: Callable[..., Left], cli: CommandLine, llama: tuple[str, ...], text: Path, tmp_path: Path
+) -> None:
+    outcome = cli(*llama, "hydra.run.dir=run", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert f"{text}: split by documents: train " in outcome.err
+    left = Left.by(tmp_path / "run")
+    assert left.results["metric"] == {"name": "bits_per_byte", "higher_is_better": False}
+    assert 0 < left.results["test_bits_per_byte"] < 8
+    (event,) = left.growth["events"]
+    assert event["parity_error_eval"] < 1e-5
+    folder = tmp_path / "run" / "pretrained"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokens = tokenizer("growing networks keeps what they compute", return_tensors="pt").input_ids
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 2}
+    made = CausalModel(len(tokenizer), 16, "llama", tokenizer.eos_token_id, **sizes).eval()
+    made.load_state_dict(left.weights, strict=True)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, made(tokens))
+    assert tokenizer.decode(tokens[0]) == "growing networks keeps what they compute"
+    one, two = (
+        m.generate(tokens[:, :4], max_new_tokens=8, do_sample=False).tolist() for m in (loaded, made.network)
+    )
+    assert one == two
+
+
+def test_killed_inside_epochs_it_ends_with_the_same_bits(
+    cli: CommandLine, uninterrupted: Callable[..., Left], llama: tuple[str, ...], tmp_path: Path
+) -> None:
+    command = (*llama, "ema.decay=0.9")
+    for number, step in enumerate((2, 5)):
+        outcome = cli(
+            *(*command, "hydra.run.dir=run", "checkpoint.every_n_steps=1"),
+            *["ckpt_path=last"] * (number > 0),
+            cwd=tmp_path,
+            fault=("at_step", step, SIGKILL),
+        )
+        assert outcome.code == -SIGKILL, outcome.err
+    outcome = cli(*command, "hydra.run.dir=run", "checkpoint.every_n_steps=1", "ckpt_path=last", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert Left.by(tmp_path / "run").differences(uninterrupted(*command)) == []
+
+
+def test_two_processes_compute_what_one_does(
+    cli: CommandLine, llama: tuple[str, ...], tmp_path: Path
+) -> None:
+    rows = []
+    for folder, trainer in (("one", "cpu"), ("two", "ddp_cpu")):
+        outcome = cli(
+            *(*llama, "trainer.precision=64-true", f"trainer={trainer}", f"hydra.run.dir={folder}"),
+            cwd=tmp_path,
+        )
+        assert outcome.code == 0, outcome.err
+        rows.append(table(tmp_path / folder / "metrics.csv"))
+    for one, two in zip(*rows, strict=True):
+        for name in ("train_bits_per_byte", "val_bits_per_byte"):
+            assert float(two[name]) == pytest.approx(float(one[name]), rel=1e-6)
+    results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")]
+    assert results[1]["test_bits_per_byte"] == pytest.approx(results[0]["test_bits_per_byte"], rel=1e-6)
+
+
+def test_half_precision_and_accumulation(
+    cli: CommandLine, uninterrupted: Callable[..., Left], llama: tuple[str, ...], tmp_path: Path
+) -> None:
+    more = ("trainer.precision=bf16-mixed", "trainer.accumulate_grad_batches=2", "hydra.run.dir=run")
+    outcome = cli(*llama, *more, cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    left = Left.by(tmp_path / "run")
+    # A step takes two batches, the last one of an epoch one where their number is odd.
+    whole = uninterrupted(*llama).checkpoint["global_step"]
+    assert whole / 2 <= left.checkpoint["global_step"] <= whole / 2 + 3 / 2
+    assert float(left.metrics[-1]["val_loss"]) < float(left.metrics[0]["val_loss"])
+    assert (tmp_path / "run" / "pretrained" / "model.safetensors").exists()
+
+
+def test_data_that_do_not_fit_are_told(cli: CommandLine, llama: tuple[str, ...], tmp_path: Path) -> None:
+    for arguments, told in (
+        (
+            ("model=transformers",),
+            "does not take image_shape and num_classes, which the data give: images go with",
+        ),
+        (
+            (*llama, "objective=classification"),
+            "tokens go with objective=tokens and model=transformers or model=gpt",
+        ),
+        (("data=tokens", "objective=tokens"), "data.path is not set"),
+        ((*llama, "model.config.hiden_act=relu"), "hiden_act"),
+        ((*llama, "model.type=vit"), "is no causal language model"),
+        ((*llama, "model.hidden_size=18"), "does not divide among"),
+    ):
+        outcome = cli(*arguments, cwd=tmp_path)
+        assert outcome.code == 2, outcome.err
+        assert told in outcome.err and "Traceback" not in outcome.err, outcome.err
