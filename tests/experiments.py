@@ -22,7 +22,16 @@ _NARROWER = {
 }
 # A pass over the few images here has fewer batches than parts.
 _NARROWER["testbed_cifar10"] = ("schedule.budget=null", "data.epoch_parts=1")
-_OTHER_DATA = {"gpt_char": ("data.limit_characters=4000", "data.eval_batch_size=4")}
+_NARROWER["llama_text"] = _NARROWER["testbed_cifar10"]
+_OTHER_DATA = {
+    "gpt_char": ("data.limit_characters=4000", "data.eval_batch_size=4"),
+    "llama_text": (
+        f"data.path={ROOT / 'conf'}",
+        "data.suffixes=[.yaml]",
+        "data.context=16",
+        "data.vocab_size=300",
+    ),
+}
 
 
 def write_fake_images(root: Path) -> Path:

@@ -163,19 +163,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llama(text: Path) -> tuple[str, ...]:
-    """15 steps in 3 epochs of a part of a pass each, grown in width and depth at once."""
+    """A few steps in 3 epochs of a part of a pass each, grown in width and depth at once; the rate follows the cost."""
     return (
         *(
-            "model=transformers",
-            "data=tokens",
-            "objective=tokens",
+            "experiment=llama_text",
             f"data.path={text}",
             "data.vocab_size=280",
+            "data.validation_fraction=0.05",
         ),
-        *("data.context=16", "data.batch_size=8", "data.epoch_parts=12", "trainer=cpu", "probe_size=4"),
+        *("data.context=16", "data.batch_size=8", "data.epoch_parts=12", "data.test_fraction=0.05"),
         *("model.hidden_size=16", "model.intermediate_size=24", "model.num_key_value_heads=2"),
-        *("growth=pairs", "lr_adapt=none", "optimizer=adamw", "optimizer.lr=0.01", "depth.blocks=auto"),
-        *("schedule.epochs=[1,2]", "schedule.widths=[0.5,1]", "norm_anneal=0.9", "gain=1.0"),
+        *("model.num_hidden_layers=3", "optimizer.lr=0.01", "schedule.budget=null", "trainer=cpu"),
+        *("schedule.epochs=[1,2]", "schedule.widths=[0.5,1]", "norm_anneal=0.9"),
     )
 
 
@@ -194,8 +193,9 @@ def test_a_run_leaves_a_folder_that_transformers_loads(
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokens = tokenizer("growing networks keeps what they compute", return_tensors="pt").input_ids
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 2}
-    made = CausalModel(len(tokenizer), 16, "llama", tokenizer.eos_token_id, **sizes).eval()
+    sizes = {**TINY, "hidden_size": 16, "intermediate_size": 24}
+    tied = {"tie_word_embeddings": True}
+    made = CausalModel(len(tokenizer), 16, "llama", tokenizer.eos_token_id, tied, **sizes).eval()
     made.load_state_dict(left.weights, strict=True)
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, made(tokens))
