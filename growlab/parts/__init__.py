@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from growlab.parts.classes import Classes
     from growlab.parts.depth import Depth
     from growlab.parts.hypernets import Hyperfan
-    from growlab.parts.isotropic import Isotropic, IsotropicLayers
+    from growlab.parts.isotropic import GainWeights, Isotropic, IsotropicLayers
     from growlab.parts.osgd import OldGradient
     from growlab.parts.resolution import Resolution
 
@@ -20,6 +20,7 @@ __all__ = [
     "Averages",
     "Classes",
     "Depth",
+    "GainWeights",
     "Hyperfan",
     "Isotropic",
     "IsotropicLayers",
@@ -34,6 +35,7 @@ _HOMES = {
     "Averages": "averages",
     "Classes": "classes",
     "Depth": "depth",
+    "GainWeights": "isotropic",
     "Hyperfan": "hypernets",
     "Isotropic": "isotropic",
     "IsotropicLayers": "isotropic",

@@ -12,7 +12,7 @@ from growlab.widths.layout import Axis, Part, Role
 from growlab.widths.places import module_of, written_sizes
 from growlab.widths.program import canonical_names
 from growlab.widths.rules.registry import Value
-from growlab.widths.rules.rotation import GAIN_CHANNEL, LENGTH
+from growlab.widths.rules.rotation import GAIN_CHANNEL, LENGTHS
 
 
 def layer_name(weight: str) -> str:
@@ -188,10 +188,10 @@ class Findings:
         return tuple(found.values())
 
     def _radius(self, module: str, axis: Runs, names: Mapping[int, str]) -> Radius:
-        length = f"{module}.{LENGTH}" if module else LENGTH
-        known = self._parameters.get(length)
+        names_of_length = (f"{module}.{name}" if module else name for name in LENGTHS)
+        length = next((name for name in names_of_length if self._parameters.get(name) == []), None)
         has_gain = bool(getattr(self._model.get_submodule(module), GAIN_CHANNEL, False))
-        return Radius(module, self._groups_on(axis, names), length if known == [] else None, has_gain)
+        return Radius(module, self._groups_on(axis, names), length, has_gain)
 
     def _groups_on(self, axis: Runs, names: Mapping[int, str]) -> tuple[str, ...]:
         atoms = (run.atom for run in self.atoms.resolve(axis))

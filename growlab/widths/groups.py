@@ -136,8 +136,8 @@ class Radius:
     Attributes:
         name: path of the module that takes it.
         groups: the groups whose channels it runs over.
-        length: name of the parameter that holds ln o, where the module adds an intrinsic length o to the square
-            of the norm; or None.
+        length: name of the parameter that holds ln o (`log_length`) or o (`length`), where the module adds an
+            intrinsic length o to the square of the norm; or None.
         gain_channel: whether the module puts out what it multiplies vectors by as one more channel, behind them.
     """
 

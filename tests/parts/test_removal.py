@@ -68,7 +68,7 @@ PARTS = {
     "arriving classes": Files(("parts/classes.py",), (), ("parts/test_classes*.py", *TOGETHER)),
     "isotropic layers": Files(
         ("parts/isotropic", "studies/isotropic*.py"),
-        ("parts/isotropic.yaml", "*/isotropic*.yaml"),
+        ("parts/isotropic.yaml", "parts/gain_weights.yaml", "*/isotropic*.yaml"),
         ("parts/isotropic", "studies/test_isotropic*.py"),
     ),
     "hypernetworks": Files(

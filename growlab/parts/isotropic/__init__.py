@@ -1,8 +1,10 @@
 """Isotropic layers, which find their widths while they train: neurons come and go by singular values (G. Bird)."""
 
-from growlab.parts.isotropic.activations import Blend, ChiNorm, IsotropicActivation
+from growlab.parts.isotropic.activations import Blend, ChiNorm, IntrinsicLength, IsotropicActivation
 from growlab.parts.isotropic.choices import Choices
 from growlab.parts.isotropic.deepen import deepen
+from growlab.parts.isotropic.gain_weights import GainWeights
+from growlab.parts.isotropic.inputs import change_inputs
 from growlab.parts.isotropic.method import Isotropic
 from growlab.parts.isotropic.networks import (
     IsotropicCNN,
@@ -12,6 +14,7 @@ from growlab.parts.isotropic.networks import (
     isotropic_mlp,
     isotropic_nested,
     nested,
+    orthogonal_weights,
 )
 from growlab.parts.isotropic.part import IsotropicLayers
 from growlab.parts.isotropic.resize import change_width
@@ -23,12 +26,15 @@ __all__ = [
     "ChiNorm",
     "Choices",
     "Diagonal",
+    "GainWeights",
+    "IntrinsicLength",
     "Isotropic",
     "IsotropicActivation",
     "IsotropicCNN",
     "IsotropicLayers",
     "IsotropicMLP",
     "NestedNetwork",
+    "change_inputs",
     "change_width",
     "deepen",
     "densify",
@@ -38,6 +44,7 @@ __all__ = [
     "isotropic_mlp",
     "isotropic_nested",
     "nested",
+    "orthogonal_weights",
     "sparsify",
     "spectra",
 ]

@@ -6,6 +6,8 @@ x is [B, n] or [B, n, H, W], where the vector at each position stands for itself
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -69,41 +71,86 @@ GAINS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@dataclass(frozen=True)
+class IntrinsicLength:
+    """The intrinsic length o of an activation (Eq. 29).
+
+    Attributes:
+        start: o at the beginning.
+        kind: "trained" as ln o, so that it stays above 0; "constant": only growth and pruning change it; "signed":
+            trained as it is, and may become negative, where the norm is sqrt(| ||x||^2 + o |).
+
+    Raises:
+        ValueError: there is no such kind, or no such length of this kind.
+    """
+
+    start: float = 0.01
+    kind: Literal["trained", "constant", "signed"] = "trained"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("trained", "constant", "signed"):
+            raise ValueError(f"an intrinsic length is trained, constant or signed, not {self.kind!r}")
+        if self.kind == "signed" and not math.isfinite(self.start):
+            raise ValueError(f"an intrinsic length must be a number, not {self.start}")
+        if self.kind != "signed" and not 0 < self.start < math.inf:
+            raise ValueError(
+                f"an intrinsic length must be above 0, or None to leave it out; not {self.start} (one that is signed "
+                "may be negative)"
+            )
+
+
 class IsotropicActivation(nn.Module):
     """f(x; o) = g(sqrt(||x||^2 + o)) x, which commutes with every rotation of the channels (Eqs. 3, 26, 29).
 
     Args:
         kind: the gain g, a name in `GAINS`; "tanh" is Eq. 37.
-        length: the intrinsic length o > 0 at the beginning, trained as `log_length` = ln o. None leaves it out:
-            o = 0 for good, and a pruned channel's bias has nowhere to go.
+        length: the intrinsic length o, an `IntrinsicLength` or the start of one that is trained; it is held as
+            `log_length` = ln o, a signed one as `length` = o. None leaves it out: o = 0 for good, and a pruned
+            channel's bias has nowhere to go.
         gain_channel: put out g itself as one more channel, behind the others: a neuron that is constant, but for
             its gain. What reads it (`add_gain_column`) then has a vector psi beside its bias, W f(x) + psi g + b, as
             in the author's later code: it takes up exactly what a removed neuron's bias contributed.
 
     Raises:
-        ValueError: there is no such gain, or the length is not positive.
+        ValueError: there is no such gain, or no such length.
 
     >>> x, o = torch.tensor([[3.0, 4.0]]), 0.5
     >>> torch.allclose(IsotropicActivation("tanh", o)(x), math.tanh(25.5**0.5) / 25.5**0.5 * x)
     True
     """
 
-    def __init__(self, kind: str = "tanh", length: float | None = 0.01, gain_channel: bool = False) -> None:
+    def __init__(
+        self, kind: str = "tanh", length: float | IntrinsicLength | None = 0.01, gain_channel: bool = False
+    ) -> None:
         super().__init__()
         if kind not in GAINS:
             raise ValueError(f"an isotropic activation is one of {', '.join(GAINS)}, not {kind!r}")
-        if length is not None and not 0 < length < math.inf:
-            raise ValueError(f"an intrinsic length must be above 0, or None to leave it out; not {length}")
         self.kind = kind
         # Growth finds the gain channel and the intrinsic length by these names (`growlab.widths.rules.rotation`).
         self.gain_channel = gain_channel
-        self.log_length = None if length is None else nn.Parameter(torch.tensor(math.log(length)))
+        self.log_length: nn.Parameter | None = None
+        self.length: nn.Parameter | None = None
+        if length is None:
+            return
+        length = length if isinstance(length, IntrinsicLength) else IntrinsicLength(length)
+        if length.kind == "signed":
+            self.length = nn.Parameter(torch.tensor(float(length.start)))
+        else:
+            start = torch.tensor(math.log(length.start))
+            self.log_length = nn.Parameter(start, requires_grad=length.kind == "trained")
+
+    @property
+    def intrinsic_length(self) -> Tensor | None:
+        """o, a single number; None where it is left out."""
+        return self.length if self.log_length is None else self.log_length.exp()
 
     def gain(self, x: Tensor) -> Tensor:
         """The number that each vector is multiplied by: x with a single channel, in at least float32."""
         square = squared_norm(x)
         if self.log_length is not None:
             square = square + cast(self.log_length, square.dtype).exp()
+        elif self.length is not None:
+            square = (square + cast(self.length, square.dtype)).abs()
         return GAINS[self.kind](square)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,7 +161,8 @@ class IsotropicActivation(nn.Module):
 
     def extra_repr(self) -> str:
         """What `print` shows."""
-        length = "None" if self.log_length is None else f"{float(self.log_length.detach().exp()):.3g}"
+        known = self.intrinsic_length
+        length = "None" if known is None else f"{float(known.detach()):.3g}"
         return f"{self.kind!r}, length={length}{', gain_channel=True' if self.gain_channel else ''}"
 
 
@@ -126,6 +174,8 @@ def add_gain_column(layer: nn.Linear | nn.Conv2d) -> None:
         layer.in_channels += 1
     weight = layer.weight.detach()
     layer.weight = nn.Parameter(torch.cat([weight, torch.zeros_like(weight[:, :1])], 1))
+    # `GainWeights` and `orthogonal_weights` find them by this; torch's type says that attributes are tensors.
+    vars(layer)["reads_gain"] = True
 
 
 class Blend(nn.Module):

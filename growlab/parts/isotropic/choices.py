@@ -6,9 +6,9 @@ from typing import Literal
 
 from torch import Tensor
 
-Columns = Literal["orthogonal", "zero", "copy", "random"]
+Columns = Literal["orthogonal", "zero", "copy", "random", "small"]
 Correction = Literal["bias", "batch", "none"]
-COLUMNS = ("orthogonal", "zero", "copy", "random")
+COLUMNS = ("orthogonal", "zero", "copy", "random", "small")
 CORRECTIONS = ("bias", "batch", "none")
 
 
@@ -45,7 +45,8 @@ class Choices:
     Attributes:
         columns: outgoing weights U* of a new neuron. "orthogonal": to those of all others (Gram-Schmidt), at their
             root mean square norm, a random direction where all are taken; "zero"; "copy": of the neuron with the
-            largest singular value; "random": at that norm.
+            largest singular value; "random": at that norm; "small": random, of 0.01 a weight, as in the author's later
+            code.
         bias: b* of a new neuron in units of sqrt(o), within (-1, 1). Not 0 with columns other than "zero", growth
             is exact only on average (E[g]), or with a gain channel.
         correction: where a removed neuron's constant part goes. "bias": b*^2 into the intrinsic length and

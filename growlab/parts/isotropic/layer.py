@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import exp, log, sqrt
+from math import exp, sqrt
 
 import torch
 from torch import Tensor
@@ -11,6 +11,10 @@ from growlab.parts.isotropic.choices import Choices
 from growlab.parts.isotropic.observation import Observation
 from growlab.parts.isotropic.spectrum import consumers, gain_columns, producers
 from growlab.widths import Axis, WidthGraph, applied, resized
+from growlab.widths.rules.rotation import LOG_LENGTH
+
+# Root mean square of the entries of a small new column, as in the author's later code.
+_SMALL = 0.01
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class LayerTensors:
         rest = constant[removed] - stand_in @ constant[kept]
         self._move_constant(rest, removed, +1)
         for name in self._lengths():
-            self.tensors[name] = torch.logaddexp(self.tensors[name], square[removed].sum().log())
+            self._lengthen(name, square[removed].sum())
         select = identity[kept]
         self._apply(select, select + stand_in.T @ identity[removed])
         return stand_in
@@ -107,8 +111,7 @@ class LayerTensors:
         for channel, value in zip(new.tolist(), biases, strict=True):
             self.tensors[bias][self._positions(axis, channel)] = value
         for name in self._lengths():
-            left_over = exp(float(self.tensors[name])) - sum(value**2 for value in biases)
-            self.tensors[name] = torch.full_like(self.tensors[name], log(left_over))
+            self._lengthen(name, -self.tensors[bias].new_tensor(biases).square().sum())
         self._move_constant(self.tensors[bias].new_tensor(biases), new, -1)
 
     def constants(self, seen: Observation | None = None) -> tuple[Tensor, Tensor]:
@@ -149,6 +152,21 @@ class LayerTensors:
     def _lengths(self) -> list[str]:
         radii = [radius for radius in self.graph.radii if self.group in radius.groups]
         return [radius.length for radius in radii if radius.length is not None]
+
+    def _length(self, name: str) -> float:
+        """The intrinsic length o that a parameter holds."""
+        value = float(self.tensors[name])
+        return exp(value) if name.endswith(LOG_LENGTH) else value
+
+    def _lengthen(self, name: str, more: Tensor) -> None:
+        """Add to an intrinsic length, or take away from it."""
+        held = self.tensors[name]
+        if not name.endswith(LOG_LENGTH):
+            self.tensors[name] = held + more
+        elif more < 0:
+            self.tensors[name] = held + torch.log1p(more / held.exp())
+        else:
+            self.tensors[name] = torch.logaddexp(held, more.log())
 
     def _centred(self) -> bool:
         """Whether a mean is subtracted behind the layers, so that their biases have no effect."""
@@ -191,10 +209,10 @@ class LayerTensors:
                 f"growth.bias={self.choices.bias} needs an intrinsic length and a bias that reaches it, which "
                 f"{self.group} has not; set growth.bias=0."
             )
-        length = min(exp(float(self.tensors[name])) for name in lengths)
+        length = min(self._length(name) for name in lengths)
         biases = []
         for _ in range(count):
-            biases.append(self.choices.bias * sqrt(length))
+            biases.append(self.choices.bias * sqrt(abs(length)))
             length -= biases[-1] ** 2
         return biases
 
@@ -217,7 +235,8 @@ class LayerTensors:
                     column = drawn - basis[:rank].T @ (basis[:rank] @ drawn)
                     if rank == columns.shape[1]:
                         column = drawn
-                column = column * (norm / torch.linalg.vector_norm(column))
+                size = _SMALL * len(drawn) ** 0.5 if self.choices.columns == "small" else norm
+                column = column * (size / torch.linalg.vector_norm(column))
                 columns = torch.cat([columns, column[None]])
             shape = (len(weight), len(place), *weight.shape[2:])
             weight.index_copy_(1, place, column.view(shape))

@@ -6,13 +6,23 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from growlab.parts.isotropic.activations import GAINS, ChiNorm, IsotropicActivation, add_gain_column, cast
+from growlab.parts.isotropic.activations import (
+    GAINS,
+    ChiNorm,
+    IntrinsicLength,
+    IsotropicActivation,
+    add_gain_column,
+    cast,
+)
+
+LengthKind = Literal["trained", "constant", "signed"]
+Weights = Literal["default", "orthogonal"]
 
 # What an isotropic activation is compared with: the same network with a function of each channel.
 _ELEMENTWISE = {"elementwise_tanh": nn.Tanh, "elementwise_relu": nn.ReLU, "elementwise_leaky": nn.LeakyReLU}
 
 
-def _activation(name: str, length: float | None, gain_channel: bool) -> nn.Module:
+def _activation(name: str, length: float | IntrinsicLength | None, gain_channel: bool) -> nn.Module:
     if name not in GAINS and name not in _ELEMENTWISE:
         raise ValueError(f"activation must be one of {', '.join([*GAINS, *_ELEMENTWISE])}, not {name!r}")
     if name in _ELEMENTWISE and gain_channel:
@@ -36,7 +46,7 @@ class IsotropicMLP(nn.Module):
         num_classes: number of logits.
         activation: "tanh", "softsign", "soft_relu", "leaky"; for a twin that is not isotropic
             "elementwise_tanh", "elementwise_relu", "elementwise_leaky".
-        length: intrinsic length of each activation at the beginning, or None for none.
+        length: intrinsic length of each activation, see `IsotropicActivation`, or None for none.
         chi_norm: put a Chi-normaliser before each activation.
         gain_channel: let layers read each activation's gain, see `IsotropicActivation`; with weights of zero at first.
 
@@ -52,7 +62,7 @@ class IsotropicMLP(nn.Module):
         hidden_features: Sequence[int],
         num_classes: int,
         activation: str = "tanh",
-        length: float | None = 0.01,
+        length: float | IntrinsicLength | None = 0.01,
         chi_norm: bool = False,
         gain_channel: bool = False,
     ) -> None:
@@ -101,7 +111,7 @@ class IsotropicCNN(nn.Module):
         pools: Sequence[int],
         num_classes: int,
         activation: str = "tanh",
-        length: float | None = 0.01,
+        length: float | IntrinsicLength | None = 0.01,
         chi_norm: bool = True,
         gain_channel: bool = False,
     ) -> None:
@@ -234,6 +244,29 @@ def nested(network: IsotropicMLP) -> NestedNetwork:
     return made
 
 
+def orthogonal_weights(network: nn.Module) -> None:
+    """Draw the weights of linear and convolutional layers as orthogonal matrices and let their biases be zero.
+
+    All singular values of a layer are then 1, by which an absolute threshold can be chosen, and no neuron leaves a
+    bias behind. Weights psi by which layers read gains stay zero.
+    """
+    for module in network.modules():
+        if not isinstance(module, nn.Linear | nn.Conv2d):
+            continue
+        with torch.no_grad():
+            own = module.weight[:, :-1] if getattr(module, "reads_gain", False) else module.weight
+            own.copy_(nn.init.orthogonal_(torch.empty_like(own, memory_format=torch.contiguous_format)))
+            if module.bias is not None:
+                module.bias.zero_()
+
+
+def _drawn(network: nn.Module, weights: str) -> None:
+    if weights not in ("default", "orthogonal"):
+        raise ValueError(f"weights must be default or orthogonal, not {weights!r}")
+    if weights == "orthogonal":
+        orthogonal_weights(network)
+
+
 def isotropic_mlp(
     image_shape: Sequence[int],
     num_classes: int,
@@ -243,6 +276,8 @@ def isotropic_mlp(
     length: float | None = 0.01,
     chi_norm: bool = False,
     gain_channel: bool = False,
+    length_kind: LengthKind = "trained",
+    weights: Weights = "default",
 ) -> IsotropicMLP:
     """The paper's MLP [pixels, width, classes] (Section 4), or with `depth` hidden layers.
 
@@ -252,12 +287,20 @@ def isotropic_mlp(
         width: of every hidden layer.
         depth: number of hidden layers.
         activation: as for `IsotropicMLP`.
-        length: likewise.
-        chi_norm: likewise.
+        length: intrinsic length of each activation at the beginning, or None for none.
+        chi_norm: as for `IsotropicMLP`.
         gain_channel: likewise.
+        length_kind: see `IntrinsicLength`.
+        weights: as torch draws them, or `orthogonal_weights`.
+
+    Raises:
+        ValueError: a value cannot be used.
     """
     pixels = torch.Size(image_shape).numel()
-    return IsotropicMLP(pixels, [width] * depth, num_classes, activation, length, chi_norm, gain_channel)
+    start = None if length is None else IntrinsicLength(length, length_kind)
+    network = IsotropicMLP(pixels, [width] * depth, num_classes, activation, start, chi_norm, gain_channel)
+    _drawn(network, weights)
+    return network
 
 
 def isotropic_cnn(
@@ -269,6 +312,8 @@ def isotropic_cnn(
     length: float | None = 0.01,
     chi_norm: bool = True,
     gain_channel: bool = False,
+    length_kind: LengthKind = "trained",
+    weights: Weights = "default",
 ) -> IsotropicCNN:
     """Blocks of width, 2 width, 4 width, ... channels, each pooled by its factor.
 
@@ -278,14 +323,22 @@ def isotropic_cnn(
         width: of the first block.
         pools: pooling factor of each block.
         activation: as for `IsotropicCNN`.
-        length: likewise.
-        chi_norm: likewise.
+        length: intrinsic length of each activation at the beginning, or None for none.
+        chi_norm: as for `IsotropicCNN`.
         gain_channel: likewise.
+        length_kind: see `IntrinsicLength`.
+        weights: as torch draws them, or `orthogonal_weights`.
+
+    Raises:
+        ValueError: a value cannot be used.
     """
     channels = [width * 2**block for block in range(len(pools))]
-    return IsotropicCNN(
-        image_shape[0], channels, pools, num_classes, activation, length, chi_norm, gain_channel
+    start = None if length is None else IntrinsicLength(length, length_kind)
+    network = IsotropicCNN(
+        image_shape[0], channels, pools, num_classes, activation, start, chi_norm, gain_channel
     )
+    _drawn(network, weights)
+    return network
 
 
 def isotropic_nested(

@@ -16,8 +16,9 @@ from growlab.widths.rules.registry import Arguments, Value, keep_full_width, rul
 if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
 
-# Name of the parameter, in the module that takes the norm, that holds the logarithm of the intrinsic length.
-LENGTH = "log_length"
+# Names of the parameter, in the module that takes the norm, that holds the intrinsic length: its logarithm, or itself.
+LOG_LENGTH = "log_length"
+LENGTHS = (LOG_LENGTH, "length")
 # Name of the attribute of that module that says whether it puts out the gain as one more channel, behind the others.
 GAIN_CHANNEL = "gain_channel"
 

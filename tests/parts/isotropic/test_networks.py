@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from growlab.parts.isotropic import (
     Blend,
     ChiNorm,
+    IntrinsicLength,
     IsotropicActivation,
     IsotropicCNN,
     IsotropicMLP,
@@ -69,6 +70,33 @@ def test_the_chi_normaliser_commutes_with_rotations_and_keeps_lengths_apart(trai
     if training:
         assert torch.allclose(lengths.square().mean(), torch.tensor(5.0).double(), rtol=1e-4)
         assert torch.allclose(y.mean([d for d in range(y.dim()) if d != 1]), torch.zeros(5).double())
+
+
+@pytest.mark.parametrize("start", [-3.0, -0.5, 0.0, 2.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_signed_length_commutes_and_has_the_norm_of_its_definition(kind, start):
+    f = IsotropicActivation(kind, IntrinsicLength(start, "signed")).double()
+    x, matrix = drawn(0, 6, 4), rotation(1, 4)
+    assert torch.allclose(f(turned(matrix, x)), turned(matrix, f(x)), rtol=1e-12)
+    square = (x.square().sum(1, keepdim=True) + start).abs()
+    assert torch.allclose(f(x), GAINS[kind](square) * x)
+    f(x).sum().backward()
+    assert torch.isfinite(f.length.grad) and f.length.grad != 0
+
+
+@pytest.mark.parametrize("gain", [False, True])
+@pytest.mark.parametrize("make", [isotropic_mlp, isotropic_cnn])
+def test_orthogonal_weights_have_singular_values_of_1_and_no_biases(make, gain):
+    options = {"depth": 2} if make is isotropic_mlp else {"pools": (2, 2)}
+    network = make((3, 8, 8), 10, width=6, gain_channel=gain, weights="orthogonal", **options)
+    layers = [module for module in network.modules() if hasattr(module, "weight")]
+    assert len(layers) == 3
+    for index, layer in enumerate(layers):
+        own = layer.weight[:, :-1] if gain and index else layer.weight
+        values = torch.linalg.svdvals(own.flatten(1))
+        assert torch.allclose(values, torch.ones_like(values), atol=1e-5)
+        assert layer.bias.count_nonzero() == 0
+        assert not gain or index == 0 or layer.weight[:, -1].count_nonzero() == 0
 
 
 def test_an_element_wise_twin_does_not_commute():
@@ -236,6 +264,10 @@ def test_networks_learn(make):
     [
         (lambda: IsotropicActivation("relu"), "one of tanh, softsign, soft_relu, leaky"),
         (lambda: IsotropicActivation(length=0.0), "above 0"),
+        (lambda: IntrinsicLength(-1.0, "constant"), "one that is signed may be negative"),
+        (lambda: IntrinsicLength(math.nan, "signed"), "must be a number"),
+        (lambda: isotropic_mlp((1, 2, 2), 2, length_kind="free"), "trained, constant or signed, not 'free'"),
+        (lambda: isotropic_cnn((1, 4, 4), 2, weights="zero"), "default or orthogonal, not 'zero'"),
         (lambda: isotropic_mlp((1, 2, 2), 2, activation="tan"), "elementwise_tanh"),
         (
             lambda: isotropic_mlp((1, 2, 2), 2, activation="elementwise_tanh", gain_channel=True),

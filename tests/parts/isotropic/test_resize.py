@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from growlab.growth import GrowthState, ParityError, grow
 from growlab.optim import LARS, SGD, exempt_from_decay, follow
-from growlab.parts.isotropic import Choices, Isotropic, IsotropicCNN, IsotropicMLP, change_width
+from growlab.parts.isotropic import (
+    Choices,
+    IntrinsicLength,
+    Isotropic,
+    IsotropicCNN,
+    IsotropicMLP,
+    change_width,
+)
 from growlab.parts.isotropic.choices import IMPORTANCES
 from growlab.parts.isotropic.observation import watch
 from growlab.parts.isotropic.spectrum import decompose, incoming, producers
@@ -90,7 +97,7 @@ WITH_GAIN += [("flattened gain", "features.2")]
 LAYERS = [*SINGLE, *WITH_GAIN, ("residual", "cnn.3"), ("chi gain", "hidden.3")]
 
 
-@pytest.mark.parametrize("columns", ["orthogonal", "zero", "copy", "random"])
+@pytest.mark.parametrize("columns", ["orthogonal", "zero", "copy", "random", "small"])
 @pytest.mark.parametrize(("name", "group"), LAYERS)
 def test_new_neurons_change_nothing(name: str, group: str, columns: str) -> None:
     network, graph, x = made(name)
@@ -106,6 +113,8 @@ def test_new_neurons_change_nothing(name: str, group: str, columns: str) -> None
 def test_new_columns_are_as_chosen() -> None:
     network, graph, x = made("mlp")
     old = network.hidden[2].weight.norm()
+    small = changed(network, graph, "hidden.0", 7, x, choices=Choices(columns="small")).hidden[2].weight
+    assert torch.allclose(small[:, 5:].square().mean(0).sqrt(), torch.tensor(0.01).double())
     for columns in ("orthogonal", "random", "copy"):
         weight = changed(network, graph, "hidden.0", 7, x, choices=Choices(columns=columns)).hidden[2].weight
         gram = weight.T @ weight
@@ -261,6 +270,50 @@ def test_the_intrinsic_length_takes_up_a_removed_bias(name: str, group: str) -> 
     assert float(pruned.get_submodule(radius.name).log_length.detach().exp()) == pytest.approx(before + b * b)
     lost = changed(network, graph, group, graph.full_widths[group] - 1, x, choices=Choices(correction="none"))
     assert (outputs(lost, x, False) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("start", [-2.0, -0.01, 0.0, 0.3])
+def test_a_signed_length_takes_up_and_gives_away_biases_below_0_too(start: float) -> None:
+    """o' = o + b*^2 on removal, o - b*^2 on growth, whatever o's sign is; all is exact with a gain channel."""
+    torch.manual_seed(0)
+    network = IsotropicMLP(6, [5], 3, length=IntrinsicLength(start, "signed"), gain_channel=True).double()
+    roughen(network)
+    with torch.no_grad():
+        network.hidden[1].length.fill_(start)
+    x = torch.randn(16, 6, dtype=torch.float64)
+    graph = trace(network, x[:2], follow_norms=True)
+    assert graph.radii[0].length == "hidden.1.length"
+    grown = changed(network, graph, "hidden.0", 7, x, choices=Choices("random", 0.9))
+    assert torch.allclose(outputs(grown, 2 * x, False), outputs(network, 2 * x, False), rtol=1e-10)
+    taken = grown.hidden[0].bias[5:].square().sum()
+    assert torch.allclose(grown.hidden[1].length + taken, network.hidden[1].length, rtol=1e-12, atol=1e-12)
+    assert start == 0 or taken > 0
+    silence(network, graph, "hidden.0", 0.0)
+    left = decompose(network.hidden[0].weight)[0]
+    with torch.no_grad():
+        network.hidden[0].bias.add_(2.0 * left[:, -1])
+    bias = left[:, -1] @ network.hidden[0].bias
+    pruned = changed(network, graph, "hidden.0", 4, x)
+    assert torch.allclose(outputs(pruned, 2 * x, False), outputs(network, 2 * x, False), rtol=1e-10)
+    assert torch.allclose(pruned.hidden[1].length, start + bias.square())
+
+
+def test_a_constant_length_follows_removed_biases_and_no_optimizer() -> None:
+    torch.manual_seed(0)
+    network = IsotropicMLP(6, [5], 3, length=IntrinsicLength(0.2, "constant")).double()
+    x, graph = torch.randn(16, 6, dtype=torch.float64), None
+    graph = trace(network, x[:2], follow_norms=True)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1, weight_decay=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        network(x).square().mean().backward()
+        optimizer.step()
+    assert float(network.hidden[1].intrinsic_length) == pytest.approx(0.2)
+    pruned = changed(network, graph, "hidden.0", 4, x)
+    left = decompose(network.hidden[0].weight)[0]
+    bias = float((left[:, -1] @ network.hidden[0].bias).detach())
+    assert float(pruned.hidden[1].intrinsic_length) == pytest.approx(0.2 + bias**2)
+    assert not pruned.hidden[1].log_length.requires_grad
 
 
 @pytest.mark.parametrize(
