@@ -77,8 +77,9 @@ def identity(site: Site) -> None:
     The weight is the identity matrix, or the kernel that shifts by nothing; a batch normalisation undoes itself, with
     the mean and variance of the probe batch as its statistics.
 
-    **Preserves** exactly where the activation maps its own outputs to themselves, as ReLU does. In train mode a batch
-    normalisation is the identity on the probe batch, and on another one up to how far its statistics differ.
+    **Preserves** exactly where the activation maps its own outputs to themselves, as ReLU does, or has a method
+    `become_identity`, which is called. In train mode a batch normalisation is the identity on the probe batch, and on
+    another one up to how far its statistics differ.
     """
     seen: list[Tensor] = []
     paths = site.block.paths
@@ -103,6 +104,9 @@ def identity(site: Site) -> None:
     _assign(layer, "weight", weight)
     if layer.bias is not None:
         layer.bias.zero_()
+    for module in modules:
+        if callable(become := getattr(module, "become_identity", None)):
+            become()
     for norm in modules:
         if not isinstance(norm, _BATCH_NORMS):
             continue

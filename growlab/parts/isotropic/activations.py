@@ -196,6 +196,11 @@ class Blend(nn.Module):
         self.activation = activation
         self.blend = nn.Parameter(torch.tensor(float(start)))
 
+    def become_identity(self) -> None:
+        """Begin again at a = 1; growth in depth lets a block begin so (`depth.start=identity`)."""
+        with torch.no_grad():
+            self.blend.fill_(1.0)
+
     def forward(self, x: Tensor) -> Tensor:
         """Shape as given."""
         return self.blend * x + (1 - self.blend) * self.activation(x)

@@ -8,8 +8,10 @@ from torch import Tensor
 
 Columns = Literal["orthogonal", "zero", "copy", "random", "small"]
 Correction = Literal["bias", "batch", "none"]
+Direction = Literal["forward", "backward"]
 COLUMNS = ("orthogonal", "zero", "copy", "random", "small")
 CORRECTIONS = ("bias", "batch", "none")
+DIRECTIONS = ("forward", "backward")
 
 
 # Scores [n] of the neurons of a spectrum: (left [n, n], values [n], right [K, n], gradient [n, K] or None) -> [n].
@@ -58,6 +60,11 @@ class Choices:
             input's, for which Eq. 30 is the plain deletion).
         importance: score of a neuron, a name in `IMPORTANCES`; those with the lowest are removed.
         rotate: turn the basis on growth too (optimizers such as Adam depend on it); on removal it always is.
+        direction: "forward": singular values are those of the weights that a layer is produced by; "backward": of those
+            that it is read by (Section 2.3.2, the right-sided form). A neuron that nothing reads still counts in the
+            norm, so its removal is never exact: the intrinsic length takes its mean square on the batch, also with
+            the correction "bias". Growth that is exact in this direction has `columns="zero"` and a bias, without
+            which such a neuron would have no gradient.
 
     Raises:
         ValueError: a choice is none of these.
@@ -69,13 +76,15 @@ class Choices:
     least_squares: bool = False
     importance: Literal["singular_value", "gradient"] = "singular_value"
     rotate: bool = True
+    direction: Direction = "forward"
 
     def __post_init__(self) -> None:
         if self.importance not in IMPORTANCES:
             raise ValueError(
                 f"growth.importance must be {' or '.join(IMPORTANCES)}, not {self.importance!r}."
             )
-        for name, known in (("columns", COLUMNS), ("correction", CORRECTIONS)):
+        words = (("columns", COLUMNS), ("correction", CORRECTIONS), ("direction", DIRECTIONS))
+        for name, known in words:
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"growth.{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}."

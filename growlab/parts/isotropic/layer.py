@@ -9,7 +9,7 @@ from torch import Tensor
 
 from growlab.parts.isotropic.choices import Choices
 from growlab.parts.isotropic.observation import Observation
-from growlab.parts.isotropic.spectrum import consumers, gain_columns, producers
+from growlab.parts.isotropic.spectrum import SIDES, consumers, gain_columns, producers
 from growlab.widths import Axis, WidthGraph, applied, resized
 from growlab.widths.rules.rotation import LOG_LENGTH
 
@@ -60,12 +60,16 @@ class LayerTensors:
     choices: Choices
     observed: Mapping[str, Observation]
 
+    def deciding(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The weights [width, K] by whose singular values neurons come and go; of other tensors their counterpart."""
+        return SIDES[self.choices.direction](self.graph, self.group, tensors, self.widths)
+
     def turn(self, rotation: Tensor) -> None:
         """Change the basis of the channels."""
         self._apply(rotation, rotation)
         self.observed = {
             name: replace(seen, mean=rotation @ seen.mean, square=rotation @ seen.square @ rotation.T)
-            for name, seen in self._observations().items()
+            for name, seen in self.observations().items()
         }
 
     def remove(self, kept: Tensor, removed: Tensor, leader: Change | None = None) -> Tensor:
@@ -120,7 +124,8 @@ class LayerTensors:
         nothing = next(iter(self.tensors.values())).new_zeros(width)
         if self.choices.correction == "none":
             return nothing, nothing
-        if self.choices.correction == "batch" and seen is not None:
+        backward = self.choices.direction == "backward"
+        if (backward or self.choices.correction == "batch") and seen is not None:
             # A mean square of 0 comes out of the turned matrix a rounding error above or below.
             return seen.mean, seen.square.diagonal().clamp(min=0)
         if self._centred():
@@ -144,7 +149,7 @@ class LayerTensors:
             )
         self.widths[self.group] = len(matrix)
 
-    def _observations(self) -> dict[str, Observation]:
+    def observations(self) -> dict[str, Observation]:
         """Of the activations that see just this group: its own."""
         names = [radius.name for radius in self.graph.radii if radius.groups == (self.group,)]
         return {name: self.observed[name] for name in names if name in self.observed}

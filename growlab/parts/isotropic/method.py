@@ -14,11 +14,11 @@ from growlab.parts.isotropic.layer import Change
 from growlab.parts.isotropic.observation import Observation, watch
 from growlab.parts.isotropic.resize import change_width
 from growlab.parts.isotropic.spectrum import (
+    SIDES,
     consumers,
     decompose,
     folded,
     gain_columns,
-    incoming,
     producers,
 )
 from growlab.settings import sorted_into
@@ -133,7 +133,7 @@ class Isotropic(GrowthMethod, WidthDecision):
         bases: dict[str, Tensor] = {}
         removes = False
         for group in adaptable(graph):
-            before = decompose(incoming(graph, group, tensors, widths))[1]
+            before = decompose(SIDES[self.choices.direction](graph, group, tensors, widths))[1]
             report[group] = {"singular_values": before.tolist()}
             if group not in changing:
                 continue
@@ -195,9 +195,12 @@ class Isotropic(GrowthMethod, WidthDecision):
         widths: Mapping[str, int],
         gradients: Mapping[str, Tensor],
     ) -> Tensor:
-        left, values, right = decompose(incoming(graph, group, tensors, widths))
-        known = all(layer.weight in gradients for layer in producers(graph, group))
-        gradient = incoming(graph, group, gradients, widths) if known and gradients else None
+        left, values, right = decompose(SIDES[self.choices.direction](graph, group, tensors, widths))
+        layers = producers if self.choices.direction == "forward" else consumers
+        known = all(layer.weight in gradients for layer in layers(graph, group))
+        gradient = (
+            SIDES[self.choices.direction](graph, group, gradients, widths) if known and gradients else None
+        )
         return IMPORTANCES[self.choices.importance](left, values, right, gradient)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from growlab.parts.isotropic.activations import (
     GAINS,
+    Blend,
     ChiNorm,
     IntrinsicLength,
     IsotropicActivation,
@@ -49,6 +50,8 @@ class IsotropicMLP(nn.Module):
         length: intrinsic length of each activation, see `IsotropicActivation`, or None for none.
         chi_norm: put a Chi-normaliser before each activation.
         gain_channel: let layers read each activation's gain, see `IsotropicActivation`; with weights of zero at first.
+        blend: let each activation but the first be a x + (1 - a) f(x) with a trained a, 0 at the beginning, so that a
+            layer may come in as the identity.
 
     Layers are drawn as torch draws them.
 
@@ -65,15 +68,15 @@ class IsotropicMLP(nn.Module):
         length: float | IntrinsicLength | None = 0.01,
         chi_norm: bool = False,
         gain_channel: bool = False,
+        blend: bool = False,
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         width_in = in_features
         for width in hidden_features:
-            layers.append(nn.Linear(width_in, width))
-            if chi_norm:
-                layers.append(ChiNorm(width))
-            layers.append(_activation(activation, length, gain_channel))
+            behind = _activation(activation, length, gain_channel)
+            layers += [nn.Linear(width_in, width), *([ChiNorm(width)] if chi_norm else [])]
+            layers.append(Blend(behind, 0.0) if blend and len(layers) > 2 else behind)
             width_in = width
         self.hidden = nn.Sequential(*layers)
         self.classifier = nn.Linear(width_in, num_classes)
@@ -278,6 +281,7 @@ def isotropic_mlp(
     gain_channel: bool = False,
     length_kind: LengthKind = "trained",
     weights: Weights = "default",
+    blend: bool = False,
 ) -> IsotropicMLP:
     """The paper's MLP [pixels, width, classes] (Section 4), or with `depth` hidden layers.
 
@@ -292,13 +296,16 @@ def isotropic_mlp(
         gain_channel: likewise.
         length_kind: see `IntrinsicLength`.
         weights: as torch draws them, or `orthogonal_weights`.
+        blend: as for `IsotropicMLP`.
 
     Raises:
         ValueError: a value cannot be used.
     """
     pixels = torch.Size(image_shape).numel()
     start = None if length is None else IntrinsicLength(length, length_kind)
-    network = IsotropicMLP(pixels, [width] * depth, num_classes, activation, start, chi_norm, gain_channel)
+    network = IsotropicMLP(
+        pixels, [width] * depth, num_classes, activation, start, chi_norm, gain_channel, blend
+    )
     _drawn(network, weights)
     return network
 

@@ -8,6 +8,7 @@ from torch import nn
 from growlab.errors import UserError
 from growlab.growth.method import WidthDecision
 from growlab.parts.isotropic.method import Isotropic, adaptable
+from growlab.parts.isotropic.spectrum import consumers, producers
 from growlab.parts.part import Part
 from growlab.ranks import gather
 from growlab.triggers import Run, Trigger, Widths
@@ -41,6 +42,7 @@ class IsotropicLayers(Part):
         except ValueError as error:
             raise UserError(str(error).replace("growth.", "isotropic.")) from error
         self._start: dict[str, int] = {}
+        self._prepared: WidthGraph | None = None
         # The last boundary at which the layers were asked.
         self._asked = -1
 
@@ -62,6 +64,7 @@ class IsotropicLayers(Part):
             raise UserError(str(error)) from error
         # A method that knows nothing of norms must not widen what one is taken of.
         self.groups = tuple(dict.fromkeys(group for radius in graph.radii for group in radius.groups))
+        self._prepared = graph
         self._start = {group: graph.groups[group].full_width for group in self.groups}
         return graph
 
@@ -69,7 +72,8 @@ class IsotropicLayers(Part):
         """Refuse what decides these widths too, or has to know them before.
 
         Raises:
-            UserError: the run's method decides widths by itself, or its trigger decides by what they will cost.
+            UserError: the run's method decides widths by itself, its trigger decides by what they will cost, or a layer
+                comes in later as the identity between two of these layers, whose widths may differ by then.
         """
         if isinstance(run.method, WidthDecision):
             raise UserError(
@@ -82,6 +86,15 @@ class IsotropicLayers(Part):
                 "singular values decide on the way. Take schedule=exponential, plateau or gradient with "
                 "isotropic.mode, or leave isotropic.mode out."
             )
+
+        assert self._prepared is not None
+        for group in self.groups:
+            behind = [one.weight for one in consumers(self._prepared, group) if one.weight in run.graph.axes]
+            if behind and not producers(run.graph, group):
+                raise UserError(
+                    f"{group} comes in later as the identity, for which the layers on both sides must be equally wide; "
+                    "isotropic.mode lets each decide its own width. Take depth.blocks or isotropic.mode, not both."
+                )
 
     def stage_widths(self, num_stages: int) -> Mapping[str, Sequence[int]]:
         """The widths at the beginning: what is planned with before the layers have decided."""

@@ -8,7 +8,13 @@ from torch import Tensor
 from growlab.parts.isotropic.choices import IMPORTANCES, Choices
 from growlab.parts.isotropic.layer import Change, LayerTensors
 from growlab.parts.isotropic.observation import Observation
-from growlab.parts.isotropic.spectrum import consumers, decompose, gather_constant, incoming, producers
+from growlab.parts.isotropic.spectrum import (
+    consumers,
+    decompose,
+    gather_constant,
+    order_by_square,
+    producers,
+)
 from growlab.widths import WidthGraph
 
 
@@ -63,7 +69,7 @@ def change_width(
     elif new_width < width:
         rotation, kept = _decided(layer, tensors, new_width, gradients)
     else:
-        left = decompose(incoming(graph, group, layer.tensors, widths))[0]
+        left = decompose(layer.deciding(layer.tensors))[0]
         rotation = left.T if choices.rotate else torch.eye(width).to(left)
         kept = torch.arange(width, device=left.device)
     layer.turn(rotation)
@@ -72,7 +78,7 @@ def change_width(
         others = torch.ones(width, dtype=torch.bool, device=kept.device)
         others[kept] = False
         removed = others.nonzero().flatten()
-        norms = torch.linalg.vector_norm(incoming(graph, group, layer.tensors, widths), dim=1)
+        norms = torch.linalg.vector_norm(layer.deciding(layer.tensors), dim=1)
         whole = float(torch.linalg.vector_norm(norms))
         part = float(torch.linalg.vector_norm(norms[removed])) / whole if whole > 0 else 0.0
         gone = sorted(norms[removed].tolist())
@@ -113,15 +119,19 @@ def _decided(
     layer: LayerTensors, tensors: Mapping[str, Tensor], new_width: int, gradients: Mapping[str, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """The basis in which neurons are removed, and the channels in it that stay."""
-    graph, group, widths = layer.graph, layer.group, layer.widths
-    known = producers(graph, group)
-    left, values, right = decompose(incoming(graph, group, layer.tensors, widths))
+    graph, group, forward = layer.graph, layer.group, layer.choices.direction == "forward"
+    known = producers(graph, group) if forward else consumers(graph, group)
+    left, values, right = decompose(layer.deciding(layer.tensors))
     gradient = None
     if gradients is not None and all(one.weight in gradients for one in known):
-        gradient = incoming(graph, group, gradients, widths)
+        gradient = layer.deciding(gradients)
     dtype = tensors[known[0].weight].dtype
-    rounding = torch.finfo(dtype).eps * max(widths[group], len(right))
-    left, values = gather_constant(left, values, layer.constants()[0], rounding)
+    rounding = torch.finfo(dtype).eps * max(layer.widths[group], len(right))
+    seen = next(iter(layer.observations().values()), None)
+    if forward:
+        left, values = gather_constant(left, values, layer.constants()[0], rounding)
+    elif seen is not None:
+        left, values = order_by_square(left, values, seen.square, rounding)
     scores = IMPORTANCES[layer.choices.importance](left, values, right, gradient)
     return left.T, torch.argsort(scores, descending=True, stable=True)[:new_width].sort()[0]
 

@@ -55,6 +55,23 @@ def gather_constant(left: Tensor, values: Tensor, constant: Tensor, rounding: fl
     return left.index_copy(1, null, turned), values.index_fill(0, null, 0.0)
 
 
+def order_by_square(left: Tensor, values: Tensor, square: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
+    """Turn the left singular vectors of the singular value 0 so that those that carry the least come last.
+
+    Args:
+        left: U [n, n].
+        values: s [n], descending.
+        square: E[x x^T] of what the channels carry, [n, n].
+        rounding: as for `gather_constant`, as is what is returned.
+    """
+    null = (values <= rounding * values[0]).nonzero().flatten()
+    if len(null) < 2:
+        return left, values
+    basis = left[:, null]
+    ascending = torch.linalg.eigh(basis.T @ square.to(basis) @ basis)[1]
+    return left.index_copy(1, null, basis @ ascending.flip(1)), values.index_fill(0, null, 0.0)
+
+
 def producers(graph: WidthGraph, group: str) -> list[Layer]:
     """The layers whose output carries the group's channels, one for each weight."""
     found = {
@@ -132,17 +149,37 @@ def incoming(
     Returns:
         [width, K].
     """
+    return _side_by_side(graph, producers(graph, group), 0, group, tensors, widths)
+
+
+def outgoing(
+    graph: WidthGraph, group: str, tensors: Mapping[str, Tensor], widths: Mapping[str, int]
+) -> Tensor:
+    """All by which each channel of a group is read: the columns of all its consumers; as `incoming`."""
+    return _side_by_side(graph, consumers(graph, group), 1, group, tensors, widths)
+
+
+def _side_by_side(
+    graph: WidthGraph,
+    layers: Sequence[Layer],
+    dim: int,
+    group: str,
+    tensors: Mapping[str, Tensor],
+    widths: Mapping[str, int],
+) -> Tensor:
     blocks = []
-    for layer in producers(graph, group):
-        if layer.weight not in tensors:
-            continue
-        axis, weight = graph.axes[layer.weight][0], tensors[layer.weight].detach()
+    for name in dict.fromkeys(layer.weight for layer in layers if layer.weight in tensors):
+        axis, weight = graph.axes[name][dim], tensors[name].detach().movedim(dim, 0)
         pieces = weight.split([part.length(widths) for part in axis.parts], 0)
         for part, piece in zip(axis.parts, pieces, strict=True):
             if part.group == group:
                 shaped = piece.reshape(part.outer, widths[group], part.inner, -1)
                 blocks.append(shaped.movedim(1, 0).flatten(1))
     return torch.cat(blocks, 1)
+
+
+#: The weights [width, K] by whose singular values neurons come and go, by direction.
+SIDES = {"forward": incoming, "backward": outgoing}
 
 
 def spectra(graph: WidthGraph, tensors: Mapping[str, Tensor], widths: Mapping[str, int]) -> dict[str, Tensor]:

@@ -1,11 +1,14 @@
 """A layer that is inserted changes nothing at first and learns then."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from growlab.parts.isotropic import IsotropicMLP, deepen, spectra
 from growlab.widths import tensors_of, trace
+from tests.runs import CommandLine, Left
 
 
 def test_a_network_is_deepened_and_trained_on() -> None:
@@ -36,6 +39,49 @@ def test_a_network_is_deepened_and_trained_on() -> None:
         "hidden.2",
         "hidden.4",
     ]
+
+
+DEEPER = (
+    *(
+        "data.limit_train=96",
+        "data.limit_test=40",
+        "data.batch_size=32",
+        "model=isotropic_mlp",
+        "model.depth=4",
+    ),
+    *("model.width=6", "growth=pairs", "lr_adapt=none", "optimizer=adamw", "optimizer.lr=0.01"),
+    *("schedule.initial_width=1", "schedule.num_stages=3", "schedule.total_epochs=6", "depth.blocks=auto"),
+    *("depth.start=identity",),
+)
+
+
+def test_layers_come_in_from_the_command_line(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(*DEEPER, "model.blend=true", "hydra.run.dir=run", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    run = Left.by(tmp_path / "run")
+    inserted = [[one["block"] for one in event["inserted"]] for event in run.growth["events"]]
+    assert inserted == [["hidden.4:5"], ["hidden.6:7"]]
+    for event in run.growth["events"]:
+        assert all(one["parity_error_eval"] < 1e-6 for one in event["inserted"])
+    # The first one was there, at 0; the others learn from the identity on.
+    blends = [float(tensor) for name, tensor in run.weights.items() if name.endswith(".blend")]
+    assert len(blends) == 3 and abs(blends[0]) < 0.5
+    assert all(0.5 < blend < 1.5 and blend != 1 for blend in blends[1:])
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ((), "finds no block that depth.start=identity fits"),
+        (("model.blend=true", "model.gain_channel=true"), "needs an activation without a gain channel"),
+        (("model.blend=true", "isotropic.mode=scaffold"), "Take depth.blocks or isotropic.mode, not both"),
+    ],
+)
+def test_layers_that_cannot_come_in_are_told(
+    cli: CommandLine, tmp_path: Path, more: tuple[str, ...], told: str
+) -> None:
+    outcome = cli(*DEEPER, *more, cwd=tmp_path)
+    assert outcome.code == 2 and told in outcome.err and "Traceback" not in outcome.err, outcome.err
 
 
 @pytest.mark.parametrize("position", [-1, 4, 9])

@@ -341,6 +341,60 @@ def test_the_error_is_proportional_to_a_small_singular_value(name: str, group: s
     assert errors[0] > 0 and max(slopes) < 1.25 * min(slopes), slopes
 
 
+@pytest.mark.parametrize(
+    ("name", "group"), [("mlp", "hidden.0"), ("flattened", "features.2"), ("cnn gain", "features.0")]
+)
+def test_backwards_a_neuron_that_nothing_reads_leaves_its_mean_square_in_the_norm(
+    name: str, group: str
+) -> None:
+    """Outgoing weights without a direction: the linear part stays as it is, the norm is right on average."""
+    network, graph, x = made(name)
+    (reader,) = (one for one in graph.layers if group in graph.axes[one.weight][1].groups)
+    weight, width = tensors_of(network, graph)[reader.weight], graph.full_widths[group]
+    by_channel = weight.detach()[:, : weight.shape[1] - name.endswith("gain")]
+    by_channel = by_channel.reshape(len(weight), width, -1)
+    into = rotation(3, width)[0]
+    by_channel.sub_(torch.einsum("ocp,c,d->odp", by_channel.clone(), into, into))
+    backward = Choices(direction="backward")
+    observed, expected = watch(network, graph, (x,)), outputs(network, x, False)
+    (radius,) = (r for r in graph.radii if r.groups == (group,))
+    pruned = changed(network, graph, group, width - 1, x, choices=backward)
+    before, after = (net.get_submodule(radius.name).intrinsic_length for net in (network, pruned))
+    assert torch.allclose(after - before, into @ observed[radius.name].square @ into)
+    assert (outputs(pruned, x, False) - expected).abs().max() > 1e-6
+    # What is the same for all samples is taken up exactly.
+    (producer,) = producers(graph, group)
+    row = tensors_of(network, graph)[producer.weight].detach()
+    row.sub_(torch.einsum("c,d,d...->c...", into, into, row.clone()))
+    pruned = changed(network, graph, group, width - 1, x, choices=backward)
+    assert torch.allclose(outputs(pruned, 2 * x, False), outputs(network, 2 * x, False), rtol=1e-10)
+
+
+def test_backwards_the_least_of_what_nothing_reads_goes_first() -> None:
+    network, graph, x = made("mlp")
+    # Three logits read four neurons: one direction is free; with two logits cut off, three are.
+    with torch.no_grad():
+        network.classifier.weight[1:].zero_()
+    expected = outputs(network, x, False)
+    errors = []
+    for width in (3, 2, 1):
+        pruned = changed(network, graph, "hidden.4", width, x, choices=Choices(direction="backward"))
+        errors.append(float((outputs(pruned, x, False) - expected).norm()))
+    assert errors == sorted(errors) and errors[0] < 0.5 * errors[-1], errors
+
+
+@pytest.mark.parametrize(
+    ("name", "group"), [("mlp", "hidden.0"), ("cnn chi", "features.4"), ("flattened", "features.2")]
+)
+def test_growth_is_exact_in_either_direction(name: str, group: str) -> None:
+    network, graph, x = made(name)
+    bias = 0.0 if name.endswith("chi") else 0.7
+    group = group if group in graph.full_widths else list(graph.isotropic)[-1]
+    choices = Choices("zero", bias, direction="backward")
+    grown = changed(network, graph, group, graph.full_widths[group] + 2, x, choices=choices)
+    assert torch.allclose(outputs(grown, x, False), outputs(network, x, False), rtol=1e-10, atol=1e-12)
+
+
 def test_corrections_and_stand_ins_help() -> None:
     """Removing a neuron that carries something: each step brings the output nearer, on other data too."""
     network, graph, _ = made("mlp")
@@ -557,6 +611,7 @@ def test_boundaries() -> None:
         ({"threshold": -1}, "must not be negative"),
         ({"importance": "magnitude"}, "singular_value or gradient"),
         ({"columns": "ones"}, "growth.columns must be one of orthogonal"),
+        ({"direction": "up"}, "growth.direction must be one of forward"),
         ({"correction": "all"}, "growth.correction must be one of bias"),
         ({"bias": 1.0}, "growth.bias must lie between"),
         ({"max_width": 3, "min_width": 4}, "growth.max_width=3 is below"),
