@@ -55,11 +55,12 @@ def two_steps(experiment: str, images: Path) -> tuple[str, ...]:
         "schedule.widths=[0.25,1]",
         "schedule.batch_sizes=null",
     )
+    decides = experiment.startswith("isotropic") and experiment != "isotropic_depth"
     data = (f"data.root={images}", "data.download=false", "data.num_workers=0", "data.limit_test=4")
     return (
         f"experiment={experiment}",
         *_OTHER_DATA.get(experiment, data),
-        *(("schedule.total_epochs=2", "growth.first=1") if experiment.startswith("isotropic") else schedule),
+        *(("schedule.total_epochs=2", "growth.first=1") if decides else schedule),
         *("trainer.limit_train_batches=1", "trainer.accelerator=cpu", "data.batch_size=4"),
         # ImageNet's networks take 224 pixels; here their batches are read in the run's own process.
         "probe_size=2",

@@ -6,17 +6,14 @@ computes the same but learns differently under an optimizer with a state for eac
 """
 
 import copy
-import csv
-import io
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from growlab.analysis import style
 from growlab.files import write_json, write_text
@@ -29,10 +26,10 @@ from growlab.parts.isotropic import (
     spectra,
 )
 from growlab.parts.isotropic.observation import watch
+from growlab.studies.measuring import accuracy, batches_of, epoch_of, relative, table, train
 from growlab.widths import WidthGraph, replace_tensors, tensors_of, trace
 
 OPTIMIZERS: dict[str, Any] = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}
-_ALL = 10**9  # batches of an epoch: as many as there are
 
 
 def isotropic_invariance(
@@ -74,17 +71,17 @@ def isotropic_invariance(
             if number == seed:
                 tables["spectra"] += _spectrum(network, graph, epoch)
             if epoch < epochs:
-                _train(network, optimizer, data.training_batches(_ALL, epoch))
+                train(network, optimizer, epoch_of(data, epoch))
         test = (x.double(), labels)
         tables["changes"] += [{"seed": number, **row} for row in _resized(network, graph, test, changes)]
         tables["sparsity"].append({"seed": number, **_sparse(network, graph, test)})
-        batches = list(itertools.islice(_batches(data, epochs), divergence_steps))
+        batches = list(itertools.islice(batches_of(data, epochs), divergence_steps))
         for name, make in OPTIMIZERS.items():
             own_lr = 10 * lr if name == "SGD" else lr
             rows = _diverge(network, graph, test[0], batches, lambda p, make=make, lr=own_lr: make(p, lr))
             tables["divergence"] += [{"seed": number, "optimizer": name, **row} for row in rows]
     for name, rows in tables.items():
-        write_text(run_dir / f"{name}.csv", _table(rows))
+        write_text(run_dir / f"{name}.csv", table(rows))
     write_json(run_dir / "summary.json", summarise(tables))
     draw(run_dir, tables)
     for line in told(summarise(tables)):
@@ -118,9 +115,9 @@ def _resized(
         after = resized(network, graph, x, full + change)[0](x).detach()
         yield {
             "change": change,
-            "relative_error": float((after - before).norm() / before.norm()),
-            "accuracy_before": _accuracy(before, labels),
-            "accuracy": _accuracy(after, labels),
+            "relative_error": relative(after, before),
+            "accuracy_before": accuracy(before, labels),
+            "accuracy": accuracy(after, labels),
         }
 
 
@@ -138,9 +135,9 @@ def _sparse(network: nn.Module, graph: WidthGraph, test: tuple[Tensor, Tensor]) 
     saved = sum(p.numel() for p in network.parameters()) - sum(p.numel() for p in sparse.parameters())
     of_square = sum(parameter.numel() for module in square for parameter in module.parameters())
     return {
-        "relative_error": float((after - before).norm() / before.norm()),
-        "accuracy_before": _accuracy(before, labels),
-        "accuracy": _accuracy(after, labels),
+        "relative_error": relative(after, before),
+        "accuracy_before": accuracy(before, labels),
+        "accuracy": accuracy(after, labels),
         "share_of_parameters": 1 - saved / of_square,
         "share_by_equation_19": (2 * k * n + (m - k) * n * (n + 1)) / (m * n * (n + 1)),
     }
@@ -162,26 +159,11 @@ def _diverge(
         outputs = [one(x).detach() for one in pair]
         yield {
             "step": step,
-            "relative_difference": float((outputs[1] - outputs[0]).norm() / outputs[0].norm()),
+            "relative_difference": relative(outputs[1], outputs[0]),
         }
         if step < len(batches):
             for one, optimizer in zip(pair, optimizers, strict=True):
-                _train(one, optimizer, [batches[step]])
-
-
-def _train(
-    network: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[tuple[Tensor, Tensor]]
-) -> None:
-    for x, labels in batches:
-        optimizer.zero_grad()
-        F.cross_entropy(network(x.double()), labels).backward()
-        optimizer.step()
-
-
-def _batches(data: Any, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    while True:
-        yield from data.training_batches(_ALL, epoch)
-        epoch += 1
+                train(one, optimizer, [batches[step]])
 
 
 def _spectrum(network: nn.Module, graph: WidthGraph, epoch: int) -> list[dict[str, Any]]:
@@ -191,10 +173,6 @@ def _spectrum(network: nn.Module, graph: WidthGraph, epoch: int) -> list[dict[st
         for group, values in found.items()
         for rank, value in enumerate(values.tolist())
     ]
-
-
-def _accuracy(logits: Tensor, labels: Tensor) -> float:
-    return float((logits.argmax(1) == labels).double().mean())
 
 
 def summarise(tables: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -283,14 +261,3 @@ def draw(run_dir: Path, tables: dict[str, list[dict[str, Any]]]) -> Path:
         right.set_ylabel("difference of outputs")
         right.legend()
     return style.save(drawn, run_dir / "invariance.png")
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow(
-            {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
-        )
-    return text.getvalue()

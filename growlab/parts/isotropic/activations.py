@@ -197,7 +197,7 @@ class Blend(nn.Module):
         self.blend = nn.Parameter(torch.tensor(float(start)))
 
     def become_identity(self) -> None:
-        """Begin again at a = 1; growth in depth lets a block begin so (`depth.start=identity`)."""
+        """Begin again at a = 1, as in a layer that comes in while a network trains."""
         with torch.no_grad():
             self.blend.fill_(1.0)
 

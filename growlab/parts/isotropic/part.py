@@ -93,7 +93,7 @@ class IsotropicLayers(Part):
             if behind and not producers(run.graph, group):
                 raise UserError(
                     f"{group} comes in later as the identity, for which the layers on both sides must be equally wide; "
-                    "isotropic.mode lets each decide its own width. Take depth.blocks or isotropic.mode, not both."
+                    "isotropic.mode lets each decide its own width. Leave out isotropic.mode, or let no layer come in."
                 )
 
     def stage_widths(self, num_stages: int) -> Mapping[str, Sequence[int]]:

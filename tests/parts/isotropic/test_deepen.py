@@ -50,8 +50,8 @@ DEEPER = (
         "model.depth=4",
     ),
     *("model.width=6", "growth=pairs", "lr_adapt=none", "optimizer=adamw", "optimizer.lr=0.01"),
-    *("schedule.initial_width=1", "schedule.num_stages=3", "schedule.total_epochs=6", "depth.blocks=auto"),
-    *("depth.start=identity",),
+    *("schedule.initial_width=1", "schedule.num_stages=4", "schedule.total_epochs=6"),
+    *("depth.blocks=['hidden.2:4','hidden.4:6','hidden.6:8']", "depth.start=identity"),
 )
 
 
@@ -60,21 +60,23 @@ def test_layers_come_in_from_the_command_line(cli: CommandLine, tmp_path: Path) 
     assert outcome.code == 0, outcome.err
     run = Left.by(tmp_path / "run")
     inserted = [[one["block"] for one in event["inserted"]] for event in run.growth["events"]]
-    assert inserted == [["hidden.4:5"], ["hidden.6:7"]]
+    assert inserted == [["hidden.2:4"], ["hidden.4:6"], ["hidden.6:8"]]
     for event in run.growth["events"]:
         assert all(one["parity_error_eval"] < 1e-6 for one in event["inserted"])
-    # The first one was there, at 0; the others learn from the identity on.
+    # They learn from the identity on.
     blends = [float(tensor) for name, tensor in run.weights.items() if name.endswith(".blend")]
-    assert len(blends) == 3 and abs(blends[0]) < 0.5
-    assert all(0.5 < blend < 1.5 and blend != 1 for blend in blends[1:])
+    assert len(blends) == 3 and all(0.5 < blend < 1.5 and blend != 1 for blend in blends)
 
 
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ((), "finds no block that depth.start=identity fits"),
+        ((), "hidden.2:4 cannot be left out with depth.start=identity"),
         (("model.blend=true", "model.gain_channel=true"), "needs an activation without a gain channel"),
-        (("model.blend=true", "isotropic.mode=scaffold"), "Take depth.blocks or isotropic.mode, not both"),
+        (
+            ("model.blend=true", "isotropic.mode=scaffold"),
+            "Leave out isotropic.mode, or let no layer come in",
+        ),
     ],
 )
 def test_layers_that_cannot_come_in_are_told(

@@ -1,0 +1,101 @@
+"""What the study of the appendices writes, on small networks, and what its networks are."""
+
+import copy
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from growlab.parts.isotropic import IsotropicActivation, isotropic_mlp
+from growlab.studies import isotropic_appendices as study
+from tests.runs import CommandLine
+
+SMALL = (
+    *("experiment=isotropic_appendices", "study.width=12", "study.epochs=2", "study.num_seeds=2"),
+    *("study.removed=[1,6]", "study.divergence_steps=3", "data.limit_train=64", "data.limit_test=80"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("appendices")
+    outcome = cli(*SMALL, "hydra.run.dir=run", cwd=folder)
+    assert outcome.code == 0, outcome.err
+    assert "rings, shell: gains spread by" in outcome.out
+    return folder / "run"
+
+
+def test_vectors_of_one_length_have_one_gain_and_still_tell_rings_apart(folder: Path) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["num_networks"] == 2
+    assert summary["gain_spread"]["rings, shell"] < 1e-12 < 0.01 < summary["gain_spread"]["rings, plain"]
+    assert summary["accuracy"]["rings, shell"] > 0.95 and summary["not_affine"]["rings, shell"] > 0.5
+    # Without biases f(-x) = -f(x): opposite points of a ring cannot both be told.
+    assert summary["accuracy"]["rings, shell without biases"] < 0.6
+
+
+def test_an_affine_network_is_found_to_be_one() -> None:
+    linear = torch.nn.Sequential(
+        torch.nn.Linear(2, 4), IsotropicActivation(length=1e12), torch.nn.Linear(4, 2)
+    )
+    x, labels = study._rings(torch.Generator().manual_seed(0))
+    assert study._affinity(linear.double(), x, labels)["not_affine"] < 1e-9
+    assert float(labels.double().mean()) == 0.5
+
+
+def test_networks_begin_equal_and_part_but_for_columns_of_zeros(folder: Path) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
+    assert max(summary["difference_at_start"].values()) < 1e-12
+    ends, moved = summary["difference_at_end"], summary["new_weights_at_end"]
+    assert ends["zero"] < 1e-12 and moved["zero"] == 0.0
+    assert min(ends[name] for name in ("product", "orthogonal", "copy", "random")) > 1e-6
+    assert all(moved[name] > 0 for name in ("orthogonal", "copy", "random", "small"))
+
+
+def test_a_product_computes_what_its_layer_does() -> None:
+    torch.manual_seed(0)
+    network = isotropic_mlp((1, 2, 3), 3, 8, 2).double()
+    x = torch.randn(7, 1, 2, 3, dtype=torch.float64)
+    factored = study._factored(network)
+    assert torch.allclose(factored(x), network(x), rtol=1e-12)
+    inner, outer = factored.hidden[0]
+    assert torch.allclose(outer.weight.T @ outer.weight, torch.eye(8).double(), atol=1e-12)
+    gram = inner.weight @ inner.weight.T
+    assert torch.allclose(gram, torch.diag(gram.diagonal()), atol=1e-12)
+
+
+def test_a_gradient_step_on_a_product_departs_as_equation_50_says() -> None:
+    """To first order in the rate: A B x moves by -eta (g B^T B x . x + A A^T g x . x), W x by -eta g x . x."""
+    torch.manual_seed(0)
+    network = isotropic_mlp((1, 1, 4), 2, 3, 1).double()
+    factored = study._factored(network)
+    x, upstream, rate = torch.randn(1, 4).double(), torch.randn(1, 3).double(), 1e-6
+    moved = []
+    for layer in (copy.deepcopy(network.hidden[0]), copy.deepcopy(factored.hidden[0])):
+        before = layer(x)
+        (before * upstream).sum().backward()
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter -= rate * parameter.grad
+            moved.append((layer(x) - before) / rate)
+    inner, outer = factored.hidden[0]
+    square = x.square().sum()
+    plain = -upstream * (square + 1)
+    product = -upstream * ((inner(x).square()).sum() + 1) - upstream @ outer.weight @ outer.weight.T * square
+    assert torch.allclose(moved[0], plain, rtol=1e-4)
+    assert torch.allclose(moved[1], product, rtol=1e-4)
+
+
+def test_every_table_is_written(folder: Path) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
+    counts = {
+        name: len(list(csv.DictReader((folder / f"{name}.csv").read_text().splitlines())))
+        for name in ("collapse", "divergence", "directions", "lengths")
+    }
+    assert counts == {"collapse": 16, "divergence": 2 * 6 * 4, "directions": 8, "lengths": 8}
+    errors = summary["removal_error"]
+    assert errors["forward, 1"] < errors["forward, 6"] and errors["backward, 1"] < errors["backward, 6"]
+    assert summary["smallest_length"] < 0
+    assert (folder / "appendices.png").stat().st_size > 10_000
