@@ -44,6 +44,8 @@ class Settings:
         batch_size: samples a step.
         beta: weight of the regulariser.
         measure_every: steps between measurements.
+        lookahead: take the regulariser's gradient where the step on the task alone would lead, as von Oswald et al.
+            do (their Eq. 2, its step a constant); False: where the weights are.
     """
 
     initialisations: Sequence[str]
@@ -53,6 +55,7 @@ class Settings:
     batch_size: int = 32
     beta: float = 0.005
     measure_every: int = 100
+    lookahead: bool = False
 
 
 @dataclass
@@ -124,12 +127,12 @@ class Stack:
             torch.stack([torch.cat([p.original.detach().flatten() for p in own]) for own in outputs]),
         ]
 
-    def emit(self, embedding_EL: Tensor) -> Tensor:
-        """All weights and biases of the main networks, [E, P]."""
-        x = embedding_EL[..., None]
-        for weight, bias in zip(self.weights[:-2:2], self.weights[1:-2:2], strict=True):
+    def emit(self, embedding_EL: Tensor, weights: Sequence[Tensor] | None = None) -> Tensor:
+        """All weights and biases of the main networks, [E, P]; by other weights of the hypernetworks, if given."""
+        x, weights = embedding_EL[..., None], self.weights if weights is None else weights
+        for weight, bias in zip(weights[:-2:2], weights[1:-2:2], strict=True):
             x = torch.relu(torch.baddbmm(bias[..., None], weight, x))
-        return torch.baddbmm(self.weights[-1][..., None], self.weights[-2], x)[..., 0]
+        return torch.baddbmm(weights[-1][..., None], weights[-2], x)[..., 0]
 
     def predict(self, emitted_EP: Tensor, x_ES1: Tensor) -> Tensor:
         """Outputs of the main networks with these weights, [E, S, 1]."""
@@ -174,23 +177,55 @@ def train(settings: Settings, seed: int) -> Curves:
             if step % settings.measure_every == 0:
                 measure(task * settings.steps + step)
             chosen = torch.randint(_SAMPLES, (settings.batch_size,), generator=source)
-            trained = [*stack.weights, embeddings[task]]
-            for tensor in trained:
-                tensor.requires_grad_(True)
-            predicted = stack.predict(stack.emit(embeddings[task]), x_TES1[task][:, chosen])
-            loss_E = (predicted - y_TES1[task][:, chosen]).square().mean((1, 2))
-            for old, target in zip(embeddings, kept, strict=False):
-                loss_E = loss_E + settings.beta / task * (stack.emit(old) - target).square().sum(1)
-            # The networks share nothing, so the sum's gradient is that of each.
-            grads = torch.autograd.grad(loss_E.sum(), trained)
-            with torch.no_grad():
-                moved = [
-                    tensor - rates.view(-1, *[1] * (tensor.dim() - 1)) * grad
-                    for tensor, grad in zip(trained, grads, strict=True)
-                ]
-            stack.weights, embeddings[task] = moved[:-1], moved[-1]
+            old = list(zip(embeddings[:task], kept, strict=True))
+            batch = x_TES1[task][:, chosen], y_TES1[task][:, chosen]
+            stack.weights, embeddings[task] = _step(stack, embeddings[task], batch, old, rates, settings)
     measure(len(TASKS) * settings.steps)
     return curves
+
+
+def _step(
+    stack: Stack,
+    embedding_EL: Tensor,
+    batch: tuple[Tensor, Tensor],
+    old: Sequence[tuple[Tensor, Tensor]],
+    rates: Tensor,
+    settings: Settings,
+) -> tuple[list[Tensor], Tensor]:
+    """Weights and embedding after a step of SGD.
+
+    Args:
+        stack: the networks.
+        embedding_EL: of the task.
+        batch: inputs and targets, [E, S, 1] each.
+        old: embedding of each earlier task, and what was emitted for it.
+        rates: of each network, [E].
+        settings: see there.
+    """
+    trained = [tensor.requires_grad_(True) for tensor in (*stack.weights, embedding_EL)]
+
+    def moved(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return [
+                tensor - rates.view(-1, *[1] * (tensor.dim() - 1)) * gradient
+                for tensor, gradient in zip(tensors, gradients, strict=True)
+            ]
+
+    def regulariser(weights: Sequence[Tensor]) -> Tensor:
+        far = [(stack.emit(e, weights) - target).square().sum() for e, target in old]
+        return settings.beta / len(old) * torch.stack(far).sum()
+
+    # The networks share nothing, so the gradient of a sum is that of each.
+    loss = (stack.predict(stack.emit(embedding_EL), batch[0]) - batch[1]).square().mean((1, 2)).sum()
+    if old and not settings.lookahead:
+        loss = loss + regulariser(stack.weights)
+    gradients = list(torch.autograd.grad(loss, trained))
+    if old and settings.lookahead:
+        ahead = [tensor.requires_grad_(True) for tensor in moved(trained, gradients)[:-1]]
+        more = torch.autograd.grad(regulariser(ahead), ahead)
+        gradients = [a + b for a, b in zip(gradients, more, strict=False)] + gradients[-1:]
+    *weights, embedding = moved(trained, gradients)
+    return weights, embedding
 
 
 def network(initialisation: str, seed: int) -> MLP:

@@ -55,6 +55,42 @@ def test_a_step_is_plain_sgd_on_the_hypernetwork() -> None:
             torch.testing.assert_close(measured, loss.detach(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_step_on_a_later_task_is_by_the_regulariser_where_it_is_or_where_the_step_leads(
+    lookahead: bool,
+) -> None:
+    """Against one hypernetwork's own parameters, whose emitted weights are held to those of an earlier embedding."""
+    settings = study.Settings(["kaiming_out"], lookahead=lookahead, beta=0.3)
+    whole, rate = study.network("kaiming_out", 3).double(), 0.05
+    stack = study.Stack([whole])
+    source = torch.Generator().manual_seed(0)
+    embedding, old, x, y = (
+        torch.randn(1, *shape, generator=source).double() for shape in ((2,), (2,), (5, 1), (5, 1))
+    )
+    target = stack.emit(old) + 0.1
+    start, embedded = [tensor.clone() for tensor in stack.weights], embedding.clone()
+    weights, moved = study._step(
+        stack, embedding, (x, y), [(old, target)], torch.tensor([rate]).double(), settings
+    )
+
+    def loss(given: list[torch.Tensor], e: torch.Tensor) -> torch.Tensor:
+        return (stack.predict(stack.emit(e, given), x) - y).square().mean()
+
+    def held(given: list[torch.Tensor]) -> torch.Tensor:
+        return 0.3 * (stack.emit(old, given) - target).square().sum()
+
+    own = [tensor.requires_grad_(True) for tensor in (*start, embedded)]
+    of_task = torch.autograd.grad(loss(own[:-1], own[-1]), own)
+    at = [
+        (w - rate * g if lookahead else w).detach().requires_grad_(True)
+        for w, g in zip(own, of_task, strict=True)
+    ]
+    of_old = torch.autograd.grad(held(at[:-1]), at[:-1])
+    for tensor, w, g, h in zip(weights, start, of_task, of_old, strict=False):
+        torch.testing.assert_close(tensor, (w - rate * (g + h)).detach())
+    torch.testing.assert_close(moved, (embedded - rate * of_task[-1]).detach())
+
+
 def test_the_regulariser_keeps_earlier_tasks() -> None:
     left = {}
     for beta in (0.0, 0.5):
