@@ -85,7 +85,7 @@ def isotropic_appendices(
         network, graph = _trained(number, data, width, epochs, lr)
         batches = list(itertools.islice(batches_of(data, epochs), divergence_steps))
         found["divergence"] = list(diverging(network, graph, test[0], batches, 10 * lr))
-        found["directions"] = list(directions(network, graph, test, removed))
+        found["directions"] = list(directions(network, graph, batches[0][0].double(), test, removed))
         found["lengths"] = [lengths(name, number, data, test, width, epochs, lr) for name in LENGTHS]
         for name, rows in found.items():
             tables.setdefault(name, []).extend({"seed": number, **row} for row in rows)
@@ -215,11 +215,19 @@ def _factored(network: nn.Module) -> nn.Module:
 
 
 def directions(
-    network: nn.Module, graph: WidthGraph, test: tuple[Tensor, Tensor], removed: Sequence[int]
+    network: nn.Module, graph: WidthGraph, seen: Tensor, test: tuple[Tensor, Tensor], removed: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """The second layer with fewer neurons, chosen by its incoming or by its outgoing weights."""
+    """The second layer with fewer neurons, chosen by its incoming or by its outgoing weights.
+
+    Args:
+        network: the network.
+        graph: its width graph.
+        seen: training samples by which what removed neurons carried is corrected.
+        test: samples and labels that the change is measured on.
+        removed: numbers of neurons.
+    """
     group, (x, labels) = list(graph.isotropic)[1], test
-    tensors, observed = tensors_of(network, graph), watch(network, graph, (x,))
+    tensors, observed = tensors_of(network, graph), watch(network, graph, (seen,))
     before = network(x).detach()
     for direction, count in itertools.product(DIRECTIONS, removed):
         copied, choices = copy.deepcopy(network), Choices(direction=direction)
