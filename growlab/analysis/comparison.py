@@ -16,12 +16,15 @@ from growlab.analysis.metrics import ACCURACY
 from growlab.analysis.results import Run
 from growlab.analysis.tables import Row, one_task, summarise
 
+_EQUAL_COST = 0.5  # percentage points within which costs have nothing to tell
+
 
 def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> Figure:
     """Runs side by side: training loss, accuracy over epochs, and cost against test accuracy.
 
     Runs are grouped as in the table; a curve is the mean over seeds, its band and the error bars one sample
-    standard deviation. Accuracy is the held-out one if every run has it, else that of training. Growth
+    standard deviation. Curves that could not be told apart are drawn less their mean; methods of equal cost stand side
+    by side. Accuracy is the held-out one if every run has it, else that of training. Growth
     events are lines if all grown runs share them, else ticks at the top in the method's colour.
 
     Args:
@@ -52,18 +55,20 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
             if held_out
             else partial(Run.curve, column=f"train_{metric.key}")
         )
-        for axes, curve, scale in (
-            (loss_axes, partial(Run.curve, column="train_loss"), 1),
-            (metric_axes, scores, metric.scale),
+        unit = f" ({metric.unit})" if metric.unit else ""
+        score_name = f"{'held-out' if held_out else 'training'} {metric.name}"
+        for axes, curve, scale, name, behind in (
+            (loss_axes, partial(Run.curve, column="train_loss"), 1, "training loss", ""),
+            (metric_axes, scores, metric.scale, score_name, unit),
         ):
             _mark_all_growth(axes, rows, looks)
-            for row, look in zip(rows, looks, strict=True):
-                _seed_band(axes, row, curve, scale, look)
+            tables = [_table(row, curve, scale) for row in rows]
+            base = _mean_of_equals(tables)
+            for table, look in zip(tables, looks, strict=True):
+                _seed_band(axes, table if base is None else table.sub(base, axis=0), look)
             style.epoch_axis(axes, num_epochs)
+            axes.set_ylabel(name + ("" if base is None else ",\nless the mean") + behind)
         loss_axes.set_xlabel("")
-        loss_axes.set_ylabel("training loss")
-        unit = f" ({metric.unit})" if metric.unit else ""
-        metric_axes.set_ylabel(f"{'held-out' if held_out else 'training'} {metric.name}{unit}")
         cost_axes.set_xlabel(f"training cost (%; 100 = fixed-size, {rows[0].reference_epochs} epochs)")
         handles = [
             Line2D([], [], color=k["color"], linestyle=k["linestyle"], marker=k["marker"]) for k in looks
@@ -96,15 +101,30 @@ def _mark_all_growth(axes: Axes, rows: Sequence[Row], looks: Sequence[dict[str, 
         )
 
 
-def _seed_band(axes: Axes, row: Row, curve: Callable[[Run], Any], scale: float, look: dict[str, Any]) -> None:
+def _table(row: Row, curve: Callable[[Run], Any], scale: float) -> pandas.DataFrame:
+    """A curve of each run over epochs done; runs without it have none."""
     curves = [
         pandas.Series(scale * values, index=run.metrics["epoch"] + 1)
         for run in row.runs
         if (values := curve(run)) is not None
     ]
-    if not curves:
+    return pandas.concat(curves, axis=1) if curves else pandas.DataFrame()
+
+
+def _mean_of_equals(tables: Sequence[pandas.DataFrame]) -> pandas.Series | None:
+    """The mean of several methods' curves where they differ by less than a twentieth of what they run through."""
+    means = [table.mean(axis=1) for table in tables if len(table.columns)]
+    if len(means) < 2 or len({len(mean) for mean in means}) > 1:
+        return None
+    together = pandas.concat(means, axis=1)
+    apart = (together.max(axis=1) - together.min(axis=1)).max()
+    reach = float(together.to_numpy().max() - together.to_numpy().min())
+    return together.mean(axis=1) if 0 < apart < 0.05 * reach else None
+
+
+def _seed_band(axes: Axes, table: pandas.DataFrame, look: dict[str, Any]) -> None:
+    if not len(table.columns):
         return
-    table = pandas.concat(curves, axis=1)
     mean = table.mean(axis=1)
     axes.plot(
         mean.index,
@@ -117,7 +137,7 @@ def _seed_band(axes: Axes, row: Row, curve: Callable[[Run], Any], scale: float, 
         linewidth=1.2,
         clip_on=False,
     )
-    if len(curves) > 1:
+    if len(table.columns) > 1:
         std = table.std(axis=1)
         axes.fill_between(mean.index, mean - std, mean + std, color=look["color"], alpha=0.15, linewidth=0)
 
@@ -131,6 +151,12 @@ def _scatter(figure: Figure, axes: Axes, rows: Sequence[Row], looks: Sequence[di
     ]
     if not points:
         return
+    costs = [cost for cost, *_ in points]
+    if len(points) > 1 and max(costs) - min(costs) < _EQUAL_COST:
+        points = [(index, *rest) for index, (_, *rest) in enumerate(points)]
+        axes.set_xticks([])
+        whole = f"100 = fixed-size, {rows[0].reference_epochs} epochs"
+        axes.set_xlabel(f"methods, each at a training cost of {max(costs):.1f} %\n({whole})")
     axes.set_ylabel(rows[0].metric.axis)
     axes.margins(0.14)
     if style.mark_points(figure, axes, points, size_points=5.0):

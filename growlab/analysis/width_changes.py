@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from growlab.analysis import style
 from growlab.analysis.results import Run
@@ -19,11 +21,13 @@ CHANGE = "width-change"
 
 
 def width_changes(runs: Sequence[Run], by: Literal["start", "end"]) -> Figure:
-    """Held-out accuracy over epochs, a panel a width, mean and standard deviation over equal runs (seeds).
+    """Held-out accuracy over epochs, a panel a width, means over equal runs (seeds).
 
     A panel holds the runs that start at (or end with) its width, a line for each width at the other end, and in
-    black the runs of that width that do not grow. The bar of a line's colour at the foot spans the epochs in which its
-    width changes. The panels of Bird, "On De-Individuated Neurons", Figures 3 and 5 ("start") and 4 ("end").
+    black the runs of that width that do not grow. Lines that are one up to some epoch are drawn once up to there, in
+    grey. Behind the last epoch stands each line's mean with one sample standard deviation; bands of noise would cover
+    each other. The bar of a line's colour at the foot spans the epochs in which its width changes. The panels of
+    Bird, "On De-Individuated Neurons", Figures 3 and 5 ("start") and 4 ("end").
 
     Args:
         runs: finished runs of one network and data set.
@@ -47,37 +51,37 @@ def width_changes(runs: Sequence[Run], by: Literal["start", "end"]) -> Figure:
         panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
         for axes in panels[len(widths) :]:
             axes.set_visible(False)
-        handles = {}
+        last = max(len(line.mean) for line in lines)
+        handles: dict[tuple[float, str], Line2D] = {}
         for index, (axes, width) in enumerate(zip(panels, widths, strict=False)):
             shown = [line for line in lines if line.ends[here] == width]
-            for rank, line in enumerate(line for line in shown if line.events):
-                # Below the curves, one bar above the other.
-                height = 0.012 + 0.022 * rank
-                axes.plot(
-                    [min(line.events), max(line.events) + 1],
-                    [height, height],
-                    color=colours[line.ends[there]],
-                    linewidth=2.2,
-                    solid_capstyle="butt",
-                    transform=axes.get_xaxis_transform(),
-                    gid=CHANGE,
+            _mark_changes(axes, shown, [colours.get(line.ends[there], "") for line in shown])
+            moving = [line for line in shown if not line.is_fixed_size]
+            shared = _shared(moving)
+            if shared:
+                (handles[-1, "not changed yet"],) = axes.plot(
+                    np.arange(1, shared + 1), moving[0].mean[:shared], color="0.45", linewidth=1.1
                 )
             for line in shown:
                 if line.is_fixed_size:
-                    rank, name, colour = math.inf, line.name, style.FIXED_SIZE[0]
-                else:
-                    rank = line.ends[there]
-                    name, colour = f"{'to' if by == 'start' else 'from'} {rank}", colours[rank]
-                epochs = np.arange(1, len(line.mean) + 1)
+                    handles[math.inf, line.name] = _fixed(axes, line)
+                    continue
+                rank = line.ends[there]
+                # The grey part's last point joins them.
+                epochs = np.arange(1, len(line.mean) + 1)[max(0, shared - 1) :]
                 # Curves that lie on one another show through each other's gaps.
-                dashes = "-" if line.is_fixed_size else style.DASHES[others.index(rank) % len(style.DASHES)]
-                (handles[rank, name],) = axes.plot(
-                    epochs, line.mean, color=colour, linestyle=dashes, linewidth=1.1
+                (handles[rank, f"{'to' if by == 'start' else 'from'} {rank}"],) = axes.plot(
+                    epochs,
+                    line.mean[max(0, shared - 1) :],
+                    color=colours[rank],
+                    linestyle=style.DASHES[others.index(rank) % len(style.DASHES)],
+                    linewidth=1.1,
                 )
-                low, high = line.mean - line.std, line.mean + line.std
-                axes.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0)
+                _mark_end(axes, line, last * (1.025 + 0.025 * others.index(rank)), colours[rank])
             axes.set_title(f"{'from' if by == 'start' else 'to'} width {width}")
-            style.epoch_axis(axes, max(len(line.mean) for line in lines))
+            style.epoch_axis(axes, last)
+            axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= last])
+            axes.set_xlim(right=last * (1.025 + 0.025 * len(others)))
             axes.set_xlabel("epoch" if index + columns >= len(widths) else "")
             axes.set_ylabel(f"{held_out_name(runs)} (%)" if index % columns == 0 else "")
         keys = sorted(handles)
@@ -93,6 +97,48 @@ class _Line:
     mean: np.ndarray
     std: np.ndarray
     events: frozenset[int]  # epochs at whose beginning the width of any of them changed
+
+
+def _mark_changes(axes: Axes, lines: Sequence[_Line], colours: Sequence[str]) -> None:
+    """A bar for each line, below the curves, one above the other."""
+    changing = [(line, colour) for line, colour in zip(lines, colours, strict=True) if line.events]
+    for rank, (line, colour) in enumerate(changing):
+        height = 0.012 + 0.022 * rank
+        axes.plot(
+            [min(line.events), max(line.events) + 1],
+            [height, height],
+            color=colour,
+            linewidth=2.2,
+            solid_capstyle="butt",
+            transform=axes.get_xaxis_transform(),
+            gid=CHANGE,
+        )
+
+
+def _shared(lines: Sequence[_Line]) -> int:
+    """Number of epochs up to which several lines are one."""
+    if len(lines) < 2:
+        return 0
+    length = min(len(line.mean) for line in lines)
+    same = np.all([line.mean[:length] == lines[0].mean[:length] for line in lines], axis=0)
+    return length if same.all() else int(np.argmin(same))
+
+
+def _fixed(axes: Axes, line: _Line) -> Line2D:
+    """The line of runs that do not grow, with a band: no other lies on it."""
+    epochs, colour = np.arange(1, len(line.mean) + 1), style.FIXED_SIZE[0]
+    (drawn,) = axes.plot(epochs, line.mean, color=colour, linewidth=1.1)
+    axes.fill_between(
+        epochs, line.mean - line.std, line.mean + line.std, color=colour, alpha=0.15, linewidth=0
+    )
+    return drawn
+
+
+def _mark_end(axes: Axes, line: _Line, place: float, colour: str) -> None:
+    """A line's last mean with its deviation over seeds, behind the last epoch; nothing for a single run."""
+    if line.std[-1] > 0:
+        look = {"color": colour, "marker": "o", "markersize": 2.5, "capsize": 1.5, "elinewidth": 0.9}
+        axes.errorbar(place, line.mean[-1], yerr=line.std[-1], **look)
 
 
 def _lines(runs: Sequence[Run]) -> list[_Line]:

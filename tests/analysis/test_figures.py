@@ -196,6 +196,23 @@ def test_equal_points_are_drawn_apart_however_many(tmp_path, num_runs):
     assert len(gaps) == num_runs - 1 and (gaps > 5 / 72 * figure.dpi).all()
 
 
+def test_compare_draws_equal_costs_side_by_side_and_curves_that_coincide_less_their_mean(tmp_path):
+    for i in range(3):
+        write_run(
+            tmp_path / str(i), stage_epochs=(4, 4), cost_percent=60, overrides=[f"growth.noise_std={i}"]
+        )
+    runs = load_runs(tmp_path)
+    for run, more in zip(runs, (0.0, 0.003, 0.009), strict=True):
+        run.metrics["train_loss"] = np.linspace(2, 1, 8) + more
+    loss, cost, _ = compare(runs).axes
+    assert loss.get_ylabel() == "training loss,\nless the mean"
+    assert sorted(float(line.get_ydata()[0]) for line in curves(loss)) == pytest.approx(
+        [-0.004, -0.001, 0.005]
+    )
+    assert [c.lines[0].get_xdata()[0] for c in cost.containers] == [0, 1, 2]
+    assert "60.0 %" in cost.get_xlabel() and cost.get_xticks().size == 0
+
+
 def test_compare_refuses_runs_of_different_networks(tmp_path):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", model="mlp")

@@ -58,7 +58,7 @@ def test_panels_hold_means_over_seeds_and_the_runs_without_growth(by, panels) ->
     colours = dict(zip((line.get_color() for line in legend.get_lines()), texts, strict=True))
     found = {}
     for axes in figure.axes:
-        curves = [line for line in axes.lines if line.get_gid() != CHANGE]
+        curves = [line for line in axes.lines if line.get_gid() != CHANGE and len(line.get_xdata()) > 1]
         heights = {colours[line.get_color()]: line.get_ydata() for line in curves}
         assert all(np.ptp(height) == 0 for height in heights.values())
         found[axes.get_title()] = {
@@ -80,12 +80,32 @@ def test_each_line_marks_its_own_change_of_width_and_the_axis_says_what_was_watc
     assert figure.axes[0].get_ylabel() == "test accuracy (%)"
 
 
-def test_the_band_is_one_sample_deviation_over_seeds() -> None:
+def test_the_end_of_a_line_has_one_sample_deviation_over_seeds_and_fixed_runs_a_band() -> None:
     axes = width_changes(RUNS, "start").axes[1]
-    bands = [collection.get_paths()[0].vertices[:, 1] for collection in axes.collections]
-    assert any(
-        np.isclose([band.min(), band.max()], 45 + np.sqrt(50) * np.array([-1, 1])).all() for band in bands
-    )
+    ends = [
+        container.lines[2][0].get_segments()[0][:, 1] for container in axes.containers if container.lines[2]
+    ]
+    (end,) = ends
+    assert np.allclose(end, 45 + np.sqrt(50) * np.array([-1, 1]))
+    assert axes.containers[0].lines[0].get_xdata()[0] > 4
+    bands = [c for c in axes.collections if c.get_gid() is None and len(c.get_paths()[0].vertices) > 4]
+    assert len(bands) == 1 and set(bands[0].get_paths()[0].vertices[:, 1]) == {20.0}
+
+
+def test_what_lines_share_is_drawn_once() -> None:
+    runs = [fake([4, 4, 4, 2], 0.4), fake([4, 4, 4, 5], 0.4), fake([4, 4, 4, 4], 0.4)]
+    for run, last in zip(runs, (0.3, 0.5, 0.4), strict=True):
+        run.held_out = lambda quantity, last=last: np.array([0.2, 0.3, 0.4, last])
+    figure = width_changes(runs, "start")
+    curves = [line for line in figure.axes[0].lines if line.get_gid() != CHANGE and len(line.get_xdata()) > 1]
+    assert [line.get_xdata().tolist() for line in curves] == [[1, 2, 3], [3, 4], [3, 4], [3, 4]]
+    assert curves[0].get_color() == "0.45"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "not changed yet",
+        "to 2",
+        "to 4",
+        "to 5",
+    ]
 
 
 def test_runs_that_cannot_be_drawn_are_named() -> None:
