@@ -422,7 +422,7 @@ def one_sentence(outcome: Outcome) -> str:
         ),
         (("model=gpt",), "does not take image_shape and num_classes, which the data give: images go with"),
         (("schedule.learning_rate.warmup_epochs=-1",), "must be 0 or more"),
-        (("schedule.learning_rate.warmup_epochs=45",), "leaves none of 45 epochs"),
+        (("schedule.learning_rate.warmup_epochs=13",), "leaves none of 13 epochs"),
         (("schedule.learning_rate.shape=cosin",), "did you mean 'cosine'?"),
         (("schedule.learning_rate.decay=-1",), "decay must be positive"),
         (

@@ -10,6 +10,8 @@ from growlab.analysis.results import Run
 from growlab.analysis.schedules import best_at_cost, series_over_budgets
 from growlab.analysis.tables import one_task, summarise
 
+_EDGE = {"color": "0.85", "linewidth": 4}
+
 
 def frontier(runs: Sequence[Run]) -> Figure:
     """Training cost against test accuracy (or BLEU): a curve for each method and shape of schedule over its budgets.
@@ -28,6 +30,7 @@ def frontier(runs: Sequence[Run]) -> Figure:
     reference, metric = rows[0].reference_epochs, rows[0].metric
     names = [f"{style.symbols(one.name)} (n={_seeds([p.row.n for p in one.points])})" for one in series]
     with style.styled():
+        names.append("best at this cost or below")
         columns = 1 if max(map(len, names)) > 45 else 2
         lines = -(-len(names) // columns)
         figure = style.new_figure(5.2, 3.4 + 0.16 * lines)
@@ -37,8 +40,7 @@ def frontier(runs: Sequence[Run]) -> Figure:
             [point.cost for point in edge],
             [metric.scale * point.score for point in edge],
             drawstyle="steps-post",
-            color="0.85",
-            linewidth=4,
+            **_EDGE,
             zorder=0.5,
             gid="frontier",
         )
@@ -47,8 +49,8 @@ def frontier(runs: Sequence[Run]) -> Figure:
         percent = axes.secondary_xaxis(
             "top", functions=(lambda x: 100 * x / reference, lambda x: x * reference / 100)
         )
-        percent.set_xlabel(f"% of {reference} epochs")
-        handles = [Line2D([], [], **look, markersize=4.5) for look in looks]
+        percent.set_xlabel(f"% of {reference:g} epochs")
+        handles = [Line2D([], [], **look, markersize=4.5) for look in looks] + [Line2D([], [], **_EDGE)]
         style.legend_below(figure, handles, names, columns)
         for one, look in zip(series, looks, strict=True):
             x, y = zip(*((point.cost, metric.scale * point.score) for point in one.points), strict=True)

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +52,12 @@ _MEANS = {
     "method=ours_without_state": ("optimizer_state=reset",),
     "method=smaller": ("depth.blocks=auto", "growth.depth_multiple=0.0"),
 }
+# What several of them together are called.
+_CALLED = {
+    ("depth.blocks=auto", "growth.depth_multiple=0"): "fewer blocks",
+    ("depth.blocks=auto", "schedule.initial_width=0.5"): "grown in depth and from 1/2 of the width",
+    ("depth.blocks=auto", "schedule.initial_width=1"): "grown in depth",
+}
 _NOT_A_DIFFERENCE_BELOW = ("hydra.", "hydra/", "trainer.", "logger.")
 
 Report = Callable[[str], None]
@@ -86,7 +92,7 @@ class Group:
         name = "fixed-size" if self.is_fixed_size else self.growth
         if self.lr_adapt != "none":
             name += f" + {self.lr_adapt}"
-        return ", ".join([name, *(override for override in self.overrides if override not in shared)])
+        return ", ".join([name, *called(self.overrides, shared)])
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,11 @@ class Run:
         Not the run's own for a fixed-size run cut short to the cost of a grown one.
         """
         return self.results.get("reference_epochs") or self.results["epochs"]
+
+    @property
+    def reference_passes(self) -> float:
+        """The same in passes over the training data, also where epochs are parts of them (`schedule.budget`)."""
+        return (self.results.get("schedule") or {}).get("budget") or self.reference_epochs
 
     @property
     def keeps_full_width(self) -> bool:
@@ -269,6 +280,17 @@ def distinguishing_overrides(overrides: Iterable[str]) -> tuple[str, ...]:
         # Hydra's rule: of two overrides of one key, the later one holds.
         kept[key] = f"~{key}" if deleted else f"{key}={_spelling(value)}" if equals else key
     return tuple(sorted(kept.values()))
+
+
+def called(overrides: Sequence[str], shared: Collection[str] = ()) -> list[str]:
+    """Overrides in words where there are any, without those that every group it is compared with has too."""
+    left = list(overrides)
+    words = list[str]()
+    for together, name in _CALLED.items():
+        if set(together) <= set(left):
+            words.append(name)
+            left = [override for override in left if override not in together]
+    return [*words, *(override for override in left if override not in shared)]
 
 
 def _spelling(value: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from growlab.analysis.results import called
 from growlab.analysis.tables import Row
 
 # What a curve of one schedule runs over: the budget. Everything else of a schedule makes another curve.
@@ -80,6 +81,11 @@ def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
         if row.cost_percent is not None and row.score_mean is not None
     ]
     shapes = [_shape(point.row) for point in points]
+
+    def has_name(row: Row) -> bool:
+        # What it grows in is said in words already.
+        return bool(set(called(row.group.overrides)) - set(row.group.overrides))
+
     grown = [shape for shape, point in zip(shapes, points, strict=True) if not point.row.group.is_fixed_size]
     varying = {
         key for shape in grown for key in shape if len({other.get(key, _off(key)) for other in grown}) > 1
@@ -90,9 +96,10 @@ def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
         words = [
             _WORDS.get(key, key + " {}").format(_value(key, shape[key]))
             for key in sorted(varying & shape.keys(), key=lambda k: [*_WORDS, k].index(k))
-            if shape[key] not in ("null", _off(key))
+            if shape[key] not in ("null", _off(key)) and not (key == "initial_width" and has_name(point.row))
         ]
-        own = [o for o in group.overrides if o not in point.row.shared_overrides and not _of_schedule(o)]
+        named = called(group.overrides, point.row.shared_overrides)
+        own = [override for override in named if not _of_schedule(override)]
         method = "fixed-size" if group.is_fixed_size else group.growth
         method += "" if group.lr_adapt == "none" else f" + {group.lr_adapt}"
         words = [] if group.is_fixed_size else words

@@ -82,10 +82,10 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
     for run in runs:
         groups[run.group].append(run)
     kept = {group: _one_per_seed(members, report) for group, members in groups.items()}
-    epochs: dict[tuple[str, str], int] = defaultdict(int)
+    epochs: dict[tuple[str, str], float] = defaultdict(int)
     for group in kept:
         task = (group.model, group.data)
-        epochs[task] = max(epochs[task], group.epochs, *(run.reference_epochs for run in kept[group]))
+        epochs[task] = max(epochs[task], *(_length(run) for run in kept[group]))
     rows = []
     metrics = {
         task: metric_of(
@@ -99,7 +99,7 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
         reference_epochs = epochs[group.model, group.data]
         # Each run's record has its own reference; rows are comparable only against one.
         costs = [
-            cost * run.reference_epochs / reference_epochs
+            cost * run.reference_passes / reference_epochs
             for run in members
             for cost in _finite([run.results["train_cost_percent"]])
         ]
@@ -120,6 +120,12 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
             )
         )
     return sorted(rows, key=_order)
+
+
+def _length(run: Run) -> float:
+    """Epochs that a run's cost may be relative to; with a budget those of the budget, however many it trained for."""
+    given = run.reference_passes
+    return given if given != run.reference_epochs else max(given, run.group.epochs)
 
 
 def one_task(rows: Sequence[Row], what: str) -> None:
@@ -291,6 +297,10 @@ def _varying(rows: Sequence[Row]) -> list[str]:
 
 
 def _column(row: Row, name: str) -> str:
+    if name == "epochs":
+        # Within a budget, epochs of the loop may be parts of those of the data.
+        run = row.runs[0]
+        return f"{row.group.epochs * run.reference_passes / run.reference_epochs:g}"
     return row.metric.label if name == "metric" else str(getattr(row.group, name))
 
 
@@ -306,7 +316,7 @@ def _cells(row: Row) -> list[str]:
 
 def _legend(rows: Sequence[Row]) -> str:
     references = sorted({(row.group.model, row.group.data, row.reference_epochs) for row in rows})
-    work = "; ".join(f"{model} on {data}, {epochs} epochs" for model, data, epochs in references)
+    work = "; ".join(f"{model} on {data}, {epochs:g} epochs" for model, data, epochs in references)
     shared = sorted({(row.group.model, row.group.data, row.shared_overrides) for row in rows})
     said = "; ".join(f"{model} on {data} with {' '.join(common)}" for model, data, common in shared if common)
     names = " and ".join(sorted({row.metric.name for row in rows}))

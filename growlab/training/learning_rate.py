@@ -12,7 +12,7 @@ from growlab.growth import Schedule
 
 _CHOICES = {
     "shape": ("cosine", "constant", "steps", "inverse_sqrt", "wsd", "one_cycle"),
-    "clock": ("epochs", "cost"),
+    "clock": ("epochs", "cost", "auto"),
     "decay_shape": ("linear", "1-sqrt"),
     "restarts": ("none", "stage"),
     "batch_rule": ("none", "linear", "sqrt"),
@@ -20,6 +20,8 @@ _CHOICES = {
 # Of "one_cycle", as torch.optim.lr_scheduler.OneCycleLR has them: the rise takes 0.3 of the run unless told otherwise,
 # begins at 1 / 25 of the base rate, and the fall ends at 1e-4 of that.
 _RISE, _FIRST, _LAST = 0.3, 1 / 25, 1 / 25e4
+# Shapes that count epochs or steps of their own.
+_OWN_COUNT = ("steps", "inverse_sqrt")
 # Of sums of decimal fractions.
 _ROUNDING = 1 + 1e-9
 
@@ -42,7 +44,8 @@ class LearningRate:
         decay: that factor.
         warmup_steps: the rise in optimizer steps, of "inverse_sqrt".
         batch_size: the size that the optimizer's rate is for, which `batch_rule` compares with; None: the last stage's.
-        clock: progress of the shape is counted in "epochs", or in "cost": forward FLOPs of the run's planned total.
+        clock: progress of the shape is counted in "epochs", or in "cost": forward FLOPs of the run's planned total;
+            "auto": in cost where that is known before the run and nothing else is counted in epochs or steps.
         warmup_fraction: the rise as a part of the run by its clock, in place of `warmup_epochs`; of the stage for
             "one_cycle" with `restarts="stage"`.
         decay_fraction: part of the run by its clock (of the stage with `restarts="stage"`) over which "wsd" decays.
@@ -62,7 +65,7 @@ class LearningRate:
     decay: float = 0.1
     warmup_steps: int | None = None
     batch_size: int | None = None
-    clock: Literal["epochs", "cost"] = "epochs"
+    clock: Literal["epochs", "cost", "auto"] = "epochs"
     warmup_fraction: float = 0.0
     decay_fraction: float = 0.5
     decay_shape: Literal["linear", "1-sqrt"] = "linear"
@@ -106,7 +109,7 @@ class LearningRate:
             raise ValueError(
                 "warmup_epochs goes with clock=epochs; with clock=cost set warmup_fraction, a part of the cost."
             )
-        if self.clock == "cost" and self.shape in ("steps", "inverse_sqrt"):
+        if self.clock == "cost" and self.shape in _OWN_COUNT:
             raise ValueError(
                 f"clock=cost goes with shape=cosine, constant, wsd or one_cycle; shape={self.shape} counts its own "
                 f"{'milestones in epochs' if self.shape == 'steps' else 'steps'}."
@@ -141,6 +144,7 @@ class LearningRate:
         Raises:
             UserError: the warm-up takes the whole run, warm-up and decay take more, or the clock has no FLOPs to count.
         """
+        counts_cost = self._counts_cost(flops_in_epoch)
         if self.clock == "cost" and flops_in_epoch is None:
             raise UserError(
                 "schedule.learning_rate.clock=cost needs to know the FLOPs of each epoch before the run."
@@ -159,7 +163,7 @@ class LearningRate:
                 f"take more than {schedule.total_epochs} epochs."
             )
         starts = [0, *accumulate(steps_in_epoch)]
-        lengths = flops_in_epoch if self.clock == "cost" and flops_in_epoch else [1] * schedule.total_epochs
+        lengths = flops_in_epoch if counts_cost and flops_in_epoch else [1] * schedule.total_epochs
         clock = [0, *accumulate(lengths)]
 
         def factor(step: int) -> float:
@@ -176,6 +180,11 @@ class LearningRate:
             return self._batch_scale(schedule, stage) * rewarm * shape
 
         return factor
+
+    def _counts_cost(self, flops_in_epoch: Sequence[float] | None) -> bool:
+        if self.clock == "auto":
+            return flops_in_epoch is not None and not self.warmup_epochs and self.shape not in _OWN_COUNT
+        return self.clock == "cost"
 
     def _batch_scale(self, schedule: Schedule, stage: int) -> float:
         ratio = schedule.batch_sizes[stage] / (self.batch_size or schedule.batch_sizes[-1])

@@ -6,7 +6,7 @@ import pytest
 from growlab.analysis.figures import frontier
 from growlab.analysis.results import load_runs
 from growlab.analysis.schedules import best_at_cost, gains, series_over_budgets
-from growlab.analysis.tables import summarise
+from growlab.analysis.tables import grid, summarise
 from growlab.errors import UserError
 
 from .fake_runs import write_run
@@ -113,7 +113,8 @@ def test_the_figure_has_a_curve_a_series_and_says_how_many_seeds(runs):
     ]
     np.testing.assert_allclose(curves[2].get_ydata(), [75, 83])
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ["fixed-size (n=1)", "ours, $p_t$ = 0 (n=2)", "ours, $p_t$ = 0.2 (n=2)"]
+    curves_named = ["fixed-size (n=1)", "ours, $p_t$ = 0 (n=2)", "ours, $p_t$ = 0.2 (n=2)"]
+    assert names == [*curves_named, "best at this cost or below"]
     points = [container.lines[0].get_xydata()[0].astype(float) for container in axes.containers]
     np.testing.assert_allclose(points, [[4, 70], [8, 78], [16, 86], [4, 69], [6, 75], [12, 83]])
     (bars,) = axes.containers[4].lines[2]
@@ -144,3 +145,34 @@ def test_runs_of_different_data_are_refused(tmp_path):
     write_run(tmp_path / "b", data="digits")
     with pytest.raises(UserError, match="frontier draws one network and data set"):
         frontier(load_runs(tmp_path))
+
+
+def test_within_budgets_cost_counts_passes_over_the_data_and_arms_have_names(tmp_path):
+    arms = {
+        "fixed_size": ({**FIXED}, 4.0),
+        "smaller": ({**FIXED, "overrides": ["method=smaller"]}, 9.0),
+        "grown_depth": ({"growth": "pairs", "lr_adapt": "none", "overrides": ["method=grown_depth"]}, 6.0),
+        "grown_both": ({"growth": "pairs", "lr_adapt": "none", "overrides": ["method=grown_both"]}, 7.0),
+    }
+    for arm, (settings, passes) in arms.items():
+        for budget in (2, 4):
+            # Ten parts to a pass: so many epochs of the loop.
+            write_run(
+                tmp_path / f"{arm}_{budget}",
+                **settings,
+                stage_epochs=(int(passes * budget * 5), int(passes * budget * 5)),
+                cost_percent=100.0,
+                reference_epochs=10 * budget,
+                schedule={"budget": budget, "initial_width": 0.5 if arm == "grown_both" else 1.0},
+            )
+    rows = summarise(load_runs(tmp_path))
+    assert {row.reference_epochs for row in rows} == {4}
+    series = series_over_budgets(rows)
+    assert [one.name for one in series] == [
+        *("fixed-size", "fixed-size, fewer blocks"),
+        *("pairs, grown in depth", "pairs, grown in depth and from 1/2 of the width"),
+    ]
+    for one in series:
+        assert [point.cost for point in one.points] == pytest.approx([2, 4])
+    cells = {(line[1], line[0]) for line in grid(rows).rows}
+    assert ("fixed-size, fewer blocks", "36") in cells and ("fixed-size", "8") in cells

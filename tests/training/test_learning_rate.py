@@ -187,3 +187,16 @@ def test_the_inverse_square_root_rises_to_the_base_rate_and_falls() -> None:
     assert got[:5] == pytest.approx([0, 0.25, 0.5, 0.75, 1])
     assert got[16] == pytest.approx(0.5)
     assert got[4:] == sorted(got[4:], reverse=True)
+
+
+def test_the_clock_auto_counts_cost_where_it_can() -> None:
+    def got(flops: list[int] | None, **settings: object) -> list[float]:
+        factor = LearningRate(**settings).factor_at_step(SCHEDULE, STEPS, flops)
+        return [factor(step) for step in range(sum(STEPS) + 1)]
+
+    by_cost, by_epochs = (got(FLOPS, shape="wsd", clock=clock) for clock in ("cost", "epochs"))
+    assert by_cost != by_epochs
+    assert got(FLOPS, shape="wsd", clock="auto") == by_cost
+    assert got(None, shape="wsd", clock="auto") == by_epochs
+    for counted in ({"warmup_epochs": 1}, {"shape": "steps", "milestones": [1, 3]}):
+        assert got(FLOPS, **counted, clock="auto") == got(FLOPS, **counted, clock="epochs")
