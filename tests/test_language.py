@@ -47,6 +47,17 @@ def test_killed_in_the_middle_of_epochs_and_of_annealing(
     assert event["parity_error_train"] < 1e-5
 
 
+def test_a_run_does_not_go_on_with_another_text(cli: CommandLine, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("to grow is to keep what was learned\n" * 40)
+    command = (*GPT, "data.path=text.txt", "hydra.run.dir=run", "checkpoint.every_n_steps=1")
+    assert cli(*command, cwd=tmp_path, fault=("at_step", 3, SIGKILL)).code == -SIGKILL
+    text.write_text(text.read_text().replace("learned", "leanred"))
+    outcome = cli(*command, "ckpt_path=last", cwd=tmp_path)
+    assert outcome.code == 2 and "Traceback" not in outcome.err
+    assert "the text is not the one that the checkpoint was trained on" in outcome.err
+
+
 def test_results_are_told_in_bits_and_the_network_is_an_ordinary_one(
     cli: CommandLine, uninterrupted: Callable[..., Left]
 ) -> None:

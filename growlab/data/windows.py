@@ -1,5 +1,6 @@
 """Windows of long sequences of tokens: batches in an order that depends on seed and epoch alone."""
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -91,6 +92,7 @@ class WindowData(LightningDataModule):
         #: Global batch size of an epoch, set by the experiment from the growth schedule; None = `batch_size`.
         self.batch_size_at_epoch: Callable[[int], int] | None = None
         self._tokens: dict[str, np.ndarray] = {}
+        self._digest: str | None = None
 
     @abstractmethod
     def _sequences(self) -> dict[str, np.ndarray]:
@@ -123,6 +125,33 @@ class WindowData(LightningDataModule):
         self.num_train, self.num_val, self.num_test = (
             self._windows[part] for part in ("train", "val", "test")
         )
+
+    @property
+    def digest(self) -> str:
+        """A number of all tokens, the same wherever they lie."""
+        if self._digest is None:
+            found = hashlib.blake2b(digest_size=16)
+            for part in sorted(self._tokens):
+                found.update(f"{part} {len(self._tokens[part])} {self._tokens[part].dtype}".encode())
+                found.update(np.ascontiguousarray(self._tokens[part]).data)
+            self._digest = found.hexdigest()
+        return self._digest
+
+    def state_dict(self) -> dict[str, Any]:
+        """What checkpoints hold: which text it is."""
+        return {"digest": self.digest}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Compare with a checkpoint's text.
+
+        Raises:
+            UserError: it is another one.
+        """
+        if state_dict.get("digest", self.digest) != self.digest:
+            raise UserError(
+                "the text is not the one that the checkpoint was trained on: its files, its split or its tokenizer "
+                "have changed; bring them back, or begin another run."
+            )
 
     @property
     def network_arguments(self) -> dict[str, Any]:

@@ -173,6 +173,19 @@ def test_a_resumed_loader_goes_on_and_ranks_share_a_batch(
     assert torch.equal(torch.cat([parts[0][3], parts[1][3]]), whole[3][0])
 
 
+def test_a_checkpoint_of_another_text_is_refused(folder: Path) -> None:
+    saved = data(folder).state_dict()
+    data(folder).load_state_dict(saved)
+    # Neither order nor windows are of the text.
+    data(folder, seed=5, context=CONTEXT + 1, batch_size=3).load_state_dict(saved)
+    with pytest.raises(UserError, match="the text is not the one that the checkpoint was trained on"):
+        data(folder, vocab_size=VOCABULARY - 1).load_state_dict(saved)
+    changed = folder / "part1" / "7.txt"
+    changed.write_text(changed.read_text().replace("a", "e", 1))
+    with pytest.raises(UserError, match="the text is not the one that the checkpoint was trained on"):
+        data(folder).load_state_dict(saved)
+
+
 def test_one_document_is_cut_by_position(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text(text := "".join(document(number) for number in range(40)))
     made = data(tmp_path / "book.txt")
