@@ -77,7 +77,8 @@ def accuracy_and_loss(network: torch.nn.Module, data: ImageData) -> tuple[float,
 def test_without_growth_it_is_plain_sgd(finished: Callable[..., Path]) -> None:
     """The same losses and weights as a hand-written loop with torch.optim.SGD, bit for bit."""
     arguments = ("growth=none", "lr_adapt=none", "schedule.epochs=null", "schedule.total_epochs=3", "seed=5")
-    run = finished(*MLP, *arguments, "optimizer.nesterov=true", "statistics_images=0")
+    rate = ("schedule.learning_rate.shape=cosine", "schedule.learning_rate.clock=epochs")
+    run = finished(*MLP, *arguments, *rate, "optimizer.nesterov=true", "statistics_images=0")
     data = ImageData("digits", **IMAGES, seed=5)
     data.setup()
     lightning.seed_everything(5, verbose=False)
