@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from growlab import parts
 from growlab.errors import UserError
 from growlab.grower import Grower
 from growlab.growth import PairGrowth
 from growlab.language_models import CausalModel, plain_model
-from growlab.parts.depth import Depth
 from tests.runs import CommandLine, Left, table
 
 transformers = pytest.importorskip("transformers")
@@ -109,7 +109,7 @@ def test_what_was_grown_is_loaded_by_from_pretrained_and_generates_alike(
     network = model(type, num_key_value_heads=None if type == "gpt2" else 2, num_hidden_layers=4).double()
     tokens = torch.randint(61, (3, 12), generator=torch.Generator().manual_seed(1))
     grower = Grower(
-        network, tokens, method=PairGrowth(), trigger={0: 0.5, 1: 1.0}, parts=[Depth("auto")], seed=0
+        network, tokens, method=PairGrowth(), trigger={0: 0.5, 1: 1.0}, parts=[parts.Depth("auto")], seed=0
     )
     with torch.no_grad():
         for parameter in network.parameters():

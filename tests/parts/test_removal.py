@@ -50,7 +50,14 @@ PARTS = {
     ),
     "depth": Files(
         ("parts/depth",),
-        ("parts/depth.yaml", "method/grown_*.yaml", "method/smaller.yaml", "experiment/*depth.yaml"),
+        (
+            "parts/depth.yaml",
+            "method/grown_*.yaml",
+            "method/smaller.yaml",
+            "experiment/*depth.yaml",
+            "experiment/*testbed*.yaml",
+            "experiment/*llama_text.yaml",
+        ),
         (
             "parts/depth",
             "parts/test_blocks.py",
