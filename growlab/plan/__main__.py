@@ -13,7 +13,11 @@ from omegaconf import DictConfig
 from growlab.__main__ import JobFailed
 from growlab.__main__ import main as composed
 
-_MORE = ("plan=default", "hydra.run.dir=runs/${name}_plan/${now:%Y-%m-%d_%H-%M-%S}")
+# By pairs unless told otherwise: their seed begins as the constructor drew it, as a smaller network that never grows does.
+_MORE = (
+    *("plan=default", "growth=pairs", "lr_adapt=none"),
+    "hydra.run.dir=runs/${name}_plan/${now:%Y-%m-%d_%H-%M-%S}",
+)
 
 
 def _job(cfg: DictConfig) -> None:
