@@ -46,6 +46,7 @@ class MainConfig:
     name: str = MISSING
     seed: int = MISSING
     ckpt_path: str | None = MISSING
+    start_from: str | None = MISSING
     compile: bool = MISSING
     num_threads: int | None = MISSING
     opaque: list[str] = MISSING

@@ -28,7 +28,7 @@ from growlab.errors import Stopped, UserError
 from growlab.files import remove_unfinished, write_json, write_text
 from growlab.outcome import results_row
 from growlab.pairing import make_data, make_objective
-from growlab.planning import Planned, learning_rate, left_out, optimizer_maker, plan_run
+from growlab.planning import Planned, learning_rate, left_out, optimizer_maker, plan_run, start_from
 from growlab.processes import announce, is_first, program, started_elsewhere, world_size
 from growlab.studies.running import run_study
 from growlab.telling import tell_training
@@ -117,6 +117,8 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
     lightning.seed_everything(cfg.seed, verbose=False)
     planned = plan_run(cfg, data, header.get("batch_fit"))
     grower, plan = planned.grower, planned.plan
+    if cfg.start_from is not None and checkpoint is None:
+        start_from(grower, cfg.start_from)
     data.batch_size_at_epoch = plan.schedule.batch_size_at
     run_id = header.get("run_id") or secrets.token_hex(4)
     task = _task(cfg, data, planned, run_id)

@@ -105,7 +105,7 @@ def _type(note: ast.AST | None, module: str, name: str) -> Any:
         if len(parts) == 1:
             return Any if parts[0] is Any else Optional[parts[0]]  # noqa: UP045 - the type is a value here
         # Of numbers, the widest; other unions are not OmegaConf's.
-        return float if float in parts else Any
+        return float if set(parts) <= {int, float} else Any
     if isinstance(note, ast.Subscript):
         kind, inner = ast.unparse(note.value), note.slice
         if kind == "Literal":

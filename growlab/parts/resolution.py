@@ -33,8 +33,9 @@ class Resolution(Part):
 
     Args:
         sizes: pixels of the shorter side, or tokens, in ascending order: reached evenly with the share of growth that
-            is done, so that as many sizes as stages are one for each stage. The last need not be that of the data:
-            then training never sees whole inputs. A network that does not grow trains at the last.
+            is done, so that as many sizes as stages are one for each stage. Or parts of the data's own size, above 0
+            and at most 1.0, which are rounded to a multiple of 8. The last need not be that of the data: then training
+            never sees whole inputs. A network that does not grow trains at the last.
 
     Raises:
         UserError: they are no ascending positive numbers.
@@ -43,16 +44,20 @@ class Resolution(Part):
     name = "resolution"
     grows = True
 
-    def __init__(self, sizes: int | Sequence[int]) -> None:
-        given = [sizes] if isinstance(sizes, int) else sizes
-        whole = isinstance(given, Sequence) and all(type(size) is int and size > 0 for size in given)
-        if not whole or not given or list(given) != sorted(given):
+    def __init__(self, sizes: float | Sequence[float]) -> None:
+        given = [sizes] if isinstance(sizes, int | float) else sizes
+        numbers = isinstance(given, Sequence) and all(
+            type(size) in (int, float) and size > 0 for size in given
+        )
+        relative = numbers and any(type(size) is float for size in given)
+        if not numbers or not given or list(given) != sorted(given) or (relative and given[-1] > 1):
             raise UserError(
                 f"resolution.sizes={sizes} must be whole numbers of pixels or tokens in ascending order, such as "
-                "[16,24,32], or null for whole inputs."
+                "[16,24,32], parts of the data's own such as [0.5,1.0], or null for whole inputs."
             )
-        self._sizes = tuple(given)
-        self._own = Resizer(self._sizes[-1])
+        self._given, self._relative = tuple(given), relative
+        self._sizes = () if relative else tuple(int(size) for size in given)
+        self._own = Resizer(0 if relative else self._sizes[-1])
         self._network: nn.Module | None = None
 
     @property
@@ -67,7 +72,7 @@ class Resolution(Part):
 
     def applies(self, trigger: Trigger) -> bool:
         """A network that does not grow trains at one size."""
-        return trigger.grows or len(self._sizes) == 1
+        return trigger.grows or len(self._given) == 1
 
     def prepare(
         self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
@@ -78,9 +83,13 @@ class Resolution(Part):
             UserError: the network does not take one, none makes the inputs smaller, or they are neither images nor
                 sequences.
         """
+        if self._relative:
+            whole = size_of(example)
+            self._sizes = tuple(_part_of(whole, part) for part in self._given)
+            self._own.size = self._sizes[-1]
         if resized(example, {}, self._sizes[0])[2] is None:
             raise UserError(
-                f"resolution.sizes={list(self._sizes)} changes nothing: the inputs are no larger. Sizes are pixels of "
+                f"resolution.sizes={list(self._given)} changes nothing: the inputs are no larger. Sizes are pixels of "
                 "an image's shorter side, or tokens."
             )
         for size in self._sizes:
@@ -108,7 +117,7 @@ class Resolution(Part):
 
     def check(self, run: Run) -> None:
         """How far growth has come has to be known."""
-        if len(self._sizes) > 1 and run.trigger.share(0, run.trigger.first(run.graph)) is None:
+        if len(self._given) > 1 and run.trigger.share(0, run.trigger.first(run.graph)) is None:
             raise UserError(
                 "resolution.sizes of several stages needs a trigger that knows how far growth has come: take "
                 "schedule=exponential, linear or a demand, and a growth method that follows it."
@@ -215,6 +224,23 @@ def resized(
     small = tuple(cut.apply(value) if isinstance(value, Tensor) else value for value in inputs)
     by_name = {name: cut.apply(v) if isinstance(v, Tensor) else v for name, v in named.items()}
     return small, by_name, cut
+
+
+def size_of(inputs: Iterable[Any]) -> int:
+    """Pixels of the shorter side of images among a network's inputs, or tokens of sequences.
+
+    Raises:
+        UserError: they are neither.
+    """
+    # No inputs are so small that nothing is cut.
+    cut = _cut_of([x for x in inputs if isinstance(x, Tensor)], 1)
+    return 1 if cut is None else min(cut.before)
+
+
+def _part_of(whole: int, part: float) -> int:
+    """A part of a size, to a multiple of 8 where the size is one of at least 16 itself."""
+    unit = 8 if whole >= 16 else 1
+    return whole if part == 1 else min(whole, max(unit, unit * round(part * whole / unit)))
 
 
 def _cut_of(tensors: Sequence[Tensor], size: int) -> Cut | None:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from growlab.__main__ import JobFailed
 from growlab.__main__ import main as composed
 
-# By pairs unless told otherwise: their seed begins as the constructor drew it, as a smaller network that never grows does.
+# By pairs unless told otherwise: that seed begins as its constructor drew it, as a smaller network that stays does.
 _MORE = (
     *("plan=default", "growth=pairs", "lr_adapt=none"),
     "hydra.run.dir=runs/${name}_plan/${now:%Y-%m-%d_%H-%M-%S}",

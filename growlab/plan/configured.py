@@ -210,4 +210,4 @@ def _candidate(cfg: DictConfig, data: Any, name: str, given: DictConfig) -> Cand
     def parts() -> Sequence[Part]:
         return make_parts(changed.parts, data, At({0: width, 1: 1.0}, unit="step"))
 
-    return Candidate(name, float(width), parts, settings, float(depth))
+    return Candidate(name, float(width), parts, settings, float(depth), alone=width < 1 or depth < 1)

@@ -115,7 +115,7 @@ class Probe:
             self._grower.follow(self._optimizer, self._average)
         self._batches = _forever(problem.batches)
         self._seconds: list[float] = []
-        self._measure()
+        self._measure(0.0)
         self.network.train()
         self.account.seconds += time.perf_counter() - began
 
@@ -135,10 +135,13 @@ class Probe:
         )
         return grower
 
-    def _measure(self) -> None:
-        """FLOPs of a sample, as a part of the budget."""
+    def _measure(self, share: float) -> None:
+        """FLOPs of a sample as training has it when a share of growth is done, and as evaluation has it."""
         inputs = network_inputs(self.problem.example, self.network)
         one = tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs)
+        self.evaluation_cost = forward_flops(self.network, one) / self.account.total_flops
+        for part in self._grower.parts if self._grower is not None else ():
+            one = part.inputs_at(one, share)
         self.forward_cost = forward_flops(self.network, one) / self.account.total_flops
 
     @property
@@ -182,6 +185,10 @@ class Probe:
                 f"the budget is too small to probe: {error} (of {name}); raise schedule.budget or plan.max_cost."
             ) from error
 
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of the network's state_dict, not averaged."""
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.network.state_dict().items()}
+
     # Training ----------------------------------------------------------------------------------------------
 
     def train(self, cost: float = inf, steps: float = inf, spend: float = inf) -> bool:
@@ -217,7 +224,7 @@ class Probe:
 
     @property
     def _look_cost(self) -> float:
-        return self.forward_cost * self.samples
+        return self.evaluation_cost * self.samples
 
     def _peek(self) -> Batch:
         if not hasattr(self, "_first"):
@@ -231,10 +238,11 @@ class Probe:
         self._optimizer.zero_grad()
         for _ in range(problem.accumulate):
             *inputs, target = self._placed(next(self._batches))
-            if self._grower is not None:
-                target = self._grower.targets(target)
             with problem.precision():
-                loss = problem.loss(self.network(*inputs), target) / problem.accumulate
+                output = self.network(*inputs)
+                if self._grower is not None:
+                    target = self._grower.targets(target)
+                loss = problem.loss(output, target) / problem.accumulate
             loss.backward()
             fine = fine and bool(torch.isfinite(loss.detach()))
         if problem.clip:
@@ -269,7 +277,7 @@ class Probe:
                 with self.problem.precision():
                     value = float(self.problem.loss(network(*inputs), target))
                 total, seen = total + value * _size(batch), seen + _size(batch)
-        self._pay(self.forward_cost * seen, False)
+        self._pay(self.evaluation_cost * seen, False)
         self.account.seconds += time.perf_counter() - began
         return total / seen if isfinite(total) else inf
 
@@ -300,7 +308,7 @@ class Probe:
         assert self._grower is not None
         began = time.perf_counter()
         self._grower.step(step=_WHEN_TOLD)
-        self._measure()
+        self._measure(1.0)
         self._seconds.clear()
         self.account.seconds += time.perf_counter() - began
         return self.look() if self.account.affords(2 * self._look_cost + self._step_cost) else None

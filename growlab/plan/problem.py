@@ -28,6 +28,7 @@ class Candidate:
         parts: makes the parts that leave something else out, such as blocks.
         settings: of the configuration, where the plan writes experiments.
         depth: part of those blocks that a network which never grows has.
+        alone: whether it could be trained to the end as it is; False where only its inputs are smaller at first.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Candidate:
     parts: Callable[[], Sequence[Part]] = list
     settings: Mapping[str, Any] = field(default_factory=dict)
     depth: float = 1.0
+    alone: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.width <= 1:
@@ -90,6 +92,7 @@ class Settings:
             where little can be spent.
         latest: part of the budget behind which there is no growing.
         charge: what was spent on probing counts as part of the budget.
+        start: experiments go on from their probes' last weights, whose cost is taken off their budget.
         seed: of the draws.
 
     Raises:
@@ -102,6 +105,7 @@ class Settings:
     rates: Sequence[float] = (1.0, 0.5, 2.0)
     latest: float = 0.75
     charge: bool = False
+    start: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:

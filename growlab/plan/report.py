@@ -98,6 +98,7 @@ def content(planned: Planned) -> dict[str, Any]:
         "left_out": dict(planned.left_out),
         "spent": asdict(planned.account),
         "budget_of_the_run": planned.budget,
+        "alone": list(planned.alone),
     }
 
 

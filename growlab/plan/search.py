@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from growlab.errors import UserError
 from growlab.plan.fit import MIN_POINTS, Measured, fit
@@ -22,7 +23,8 @@ _MARGIN = 0.01
 _MOST_SAMPLES, _LEAST_SAMPLES, _LEAST_BATCHES = 2000, 96, 2
 # Part of the full network's probe that its evaluations may cost, and how many these are.
 _FOR_LOOKS, _LOOKS = 0.08, 8
-# Steps of the full network that may be spent before two, and all, rates are tried for every candidate.
+# Steps of the full network that may be spent before two, and all, rates are tried for every candidate, and candidates that
+# can only grow are probed as well.
 _TWO_RATES, _ALL_RATES = 150, 400
 
 
@@ -41,6 +43,8 @@ class Planned:
         left_out: candidates that could not be probed, and why.
         flops: forward FLOPs of a sample relative to the full network's, by candidate.
         budget: of the run, in parts of the whole budget.
+        weights: each candidate's last ones at its best rate, before any growth.
+        alone: candidates that could be trained to the end as they are.
     """
 
     settings: Settings
@@ -53,6 +57,8 @@ class Planned:
     left_out: Mapping[str, str]
     flops: Mapping[str, float]
     budget: float
+    weights: Mapping[str, Mapping[str, Tensor]]
+    alone: Sequence[str]
 
 
 def plan(
@@ -87,6 +93,7 @@ class _Search:
         self.trials: dict[str, Trial] = {}
         self.curve_of: dict[str, Measured] = {}
         self.left_out: dict[str, str] = {}
+        self.weights: dict[str, Mapping[str, Tensor]] = {}
         self.best: dict[str, Probe] = {}
         self.full = self._probe(None, settings.rates[0])
         step = 3 * self.full.forward_cost * self._batch_size()
@@ -142,6 +149,11 @@ class _Search:
                 probe = self._probe(candidate, self.settings.rates[0])
             except UserError as error:
                 self.left_out[candidate.name] = str(error)
+                continue
+            if not candidate.alone and self.steps < _TWO_RATES:
+                self.left_out[candidate.name] = (
+                    "it can only grow, and the budget is too small to probe it too."
+                )
                 continue
             if probe.forward_cost > 0.9 * self.full.forward_cost:
                 self.left_out[candidate.name] = "it costs nearly as much as the full network."
@@ -235,7 +247,7 @@ class _Search:
         kept = small.measured()
         before, cost, steps = small.evaluate(), small.cost, small.steps
         points = list(small.points)
-        self.curve_of[name] = kept
+        self.curve_of[name], self.weights[name] = kept, small.weights()
         after = small.grow()
         if after is None:
             return
@@ -264,9 +276,9 @@ class _Search:
         budget = 1.0 - (self.account.spent if settings.charge else 0.0)
         curves = fit(measured, WHOLE, settings.multiple, seed=settings.seed)
         seconds = {name: one.seconds_per_cost for name, one in measured.items()}
-        verdict = judge(
-            curves, self.trials, WHOLE, seconds, budget, settings.size, settings.latest, settings.seed
-        )
+        alone = [one.name for one in self.problem.candidates if one.alone]
+        limits = (budget, settings.size, settings.latest, settings.seed)
+        verdict = judge(curves, self.trials, WHOLE, seconds, *limits, alone=alone)
         tried = [
             {
                 "candidate": probe.candidate.name if probe.candidate else WHOLE,
@@ -278,7 +290,10 @@ class _Search:
             for probe in self.tried
         ]
         rates = {name: self.best[name].rate for name in names}
+        weights = {
+            name: self.best[name].weights() for name in names if name not in self.weights
+        } | self.weights
         return Planned(
             *(settings, measured, rates, self.trials, verdict, self.account, tried, self.left_out),
-            *({WHOLE: 1.0, **self.flops}, budget),
+            *({WHOLE: 1.0, **self.flops}, budget, weights, alone),
         )

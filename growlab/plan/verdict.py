@@ -10,7 +10,7 @@ What speaks for growing, or for a smaller network, is trusted up to a multiple o
 it is compared with counts also beyond it (`Curves.law`), so that nothing is gained by knowing little.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -125,6 +125,7 @@ def judge(
     size: Literal["any", "full"] = "any",
     latest: float = 0.75,
     seed: int = 0,
+    alone: Collection[str] | None = None,
 ) -> Verdict:
     """Say which it is.
 
@@ -137,9 +138,11 @@ def judge(
         size: "full": the full network is wanted in any case.
         latest: part of the budget behind which there is no growing.
         seed: of what is drawn here.
+        alone: candidates that could be trained to the end as they are; None: all.
     """
     full, rng = curves[whole], np.random.default_rng(seed)
-    small = [name for name in curves if name != whole] if size == "any" else []
+    stay = [name for name in curves if name != whole and (alone is None or name in alone)]
+    small = stay if size == "any" else []
     rivals = np.min([curves[name].law(budget) for name in (whole, *small)], axis=0)
     growing = [
         _growing(name, full, curves[name], trial, rivals, budget, latest, seconds[name] / seconds[whole], rng)
@@ -148,9 +151,10 @@ def judge(
     growing.sort(key=lambda one: -one.loss.low)
     end = full.law(budget)
     smaller = [
-        Smaller(name, Gain.of(end - one.loss(budget)), float(np.median(end - one.law(budget))))
-        for name, one in curves.items()
-        if name != whole
+        Smaller(
+            name, Gain.of(end - curves[name].loss(budget)), float(np.median(end - curves[name].law(budget)))
+        )
+        for name in stay
     ]
     smaller.sort(key=lambda one: -one.likely)
     ways = tuple(growing), tuple(smaller)
