@@ -16,12 +16,17 @@ from growlab.configuration import PRIMARY
 from growlab.files import write_text
 from growlab.plan.problem import WHOLE, Candidate
 from growlab.plan.search import Planned
+from growlab.training.checkpoints import save
 
 # Epochs that the shortest run has at least, so that stages end where they are meant to.
 _LEAST_EPOCHS = 10
 # Groups that an experiment file does not choose.
 _NOT_CHOSEN = ("experiment", "method", "plan", "parts")
 _NOT_KEPT = ("name", "plan", "ckpt_path", "study")
+# The least that a small stage costs which goes on from a probe, in parts of the budget.
+_LEAST_STAGE = 0.01
+# What a probe has done already.
+_NOT_WARMED = {"schedule.learning_rate.warmup_epochs": 0, "schedule.learning_rate.warmup_fraction": 0.0}
 # How long a run is, and when it grows, is what a plan says.
 _UNSAID = ("epochs", "widths", "batch_sizes", "initial_epochs", "demand", "width_growth_rate")
 
@@ -29,7 +34,7 @@ _UNSAID = ("epochs", "widths", "batch_sizes", "initial_epochs", "demand", "width
 def write_experiments(
     folder: Path, cfg: DictConfig, data: Any, planned: Planned, candidates: Mapping[str, Candidate]
 ) -> str:
-    """Write `experiment/{planned,full,smaller,grown}.yaml`, each to be run as it is.
+    """Write `experiment/{planned,full,smaller,grown}.yaml`, each to be run as it is, and what they start from.
 
     Args:
         folder: the plan's; `--config-dir` of runs.
@@ -47,16 +52,23 @@ def write_experiments(
         arms["smaller"] = _smaller(candidates[verdict.smaller[0].candidate])
     if verdict.growing:
         best = verdict.growing[0]
-        arms["grown"] = _grown(
-            cfg, candidates[best.candidate], _share(best.switch, planned.flops[best.candidate])
+        begun = _begun(planned, best.candidate)
+        share = _share(
+            max(best.switch - begun, _LEAST_STAGE), 1.0 - best.switch, planned.flops[best.candidate]
         )
+        arms["grown"] = _grown(cfg, candidates[best.candidate], share)
     named = {WHOLE: WHOLE, "smaller": verdict.smaller[0].candidate if verdict.smaller else WHOLE}
     named["grown"] = verdict.growing[0].candidate if verdict.growing else WHOLE
     chosen = {"grow": "grown", "smaller": "smaller", "full": WHOLE}[verdict.kind]
     command = f"python -m growlab --config-dir {folder} experiment="
     texts = {}
     for arm, settings in arms.items():
-        common = _common(cfg, data, planned.budget, planned.rates[named[arm]])
+        common = _common(cfg, data, planned, named[arm])
+        if planned.settings.start:
+            start = folder.resolve() / "start" / f"{named[arm]}.pt"
+            common |= {"start_from": str(start), **_NOT_WARMED}
+            start.parent.mkdir(exist_ok=True)
+            save(start, dict(planned.weights[named[arm]]))
         texts[arm] = _text(cfg, {**common, **settings}, f"{command}{arm}")
     texts["planned"] = texts[chosen].replace(f"{command}{chosen}", f"{command}planned")
     for arm, text in texts.items():
@@ -64,15 +76,21 @@ def write_experiments(
     return f"{command}planned"
 
 
-def _share(switch: float, flops: float) -> float:
-    """Part of the epochs that is trained small, where small epochs of relative FLOPs cost that part of the budget."""
-    small = switch / flops
-    return small / (small + 1 - switch)
+def _share(small: float, whole: float, flops: float) -> float:
+    """Part of the epochs that is trained small, where small epochs of relative FLOPs and whole ones cost so much."""
+    return small / flops / (small / flops + whole)
 
 
-def _common(cfg: DictConfig, data: Any, budget: float, rate: float) -> dict[str, Any]:
-    """Settings of every arm: equal cost, a rate clocked by it, and epochs short enough."""
-    whole = cfg.schedule.budget * budget
+def _begun(planned: Planned, name: str) -> float:
+    """Part of the budget that the probe has done of a candidate's run which starts from it."""
+    return planned.measured[name].cost[-1] if planned.settings.start else 0.0
+
+
+def _common(cfg: DictConfig, data: Any, planned: Planned, name: str) -> dict[str, Any]:
+    """Settings of the arm of a candidate: equal cost, a rate clocked by it, and epochs short enough."""
+    # With `charge` all probing is off the budget already, this candidate's too.
+    whole = cfg.schedule.budget * min(planned.budget, 1.0 - _begun(planned, name))
+    rate = planned.rates[name]
     settings: dict[str, Any] = {
         "schedule.budget": _rounded(whole),
         "schedule.equal_flops": False,

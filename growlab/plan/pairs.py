@@ -1,8 +1,8 @@
 """Plans held to what then happened: `python -m growlab.plan.pairs FOLDER` writes a table.
 
 FOLDER holds `pairs.csv` (columns pair, blind, overrides), a folder for each plan with its `plan.json`, and `arms.csv`
-with the results of the experiments that the plans wrote (columns pair, arm, seed, test_accuracy, test_loss). Each plan is
-judged twice from its probes: as it was asked, and with `plan.size=full`.
+with results of the experiments that the plans wrote (columns pair, arm, seed, test_accuracy, test_loss). Each plan is
+judged twice from its probes: for any size, and with `plan.size=full`.
 """
 
 import csv

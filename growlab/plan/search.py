@@ -23,8 +23,8 @@ _MARGIN = 0.01
 _MOST_SAMPLES, _LEAST_SAMPLES, _LEAST_BATCHES = 2000, 96, 2
 # Part of the full network's probe that its evaluations may cost, and how many these are.
 _FOR_LOOKS, _LOOKS = 0.08, 8
-# Steps of the full network that may be spent before two, and all, rates are tried for every candidate, and candidates that
-# can only grow are probed as well.
+# Steps of the full network that may be spent before two, and all, rates are tried for every candidate; with two,
+# candidates that can only grow are probed as well.
 _TWO_RATES, _ALL_RATES = 150, 400
 
 

@@ -221,10 +221,30 @@ def test_several_sizes_need_a_trigger_that_knows_how_far_growth_has_come() -> No
     assert Grower(small_resnet(), IMAGES, **settings, parts=[Resolution([8])]).parts[0].size == 8
 
 
-@pytest.mark.parametrize("sizes", [[], [16, 8], [0, 4], [1.5], "16", True, [8, True]])
+@pytest.mark.parametrize("sizes", [[], [16, 8], [0, 4], [1.5], "16", True, [8, True], [0.5, 8], [0.0, 1.0]])
 def test_sizes_that_are_none_are_refused(sizes: object) -> None:
     with pytest.raises(UserError, match=r"resolution\.sizes="):
         Resolution(sizes)
+
+
+@pytest.mark.parametrize(
+    ("example", "parts", "sizes"),
+    [
+        (torch.randn(2, 3, 32, 48), [0.5, 0.67, 1.0], [16, 24, 32]),
+        (torch.randn(2, 3, 8, 8), [0.67, 1], [5, 8]),
+        (torch.randn(2, 3, 20, 20), [0.01, 0.99, 1.0], [8, 16, 20]),
+    ],
+)
+def test_sizes_can_be_parts_of_the_datas_own(example: Tensor, parts: list[float], sizes: list[int]) -> None:
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
+    )
+    part = Resolution(parts)
+    run = Grower(network, example, method=PairGrowth(), trigger={0: 0.25, 1: 0.5, 2: 1.0}, parts=[part])
+    reached = [part.size_at(share / (len(sizes) - 1)) for share in range(len(sizes))]
+    assert reached == sizes and part.size == sizes[0]
+    run.step(epoch=2)
+    assert part.size == sizes[-1]
 
 
 def test_a_vision_transformer_that_interpolates_positions_trains_at_the_sizes() -> None:

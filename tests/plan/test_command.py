@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
 from tests.runs import PLAN, CommandLine, Outcome
 
@@ -52,7 +54,7 @@ def test_its_experiments_run_at_equal_cost(asked: tuple[Path, Outcome], cli: Com
         stage["widths"][0] if isinstance(stage["widths"], list) else stage["widths"]
         for stage in found["stages"]
     ]
-    assert found["growth"] == {"full": "none", "smaller": "none", "grown": "ours"}.get(arm, found["growth"])
+    assert found["growth"] == {"full": "none", "smaller": "none", "grown": "pairs"}.get(arm, found["growth"])
     if arm == "grown":
         assert len(widths) == 2
         planned = json.loads((folder / "run" / "plan.json").read_text())
@@ -72,6 +74,46 @@ def test_the_full_network_may_be_wanted_in_any_case(cli: CommandLine, tmp_path: 
     written = (tmp_path / "run" / "experiment" / "full.yaml").read_text()
     left = 16 * found["budget_of_the_run"]
     assert f"budget: {left:.4g}" in written
+
+
+def test_its_experiments_can_go_on_from_the_probes(cli: CommandLine, tmp_path: Path) -> None:
+    """The weights that an arm begins with are those of its probe, and both together cost the budget."""
+    outcome = ask(cli, tmp_path, *TINY, "plan.start=true", "growth=pairs")
+    assert outcome.code == 0, outcome.err
+    run = tmp_path / "run"
+    found = json.loads((run / "plan.json").read_text())
+    for arm, name in {"full": "full", "smaller": "half_width", "grown": "half_width"}.items():
+        written = yaml.safe_load((run / "experiment" / f"{arm}.yaml").read_text())
+        assert written["start_from"] == str(run / "start" / f"{name}.pt")
+        probed = found["measured"][name]["cost"][-1]
+        assert written["schedule"]["budget"] == pytest.approx(16 * (1 - probed), rel=1e-3)
+        # At a rate of 0 the run ends with what it began with, if it does not grow.
+        options = ("--config-dir", str(run), f"experiment={arm}", f"hydra.run.dir={arm}")
+        still = cli(*options, "optimizer.lr=0", "optimizer.weight_decay=0", cwd=tmp_path)
+        assert still.code == 0, still.err
+        started = torch.load(run / "start" / f"{name}.pt", weights_only=True)
+        ended = torch.load(tmp_path / arm / "model.pt", weights_only=True)
+        assert started.keys() == ended.keys()
+        learned = [
+            key for key in started if not key.endswith(("running_mean", "running_var", "num_batches_tracked"))
+        ]
+        if arm == "grown":
+            assert all(len(started[key]) < len(ended[key]) for key in learned[:2])
+        else:
+            assert all(torch.equal(started[key], ended[key]) for key in learned)
+
+
+def test_weights_of_another_network_are_no_start(cli: CommandLine, tmp_path: Path) -> None:
+    torch.save({"out.weight": torch.zeros(10, 3)}, tmp_path / "other.pt")
+    for file, sentence in (
+        (
+            "other.pt",
+            "start_from=other.pt is of another network than the first stage's: classifier.bias is absent",
+        ),
+        ("none.pt", "cannot read start_from=none.pt"),
+    ):
+        outcome = cli(*TINY, f"start_from={file}", "hydra.run.dir=run", cwd=tmp_path)
+        assert outcome.code == 2 and sentence in outcome.err and "Traceback" not in outcome.err, outcome.err
 
 
 @pytest.mark.parametrize(

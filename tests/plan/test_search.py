@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from growlab import Net2Net
 from growlab.errors import UserError
 from growlab.flops import forward_flops
+from growlab.parts import Resolution
 from growlab.plan import Candidate, Planned, Problem, Settings, plan, table
 from growlab.plan.probes import Account, Probe
 
@@ -158,6 +159,52 @@ def test_averages_grow_along() -> None:
     assert probe.forward_cost == forward_flops(network(), torch.zeros(1, 8)) / 1e9
     probe.train(steps=20)
     assert probe.loss < before
+
+
+def images(number: int, seed: int) -> tuple[Tensor, Tensor]:
+    x, y = data(number, seed)
+    return x[:, :, None, None] + torch.randn(number, 8, 16, 16, generator=torch.Generator().manual_seed(3)), y
+
+
+def test_a_candidate_of_smaller_inputs_costs_less_and_can_only_grow() -> None:
+    """Training steps cost what small images cost, evaluations what whole ones do; it is no network to stay with."""
+
+    def convolutions() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(8, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
+        )
+
+    small = Candidate("small", parts=lambda: [Resolution([0.5, 1.0])], alone=False)
+    given = problem(
+        60,
+        make_network=convolutions,
+        batches=lambda epoch: list(zip(*(x.split(BATCH) for x in images(BATCH * BATCHES, 0)), strict=True)),
+        held_out=[images(100, 1)],
+        example=images(4, 0)[0],
+        candidates=(small, Candidate("half", 0.5)),
+    )
+    probe = Probe(given, small, 1.0, Account(1.0, 1e9), 100)
+    costs = [forward_flops(convolutions(), torch.zeros(1, 8, size, size)) / 1e9 for size in (8, 16)]
+    assert [probe.forward_cost, probe.evaluation_cost] == costs
+    seen: list[int] = []
+    training = torch.is_grad_enabled
+    probe.network[0].register_forward_pre_hook(
+        lambda _, inputs: training() and seen.append(inputs[0].shape[-1])
+    )
+    probe.train(steps=2)
+    probe.grow()
+    probe.train(steps=3)
+    assert seen == [8, 8, 16] and probe.forward_cost == costs[1]
+    planned = plan(given, Settings())
+    assert planned.alone == ["half"] and all(one.candidate != "small" for one in planned.verdict.smaller)
+    assert {"small", "half"} <= planned.flops.keys()
+
+
+def test_the_weights_that_are_kept_are_those_before_the_trial_growth(planned: Planned) -> None:
+    assert planned.weights.keys() == planned.measured.keys()
+    shapes = {name: len(weights["0.weight"]) for name, weights in planned.weights.items()}
+    widths = {"full": WIDTH, "half": WIDTH // 2, "quarter": WIDTH // 4}
+    assert shapes == {name: widths[name] for name in shapes}
 
 
 # Wrong input -------------------------------------------------------------------------------------------------
