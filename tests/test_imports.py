@@ -70,7 +70,9 @@ RULES = {
     "launcher": rule("processes", packages="hydra torch"),
     "sweeps": rule("analysis processes experiment training", packages="hydra omegaconf torch"),
     "outcome": rule("training", packages="hydra omegaconf"),
-    "planning": rule("widths growth triggers parts grower data training processes trainer_options pairing"),
+    "planning": rule(
+        "widths growth triggers parts grower data training processes trainer_options pairing library"
+    ),
     "telling": rule("grower data planning training"),
     "callbacks": rule("training", packages="lightning hydra omegaconf"),
     "pairing": rule("training data", packages="torch hydra omegaconf"),

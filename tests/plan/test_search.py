@@ -187,10 +187,12 @@ def test_a_candidate_of_smaller_inputs_costs_less_and_can_only_grow() -> None:
     costs = [forward_flops(convolutions(), torch.zeros(1, 8, size, size)) / 1e9 for size in (8, 16)]
     assert [probe.forward_cost, probe.evaluation_cost] == costs
     seen: list[int] = []
-    training = torch.is_grad_enabled
-    probe.network[0].register_forward_pre_hook(
-        lambda _, inputs: training() and seen.append(inputs[0].shape[-1])
-    )
+
+    def note(layer: nn.Module, inputs: tuple[Tensor]) -> None:
+        if torch.is_grad_enabled():
+            seen.append(inputs[0].shape[-1])
+
+    probe.network[0].register_forward_pre_hook(note)
     probe.train(steps=2)
     probe.grow()
     probe.train(steps=3)
