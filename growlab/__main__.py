@@ -13,7 +13,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from growlab.commands import complete, described, import_from_here, run_command, run_without
+from growlab.commands import (
+    complete,
+    described,
+    import_from_here,
+    run_command,
+    run_without,
+    settings_of_plan,
+)
 
 try:
     import hydra
@@ -134,6 +141,16 @@ def _conf_or_none() -> Path | None:
         return None
 
 
+def _settings_of_plan() -> str:
+    return settings_of_plan(config_dir() / "plan" / "default.yaml")
+
+
+def _help_page(more: Sequence[str]) -> list[str]:
+    """The override that chooses a command's own help: the page named like a group that the command adds."""
+    pages = {path.stem for path in (config_dir() / "hydra" / "help").glob("*.yaml")}
+    return [f"hydra/help={group}" for group in (one.partition("=")[0] for one in more) if group in pages]
+
+
 def _interrupted(error: BaseException | None) -> bool:
     """Whether Ctrl-C is behind the exception; Lightning turns it into an exit of its own."""
     while error is not None:
@@ -181,6 +198,8 @@ def main(job: Callable[[DictConfig], Any] = _job, more: Sequence[str] = ()) -> i
         ]
         register_schemas()
         OmegaConf.register_new_resolver("growlab.commands", described, replace=True)
+        OmegaConf.register_new_resolver("growlab.settings_of_plan", _settings_of_plan, replace=True)
+        sys.argv += _help_page(more)
         folder = resume_override(overrides, multirun)
         if folder is not None:
             sys.argv.append(folder)

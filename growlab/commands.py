@@ -2,8 +2,10 @@
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from growlab.errors import how_to_install
@@ -62,6 +64,16 @@ def run_command(arguments: Sequence[str]) -> int | None:
 def described() -> str:
     """The commands, a line each."""
     return "\n".join(f"    growlab {name:<11}{command.does}" for name, command in COMMANDS.items())
+
+
+def settings_of_plan(file: Path) -> str:
+    """The settings of a plan as they are typed, a line each with value and remark; the candidates as they are.
+
+    Args:
+        file: `conf/plan/default.yaml`.
+    """
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines()[1:] if line]
+    return "\n".join(re.sub(r"^([a-z_]+): ?", r"plan.\1=", line) for line in lines)
 
 
 def import_from_here() -> None:

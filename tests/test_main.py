@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import hydra
 import pytest
+import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
@@ -22,6 +23,7 @@ from growlab.commands import COMMANDS, run_command
 from growlab.configuration import config_dir
 from growlab.errors import UserError, how_to_install
 from growlab.explain import explain
+from growlab.plan.__main__ import main as plan_main
 from growlab.processes import program
 from tests.runs import ROOT
 
@@ -399,6 +401,7 @@ def test_a_command_to_copy_calls_this_program_from_where_the_user_stands(
     assert program() == "python -m growlab"
 
 
+# A plan's settings are those of an experiment: its help is Hydra's, as `growlab run`'s is.
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "plan"])
 def test_help_of_a_command_names_it_as_it_is_typed_and_has_an_example(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -409,6 +412,27 @@ def test_help_of_a_command_names_it_as_it_is_typed_and_has_an_example(
     told = capsys.readouterr().out
     assert end.value.code == 0
     assert told.startswith(f"usage: growlab {command} ") and f"Example: growlab {command} " in told
+
+
+@pytest.mark.parametrize(
+    ("main", "typed"), [(command_line.main, ["growlab", "plan"]), (plan_main, ["python -m growlab.plan"])]
+)
+def test_help_of_a_plan_has_its_settings_and_an_example(
+    as_it_was: None,
+    main: Callable[[], int],
+    typed: list[str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setattr(sys, "argv", [*typed, "--help"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    told = capfd.readouterr().out
+    assert told.startswith("usage: growlab plan ") and "\nExample: growlab plan " in told
+    settings = yaml.safe_load((config_dir() / "plan" / "default.yaml").read_text())
+    assert all(re.search(rf"^plan\.{name}[=:]", told, re.MULTILINE) for name in settings)
 
 
 # As if packages were not installed, for those who look for them too.

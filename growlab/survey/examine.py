@@ -30,6 +30,7 @@ from growlab.growth.parity import observe, relative_error
 from growlab.parts import available
 from growlab.survey.sources import load
 from growlab.widths import UnsupportedOperation, WidthGraph, light_copy, resize, tensors_in, trace
+from growlab.widths.findings import layer_name
 
 METHODS: Mapping[str, type[GrowthMethod]] = {
     "ours": VarianceTransfer,
@@ -66,6 +67,7 @@ class Report:
             one for every group of a grouped convolution. Left out where it is 1.
         fixed: module path -> reason why its channels keep their width.
         last: modules of the last affine layers, such as the classifier -> the scale of what they put out may change.
+        tied: modules of embeddings whose tables end the network, where they are no layer of the rules for last ones.
         growing_share: parameters in tensors that grow, over all parameters.
         seed_params, full_params: number of parameters.
         seed_flops, full_flops: forward FLOPs per sample, or of the example where its rows are not samples.
@@ -84,6 +86,7 @@ class Report:
     steps: dict[str, int] = field(default_factory=dict)
     fixed: dict[str, str] = field(default_factory=dict)
     last: dict[str, bool] = field(default_factory=dict)
+    tied: list[str] = field(default_factory=list)
     growing_share: float = 0.0
     seed_params: int = 0
     full_params: int = 0
@@ -136,6 +139,7 @@ def examine(
     report.steps = {name: step for name in graph.groups if (step := _channels_at_a_time(graph, name)) > 1}
     report.fixed = dict(graph.fixed)
     report.last = graph.last_layers
+    report.tied = [layer_name(weight) for weight in graph.tied_outputs]
     if parts:
         report.parts = {part.name: lines for part in available() if (lines := part.examine(network, inputs))}
     tensors = dict(network.named_parameters())

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from growlab.training.task import Task
 from growlab.widths import WidthGraph
+from growlab.widths.findings import layer_name
 
 # Reading the loss waits for the device, and no one reads faster than this.
 _REFRESH_SEC = 0.5
@@ -44,7 +45,7 @@ class GrowthProgress(Callback):
         if not trainer.is_global_zero:
             return
         if pl_module.graph.groups and trainer.global_step == 0:
-            print(first_line(pl_module.graph), file=sys.stderr, flush=True)
+            print(first_line(pl_module.graph, pl_module.grower.trigger.resizes), file=sys.stderr, flush=True)
         self._began = self._epoch_began = time.perf_counter()
         epoch, self._began_at = trainer.current_epoch, 0.0
         if trainer.fit_loop.restarted_mid_epoch:
@@ -154,14 +155,24 @@ def _figures(metrics: Mapping[str, float]) -> str:
     )
 
 
-def first_line(graph: WidthGraph) -> str:
-    """The line at a run's beginning: how much grows, and which layers count as the output's."""
+def first_line(graph: WidthGraph, grows: bool = True) -> str:
+    """The line at a run's beginning: how much grows, and which layers count as the output's.
+
+    Args:
+        graph: of the network.
+        grows: False where the run keeps the network's size.
+    """
     last = [
         name if free else f"{name} (something behind it fixes its scale)"
         for name, free in graph.last_layers.items()
     ]
+    last += [
+        f"{layer_name(weight)} (an embedding's table too: neither rescaled nor given an output layer's rate)"
+        for weight in graph.tied_outputs
+    ]
     found = f"output layers: {', '.join(last)}" if last else "no output layer was found"
-    return f"growing {len(graph.groups)} width groups; {found}"
+    groups = f"{len(graph.groups)} width groups"
+    return f"growing {groups}; {found}" if grows else f"{groups} keep their size; {found}"
 
 
 def _span(widths: dict[str, int]) -> str:

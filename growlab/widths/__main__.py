@@ -42,6 +42,11 @@ def describe(report: Report) -> str:
             for name, free in report.last.items()
         ]
         lines.append("  last        affine layers: " + ", ".join(f"{n}{why}" for n, why in _alike(named)))
+    if report.tied:
+        lines.append(
+            f"  last        tables of embeddings: {', '.join(report.tied)} (neither rescaled nor given an output "
+            "layer's rate)"
+        )
     if report.fixed:
         lines.append("  stays       at full width, because")
         lines += [f"    {names}: {reason}" for names, reason in _alike(report.fixed.items())]

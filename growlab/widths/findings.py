@@ -14,6 +14,9 @@ from growlab.widths.program import canonical_names
 from growlab.widths.rules.registry import Value
 from growlab.widths.rules.rotation import GAIN_CHANNEL, LENGTHS
 
+# Roles of the dimensions of an embedding's table.
+_TABLE = [None, "out"]
+
 
 def layer_name(weight: str) -> str:
     """The module's path if it is the module's weight; of bare parameters their own name."""
@@ -50,7 +53,7 @@ class Findings:
 
     def is_table(self, weight: Value) -> bool:
         """Whether a weight [V, C] is an embedding's table: its columns put channels out."""
-        return weight.name is not None and self._roles[weight.name] == [None, "out"]
+        return weight.name is not None and self._roles[weight.name] == _TABLE
 
     def consume(self, name: str) -> None:
         """A parameter that multiplies channels or is added to them stands for what consumes them."""
@@ -146,6 +149,7 @@ class Findings:
             written=written,
             channel_norms=self._norms_over_channels(names),
             attentions=self._attentions_that_grow(names),
+            tied_outputs=tuple(sorted(name for name in self._reaching if self._roles[name] == _TABLE)),
         )
 
     def _pin_what_no_module_puts_out(self, output_class: int) -> None:

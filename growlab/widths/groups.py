@@ -168,6 +168,8 @@ class WidthGraph:
         individuated: groups whose channels something tells apart -> what; the others may be rotated.
         written: sizes that modules keep in attributes of their own (`num_heads`), by what they count.
         channel_norms: normalisations whose statistics run over channels that grow.
+        tied_outputs: weights that end the network and are embeddings' tables too. None of `layers`: growth leaves the
+            scale of their rows alone, and rates of output layers are not theirs.
         attentions: attention whose head dimension grows. What produces the keys has there the role "in": products
             of queries and keys are sums over the head dimension, in which the keys are like the weights.
     """
@@ -184,6 +186,7 @@ class WidthGraph:
     written: Mapping[Written, Axis] = field(default_factory=dict)
     channel_norms: tuple[ChannelNorm, ...] = ()
     attentions: tuple[Attention, ...] = ()
+    tied_outputs: tuple[str, ...] = ()
 
     @cached_property
     def emitters(self) -> frozenset[str]:

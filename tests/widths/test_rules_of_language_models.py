@@ -8,8 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from growlab.grower import Grower
 from growlab.growth import Net2Net, PairGrowth, VarianceTransfer, anneal_norms, finish, grow, plant
 from growlab.growth.parity import evaluate, relative_error
+from growlab.optim import SGD, NormRatio
+from growlab.training import RateAdaptation
+from growlab.training.progress import first_line
 from growlab.widths import layouts, trace
 
 TOKENS = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -93,6 +97,28 @@ def test_a_stream_with_a_tied_table_grows_exactly(norm: type[nn.Module], method:
     finish(network, graph, method, state)
     fresh.load_state_dict(network.state_dict())
     assert relative_error(evaluate(network, TOKENS), evaluate(fresh, TOKENS)) <= 1e-13
+
+
+def test_a_tied_table_ends_the_network_and_is_no_output_layer_of_the_rules() -> None:
+    torch.manual_seed(0)
+    network, method = Language(), VarianceTransfer()
+    graph = trace(network, TOKENS)
+    assert graph.tied_outputs == ("table.weight",) and "table" not in graph.last_layers
+    told = (
+        "output layers: table (an embedding's table too: neither rescaled nor given an output layer's rate)"
+    )
+    assert first_line(graph) == f"growing 2 width groups; {told}"
+    assert first_line(graph, grows=False) == f"2 width groups keep their size; {told}"
+    grower = Grower(network, (TOKENS,), method=method, trigger={0: dict.fromkeys(graph.groups, 4)})
+    optimizer = SGD(network.parameters(), 0.1)
+    RateAdaptation(NormRatio(), output_fan_in=True).apply(optimizer)
+    grower.follow(optimizer)
+    assert optimizer.factors(network.table.weight) is None
+    old = network.table.weight.detach().clone()
+    state = grower.state
+    event = grow(network, graph, method, state, dict.fromkeys(graph.groups, 8), 0, (TOKENS,))
+    assert "table.weight" not in event.report.get("rescaled", {})
+    torch.testing.assert_close(network.table.weight[:, :4], old, rtol=0, atol=0)
 
 
 def test_a_table_whose_gain_something_else_sees_keeps_its_stream() -> None:
