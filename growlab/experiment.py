@@ -196,8 +196,9 @@ def _save(
 ) -> None:
     for name, network in weights.items():
         save(run_dir / name, {key: t.detach().cpu() for key, t in network.state_dict().items()})
-    if hasattr(task.network, "save_pretrained"):
-        _save_pretrained(run_dir / "pretrained", task.network, data)
+        if hasattr(network, "save_pretrained"):
+            # `pretrained` of model.pt, `pretrained_ema` of model_ema.pt.
+            _save_pretrained(run_dir / Path(name).stem.replace("model", "pretrained", 1), network, data)
     for name, content in task.objective.exports(task.network).items():
         (write_text if isinstance(content, str) else save)(run_dir / name, content)
     write_json(run_dir / "results.json", results)

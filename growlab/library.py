@@ -39,13 +39,15 @@ def torchvision_network(
     from torchvision import models
 
     if image_shape[0] != 3:
-        raise UserError(f"torchvision's networks take images of 3 channels, this data has {image_shape[0]}.")
+        raise UserError(f"torchvision's networks take images of 3 channels, these have {image_shape[0]}.")
     _check_one(pretrained, weights)
     try:
         network = models.get_model(name, weights=None, num_classes=num_classes)
         choices = models.get_model_weights(name)
     except (ValueError, KeyError) as error:
-        raise UserError(f"model.name={name}: {error}; see torchvision.models.list_models().") from error
+        raise UserError(
+            f"torchvision makes no network {name!r}: {error}; see torchvision.models.list_models()."
+        ) from error
     if pretrained:
         wanted = "DEFAULT" if pretrained is True else str(pretrained)
         if wanted not in choices.__members__:
@@ -89,7 +91,7 @@ def timm_network(
     try:
         import timm
     except ImportError as error:
-        raise UserError(f"model=timm needs timm: {how_to_install('timm')}.") from error
+        raise UserError(f"timm is not installed: {how_to_install('timm')}.") from error
     _check_one(pretrained, weights)
     try:
         network = timm.create_model(
@@ -98,7 +100,7 @@ def timm_network(
     except (OSError, RuntimeError, ValueError) as error:
         if pretrained and "Unknown model" not in str(error):
             raise _not_downloaded(name, error) from error
-        raise UserError(f"model.name={name}: {error}; see timm.list_models().") from error
+        raise UserError(f"timm makes no network {name!r}: {error}; see timm.list_models().") from error
     if weights is not None:
         load_weights(network, weights, num_classes)
     return network

@@ -42,10 +42,11 @@ SHORT = (*MLP, "schedule.epochs=[1,1]", "schedule.widths=[0.5,1]")
 
 @pytest.fixture
 def finished(cli: CommandLine, tmp_path: Path) -> Callable[..., Path]:
-    """Run the command line to its end and return the run's folder."""
+    """Run the command line to its end and return the run's folder; its cache is none of the user's."""
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
 
     def run(*arguments: str, folder: str = "run") -> Path:
-        outcome = cli(*arguments, f"hydra.run.dir={folder}", cwd=tmp_path)
+        outcome = cli(*arguments, f"hydra.run.dir={folder}", cwd=tmp_path, environment=cache)
         assert outcome.code == 0, outcome.err
         return tmp_path / folder
 
@@ -513,6 +514,7 @@ def test_every_experiment_runs_two_steps(
     results = json.loads((run / "results.json").read_text())
     assert results["experiment"] == experiment
     assert [row["step"] for row in table(run / "metrics.csv")] == ["1", "2"]
+    assert (run.parent / "cache" / "growlab" / "tokens").is_dir() == (experiment == "llama_text")
     first, last = (results["stages"][stage]["num_params"] for stage in (0, -1))
     assert results["growth"] == "none" or (
         first != last if experiment.startswith("isotropic") else first < last

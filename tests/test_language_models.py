@@ -206,6 +206,35 @@ def test_a_run_leaves_a_folder_that_transformers_loads(
     assert one == two
 
 
+def test_trained_weights_and_their_average_lie_in_folders_of_their_own(
+    cli: CommandLine, llama: tuple[str, ...], tmp_path: Path
+) -> None:
+    outcome = cli(*llama, "ema.decay=0.9", "hydra.run.dir=run", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    found = []
+    for file, folder in (("model.pt", "pretrained"), ("model_ema.pt", "pretrained_ema")):
+        kept = torch.load(tmp_path / "run" / file, weights_only=True)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / folder).state_dict()
+        assert {f"network.{name}" for name in loaded} == kept.keys()
+        assert all(torch.equal(kept[f"network.{name}"], tensor) for name, tensor in loaded.items())
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / folder)
+        found.append(loaded["model.norm.weight"])
+    assert not torch.equal(*found)
+
+
+@pytest.mark.slow  # the compiler takes most of a minute for each size of the network
+def test_a_compiled_run_trains_alike_and_leaves_the_same_folder(
+    cli: CommandLine, uninterrupted: Callable[..., Left], llama: tuple[str, ...], tmp_path: Path
+) -> None:
+    outcome = cli(*llama, "compile=true", "hydra.run.dir=run", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    left, plain = Left.by(tmp_path / "run"), uninterrupted(*llama)
+    assert left.results["test_bits_per_byte"] == pytest.approx(plain.results["test_bits_per_byte"], rel=1e-3)
+    assert left.weights.keys() == plain.weights.keys()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "pretrained").state_dict()
+    assert all(torch.equal(left.weights[f"network.{name}"], tensor) for name, tensor in loaded.items())
+
+
 def test_killed_inside_epochs_it_ends_with_the_same_bits(
     cli: CommandLine, uninterrupted: Callable[..., Left], llama: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -45,7 +45,9 @@ class GrowthProgress(Callback):
         if not trainer.is_global_zero:
             return
         if pl_module.graph.groups and trainer.global_step == 0:
-            print(first_line(pl_module.graph, pl_module.grower.trigger.resizes), file=sys.stderr, flush=True)
+            stages = pl_module.grower.trigger.forecast(pl_module.graph)
+            grows = stages is None or any(widths != stages[0] for widths in stages)
+            print(first_line(pl_module.graph, grows), file=sys.stderr, flush=True)
         self._began = self._epoch_began = time.perf_counter()
         epoch, self._began_at = trainer.current_epoch, 0.0
         if trainer.fit_loop.restarted_mid_epoch:
@@ -160,7 +162,7 @@ def first_line(graph: WidthGraph, grows: bool = True) -> str:
 
     Args:
         graph: of the network.
-        grows: False where the run keeps the network's size.
+        grows: False where the trigger changes no widths.
     """
     last = [
         name if free else f"{name} (something behind it fixes its scale)"
@@ -172,7 +174,7 @@ def first_line(graph: WidthGraph, grows: bool = True) -> str:
     ]
     found = f"output layers: {', '.join(last)}" if last else "no output layer was found"
     groups = f"{len(graph.groups)} width groups"
-    return f"growing {groups}; {found}" if grows else f"{groups} keep their size; {found}"
+    return f"growing {groups}; {found}" if grows else f"{groups}; {found}"
 
 
 def _span(widths: dict[str, int]) -> str:

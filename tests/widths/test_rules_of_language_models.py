@@ -108,7 +108,7 @@ def test_a_tied_table_ends_the_network_and_is_no_output_layer_of_the_rules() -> 
         "output layers: table (an embedding's table too: neither rescaled nor given an output layer's rate)"
     )
     assert first_line(graph) == f"growing 2 width groups; {told}"
-    assert first_line(graph, grows=False) == f"2 width groups keep their size; {told}"
+    assert first_line(graph, grows=False) == f"2 width groups; {told}"
     grower = Grower(network, (TOKENS,), method=method, trigger={0: dict.fromkeys(graph.groups, 4)})
     optimizer = SGD(network.parameters(), 0.1)
     RateAdaptation(NormRatio(), output_fan_in=True).apply(optimizer)
