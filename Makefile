@@ -11,6 +11,9 @@ ARGS ?=
 # Test processes, two to four; each one computes in a single thread, so the machine is not oversubscribed.
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 
+# What setup leaves uncompiled is compiled once, on its first import: every process would do it anew, ten seconds each.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-translation run reproduce test test-slow test-translation test-gpu lint format chaos digests bench docs notebooks clean clean-all
 

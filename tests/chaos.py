@@ -16,7 +16,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.runs import MLP, NUM_STEPS, WRITE_MOMENTS, CommandLine, Left
+from tests.faults import WRITE_MOMENTS
+from tests.runs import MLP, NUM_STEPS, CommandLine, Left
 
 SIGKILL = int(signal.SIGKILL)
 # A process that was never struck comes to its end; this many files are written in one of six epochs.

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import settings
 
+from tests.once import read_conf_once
 from tests.runs import CommandLine, Left
 
 # Seeded like all other tests: the same examples in each run. `--hypothesis-profile=default` draws others.
 settings.register_profile("seeded", derandomize=True)
 settings.load_profile("seeded")
+read_conf_once()
 
 
 def pytest_collection_finish() -> None:

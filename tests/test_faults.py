@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import MLP, PHASES, CommandLine, Outcome
+from tests.faults import PHASES
+from tests.runs import MLP, CommandLine, Outcome
 
 STREAMED = (*MLP, "data.in_memory=false", "trainer=cpu", "hydra.run.dir=run")
 TWO_RANKS = "trainer=ddp_cpu"

@@ -130,15 +130,8 @@ def test_trainings_run_as_written(
             "data.limit_test=null",
         ]
     if "model=custom" in arguments:
-        # In a process of its own, which finds the user's package where it is called.
         # Not among the runs on digits, which the README compares.
-        command = [sys.executable, "-m", "growlab", *arguments, *small, "hydra.run.dir=runs/own/run"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{trained}"}
-        outcome = subprocess.run(
-            command, cwd=trained, env=environment, capture_output=True, text=True, check=False
-        )
-        assert outcome.returncode == 0, outcome.stderr
-        return
+        small.append("hydra.run.dir=runs/own/run")
     if "ckpt_path=last" in arguments:
         trained = tmp_path
         assert cli(*SMALL, cwd=trained, fault=("at_step", 3, int(signal.SIGKILL))).code < 0
@@ -223,13 +216,11 @@ def test_settings_that_it_names_are_there() -> None:
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_a_tutorial_runs_as_written_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
+def test_a_tutorial_runs_as_written_from_top_to_bottom(page: Path, cli: CommandLine, tmp_path: Path) -> None:
     if page.stem == "huggingface":
         pytest.importorskip("transformers")
         pytest.importorskip("accelerate")
     text = page.read_text(encoding="utf-8")
     program = "".join(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    outcome = cli(cwd=tmp_path, program=program)
+    assert outcome.code == 0, outcome.err

@@ -1,0 +1,281 @@
+"""Faults: what may happen to a run, put in place in its process before it begins."""
+
+import json
+import os
+import pkgutil
+import resource
+import shutil
+import signal
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from growlab.errors import UserError
+from tests.rank_faults import RANK_FAULTS
+
+
+def _strike(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def _at_step(step: int, number: int) -> None:
+    """A signal after so many optimizer steps."""
+    from growlab.training import GrowthCallback
+
+    def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
+        if trainer.global_step == step:
+            _strike(number)
+
+    GrowthCallback.on_train_batch_end = on_train_batch_end
+
+
+def _at_validation(epoch: int, batch: int, number: int) -> None:
+    """A signal in the validation of an epoch."""
+    from growlab.training import Task
+
+    original = Task.validation_step
+
+    def validation_step(self: Any, entry: Any, batch_index: int) -> None:
+        original(self, entry, batch_index)
+        if (self.current_epoch, batch_index) == (epoch, batch):
+            _strike(number)
+
+    Task.validation_step = validation_step
+
+
+def _before_growth(stage: int, number: int) -> None:
+    """A signal between the last step of a stage and the growth event that begins the given one."""
+    from growlab.grower import grower
+
+    carry_out = grower.carry_out
+
+    def struck(run: Any, *rest: Any) -> Any:
+        if run.state.stage + 1 == stage:
+            _strike(number)
+        return carry_out(run, *rest)
+
+    grower.carry_out = struck
+
+
+def _in_growth(stage: int, number: int) -> None:
+    """A signal in the middle of an event: the network has grown, the optimizer has not followed."""
+    from growlab.grower import grower
+    from growlab.optim import followers
+
+    follow, carry_out, stages = followers.follow, grower.carry_out, []
+
+    def noted(run: Any, *rest: Any) -> Any:
+        stages.append(run.state.stage + 1)
+        return carry_out(run, *rest)
+
+    def struck(*arguments: Any, **named: Any) -> None:
+        if stages[-1] == stage:
+            _strike(number)
+        follow(*arguments, **named)
+
+    grower.carry_out, followers.follow = noted, struck
+
+
+# The moments of a file's way to the disk, see `growlab.files.write_atomically`; a checkpoint has the ones in the
+# middle twice: the file before it is renamed first.
+WRITE_MOMENTS = ("opened", "half", "unsynchronised", "unnamed", "named", "folder")
+
+
+def _at_write(count: int, moment: str, number: int) -> None:
+    """A signal at a moment of the n-th file that is written."""
+    opened, replace, fsync = tempfile.NamedTemporaryFile, os.replace, os.fsync
+    written = 0
+
+    def due(now: str) -> None:
+        if (written, now) == (count, moment):
+            _strike(number)
+
+    def open_file(*arguments: Any, **named: Any) -> Any:
+        nonlocal written
+        file = opened(*arguments, **named)
+        if str(named.get("suffix")) == ".unfinished":
+            written += 1
+            due("opened")
+            write = file.write
+
+            def half(content: Any) -> int:
+                if (written, "half") == (count, moment):
+                    write(memoryview(content)[: len(content) // 2])
+                    file.flush()
+                    _strike(number)
+                return write(content)
+
+            file.write = half
+        return file
+
+    def synchronise(descriptor: int) -> None:
+        due("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "unsynchronised")
+        fsync(descriptor)
+
+    def rename(source: Any, target: Any) -> None:
+        due("unnamed")
+        replace(source, target)
+        due("named")
+
+    tempfile.NamedTemporaryFile, os.replace, os.fsync = open_file, rename, synchronise
+
+
+def _after(seconds: float, number: int) -> None:
+    """A signal at any moment whatever, inside torch too."""
+    threading.Timer(seconds, _strike, [number]).start()
+
+
+def _at_checkpoint(count: int, moment: str, number: int) -> None:
+    """A signal before or after the n-th checkpoint takes its place."""
+    replace, seen = os.replace, []
+
+    def struck(source: Any, target: Any) -> None:
+        seen.extend([target] * (Path(target).name == "last.ckpt"))
+        if len(seen) == count and moment == "before":
+            _strike(number)
+        replace(source, target)
+        if len(seen) == count:
+            _strike(number)
+
+    os.replace = struck
+
+
+def _keep_checkpoints(folder: str) -> None:
+    """No fault: every checkpoint is kept, by its step."""
+    from growlab.training.checkpoints import AtomicCheckpointIO
+
+    save = AtomicCheckpointIO.save_checkpoint
+
+    def save_and_keep(self: Any, checkpoint: dict[str, Any], path: Any, *rest: Any, **more: Any) -> None:
+        save(self, checkpoint, path, *rest, **more)
+        shutil.copy(path, Path(folder) / f"{checkpoint['global_step']}.ckpt")
+
+    AtomicCheckpointIO.save_checkpoint = save_and_keep
+
+
+def _full_disk(epoch: int, limit: int) -> None:
+    """From an epoch on no file may become larger than so many bytes."""
+    from growlab.training import GrowthProgress
+
+    def on_train_epoch_start(self: Any, trainer: Any, task: Any) -> None:
+        if trainer.current_epoch == epoch:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    GrowthProgress.on_train_epoch_start = on_train_epoch_start
+
+
+def _loss_is_nan(step: int) -> None:
+    from growlab.training import Task
+
+    original = Task._watch
+
+    def watch(self: Any, loss: Any, batch_index: int) -> None:
+        original(self, loss * float("nan") if self.global_step == step else loss, batch_index)
+
+    Task._watch = watch
+
+
+def _weights_are_nan(step: int) -> None:
+    """The gradient of one step is not finite, though its loss is."""
+    from growlab.training import GrowthCallback
+
+    def on_before_optimizer_step(self: Any, trainer: Any, task: Any, optimizer: Any) -> None:
+        if trainer.global_step == step:
+            next(task.network.parameters()).grad.fill_(float("nan"))
+
+    GrowthCallback.on_before_optimizer_step = on_before_optimizer_step
+
+
+# Phases of a run, each with the function that is called in it.
+PHASES = {
+    "read": "growlab.data.readers.ImageBatches._read",
+    "trace": "growlab.grower.preparing.trace",
+    "step": "growlab.training.task.Task.training_step",
+    "event": "growlab.grower.events.grow",
+    "checkpoint": "growlab.training.checkpoints.AtomicCheckpointIO.save_checkpoint",
+    "validation": "growlab.training.task.Task.validation_step",
+    "test": "growlab.training.task.Task.test_step",
+    "loggers": "growlab.grower.grower.finish",
+}
+
+
+def _fails(phase: str, call: int, sentence: str | None) -> None:
+    """The n-th call of a phase's function raises, and the time is left in a file `failed`.
+
+    Args:
+        phase: one of `PHASES`.
+        call: counted from 1, in each process.
+        sentence: of a `UserError`; None: a mistake of our own.
+    """
+    owner_name, _, name = PHASES[phase].rpartition(".")
+    owner = pkgutil.resolve_name(owner_name)
+    original, calls = getattr(owner, name), 0
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls < call:
+            return original(*arguments, **named)
+        Path("failed").write_text(str(time.time()))
+        raise RuntimeError("our own mistake") if sentence is None else UserError(sentence)
+
+    setattr(owner, name, failing)
+
+
+def _no_wandb() -> None:
+    import lightning.pytorch.loggers.wandb as module
+    from lightning_utilities.core.imports import RequirementCache
+
+    module._WANDB_AVAILABLE = RequirementCache("wandb>=9999")
+
+
+def _with_figures() -> None:
+    """No fault: the figures that other tests do without."""
+    from growlab import experiment
+    from growlab.analysis.report import write_run_report
+
+    experiment.write_run_report = write_run_report
+
+
+def _together(*faults: Sequence[Any]) -> None:
+    """Several of these at once."""
+    for name, *rest in faults:
+        FAULTS[name](*rest)
+
+
+def _on_rank(rank: int, *fault: Any) -> None:
+    """Another fault, in one of several processes."""
+    os.environ[FAULT_ON_RANK] = json.dumps([rank, *fault])
+
+
+def _attempts(*faults: Sequence[Any]) -> None:
+    """A rank and a fault for each attempt that a run's processes make."""
+    os.environ[FAULTS_OF_ATTEMPTS] = json.dumps(faults)
+
+
+FAULT_ON_RANK, FAULTS_OF_ATTEMPTS = "FAULT_ON_RANK", "FAULTS_OF_ATTEMPTS"
+FAULTS: dict[str, Callable[..., None]] = {
+    "at_step": _at_step,
+    "at_validation": _at_validation,
+    "before_growth": _before_growth,
+    "in_growth": _in_growth,
+    "at_write": _at_write,
+    "after": _after,
+    "at_checkpoint": _at_checkpoint,
+    "full_disk": _full_disk,
+    "keep_checkpoints": _keep_checkpoints,
+    "loss_is_nan": _loss_is_nan,
+    "weights_are_nan": _weights_are_nan,
+    "fails": _fails,
+    "no_wandb": _no_wandb,
+    "with_figures": _with_figures,
+    "together": _together,
+    "on_rank": _on_rank,
+    "attempts": _attempts,
+    **RANK_FAULTS,
+}

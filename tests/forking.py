@@ -1,0 +1,237 @@
+"""The process that forks for every run of `tests.runs.CommandLine`; it has imported and read everything before."""
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+from torch.distributed.elastic.multiprocessing import api as elastic
+
+from tests.faults import FAULT_ON_RANK, FAULTS, FAULTS_OF_ATTEMPTS
+from tests.once import read_conf_once, traced_once
+from tests.runs import PLAN
+
+_AS_RUN = "hydra.mode=RUN"
+# How long a run and, when it is gone, the processes that it has started may take.
+_RUN_SEC, _LEFT_SEC = 120.0, 10.0
+
+
+def _serve() -> None:
+    """Fork for every line on standard input; answer with the exit code and what the run has left running."""
+    traces = Path(tempfile.mkdtemp())
+    try:
+        _import_everything(sys.argv[1:], traces)
+        # What is imported stays: a run's first full collection would go through all of it, and copy its pages.
+        gc.collect()
+        gc.freeze()
+        for line in sys.stdin:
+            order = json.loads(line)
+            child = os.fork()
+            if child == 0:
+                # A session of its own tells its processes from others.
+                os.setsid()
+                _leave(_run(order))
+            print(json.dumps([_exit_code(child), _end_session(child)]), flush=True)
+        gc.unfreeze()
+    finally:
+        shutil.rmtree(traces)
+
+
+def _exit_code(child: int) -> int:
+    """Of a run, which is killed if it has not come to an end."""
+    deadline = time.monotonic() + _RUN_SEC
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def _end_session(session: int) -> list[int]:
+    """Kill the processes of a session that do not end by themselves; which these are."""
+    deadline = time.monotonic() + _LEFT_SEC
+    while (members := _members(session)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in members:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return members
+
+
+def _members(session: int) -> list[int]:
+    """Processes of a session, those left out that have ended and are waited for."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, number, *_ = path.read_text().rpartition(")")[2].split()
+            if int(number) == session and state not in "ZX":
+                found.append(int(path.parent.name))
+    return found
+
+
+def _leave(code: int) -> None:
+    """End this process as the interpreter does: what waits for ever at its exit shows here too."""
+    with contextlib.suppress(BaseException):
+        threading._shutdown()
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    os._exit(code)
+
+
+def _import_everything(fairseq_modules: Sequence[str], traces: Path) -> None:
+    from hydra._internal.hydra import Hydra
+
+    from growlab import experiment
+    from growlab.data import digits
+    from growlab.fairseq_library import fairseq_module
+    from growlab.grower import preparing
+    from growlab.networks import mlp8, resnet20
+    from growlab.optim.native import library
+    from growlab.widths import trace
+
+    # What a run imports where it needs it, torch.export above all.
+    for name in ("growlab.launcher", "growlab.plan.__main__", "sympy.combinatorics", "sympy.tensor.tensor"):
+        importlib.import_module(name)
+    # Compiled once instead of once a run.
+    library(torch.float32)
+    # A second for every run; tests/analysis looks at figures.
+    experiment.write_run_report = lambda run_dir: None
+    # Read once. Hydra composes everything an extra time to read `hydra.mode`, which no file in conf/ gives.
+    digits.load_digits = cache(digits.load_digits)
+    digits.load_digits()
+    Hydra.get_mode = lambda self, config_name, overrides: RunMode.RUN if _AS_RUN in overrides else None
+    # What is written survives a killed process without: it is the machine that may fail.
+    os.fsync = lambda descriptor: None
+    for name in fairseq_modules:
+        fairseq_module(name)
+    _compose_once()
+    # The first trace loads much of torch. Nothing here may call backward: a fork could not do so any more.
+    for make, size in ((partial(mlp8, batch_norm=True), 2), (resnet20, 8)):
+        trace(make([1, size, size], 2, width=2), torch.zeros(2, 1, size, size))
+    preparing.trace = traced_once(preparing.trace, traces)
+
+
+def _compose_once() -> None:
+    """Read every file of `conf/` and register the schemas for all runs: a third of a second of each."""
+    from hydra import compose, initialize_config_dir
+
+    from growlab import configs
+    from growlab.configuration import PRIMARY, config_dir, register_schemas
+
+    read_conf_once()
+    register_schemas()
+    configs.register = lambda conf: None
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        compose(PRIMARY)
+
+
+class _Forked:
+    """What torch's elastic agent makes of a command, without the seconds that importing everything takes."""
+
+    def __init__(
+        self, args: tuple[str, ...], env: dict[str, str], stdout: str, stderr: str, **rest: Any
+    ) -> None:
+        self.proc, self.returncode = self, None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setpgid(0, 0)
+            # As in a process that starts anew.
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for number, path in ((1, stdout), (2, stderr)):
+                if path:
+                    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+            os.environ.update(env)
+            _leave(_main([a for a in args[2:] if a not in ("--config-name", "config")]))
+        with contextlib.suppress(OSError):
+            os.setpgid(self.pid, self.pid)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("growlab", timeout)
+            time.sleep(0.005)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def close(self, death_sig: int) -> None:
+        os.killpg(self.pid, death_sig)
+
+
+def _run(order: dict[str, Any]) -> int:
+    os.chdir(order["cwd"])
+    os.environ.update(order["environment"])
+    elastic.get_subprocess_handler = _Forked
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(
+            os.open(Path(order["files"]) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number
+        )
+    if order["fault"]:
+        FAULTS[order["fault"][0]](*order["fault"][1:])
+    return _main(order["arguments"], order["program"])
+
+
+def _main(arguments: list[str], program: str | None = None) -> int:
+    """The command line, or a program, in this process, which has no other purpose."""
+    import traceback
+
+    from growlab.__main__ import main
+    from growlab.plan.__main__ import main as plan
+
+    rank, *fault = json.loads(os.environ.get(FAULT_ON_RANK, "[null]"))
+    attempts = json.loads(os.environ.get(FAULTS_OF_ATTEMPTS, "[]"))
+    if (attempt := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))) < len(attempts):
+        rank, *fault = attempts[attempt]
+    if fault and os.environ.get("RANK") == str(rank):
+        FAULTS[fault[0]](*fault[1:])
+
+    try:
+        sys.stdin.close()
+        # A process that Hydra was used in already, such as one that starts others, has an initialised Hydra.
+        GlobalHydra.instance().clear()
+        sys.argv = ["growlab", *arguments]
+        if program is not None:
+            sys.path.insert(0, "")
+            code = exec(program, {"__name__": "__main__"})
+        else:
+            code = plan() if os.environ.get(PLAN) else main()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code or 0
+
+
+if __name__ == "__main__":
+    _serve()
