@@ -77,6 +77,7 @@ def plan(
     search = _Search(problem, settings or Settings(), say)
     search.choose_rates()
     best = search.compare()
+    search.refine_rates(best)
     search.extend(best)
     search.try_growth(best)
     return search.conclude()
@@ -167,19 +168,27 @@ class _Search:
     # Rates -------------------------------------------------------------------------------------------------
 
     def choose_rates(self) -> None:
-        """All rates on the cheapest candidate; then, as far as means go, the best of them on every other."""
-        settings = self.settings
+        """All rates on the cheapest candidate; the best of them is every other's."""
         cheapest, *others = self.candidates
-        part = _FOR_RATES * settings.max_cost / max(1, len(settings.rates) - 1)
-        ranked = self._halving(cheapest, settings.rates, part)
-        number = 1 + (self.steps >= _TWO_RATES) + (self.steps >= _ALL_RATES) * len(settings.rates)
+        self.ranked = self._halving(cheapest, self.settings.rates, self._part_of_a_rate())
         for name in (*others, WHOLE):
-            self._halving(name, ranked[:number], part if number > 1 else 0.0)
+            self._halving(name, self.ranked[:1], 0.0)
+
+    def refine_rates(self, best: str) -> None:
+        """As far as means go, the best rates again on what trains on: the candidate that leads, and the full network."""
+        number = 1 + (self.steps >= _TWO_RATES) + (self.steps >= _ALL_RATES) * len(self.settings.rates)
+        cheapest = next(iter(self.candidates))
+        for name in (best, WHOLE):
+            if number > 1 and name != cheapest:
+                self._halving(name, self.ranked[:number], max(self._part_of_a_rate(), self.best[name].spent))
+
+    def _part_of_a_rate(self) -> float:
+        return _FOR_RATES * self.settings.max_cost / max(1, len(self.settings.rates) - 1)
 
     def _halving(self, name: str, rates: Sequence[float], part: float) -> list[float]:
         """Train at every rate for as much, and go on with the best; returns the rates, best first."""
         probes = [self._at(name, rate) for rate in rates]
-        self.tried += probes
+        self.tried += [probe for probe in probes if not any(probe is one for one in self.tried)]
         if len(probes) > 1:
             for probe in probes:
                 probe.train(spend=part)
@@ -198,10 +207,10 @@ class _Search:
 
     def _at(self, name: str, rate: float) -> Probe:
         first = self.full if name == WHOLE else self.candidates[name]
-        if rate == first.rate:
-            first.samples = self.samples
-            return first
-        return self._probe(first.candidate, rate)
+        first.samples = self.samples
+        begun = [first, *([self.best[name]] if name in self.best else [])]
+        same = [probe for probe in begun if probe.rate == rate]
+        return same[-1] if same else self._probe(first.candidate, rate)
 
     def _tell(self, name: str, probe: Probe) -> None:
         self.say(
