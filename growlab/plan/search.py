@@ -175,7 +175,7 @@ class _Search:
             self._halving(name, self.ranked[:1], 0.0)
 
     def refine_rates(self, best: str) -> None:
-        """As far as means go, the best rates again on what trains on: the candidate that leads, and the full network."""
+        """As far as means go, the best rates again on what trains on: the leading candidate, and the full network."""
         number = 1 + (self.steps >= _TWO_RATES) + (self.steps >= _ALL_RATES) * len(self.settings.rates)
         cheapest = next(iter(self.candidates))
         for name in (best, WHOLE):
