@@ -22,7 +22,7 @@ _NARROWER = {
 }
 # A pass over the few images here has fewer batches than parts.
 _NARROWER["testbed_cifar10"] = ("schedule.budget=null", "data.epoch_parts=1")
-_NARROWER["llama_text"] = _NARROWER["testbed_cifar10"]
+_NARROWER["llama_text"] = _NARROWER["testbed_resnet18_cifar10"] = _NARROWER["testbed_cifar10"]
 _OTHER_DATA = {
     "gpt_char": ("data.limit_characters=4000", "data.eval_batch_size=4"),
     "llama_text": (
