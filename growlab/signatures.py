@@ -11,7 +11,8 @@ from typing import Any, Optional
 from omegaconf import MISSING
 
 _ROOT = Path(__file__).resolve().parent
-_PLAIN: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
+# A configuration holds no fractions: they are numbers like others there.
+_PLAIN: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "Fraction": float}
 
 
 def schema(target: str, leave_out: tuple[str, ...] = (), **more: Any) -> type:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -60,6 +61,12 @@ ENDS = FOLDED | PINNED
 
 
 def made(end: str) -> tuple[Ending, WidthGraph, Tensor]:
+    network, graph, x = _made(end)
+    return copy.deepcopy(network), graph, x
+
+
+@cache
+def _made(end: str) -> tuple[Ending, WidthGraph, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network, x = Ending(ENDS[end]).double(), torch.randn(16, 6, dtype=torch.float64)
