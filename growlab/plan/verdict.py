@@ -20,6 +20,8 @@ from growlab.plan.fit import Curves, interval
 
 Kind = Literal["grow", "smaller", "full"]
 _SWITCHES = 48
+# Relative to the full network's last loss: half of what no fitted curve is known better than.
+_LEAST_GAIN = 0.002
 
 
 @dataclass(frozen=True)
@@ -159,10 +161,12 @@ def judge(
     smaller.sort(key=lambda one: -one.likely)
     ways = tuple(growing), tuple(smaller)
     known = full.reach >= budget and full.steady
-    if known and growing and growing[0].loss.low > 0 and curves[growing[0].candidate].steady:
+    # A gain that is lost in what a curve is off its law at best is none.
+    least = _LEAST_GAIN * float(np.median(end))
+    if known and growing and growing[0].loss.low > least and curves[growing[0].candidate].steady:
         return Verdict("grow", True, growing[0].candidate, _why_grow(growing[0], size), *ways)
     best = smaller[0] if small else None
-    if best is not None and best.loss.low > 0 and known:
+    if best is not None and best.loss.low > least and known:
         reason = f"{best.candidate} without growing ends {_gain(best.loss)} below the full network"
         return Verdict("smaller", True, best.candidate, reason, *ways)
     hopeless = bool(growing) and all(one.loss.high <= 0 for one in growing)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from growlab.plan.pairs import Pair, read, table
+from growlab.plan.pairs import Pair, judged, read, table
 from growlab.plan.verdict import Verdict
 
 NUMBER = re.compile(r"[+-]?\d+\.\d+")
@@ -80,3 +80,10 @@ def test_every_kept_plan_is_listed_with_its_overrides() -> None:
     for path in KEPT.glob("*/plan.json"):
         spent = json.loads(path.read_text())["spent"]
         assert spent["spent"] <= 0.15 and "schedule.budget=" in listed[path.parent.name]
+
+
+def test_a_gain_that_no_law_tells_apart_is_none() -> None:
+    """An interval just above zero is no reason to grow."""
+    verdict = judged(json.loads((KEPT / "b4" / "plan.json").read_text()), "full")
+    assert 0 <= verdict.growing[0].loss.low < 1e-3
+    assert (verdict.kind, verdict.decided) == ("full", False)
