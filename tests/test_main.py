@@ -16,6 +16,7 @@ import hydra
 import pytest
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 import growlab.__main__ as command_line
@@ -131,10 +132,19 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def as_it_was() -> Iterator[None]:
-    """Hydra sets up logging for the process that it expects to own: take its handlers out again."""
+    """Undo what the command line leaves in a process that it expects to own.
+
+    Handlers of Hydra's logs; the configuration of its help, from which runs that are composed later would take their
+    names; the name of a sweep's runs in Weights & Biases; a schema of these tests.
+    """
     loggers = [logging.getLogger(), logging.getLogger("hydra")]
     before = [(logger, logger.level, list(logger.handlers), logger.propagate) for logger in loggers]
+    config, environment = HydraConfig.instance().cfg, dict(os.environ)
     yield
+    HydraConfig.instance().cfg = config
+    ConfigStore.instance().repo["hydra"].pop("test_schema", None)
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
     for logger, level, handlers, propagate in before:
         logger.setLevel(level)
         logger.handlers[:] = handlers
