@@ -46,6 +46,24 @@ class JobFailed(BaseException):
         self.error = error
 
 
+def _train(cfg: DictConfig, run_dir: Path, gpus: list[int] | None) -> None:
+    """Train in this process, or in as many as were asked for."""
+    from growlab import processes
+
+    trainer = cfg.get("trainer") or {}
+    number = processes.to_start(trainer)
+    if number:
+        from growlab import launcher
+
+        more = [] if gpus is None else [f"trainer.devices={gpus}"]
+        launcher.run(number, processes.max_restarts(trainer), run_dir, more)
+    else:
+        processes.announce("importing PyTorch and Lightning")
+        from growlab.experiment import run
+
+        run(cfg)
+
+
 def _job(cfg: DictConfig) -> Any:
     # Imported here: help, completion and error sentences need not wait for torch.
     from growlab import processes, sweeps
@@ -61,18 +79,8 @@ def _job(cfg: DictConfig) -> Any:
         gpus = sweeps.gpus_in_turn(cfg)
         if gpus is not None:
             cfg.trainer.devices = gpus
-        trainer = cfg.get("trainer") or {}
-        number = processes.to_start(trainer)
-        if number:
-            from growlab import launcher
-
-            more = [] if gpus is None else [f"trainer.devices={gpus}"]
-            launcher.run(number, processes.max_restarts(trainer), run_dir, more)
-        else:
-            processes.announce("importing PyTorch and Lightning")
-            from growlab.experiment import run
-
-            run(cfg)
+        with sweeps.run_of_sweep():
+            _train(cfg, run_dir, gpus)
         return sweeps.objective(cfg, run_dir)
     except Exception as error:
         job = HydraConfig.get()

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from growlab.errors import UserError
 from growlab.files import FAILURE, write_json
+from growlab.sweep_progress import SweepProgress
 
 _ACCURACY_AND_COST = ["maximize", "minimize"]
 # Launchers that run several jobs at once on this machine, in processes that see all its GPUs.
@@ -134,6 +136,14 @@ def name_group(cfg: DictConfig) -> None:
         os.environ.setdefault("WANDB_RUN_GROUP", group)
 
 
+def run_of_sweep() -> AbstractContextManager[None]:
+    """Tell which run of the sweep this is, and time it; nothing where this process carries out no sweep."""
+    job, progress = HydraConfig.get(), SweepTable.progress
+    if progress is None or job.mode != RunMode.MULTIRUN:
+        return nullcontext()
+    return progress.told(job.job.num, list(job.overrides.task))
+
+
 def forget_failure(run_dir: Path) -> None:
     """A job that begins again has not failed yet."""
     (run_dir / FAILURE).unlink(missing_ok=True)
@@ -156,12 +166,18 @@ class SweepTable(Callback):
 
     unfinished: ClassVar[Path | None] = None
     """Folder of the sweep that runs in this process and has not printed its table yet."""
+    progress: ClassVar[SweepProgress | None] = None
+    """Of that sweep."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Keep the folder: Hydra says nothing at the end of a sweep in which a job has failed."""
         # Interpolations such as the experiment's name are resolved from here before the first job begins.
         HydraConfig.instance().set_config(config)
         SweepTable.unfinished = Path(config.hydra.sweep.dir)
+        sweeper = config.hydra.sweeper
+        overrides = [f"{key}={values}" for key, values in (sweeper.get("params") or {}).items()]
+        counted = "BasicSweeper" in str(sweeper.get("_target_"))
+        SweepTable.progress = SweepProgress([*overrides, *config.hydra.overrides.task], counted)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print it."""

@@ -138,6 +138,29 @@ def test_what_was_grown_is_loaded_by_from_pretrained_and_generates_alike(
     assert generated.tolist() == written.tolist()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_narrower_gemma_is_saved_right_or_refused(tied: bool, tmp_path: Path) -> None:
+    """Its code computes numbers from sizes: sqrt(hidden_size) scales embeddings, and queries have a scale too."""
+    network = model("gemma2", config={"tie_word_embeddings": tied, "query_pre_attn_scalar": 8}).double()
+    tokens = torch.randint(61, (3, 12), generator=torch.Generator().manual_seed(1))
+    grower = Grower(network, tokens, method=PairGrowth(), trigger={0: 0.5, 1: 1.0}, seed=0)
+    grower.step(epoch=0)
+    network.eval()
+    if not tied:
+        # The stream is narrower, and the factor on embeddings would be another.
+        with pytest.raises(UserError, match="no configuration of gemma2 gives what the network has ended as"):
+            network.save_pretrained(tmp_path / "saved")
+        assert not (tmp_path / "saved").exists()
+        return
+    network.save_pretrained(tmp_path / "saved")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, network(tokens), rtol=1e-5, atol=1e-6)
+    full, sizes = network.network.config, loaded.config
+    assert (sizes.head_dim, sizes.query_pre_attn_scalar) == (full.head_dim, full.query_pre_attn_scalar)
+    assert sizes.intermediate_size == full.intermediate_size // 2
+
+
 def test_layers_that_differ_are_of_no_configuration() -> None:
     network = model()
     layer = network.network.model.layers[0].mlp
