@@ -188,7 +188,9 @@ def fit_weights(network: nn.Module, state: Mapping[str, Tensor], num_classes: in
         )
     if classifier:
         log.info("%s: %s start anew, for %d classes", what, " and ".join(classifier), num_classes)
-    network.load_state_dict({name: own[name] if name in classifier else state[name] for name in own})
+    # Not a plain dictionary: some classes look up the version that their state_dict carries beside its tensors.
+    own.update((name, state[name]) for name in own.keys() - set(classifier))
+    network.load_state_dict(own)
 
 
 def _check_one(pretrained: bool | str, weights: str | None) -> None:

@@ -68,7 +68,8 @@ RULES = {
     "resuming": rule("configuration", packages="hydra omegaconf"),
     "processes": rule(packages="omegaconf torch"),
     "launcher": rule("processes", packages="hydra torch"),
-    "sweeps": rule("analysis processes experiment training", packages="hydra omegaconf torch"),
+    "sweep_progress": rule("processes", packages="hydra"),
+    "sweeps": rule("analysis processes experiment training sweep_progress", packages="hydra omegaconf torch"),
     "outcome": rule("training", packages="hydra omegaconf"),
     "planning": rule(
         "widths growth triggers parts grower data training processes trainer_options pairing library"
@@ -111,6 +112,7 @@ CONFIGURED = {
     "resuming",
     "processes",
     "launcher",
+    "sweep_progress",
     "sweeps",
     "trainer_options",
 }
