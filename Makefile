@@ -43,7 +43,7 @@ reproduce: $(READY)  ## train what is missing of the papers' tables and figures 
 	$(PY) -m growlab.reproduce $(ARGS)
 
 test: $(READY)  ## every test that needs neither a GPU nor patience
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-slow: $(READY)  ## the tests marked slow
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu" $(ARGS)

@@ -1,6 +1,5 @@
 """The tables that shared suites run over: small networks and growth methods. A new one is one row."""
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +18,7 @@ from growlab.growth import (
     RandomGrowth,
     VarianceTransfer,
 )
+from growlab.growth.parity import buffers_kept
 from growlab.networks import MLP, CifarResNet, ConvNet, WideResNet
 from growlab.widths import WidthGraph, trace
 
@@ -423,9 +423,12 @@ def roughen(network: nn.Module, seed: int = 2) -> None:
 
 def outputs(network: nn.Module, x: Tensor, training: bool) -> Tensor:
     """What the network computes in one of its modes, dropout aside; the network itself stays as it is."""
-    copied = copy.deepcopy(network).train(training)
-    for module in copied.modules():
-        if isinstance(module, (nn.Dropout, nn.Dropout2d)):
-            module.eval()
-    with torch.no_grad():
-        return copied(x)
+    modes = {module: module.training for module in network.modules()}
+    with torch.no_grad(), buffers_kept(network):
+        for module in modes:
+            module.training = training and not isinstance(module, (nn.Dropout, nn.Dropout2d))
+        try:
+            return network(x)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
