@@ -16,6 +16,7 @@ from growlab.configuration import PRIMARY
 from growlab.files import write_text
 from growlab.plan.problem import WHOLE, Candidate
 from growlab.plan.search import Planned
+from growlab.plan.verdict import Verdict
 from growlab.training.checkpoints import save
 
 # Epochs that the shortest run has at least, so that stages end where they are meant to.
@@ -48,8 +49,9 @@ def write_experiments(
     """
     verdict = planned.verdict
     arms = {WHOLE: _full()}
-    if verdict.smaller:
-        arms["smaller"] = _smaller(candidates[verdict.smaller[0].candidate])
+    staying = _staying(verdict)
+    if staying is not None:
+        arms["smaller"] = _smaller(candidates[staying])
     if verdict.growing:
         best = verdict.growing[0]
         begun = _begun(planned, best.candidate)
@@ -57,7 +59,7 @@ def write_experiments(
             max(best.switch - begun, _LEAST_STAGE), 1.0 - best.switch, planned.flops[best.candidate]
         )
         arms["grown"] = _grown(cfg, candidates[best.candidate], share)
-    named = {WHOLE: WHOLE, "smaller": verdict.smaller[0].candidate if verdict.smaller else WHOLE}
+    named = {WHOLE: WHOLE, "smaller": staying or WHOLE}
     named["grown"] = verdict.growing[0].candidate if verdict.growing else WHOLE
     chosen = {"grow": "grown", "smaller": "smaller", "full": WHOLE}[verdict.kind]
     command = f"python -m growlab --config-dir {folder} experiment="
@@ -74,6 +76,13 @@ def write_experiments(
     for arm, text in texts.items():
         write_text(folder / "experiment" / f"{arm}.yaml", text)
     return f"{command}planned"
+
+
+def _staying(verdict: Verdict) -> str | None:
+    """The candidate of the arm that never grows: the verdict's, or the likeliest one."""
+    if verdict.kind == "smaller":
+        return verdict.candidate
+    return verdict.smaller[0].candidate if verdict.smaller else None
 
 
 def _share(small: float, whole: float, flops: float) -> float:

@@ -65,6 +65,7 @@ class Curves:
         error: [draws] deviation of a measured loss from the law.
         reach: cost up to which the law is trusted; beyond it the loss is that at `reach`, an upper bound.
         steady: whether what was measured falls as by a law.
+        probed: cost of the last checkpoint.
     """
 
     a: np.ndarray
@@ -73,6 +74,7 @@ class Curves:
     error: np.ndarray
     reach: float
     steady: bool = True
+    probed: float = 0.0
 
     def loss(self, cost: np.ndarray | float) -> np.ndarray:
         """Loss at costs [...] or [..., draws], which broadcast against the draws: [..., draws]."""
@@ -144,7 +146,7 @@ def fit(
         a, b, c, error = grids[name].draw(_EXPONENTS[common], floor, rng)
         one = measured[name]
         reach = (multiple if one.steady else min(multiple, _UNSTEADY)) * one.cost[-1]
-        found[name] = Curves(a, b, c, error, reach, one.steady)
+        found[name] = Curves(a, b, c, error, reach, one.steady, one.cost[-1])
     return found
 
 

@@ -86,11 +86,15 @@ class Smaller:
         candidate: its name.
         loss: by how much its last loss is below the full network's, counting as far as its curve is trusted.
         likely: the median of the same by the law, however far that is trusted.
+        lead: by how much its loss was below the full network's at the largest cost that both were probed for.
+        shared: that cost, in parts of the budget.
     """
 
     candidate: str
     loss: Gain
     likely: float
+    lead: float
+    shared: float
 
 
 @dataclass(frozen=True)
@@ -152,12 +156,7 @@ def judge(
     ]
     growing.sort(key=lambda one: -one.loss.low)
     end = full.law(budget)
-    smaller = [
-        Smaller(
-            name, Gain.of(end - curves[name].loss(budget)), float(np.median(end - curves[name].law(budget)))
-        )
-        for name in stay
-    ]
+    smaller = [_staying(name, full, curves[name], budget) for name in stay]
     smaller.sort(key=lambda one: -one.likely)
     ways = tuple(growing), tuple(smaller)
     known = full.reach >= budget and full.steady
@@ -177,8 +176,24 @@ def judge(
     if best is not None and best.likely > 0:
         reason = f"{best.candidate} ends {best.likely:.3f} below the full network by the median laws{limits}"
         return Verdict("smaller", False, best.candidate, reason, *ways)
+    leading = [one for one in smaller if small and one.lead > 0 and curves[one.candidate].reach < budget]
+    if leading:
+        # Where no law reaches, what was seen speaks.
+        best = max(leading, key=lambda one: one.lead)
+        reason = (
+            f"{best.candidate} was {best.lead:.3f} below the full network at {best.shared:.1%} of the budget"
+        )
+        return Verdict("smaller", False, best.candidate, reason + limits, *ways)
     what = f"growing gains {_gain(growing[0].loss)}" if growing else "no growth could be tried"
     return Verdict("full", False, None, what + limits, *ways)
+
+
+def _staying(name: str, full: Curves, small: Curves, budget: float) -> Smaller:
+    """What speaks for a candidate that never grows."""
+    end, shared = full.law(budget), min(full.probed, small.probed)
+    likely = float(np.median(end - small.law(budget)))
+    lead = float(np.median(full.law(shared) - small.law(shared)))
+    return Smaller(name, Gain.of(end - small.loss(budget)), likely, lead, shared / budget)
 
 
 def _limits(curves: Mapping[str, Curves], names: Sequence[str], budget: float) -> str:
