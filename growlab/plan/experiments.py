@@ -55,9 +55,7 @@ def write_experiments(
     if verdict.growing:
         best = verdict.growing[0]
         begun = _begun(planned, best.candidate)
-        share = _share(
-            max(best.switch - begun, _LEAST_STAGE), 1.0 - best.switch, planned.flops[best.candidate]
-        )
+        share = _share(max(best.guess - begun, _LEAST_STAGE), 1.0 - best.guess, planned.flops[best.candidate])
         arms["grown"] = _grown(cfg, candidates[best.candidate], share)
     named = {WHOLE: WHOLE, "smaller": staying or WHOLE}
     named["grown"] = verdict.growing[0].candidate if verdict.growing else WHOLE

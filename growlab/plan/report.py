@@ -36,6 +36,11 @@ def paragraph(planned: Planned) -> str:
             f"({best.cost.low:.0%} to {best.cost.high:.0%}) of the full run's FLOPs, {best.seconds.median:.0%} "
             f"({best.seconds.low:.0%} to {best.seconds.high:.0%}) of its seconds."
         )
+    if verdict.kind == "grow" and verdict.growing[0].guess > verdict.growing[0].switch:
+        text += (
+            f" That is as far as the curves are trusted; by their medians {verdict.growing[0].guess:.0%} is a "
+            "better moment, and the experiment grows there."
+        )
     for one, trial in planned.trials.items():
         kept = next(g.kept for g in verdict.growing if g.candidate == one)
         text += (
@@ -71,8 +76,8 @@ def table(planned: Planned) -> str:
         )
     lines += ["", "Growing, if it were done, with the trial's transfer penalty:", ""]
     lines += [
-        "| from | at % of the budget | loss gained | FLOPs saved % | seconds saved % | kept % |",
-        "|---|---|---|---|---|---|",
+        "| from | at % of the budget | loss gained | FLOPs saved % | seconds saved % | kept % | best guess at % |",
+        "|---|---|---|---|---|---|---|",
     ]
     for way in planned.verdict.growing:
         gains = (way.cost, way.seconds, way.kept)
@@ -80,7 +85,9 @@ def table(planned: Planned) -> str:
             f"{100 * g.median:.0f} ({100 * g.low:.0f} to {100 * g.high:.0f})" for g in gains
         )
         loss = f"{way.loss.median:.3f} ({way.loss.low:.3f} to {way.loss.high:.3f})"
-        lines.append(f"| {way.candidate} | {100 * way.switch:.0f} | {loss} | {percents} |")
+        lines.append(
+            f"| {way.candidate} | {100 * way.switch:.0f} | {loss} | {percents} | {100 * way.guess:.0f} |"
+        )
     left = [f"- {name} was left out: {reason}" for name, reason in planned.left_out.items()]
     return "\n".join([*lines, "", *left, *([""] if left else []), paragraph(planned).replace("\n", " "), ""])
 

@@ -20,6 +20,8 @@ from growlab.plan.fit import Curves, interval
 
 Kind = Literal["grow", "smaller", "full"]
 _SWITCHES = 48
+# Times the cost up to which the full network's law is trusted, for a guess.
+_FARTHEST = 8.0
 # Relative to the full network's last loss: half of what no fitted curve is known better than.
 _LEAST_GAIN = 0.002
 
@@ -63,7 +65,9 @@ class Growing:
 
     Attributes:
         candidate: its name.
-        switch: cost at which to grow, in parts of the budget.
+        switch: cost at which growing gains most as far as curves are trusted, in parts of the budget; what is gained
+            is told of it.
+        guess: the same by the median laws, however far they are trusted: where an experiment grows. Late, as a rule.
         loss: by how much the loss at the end of the budget is below that of the best that does not grow.
         cost: FLOPs saved on the way to the full network's last loss, in parts of its run.
         seconds: the same of this machine's seconds.
@@ -72,6 +76,7 @@ class Growing:
 
     candidate: str
     switch: float
+    guess: float
     loss: Gain
     cost: Gain
     seconds: Gain
@@ -238,16 +243,28 @@ def _growing(
     penalty, kept = _penalty(full, small, trial, rng)
     start = np.minimum(full.cost_at(small.loss(trial.cost)), full.reach)
     reached = np.minimum(full.cost_at(small.loss(switches)), full.reach)
-    growth = (np.maximum(reached, start) / np.maximum(start, 1e-12)) ** rng.random(draws)
-    place = np.maximum(reached - penalty * growth, 1e-12) + budget - switches
+    power = rng.random(draws)
+
+    def placed(reached: np.ndarray) -> np.ndarray:
+        growth = (np.maximum(reached, start) / np.maximum(start, 1e-12)) ** power
+        return np.maximum(reached - penalty * growth, 1e-12) + budget - switches
+
+    place = placed(reached)
     gains = rivals - full.law(place)
     # Not the best median: where one knows less, a little less is the better switch.
     best = int(np.argmax(np.quantile(gains, 0.25, axis=1)))
     switch, saved = float(switches[best, 0]), place[best] - budget
+    guess = switch
+    if full.steady and small.steady:
+        # A small network may be where the full one never comes within the budget; what that is worth is seen beyond it.
+        beyond = np.minimum(full.cost_at(small.loss(switches)), _FARTHEST * full.reach)
+        likely = np.median(rivals - full.law(placed(beyond)), axis=1)
+        guess = max(switch, float(switches[int(np.argmax(likely)), 0]))
     in_seconds = (switch + saved - switch * slower) / budget
     return Growing(
         name,
         switch / budget,
+        guess / budget,
         Gain.of(gains[best]),
         Gain.of(saved / budget),
         Gain.of(in_seconds),

@@ -62,7 +62,7 @@ def test_its_experiments_run_at_equal_cost(asked: tuple[Path, Outcome], cli: Com
         relative = planned["relative_flops"]["half_width"]
         share = first * relative / (first * relative + second)
         # To an epoch at the full width.
-        assert share == pytest.approx(planned["verdict"]["growing"][0]["switch"], abs=0.07)
+        assert share == pytest.approx(planned["verdict"]["growing"][0]["guess"], abs=0.07)
 
 
 def test_the_full_network_may_be_wanted_in_any_case(cli: CommandLine, tmp_path: Path) -> None:
