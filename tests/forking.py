@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -150,7 +151,10 @@ class _Forked:
         self, args: tuple[str, ...], env: dict[str, str], stdout: str, stderr: str, **rest: Any
     ) -> None:
         self.proc, self.returncode = self, None
-        self.pid = os.fork()
+        with warnings.catch_warnings():
+            # Python 3.12 and later say so of every fork beside threads; a rank has none of theirs.
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, 0)
             # As in a process that starts anew.
