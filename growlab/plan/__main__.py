@@ -14,10 +14,8 @@ from growlab.__main__ import JobFailed
 from growlab.__main__ import main as composed
 
 # By pairs unless told otherwise: that seed begins as its constructor drew it, as a smaller network that stays does.
-_MORE = (
-    *("plan=default", "growth=pairs", "lr_adapt=none"),
-    "hydra.run.dir=runs/${name}_plan/${now:%Y-%m-%d_%H-%M-%S}",
-)
+_BY_PAIRS = ("growth=pairs", "lr_adapt=none")
+_MORE = ("plan=default", "hydra.run.dir=runs/${name}_plan/${now:%Y-%m-%d_%H-%M-%S}")
 
 
 def _job(cfg: DictConfig) -> None:
@@ -38,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is not None:
         sys.argv[1:] = arguments
-    return composed(_job, _MORE)
+    # A method on the command line says how to grow, too.
+    chosen = any(argument.startswith("method=") for argument in sys.argv[1:])
+    return composed(_job, _MORE if chosen else (*_MORE, *_BY_PAIRS))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ with results of the experiments that the plans wrote (columns pair, arm, seed, t
 judged twice from its probes: for any size, and with `plan.size=full`.
 """
 
+import argparse
 import csv
 import json
 import sys
@@ -158,5 +159,29 @@ def _mean_regret(pairs: Sequence[Pair], size: Size, arm: str | None) -> str:
     return f"{mean(regret for _, regret in regrets):.3f}{of_blind}"
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table of a folder and return the exit code.
+
+    Args:
+        arguments: in place of the command line's.
+    """
+    parser = argparse.ArgumentParser(
+        prog="growlab.plan.pairs", description="Hold plans to what then happened, as a Markdown table."
+    )
+    parser.add_argument("folder", type=Path, help="with pairs.csv, arms.csv and a folder for each plan")
+    folder = parser.parse_args(arguments).folder
+    try:
+        print(table(read(folder)), end="")
+    except OSError as error:
+        print(f"error: cannot read {error.filename}: {error.strerror}.", file=sys.stderr)
+        return 2
+    except (KeyError, ValueError) as error:
+        print(
+            f"error: {folder} holds no plans and arms as growlab.plan leaves them ({error}).", file=sys.stderr
+        )
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    print(table(read(Path(sys.argv[1]))), end="")
+    sys.exit(main())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from growlab.plan.pairs import Pair, judged, read, table
+from growlab.plan.pairs import Pair, judged, main, read, table
 from growlab.plan.verdict import Verdict
 
 NUMBER = re.compile(r"[+-]?\d+\.\d+")
@@ -87,3 +87,11 @@ def test_a_gain_that_no_law_tells_apart_is_none() -> None:
     verdict = judged(json.loads((KEPT / "b4" / "plan.json").read_text()), "full")
     assert 0 <= verdict.growing[0].loss.low < 1e-3
     assert (verdict.kind, verdict.decided) == ("full", False)
+
+
+def test_a_folder_without_plans_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert (
+        capsys.readouterr().err == f"error: cannot read {tmp_path / 'arms.csv'}: No such file or directory.\n"
+    )
+    assert main([str(KEPT)]) == 0 and "| the plan |" in capsys.readouterr().out

@@ -1,56 +1,18 @@
 """Probes of small networks of one's own: what is spent, what is kept, and that nothing is left behind."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from growlab import Net2Net
 from growlab.errors import UserError
 from growlab.flops import forward_flops
-from growlab.parts import Resolution
-from growlab.plan import Candidate, Planned, Problem, Settings, plan, table
+from growlab.plan import Candidate, Planned, Settings, plan, table
 from growlab.plan.probes import Account, Probe
-
-WIDTH, BATCH, BATCHES = 24, 16, 20
-
-
-def network() -> nn.Module:
-    hidden = [nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
-    return nn.Sequential(*hidden, nn.Linear(WIDTH, 3))
-
-
-def data(number: int, seed: int) -> tuple[Tensor, Tensor]:
-    x = torch.randn(number, 8, generator=torch.Generator().manual_seed(seed))
-    teacher = torch.randn(8, 3, generator=torch.Generator().manual_seed(9))
-    return x, (x.sin() @ teacher).argmax(1)
-
-
-def batches(epoch: int) -> Iterable[tuple[Tensor, ...]]:
-    x, y = data(BATCH * BATCHES, 0)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))
-    return [(x[part], y[part]) for part in order.split(BATCH)]
-
-
-def sgd(module: nn.Module, multiple: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.1 * multiple, momentum=0.9)
-
-
-def problem(epochs: float = 40, **known: Any) -> Problem:
-    given = {
-        "make_network": network,
-        "make_optimizer": sgd,
-        "batches": batches,
-        "loss": nn.functional.cross_entropy,
-        "held_out": [data(200, 1)],
-        "example": data(8, 0)[0],
-        "budget_samples": epochs * BATCH * BATCHES,
-        "candidates": (Candidate("half", 0.5), Candidate("quarter", 0.25)),
-    }
-    return Problem(**{**given, **known})
+from tests.plan.problems import BATCH, BATCHES, WIDTH, batches, network, problem, sgd
 
 
 @pytest.fixture(scope="module")
@@ -159,47 +121,6 @@ def test_averages_grow_along() -> None:
     assert probe.forward_cost == forward_flops(network(), torch.zeros(1, 8)) / 1e9
     probe.train(steps=20)
     assert probe.loss < before
-
-
-def images(number: int, seed: int) -> tuple[Tensor, Tensor]:
-    x, y = data(number, seed)
-    return x[:, :, None, None] + torch.randn(number, 8, 16, 16, generator=torch.Generator().manual_seed(3)), y
-
-
-def test_a_candidate_of_smaller_inputs_costs_less_and_can_only_grow() -> None:
-    """Training steps cost what small images cost, evaluations what whole ones do; it is no network to stay with."""
-
-    def convolutions() -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(8, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
-        )
-
-    small = Candidate("small", parts=lambda: [Resolution([0.5, 1.0])], alone=False)
-    given = problem(
-        60,
-        make_network=convolutions,
-        batches=lambda epoch: list(zip(*(x.split(BATCH) for x in images(BATCH * BATCHES, 0)), strict=True)),
-        held_out=[images(100, 1)],
-        example=images(4, 0)[0],
-        candidates=(small, Candidate("half", 0.5)),
-    )
-    probe = Probe(given, small, 1.0, Account(1.0, 1e9), 100)
-    costs = [forward_flops(convolutions(), torch.zeros(1, 8, size, size)) / 1e9 for size in (8, 16)]
-    assert [probe.forward_cost, probe.evaluation_cost] == costs
-    seen: list[int] = []
-
-    def note(layer: nn.Module, inputs: tuple[Tensor]) -> None:
-        if torch.is_grad_enabled():
-            seen.append(inputs[0].shape[-1])
-
-    probe.network[0].register_forward_pre_hook(note)
-    probe.train(steps=2)
-    probe.grow()
-    probe.train(steps=3)
-    assert seen == [8, 8, 16] and probe.forward_cost == costs[1]
-    planned = plan(given, Settings())
-    assert planned.alone == ["half"] and all(one.candidate != "small" for one in planned.verdict.smaller)
-    assert {"small", "half"} <= planned.flops.keys()
 
 
 def test_the_weights_that_are_kept_are_those_before_the_trial_growth(planned: Planned) -> None:
