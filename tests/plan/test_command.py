@@ -103,6 +103,12 @@ def test_its_experiments_can_go_on_from_the_probes(cli: CommandLine, tmp_path: P
             assert all(torch.equal(started[key], ended[key]) for key in learned)
 
 
+def test_a_method_on_the_command_line_says_how_it_grows(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = ask(cli, tmp_path, *TINY, "method=net2net")
+    assert outcome.code == 0, outcome.err
+    assert "override /growth: net2net" in (tmp_path / "run" / "experiment" / "grown.yaml").read_text()
+
+
 def test_weights_of_another_network_are_no_start(cli: CommandLine, tmp_path: Path) -> None:
     torch.save({"out.weight": torch.zeros(10, 3)}, tmp_path / "other.pt")
     for file, sentence in (
