@@ -47,7 +47,7 @@ def test_every_prepared_sweep_has_an_entry() -> None:
         path.stem for path in (config_dir() / "experiment").glob("*.yaml") if "sweeper:" in path.read_text()
     }
     named = {command.split()[0].removeprefix("experiment=") for command in COMMANDS}
-    assert presets - named == {"digits_methods", "frontier_testbed", "frontier_llama_text"}
+    assert {name for name in presets - named if not name.startswith("frontier_")} == {"digits_methods"}
 
 
 def test_figures_of_a_papers_list_are_all_there() -> None:
