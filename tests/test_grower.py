@@ -178,11 +178,23 @@ def test_function_stays_at_every_event_and_in_the_plain_network_at_the_end(netwo
         loop.network.train()
     loop.train()
     outputs = loop.network.eval()(PROBE)
+    # What a checkpoint gives to others is what training ends with, and training goes on undisturbed.
+    early, state = loop.grower.plain_state_dict(), loop.grower.state.as_dict()
+    assert torch.equal(loop.network(PROBE), outputs) and loop.grower.state.as_dict() == state
     assert loop.grower.finish() is loop.network
     plain = network().eval()
     plain.load_state_dict(copy.deepcopy(loop.network.state_dict()), strict=True)
+    assert early.keys() == plain.state_dict().keys()
+    assert all(torch.equal(early[name], tensor) for name, tensor in plain.state_dict().items())
     assert torch.allclose(plain(PROBE), outputs, atol=1e-6)
     assert not loop.network._forward_hooks and not loop.network._load_state_dict_pre_hooks
+
+
+def test_plain_weights_while_normalisations_are_annealed_are_refused() -> None:
+    loop = Loop(network=normed, method=VarianceTransfer()).train(STEPS)
+    loop.grower.step(epoch=1)
+    with pytest.raises(UserError, match="not plain yet"):
+        loop.grower.plain_state_dict()
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)

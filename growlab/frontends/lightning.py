@@ -16,21 +16,27 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from growlab.errors import UserError
+from growlab.frontends.averages import averages, shapes_of
 from growlab.frontends.example import captured
-from growlab.grower import Grower
-from growlab.growth import GrowthEvent, GrowthMethod, Schedule
+from growlab.grower import Grower, forecast
+from growlab.grower.loading import bring
+from growlab.grower.plain import make_plain, plain_state_dict, put_back
+from growlab.growth import GrowthEvent, GrowthMethod, Schedule, restore
 from growlab.optim import Inheritance
 from growlab.parts.part import Part
 from growlab.triggers import Clock, Never, Trigger, as_trigger
 
 log = logging.getLogger(__name__)
 
+# Of a checkpoint's state of growth: weights that training goes on with, where the checkpoint holds plain ones.
+_KEPT = "kept"
 _PROBE = 8  # samples that growth is checked on
 _STEPS = {"fit": "training", "validate": "validation", "test": "test", "predict": "predict"}
 
@@ -134,7 +140,7 @@ class Growth(GrowthSteps):
         super().__init__(None, optimizer_state)
         self._network, self._example, self._trigger = network, example, as_trigger(trigger)
         self._make = partial(Grower, method=method, parts=parts, seed=seed, anneal_steps=anneal_steps)
-        self._planted = False
+        self._planted, self._shapes = False, dict[str, torch.Size]()
 
     @property
     def state_key(self) -> str:
@@ -152,7 +158,11 @@ class Growth(GrowthSteps):
                 f"{type(strategy).__name__} does not go with growth, which needs every parameter whole on each device; "
                 "take strategy='ddp'."
             )
+        if is_overridden("configure_model", pl_module):
+            # Lightning calls it next, and asks that a second call does nothing.
+            pl_module.configure_model()
         self._open(pl_module, stage, partial(self._seen, trainer, pl_module, stage))
+        self._shapes = shapes_of(self._find(pl_module))
         if stage == "fit":
             self._change_batch_sizes(trainer)
 
@@ -183,7 +193,16 @@ class Growth(GrowthSteps):
         return events
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave an ordinary network behind."""
+        """Leave an ordinary network behind, and say so if it is not at the end of its growth."""
+        assert self.grower is not None
+        stages = forecast(self._trigger, self.grower.full_graph, self.grower.parts)
+        if stages is not None and self.grower.state.scheduled_stage < len(stages) - 1:
+            log.warning(
+                "training has ended in stage %d of %d: the network is narrower than its last stage's, which "
+                "trigger would have grown it to later",
+                self.grower.state.scheduled_stage,
+                len(stages) - 1,
+            )
         self._finish()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -209,6 +228,50 @@ class Growth(GrowthSteps):
         """Go on from a checkpoint; the module has loaded its weights already."""
         assert self.grower is not None
         self.grower.load_state_dict(state_dict)
+        put_back(self.grower, state_dict.get(_KEPT, {}))
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Let the checkpoint hold a plain network of its widths, which `load_from_checkpoint` takes at full width.
+
+        What training goes on with in its place is kept beside the state of growth. While normalisations over channels
+        are no plain ones, the checkpoint is left alone, and has entries that no plain network takes.
+        """
+        assert self.grower is not None
+        network = self.grower.network
+        prefix = next(name for name, module in pl_module.named_modules() if module is network)
+        dotted, state = prefix and f"{prefix}.", checkpoint["state_dict"]
+        try:
+            plain, kept = plain_state_dict(self.grower)
+        except UserError:
+            return
+        checkpoint["callbacks"][self.state_key][_KEPT] = kept
+        for key in network.state_dict().keys() - plain.keys():
+            del state[dotted + key]
+        state.update({dotted + key: plain[key] for key in kept})
+        make_plain(state._metadata.get(prefix, {}))
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Let averages that other callbacks keep follow, before they load theirs."""
+        self._follow_averages(trainer, pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let optimizers follow, and averages that other callbacks keep."""
+        super().on_fit_start(trainer, pl_module)
+        self._follow_averages(trainer, pl_module)
+
+    def _follow_averages(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self.grower is not None
+        grower, others = self.grower, [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
+        known = (pl_module, *grower.copies().values())
+        for average in averages(others, grower.network, self._shapes, known):
+            # A checkpoint's widths may be the network's already.
+            bring(grower, average, grower.state)
+            restore(average, grower.graph, grower.state)
+            grower.follow(average)
 
     def load(self, module: LightningModule, path: str | Path) -> LightningModule:
         """Load a checkpoint of any stage without a trainer, in place of `load_from_checkpoint`.

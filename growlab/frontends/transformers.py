@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from growlab.errors import UserError
 from growlab.frontends.example import positional
 from growlab.grower import Grower
+from growlab.grower.plain import plain_state_dict, put_back
 from growlab.growth import GrowthMethod, Schedule
 from growlab.optim import Inheritance
 from growlab.parts.part import Part
@@ -128,7 +129,7 @@ class Growth(TrainerCallback, ExportableState):
             )
         saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes")
         if state.global_step and saved:
-            self.grower.load_state_dict({**saved, "parts": self._saved_parts(_folder(args, state))})
+            self._resume(self.grower, saved, _folder(args, state))
         if optimizer is not None:
             # accelerate's optimizer is a wrapper.
             self.grower.follow(getattr(optimizer, "optimizer", optimizer), state=self._optimizer_state)
@@ -146,11 +147,32 @@ class Growth(TrainerCallback, ExportableState):
         self._step(state)
 
     def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **_: Any,
     ) -> None:
-        """Put the state of parts, which may be tensors, beside the Trainer's own files."""
-        if self.grower is not None and self.grower.parts:
-            torch.save(self.grower.state_dict()["parts"], _folder(args, state) / _FILE)
+        """Let the checkpoint hold a plain model, which `from_pretrained` takes at full width.
+
+        What training goes on with in its place, and the state of parts, is put beside the Trainer's own files.
+        """
+        if self.grower is None:
+            return
+        folder, kept = _folder(args, state), dict[str, Tensor]()
+        try:
+            plain, kept = plain_state_dict(self.grower)
+        except UserError as error:
+            log.warning("%s is for resuming alone: %s", folder, error)
+        if kept and isinstance(model, PreTrainedModel):
+            prefix = self._network and f"{self._network}."
+            others = {k: t for k, t in model.state_dict().items() if not k.startswith(prefix)}
+            model.save_pretrained(folder, state_dict={**others, **{prefix + k: t for k, t in plain.items()}})
+        else:
+            kept = {}
+        if kept or self.grower.parts:
+            torch.save({"kept": kept, "parts": self.grower.state_dict()["parts"]}, folder / _FILE)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -171,16 +193,16 @@ class Growth(TrainerCallback, ExportableState):
         del saved["parts"]
         return {"args": {}, "attributes": saved}
 
-    def _saved_parts(self, folder: Path) -> dict[str, Any]:
-        assert self.grower is not None
-        if not self.grower.parts:
-            return {}
-        if not (folder / _FILE).is_file():
+    def _resume(self, grower: Grower, saved: Mapping[str, Any], folder: Path) -> None:
+        path = folder / _FILE
+        if grower.parts and not path.is_file():
             raise UserError(
-                f"the state of {', '.join(part.name for part in self.grower.parts)} is not in {folder / _FILE}; "
+                f"the state of {', '.join(part.name for part in grower.parts)} is not in {path}; "
                 "resume from a checkpoint in the Trainer's output_dir."
             )
-        return torch.load(folder / _FILE, map_location="cpu", weights_only=True)
+        beside = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
+        grower.load_state_dict({**saved, "parts": beside.get("parts", {})})
+        put_back(grower, beside.get("kept", {}))
 
     def _step(self, state: TrainerState) -> None:
         assert self.grower is not None

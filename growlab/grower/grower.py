@@ -11,7 +11,8 @@ from growlab import ranks
 from growlab.errors import UserError
 from growlab.grower.events import carry_out
 from growlab.grower.loading import adopt, arrive, recognised
-from growlab.grower.preparing import knows_stages, prepared, seed_widths
+from growlab.grower.plain import plain_state_dict
+from growlab.grower.preparing import knows_stages, measurement, prepared, seed_widths
 from growlab.growth import (
     GrowthEvent,
     GrowthMethod,
@@ -24,7 +25,6 @@ from growlab.growth import (
 )
 from growlab.growth.attached import attach, detach
 from growlab.growth.parity import network_inputs
-from growlab.growth.weighted_norms import annealed
 from growlab.optim import Inheritance, Regions, weight_regions
 from growlab.optim.followers import Followers
 from growlab.parts.part import Part
@@ -130,6 +130,8 @@ class Grower:
                 self.followers.add(follower, state, announced)
             elif isinstance(follower, nn.Module):
                 copy = getattr(follower, "module", follower)
+                if any(copy is known for known in self._modules):
+                    continue
                 shapes = [{n: t.shape for n, t in m.state_dict().items()} for m in (copy, self.network)]
                 if shapes[0] != shapes[1]:
                     raise UserError(
@@ -253,6 +255,14 @@ class Grower:
             "parts": {part.name: part.state_dict() for part in self.parts},
         }
 
+    def plain_state_dict(self) -> dict[str, Tensor]:
+        """The network's state_dict as `finish` would leave it, while growth goes on: a plain network's of its widths.
+
+        Raises:
+            UserError: normalisations are not plain yet, or the method holds weights differently until the end.
+        """
+        return plain_state_dict(self)[0]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned, before or after the network and the optimizers load theirs.
 
@@ -337,23 +347,7 @@ class Grower:
         Raises:
             UserError: `look_at` told of none.
         """
-        training = self.training
-        if training.batches is None or training.loss is None:
-            raise UserError(
-                f"{asker} looks at training data, of which there is none; give some with Grower.look_at, or choose "
-                "another."
-            )
-        weights = annealed(self.state.norm_weights, self.state.norm_progress)
-        return Measurement(
-            self.network,
-            self.graph,
-            training.batches(number),
-            training.loss,
-            ranks.averaged,
-            ranks.shared,
-            weights,
-            training.near_zero,
-        )
+        return measurement(self, number, asker)
 
     def probe(self) -> tuple[Any, ...]:
         """The example on the network's device, numbers in its precision."""

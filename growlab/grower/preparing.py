@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from growlab.growth import GrowthMethod
+from growlab import ranks
+from growlab.errors import UserError
+from growlab.growth import GrowthMethod, Measurement
+from growlab.growth.weighted_norms import annealed
 from growlab.parts.part import Part
 from growlab.triggers import Trigger, Widths
 from growlab.widths import UnsupportedOperation, WidthGraph, trace
@@ -90,3 +93,24 @@ def with_parts(run: "Grower", widths: Widths, stage: int) -> dict[str, int]:
 def knows_stages(trigger: Trigger, parts: Sequence[Part]) -> bool:
     """Whether it is known before when each stage begins and how wide the network is then."""
     return trigger.knows_stages and all(part.method is None for part in parts)
+
+
+def measurement(run: "Grower", number: int, asker: str) -> Measurement:
+    """So many training batches to measure something on, see `Grower.measurement`."""
+    training = run.training
+    if training.batches is None or training.loss is None:
+        raise UserError(
+            f"{asker} looks at training data, of which there is none; give some with Grower.look_at, or choose "
+            "another."
+        )
+    weights = annealed(run.state.norm_weights, run.state.norm_progress)
+    return Measurement(
+        run.network,
+        run.graph,
+        training.batches(number),
+        training.loss,
+        ranks.averaged,
+        ranks.shared,
+        weights,
+        training.near_zero,
+    )

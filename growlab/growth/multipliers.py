@@ -91,22 +91,34 @@ def multiply(model: nn.Module, graph: WidthGraph, multipliers: Mapping[str, Sequ
         setattr(modules[path], _ATTRIBUTE, _Multiplying(modules[path], weights))
 
 
+def multiplied_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Weights as the network uses them, by the parameter's name, of those whose rows it multiplies."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        return {
+            names[id(weight.parameter)]: weight.parameter * weight.rows.to(weight.parameter)
+            for known in _attached(model).values()
+            for weight in known.weights
+        }
+
+
 def fold_multipliers(model: nn.Module) -> None:
     """Write what a network multiplies rows of weights by into the weights, which stay the same parameters."""
-    folded = set()
     with torch.no_grad():
-        for known in _attached(model).values():
-            for weight in known.weights:
-                parameter = weight.parameter
-                if id(parameter) not in folded:
-                    parameter.mul_(weight.rows.to(parameter))
-                    folded.add(id(parameter))
-            known.remove()
+        for name, product in multiplied_weights(model).items():
+            model.get_parameter(name).copy_(product)
+    for known in _attached(model).values():
+        known.remove()
+
+
+def is_multipliers(name: str) -> bool:
+    """Whether an entry of a state_dict holds multipliers."""
+    return name.endswith(_KEY)
 
 
 def saved_multipliers(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
     """Multipliers of rows of weights that came along in a network's state_dict, by the weight's name."""
-    return {name.removesuffix(_KEY): t.tolist() for name, t in tensors.items() if name.endswith(_KEY)}
+    return {name.removesuffix(_KEY): t.tolist() for name, t in tensors.items() if is_multipliers(name)}
 
 
 def _rows(layer: Layer) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
-from growlab.growth.multipliers import fold_multipliers
+from growlab.growth.multipliers import fold_multipliers, multiplied_weights
 from growlab.widths import Norm, WidthGraph, tensors_of
 
 
@@ -72,13 +72,21 @@ def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> No
             f"the output's factor {factor:.4g} cannot be folded into the network: no affine layer alone sets the "
             "scale of its output; grow with output_multiplier=False."
         )
+    new, tensors = folded(model, graph, factor), tensors_of(model, graph)
     fold_multipliers(model)
-    if factor == 1.0:
-        return
-    tensors = tensors_of(model, graph)
     with torch.no_grad():
-        for name, new in rescale(graph, tensors, {graph.output_class: factor})[0].items():
-            tensors[name].copy_(new)
+        for name in new.keys() & tensors.keys():
+            tensors[name].copy_(new[name])
+
+
+def folded(model: nn.Module, graph: WidthGraph, factor: float) -> dict[str, Tensor]:
+    """The tensors that `fold_output_factor` changes, as they are afterwards, by name; the network stays as it is."""
+    weights = multiplied_weights(model)
+    if factor == 1.0:
+        return weights
+    tensors = {**tensors_of(model, graph), **weights}
+    with torch.no_grad():
+        return weights | rescale(graph, tensors, {graph.output_class: factor})[0]
 
 
 def eps_ratio(variance: Tensor, scale: float, eps: float) -> Tensor:

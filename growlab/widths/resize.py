@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from growlab.errors import UserError
 from growlab.widths.groups import WidthGraph
 from growlab.widths.layout import Axis
 from growlab.widths.memory_format import avoid_unsafe_kernels
@@ -145,8 +146,17 @@ def _as_slice(positions: Tensor) -> slice | None:
 
 
 def tensors_of(model: nn.Module, graph: WidthGraph) -> dict[str, Tensor]:
-    """The parameters and buffers that depend on a width, by name."""
+    """The parameters and buffers that depend on a width, by name.
+
+    Raises:
+        UserError: the model has lost one since it was traced.
+    """
     places = dict(_named_tensor_places(model))
+    if lost := [name for name in graph.axes if name not in places]:
+        raise UserError(
+            f"{lost[0]}, which grows, is no parameter or buffer of the network any more; prune, parametrise or replace "
+            "modules before growlab traces the network, or once growth has ended."
+        )
     return {name: getattr(*places[name]).detach() for name in graph.axes}
 
 

@@ -72,7 +72,8 @@ def test_resumed_from_any_checkpoint_it_is_the_uninterrupted_run(tmp_path: Path)
     wanted = everything(trainer, growth)
     assert [event["epoch"] for event in growth.grower.events] == [1, 2]
     assert all(event["parity_error_eval"] < 1e-4 for event in growth.grower.events)
-    for step in range(1, EPOCHS * STEPS):
+    # Inside epochs, before and after an event, while normalisations are annealed and once they are plain.
+    for step in (2, 3, 4, 8):
         resumed = run(tmp_path, tmp_path / f"checkpoint-{step}", save_strategy="no")
         assert everything(*resumed) == wanted, step
     # An ordinary model, of the configuration that it was made from.
@@ -81,6 +82,12 @@ def test_resumed_from_any_checkpoint_it_is_the_uninterrupted_run(tmp_path: Path)
     again = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "model").eval()
     assert torch.allclose(again(WORDS).logits, outputs, atol=1e-6)
     bert().load_state_dict(trainer.model.state_dict(), strict=True)
+    # Its last checkpoint was written before growth was finished, and is one too.
+    last = tmp_path / f"checkpoint-{EPOCHS * STEPS}"
+    kept = torch.load(last / "growlab.pt", weights_only=True)["kept"]
+    assert kept and any((trainer.model.state_dict()[name] != tensor).any() for name, tensor in kept.items())
+    again = transformers.BertForSequenceClassification.from_pretrained(last).eval()
+    assert torch.allclose(again(WORDS).logits, outputs, atol=1e-6)
 
 
 def test_the_loss_inside_the_model_sees_the_output_factor(tmp_path: Path) -> None:

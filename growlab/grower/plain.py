@@ -1,0 +1,54 @@
+"""The weights of a plain network that computes what a growing one computes at this moment."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from growlab.errors import UserError
+from growlab.growth.attached import METADATA
+from growlab.growth.method import GrowthMethod
+from growlab.growth.multipliers import is_multipliers
+from growlab.growth.rescale import folded
+from growlab.parts.part import Part
+
+if TYPE_CHECKING:
+    from growlab.grower.grower import Grower
+
+
+def plain_state_dict(run: "Grower") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A plain network's state_dict, and the entries of the growing network's that it has others in place of."""
+    if run.state.norm_weights:
+        raise UserError("normalisations over channels that grew are not plain yet; train on first.")
+    late = [part.name for part in run.parts if type(part).finish is not Part.finish]
+    if type(run.method).finish is not GrowthMethod.finish:
+        late.append(run.method.name)
+    if late:
+        raise UserError(f"with {late[0]} there is a plain network only once growth is finished.")
+    new = folded(run.network, run.graph, run.state.output_factor)
+    names = {id(t): name for name, t in (*run.network.named_parameters(), *run.network.named_buffers())}
+    # The same names stand for shared tensors, which have several keys.
+    keys = {key: names.get(id(t)) for key, t in run.network.state_dict(keep_vars=True).items()}
+    tensors, kept = run.network.state_dict(), dict[str, Tensor]()
+    for key in list(tensors):
+        if is_multipliers(key):
+            del tensors[key]
+        elif (name := keys[key]) in new:
+            kept[key], tensors[key] = tensors[key], new[name]
+    make_plain(vars(tensors)["_metadata"].get("", {}))
+    return tensors, kept
+
+
+def make_plain(metadata: dict[str, Any]) -> None:
+    """Let the metadata of a network in a state_dict say that nothing is left to multiply."""
+    if METADATA in metadata:
+        metadata[METADATA] = {**metadata[METADATA], "output_factor": 1.0, "multipliers": {}}
+
+
+def put_back(run: "Grower", kept: Mapping[str, Tensor]) -> None:
+    """Undo what a plain state_dict has done to the growing network that loaded it."""
+    own = run.network.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for key, tensor in kept.items():
+            own[key].copy_(tensor)

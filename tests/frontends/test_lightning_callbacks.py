@@ -1,0 +1,128 @@
+"""Growth beside other callbacks of Lightning, and checkpoints that are read without it."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from torch import nn
+
+from growlab import parts
+from growlab.errors import UserError
+from tests.frontends.lightning_runs import IMAGES, Loader, Plain, Save, body, growth, outcome, trainer_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback"),
+]
+
+AVERAGES: dict[str, Callable[[], L.Callback]] = {
+    "ema": lambda: EMAWeightAveraging(decay=0.7),
+    "swa": lambda: StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=1),
+}
+
+
+class Convolutions(L.LightningModule):
+    """Batch normalisation alone, so that nothing of growth is annealed and every checkpoint is a plain network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(
+            *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+        )
+
+    training_step, criterion = Plain.training_step, nn.CrossEntropyLoss()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_an_average_of_lightnings_is_that_of_the_part(tmp_path: Path) -> None:
+    """What grows along is the average of the network grown, which `parts.Averages` computes in another order."""
+    module = Plain()
+    trainer_of(tmp_path, growth(), EMAWeightAveraging(decay=0.7)).fit(module, Loader())
+    own, callback = Plain(), growth(parts=[parts.Averages(decay=0.7)])
+    trainer_of(tmp_path, callback).fit(own, Loader())
+    average = callback.grower.parts[0].module.state_dict()
+    for name, tensor in module.network.state_dict().items():
+        assert torch.allclose(tensor, average[name], rtol=1e-5, atol=1e-6), name
+    assert [p.shape for p in module.network.parameters()] == [p.shape for p in body().parameters()]
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_a_run_with_an_average_goes_on_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
+    results = []
+    for checkpoint in (None, "epoch0", "epoch1", "epoch2"):
+        module, callback = Plain(), growth()
+        others = () if checkpoint else (Save(tmp_path),)
+        trainer = trainer_of(tmp_path, callback, AVERAGES[kind](), *others)
+        path = checkpoint and tmp_path / f"{checkpoint}.ckpt"
+        trainer.fit(module, Loader(), ckpt_path=path)
+        results.append(outcome(module, callback, trainer))
+    assert all(result == results[0] for result in results)
+
+
+def test_an_average_that_was_made_before_the_seed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"put Growth before it, Trainer\(callbacks=\[Growth"):
+        trainer_of(tmp_path, EMAWeightAveraging(), growth()).fit(Plain(), Loader())
+
+
+@pytest.mark.parametrize("output_multiplier", [True, False])
+def test_a_checkpoint_at_full_width_is_a_plain_networks(output_multiplier: bool, tmp_path: Path) -> None:
+    """It is written before growth is finished, as those that `ModelCheckpoint` keeps are."""
+    checkpoints = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    module, callback = Convolutions(), growth(trigger={0: 0.5, 1: 0.75, 2: 1.0})
+    trainer = trainer_of(tmp_path, callback, checkpoints, enable_checkpointing=True)
+    trainer.fit(module, Loader())
+    loaded = Convolutions.load_from_checkpoint(tmp_path / "epoch=3.ckpt")
+    expected = module.eval().network(IMAGES)
+    # Something was left to multiply: else this would say nothing.
+    kept = torch.load(tmp_path / "epoch=3.ckpt", weights_only=True)["callbacks"][callback.state_key]["kept"]
+    assert kept and any((kept[k] != t).any() for k, t in module.network.state_dict().items() if k in kept)
+    assert torch.allclose(loaded.eval().network(IMAGES), expected, atol=1e-6)
+    # And training goes on from it as if it had not been touched.
+    again, resumed = Convolutions(), growth(trigger={0: 0.5, 1: 0.75, 2: 1.0})
+    continued = trainer_of(tmp_path, resumed)
+    continued.fit(again, Loader(), ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert outcome(again, resumed, continued) == outcome(module, callback, trainer)
+
+
+def test_a_network_that_configure_model_makes_grows(tmp_path: Path) -> None:
+    class Late(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.network
+
+        def configure_model(self) -> None:
+            if not hasattr(self, "network"):
+                self.network = body()
+
+    module, callback = Late(), growth("network")
+    trainer_of(tmp_path, callback).fit(module, Loader())
+    assert len(callback.grower.events) == 2
+    body().load_state_dict(module.network.state_dict(), strict=True)
+
+
+def test_a_network_that_lost_a_parameter_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="which grows, is no parameter or buffer of the network any more"):
+        pruning = ModelPruning("l1_unstructured", amount=0.3)
+        trainer_of(tmp_path, growth(), pruning).fit(Plain(), Loader())
+
+
+def test_training_that_ends_before_the_last_stage_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for epochs, said in ((2, 1), (4, 0)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            trainer_of(tmp_path, growth(), max_epochs=epochs).fit(Plain(), Loader())
+        assert len([r for r in caplog.records if "has ended in stage 1 of 2" in r.message]) == said
