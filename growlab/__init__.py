@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from growlab.errors import UserError
     from growlab.frontends.lightning import Growth
     from growlab.grower import Grower
     from growlab.growth import (
@@ -43,6 +44,7 @@ __all__ = [
     "Splitting",
     "Tiny",
     "Trigger",
+    "UserError",
     "VarianceTransfer",
     "make_schedule",
     "optim",
@@ -51,6 +53,7 @@ __all__ = [
 
 # Nothing is imported before it is used: torch and Lightning take seconds.
 _MODULES = {
+    "growlab.errors": "UserError",
     "growlab.frontends.lightning": "Growth",
     "growlab.grower": "Grower",
     "growlab.growth": "Bert2Bert FireFly GradMax HyperCloning Lemon Net2Net PairGrowth RandomGrowth Splitting "

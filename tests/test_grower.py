@@ -4,6 +4,9 @@ import copy
 import gc
 import io
 import itertools
+import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -86,13 +89,13 @@ OPTIMIZERS = {
 class Loop:
     """A plain loop with a checkpoint: network, optimizer, schedule of the rate, grower."""
 
-    def __init__(self, make=OPTIMIZERS["growlab"], network=mlp, trigger=STAGES, **settings):
+    def __init__(self, make=OPTIMIZERS["growlab"], network=mlp, trigger=STAGES, wrap=None, **settings):
         self.network = network()
         settings = {"method": VarianceTransfer(noise_std=1e-3), "anneal_steps": 2, **settings}
         self.grower = Grower(self.network, PROBE, trigger=trigger, **settings)
         self.optimizer = make(self.network)
         self.rate = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
-        self.grower.follow(self.optimizer)
+        self.grower.follow(wrap(self.optimizer) if wrap else self.optimizer)
         self.done = 0
 
     def train(self, until: int = STEPS * EPOCHS) -> "Loop":
@@ -188,6 +191,67 @@ def test_function_stays_at_every_event_and_in_the_plain_network_at_the_end(netwo
     assert all(torch.equal(early[name], tensor) for name, tensor in plain.state_dict().items())
     assert torch.allclose(plain(PROBE), outputs, atol=1e-6)
     assert not loop.network._forward_hooks and not loop.network._load_state_dict_pre_hooks
+
+
+def test_optimizers_in_wrappers_follow() -> None:
+    """As those of accelerate, which are optimizers by their class alone, and of Lightning's Fabric."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer) -> None:
+            self.optimizer = optimizer
+
+    plain, wrapped = Loop(network=mlp), Loop(network=mlp, wrap=Wrapper)
+    assert wrapped.train().everything() == plain.train().everything()
+
+
+def test_an_optimizer_inside_of_another_follows() -> None:
+    """One that looks ahead with a step of its own and shares its groups, as SAM does."""
+
+    class Outer(torch.optim.Optimizer):
+        def __init__(self, inner) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner, self.param_groups = inner, inner.param_groups
+
+        def step(self, closure=None) -> None:
+            self.inner.step()
+
+    plain, outer = Loop(network=mlp), Loop(network=mlp, wrap=Outer)
+    assert outer.train().everything() == plain.train().everything()
+
+
+def closed(loop: Loop) -> Callable[[], Tensor]:
+    """The loss of the loop's next batch, with gradients."""
+    x, y = batch(loop.done)
+
+    def loss() -> Tensor:
+        loop.optimizer.zero_grad()
+        value = F.cross_entropy(loop.network(x), y)
+        value.backward()
+        return value
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("make", "first"),
+    [
+        (torch.optim.Adafactor, "Adafactor's 'row_var'"),
+        (partial(torch.optim.LBFGS, max_iter=2), "LBFGS's 'd'"),
+    ],
+)
+def test_state_that_cannot_be_carried_begins_anew_and_says_so(make, first, caplog) -> None:
+    loop = Loop(lambda n: make(n.parameters()))
+    with caplog.at_level(logging.WARNING):
+        while loop.done < STEPS * EPOCHS:
+            loop.grower.step(epoch=loop.done // STEPS)
+            assert loop.optimizer.step(closed(loop)).isfinite()
+            loop.done += 1
+    assert [r.message.startswith(first) for r in caplog.records] == [True] * len(loop.grower.events)
+    strict = Loop(lambda n: make(n.parameters()))
+    strict.grower.follow(strict.optimizer, state="inherit")
+    strict.optimizer.step(closed(strict))
+    with pytest.raises(UserError, match="set optimizer_state=reset"):
+        strict.grower.step(epoch=EPOCHS)
 
 
 def test_plain_weights_while_normalisations_are_annealed_are_refused() -> None:

@@ -80,6 +80,8 @@ class Grower:
         graph: WidthGraph | None = None,
     ) -> None:
         self.network: nn.Module = getattr(network, "_orig_mod", network)
+        if not isinstance(method, GrowthMethod):
+            raise UserError(f"method={method!r} must be a growth method, such as growlab.VarianceTransfer().")
         self.method, self.trigger, self.parts = method, as_trigger(trigger), tuple(parts)
         self.seed, self.check_ranks = seed, True
         self.clock, self.events, self.training = Clock(), list[dict[str, Any]](), Training()
@@ -125,8 +127,12 @@ class Grower:
         Raises:
             UserError: it is neither, or a module of other tensors.
         """
-        for follower in followers:
+        for given in followers:
+            inner = getattr(given, "optimizer", None)  # of accelerate's and Fabric's wrappers
+            follower = inner if isinstance(inner, Optimizer) else given
             if isinstance(follower, Optimizer):
+                # SAM, Lookahead and the like hold the optimizer that steps, with groups that they share.
+                self.follow(*(o for o in vars(follower).values() if isinstance(o, Optimizer)), state=state)
                 self.followers.add(follower, state, announced)
             elif isinstance(follower, nn.Module):
                 copy = getattr(follower, "module", follower)

@@ -191,13 +191,12 @@ def exchange(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> None:
     """
     for group in optimizer.param_groups:
         for index, old in enumerate(group["params"]):
-            new = replaced.get(id(old))
-            if new is None:
-                continue
-            group["params"][index] = new
-            state = optimizer.state.pop(old, None)
-            if state is not None and all(_fits(value, new) for value in state.values()):
-                optimizer.state[new] = state
+            group["params"][index] = replaced.get(id(old), old)
+    # An optimizer around another one shares its groups, which may be exchanged already.
+    for old in [parameter for parameter in optimizer.state if id(parameter) in replaced]:
+        new, state = replaced[id(old)], optimizer.state.pop(old)
+        if all(_fits(value, new) for value in state.values()):
+            optimizer.state[new] = state
 
 
 def _fits(value: Any, parameter: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """Carry an optimizer through a growth event: same object, same parameter groups, new parameters."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from growlab.optim.lars import LARS
 from growlab.widths import Carry, WidthGraph
+
+log = logging.getLogger(__name__)
 
 Inheritance = Literal["auto", "inherit", "reset", "zero_new"]
 INHERITANCES = ("auto", "inherit", "reset", "zero_new")
@@ -56,23 +59,29 @@ def follow(
         widths_after: and after.
         inheritance: "reset" forgets all state. "zero_new" carries state to the old entries' places as it is, with
             zeros at new entries. "inherit" carries it by the method's rule: first moments as the gradient,
-            second moments as its square; state of unknown meaning as "zero_new". "auto": `default_inheritance`.
+            second moments as its square; state of unknown meaning as "zero_new". "auto": `default_inheritance`, and
+            "reset", with a warning, where state cannot be carried (Adafactor's factors, L-BFGS's directions).
         carry: the method's rule, from the growth event; None for old entries as they are.
 
     Raises:
-        ValueError: state that is neither shaped like its parameter nor a number, or an unknown `inheritance`.
+        ValueError: state that is neither shaped like its parameter nor a number and is not to be reset, or an unknown
+            `inheritance`.
             The optimizer is then as before.
     """
     if inheritance not in INHERITANCES:
         raise ValueError(f"optimizer_state must be one of {', '.join(INHERITANCES)}, not {inheritance!r}.")
+    places = {id(old): (name, new) for name, (old, new) in replaced.items()}
     if inheritance == "auto":
         inheritance = default_inheritance(optimizer, carry)
+        if inheritance == "inherit" and (told := _cannot_follow(optimizer, places)):
+            log.warning("%s; the optimizer's state begins anew at this growth event.", told)
+            inheritance = "reset"
     rule = carry if inheritance == "inherit" and carry is not None else Carry()
-    places = {id(old): (name, new) for name, (old, new) in replaced.items()}
+    if inheritance != "reset" and (told := _cannot_follow(optimizer, places)):
+        raise ValueError(f"{told}; set optimizer_state=reset.")
     states: dict[Tensor, dict[str, Any]] = {}
-    for param in (p for group in optimizer.param_groups for p in group["params"]):
-        if inheritance == "reset" or param not in optimizer.state:
-            continue
+    # An optimizer around another one shares its groups, which may be the grown network's already.
+    for param in () if inheritance == "reset" else tuple(optimizer.state):
         if id(param) not in places:
             if rule.every != 1.0:
                 states[param] = _rescaled(optimizer.state[param], param, rule.every)
@@ -85,12 +94,6 @@ def follow(
                 chosen = rule if power is not None else Carry()
                 moved = chosen.carried(value, name, graph, widths_before, widths_after, power or 0)
                 states[new][key] = torch.empty_like(new, dtype=value.dtype).copy_(moved)
-            elif (isinstance(value, Tensor) and value.numel() != 1) or _holds_tensors(value):
-                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(
-                    f"{type(optimizer).__name__}'s {key!r} of {name} is {shape}, the parameter "
-                    f"{tuple(param.shape)}: growlab cannot carry it through growth; set optimizer_state=reset."
-                )
             else:
                 states[new][key] = value
     if inheritance == "reset":
@@ -98,9 +101,30 @@ def follow(
     for group in optimizer.param_groups:
         for index, param in enumerate(group["params"]):
             if id(param) in places:
-                optimizer.state.pop(param, None)
                 group["params"][index] = places[id(param)][1]
+    for param in [param for param in optimizer.state if id(param) in places]:
+        del optimizer.state[param]
     optimizer.state.update(states)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        # It counts its parameters' elements once.
+        optimizer._numel_cache = None
+
+
+def _cannot_follow(optimizer: torch.optim.Optimizer, places: Mapping[int, tuple[str, Tensor]]) -> str:
+    """Says which state of a parameter that is replaced is neither shaped like it nor a number; "": none is."""
+    for param, state in optimizer.state.items():
+        # L-BFGS keeps what it knows of all parameters with the first.
+        named = (places and isinstance(optimizer, torch.optim.LBFGS)) or id(param) in places
+        for key, value in state.items() if named else ():
+            alike = isinstance(value, Tensor) and (value.shape == param.shape or value.numel() == 1)
+            if not alike and (isinstance(value, Tensor) or _holds_tensors(value)):
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                name = places[id(param)][0] if id(param) in places else "the network"
+                return (
+                    f"{type(optimizer).__name__}'s {key!r} of {name} is {shape}, the parameter {tuple(param.shape)}: "
+                    "growlab cannot carry it through growth"
+                )
+    return ""
 
 
 def running_gradients(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:

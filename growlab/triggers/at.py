@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from numbers import Real
 from typing import Any
 
 from growlab.errors import UserError
@@ -41,13 +42,18 @@ class At(Trigger):
     ) -> None:
         if unit not in UNITS:
             raise UserError(f"unit={unit!r} of a trigger must be {', '.join(UNITS)}.")
+        if not isinstance(widths, Mapping):
+            raise UserError(
+                f"a trigger is a growlab.Trigger, a schedule, or moments and widths such as {{0: 0.25, 10: 1.0}}, not "
+                f"{widths!r}."
+            )
         self.starts = tuple(sorted(widths))
         if not self.starts or self.starts[0] != 0:
             raise UserError("a trigger's first stage must begin at 0, such as {0: 0.25, 10: 1.0}.")
         self._widths = tuple(widths[start] for start in self.starts)
         for width in self._widths:
-            if not isinstance(width, Mapping) and not 0 < width <= 1:
-                raise UserError(f"a width of {width} is no fraction of full width: above 0 and at most 1.")
+            if not isinstance(width, Mapping) and not (isinstance(width, Real) and 0 < float(width) <= 1):
+                raise UserError(f"a width of {width!r} is no fraction of full width: above 0 and at most 1.")
         if batch_sizes is not None and len(batch_sizes) != len(self.starts):
             raise UserError(
                 f"{len(batch_sizes)} batch sizes do not fit {len(self.starts)} stages; give one each."

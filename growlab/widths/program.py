@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from growlab.errors import UserError
 from growlab.widths.places import place_of
 
 
-class UnsupportedOperation(ValueError):
+class UnsupportedOperation(UserError, ValueError):
     """The network does something that growlab has no channel rule for; the message names it and its place."""
 
 
