@@ -8,23 +8,21 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
 
 from growlab.errors import UserError
 from growlab.frontends.averages import averages, shapes_of
 from growlab.frontends.example import captured
+from growlab.frontends.samples import few_samples
 from growlab.grower import Grower, forecast
 from growlab.grower.loading import bring
 from growlab.grower.plain import make_plain, plain_state_dict, put_back
@@ -37,7 +35,6 @@ log = logging.getLogger(__name__)
 
 # Of a checkpoint's state of growth: weights that training goes on with, where the checkpoint holds plain ones.
 _KEPT = "kept"
-_PROBE = 8  # samples that growth is checked on
 _STEPS = {"fit": "training", "validate": "validation", "test": "test", "predict": "predict"}
 
 
@@ -104,7 +101,9 @@ class Growth(GrowthSteps):
     as the ordinary network. Optimizers, their schedules and other callbacks stay; checkpoints bring their widths.
 
     Args:
-        network: name of the submodule that grows, "" for the module itself; None: the only one with parameters.
+        network: name of the submodule that grows, "" for the module itself; None: the only one with parameters. Of a
+            tuple of names the first one's grows, and the others are copies of it that grow along, such as the target
+            network of BYOL or of Q-learning: each begins as a copy of the seed.
         method: what new entries are and how old ones are rescaled.
         trigger: which widths come next, and when; see `growlab.Grower`. Batch sizes that it says are put into the
             data module's `batch_size`.
@@ -127,7 +126,7 @@ class Growth(GrowthSteps):
 
     def __init__(
         self,
-        network: str | None = None,
+        network: str | tuple[str, ...] | None = None,
         *,
         method: GrowthMethod,
         trigger: Trigger | Schedule | Mapping[float, Any],
@@ -138,9 +137,10 @@ class Growth(GrowthSteps):
         anneal_steps: int = 100,
     ) -> None:
         super().__init__(None, optimizer_state)
-        self._network, self._example, self._trigger = network, example, as_trigger(trigger)
+        self._network, *self._copies = network if isinstance(network, tuple) else (network,)
+        self._example, self._trigger = example, as_trigger(trigger)
         self._make = partial(Grower, method=method, parts=parts, seed=seed, anneal_steps=anneal_steps)
-        self._planted, self._shapes = False, dict[str, torch.Size]()
+        self._planted, self._shapes, self._module = False, dict[str, torch.Size](), nn.Module()
 
     @property
     def state_key(self) -> str:
@@ -162,12 +162,12 @@ class Growth(GrowthSteps):
             # Lightning calls it next, and asks that a second call does nothing.
             pl_module.configure_model()
         self._open(pl_module, stage, partial(self._seen, trainer, pl_module, stage))
-        self._shapes = shapes_of(self._find(pl_module))
+        self._module, self._shapes = pl_module, shapes_of(self._find(pl_module, self._network))
         if stage == "fit":
             self._change_batch_sizes(trainer)
 
     def _open(self, module: LightningModule, stage: str, seen: Callable[[nn.Module], Any]) -> Grower:
-        network = self._find(module)
+        network = self._find(module, self._network)
         known = self.grower
         if known is not None and known.network is getattr(network, "_orig_mod", network):
             known.reopen()
@@ -179,7 +179,19 @@ class Growth(GrowthSteps):
         # What is only evaluated keeps the weights that it has.
         trigger = self._trigger if stage == "fit" else Never()
         self.grower, self._planted = self._make(network, example, trigger=trigger), stage == "fit"
+        for name in self._copies:
+            copy = self._find(module, name)
+            self._follow(self.grower, copy)
+            if self._planted:
+                copy.load_state_dict(network.state_dict())
         return self.grower
+
+    @staticmethod
+    def _follow(grower: Grower, copy: nn.Module) -> None:
+        # It may be at other widths than the network, which may have loaded a checkpoint already.
+        bring(grower, copy, grower.state)
+        restore(copy, grower.graph, grower.state)
+        grower.follow(copy)
 
     def _step(self, trainer: Trainer) -> list[GrowthEvent]:
         events = super()._step(trainer)
@@ -228,7 +240,7 @@ class Growth(GrowthSteps):
         """Go on from a checkpoint; the module has loaded its weights already."""
         assert self.grower is not None
         self.grower.load_state_dict(state_dict)
-        put_back(self.grower, state_dict.get(_KEPT, {}))
+        put_back(self._module, state_dict.get(_KEPT, {}))
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -239,18 +251,20 @@ class Growth(GrowthSteps):
         are no plain ones, the checkpoint is left alone, and has entries that no plain network takes.
         """
         assert self.grower is not None
-        network = self.grower.network
-        prefix = next(name for name, module in pl_module.named_modules() if module is network)
-        dotted, state = prefix and f"{prefix}.", checkpoint["state_dict"]
-        try:
-            plain, kept = plain_state_dict(self.grower)
-        except UserError:
-            return
+        grower, state, kept = self.grower, checkpoint["state_dict"], dict[str, Tensor]()
+        names = {module: name for name, module in pl_module.named_modules()}
+        for network in (grower.network, *(copy for copy in grower.copies().values() if copy in names)):
+            prefix = names[network] and f"{names[network]}."
+            try:
+                plain, own = plain_state_dict(grower, network)
+            except UserError:
+                return
+            kept |= {prefix + key: tensor for key, tensor in own.items()}
+            for key in network.state_dict().keys() - plain.keys():
+                del state[prefix + key]
+            state.update({prefix + key: plain[key] for key in own})
+            make_plain(state._metadata.get(names[network], {}))
         checkpoint["callbacks"][self.state_key][_KEPT] = kept
-        for key in network.state_dict().keys() - plain.keys():
-            del state[dotted + key]
-        state.update({dotted + key: plain[key] for key in kept})
-        make_plain(state._metadata.get(prefix, {}))
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -268,10 +282,7 @@ class Growth(GrowthSteps):
         grower, others = self.grower, [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
         known = (pl_module, *grower.copies().values())
         for average in averages(others, grower.network, self._shapes, known):
-            # A checkpoint's widths may be the network's already.
-            bring(grower, average, grower.state)
-            restore(average, grower.graph, grower.state)
-            grower.follow(average)
+            self._follow(grower, average)
 
     def load(self, module: LightningModule, path: str | Path) -> LightningModule:
         """Load a checkpoint of any stage without a trainer, in place of `load_from_checkpoint`.
@@ -294,9 +305,9 @@ class Growth(GrowthSteps):
 
     # What the network is called with -------------------------------------------------------------------------
 
-    def _find(self, module: LightningModule) -> nn.Module:
+    @staticmethod
+    def _find(module: LightningModule, name: str | None) -> nn.Module:
         names = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
-        name = self._network
         if name is None:
             if len(names) != 1:
                 listed = ", ".join(f"Growth({name!r}, ...)" for name in names)
@@ -331,7 +342,7 @@ class Growth(GrowthSteps):
         loop = getattr(trainer, f"{stage}_loop")
         kind = f"{_STEPS[stage]}_step"
         with torch.random.fork_rng():
-            batch = _samples(loop._data_source.dataloader())
+            batch = few_samples(loop._data_source.dataloader())
         step = getattr(module, kind)
         arguments = (batch, 0)[: len(inspect.signature(step).parameters)]
         try:
@@ -369,22 +380,6 @@ class Growth(GrowthSteps):
 
         data.train_dataloader = train_dataloader
         trainer.reload_dataloaders_every_n_epochs = 1
-
-
-def _samples(loaders: Any) -> Any:
-    """A batch of a few samples; a loader's sampler and workers are left alone where it has a dataset to index."""
-    if isinstance(loaders, DataLoader) and not isinstance(loaders.dataset, IterableDataset):
-        number = min(_PROBE, len(loaders.dataset))  # type: ignore[arg-type]
-        return loaders.collate_fn([loaders.dataset[index] for index in range(number)])
-    # Resumable loaders know where they are, and are not to begin later for it.
-    combined = CombinedLoader(loaders, "max_size_cycle")
-    places = [
-        (loader, loader.state_dict()) for loader in combined.flattened if hasattr(loader, "load_state_dict")
-    ]
-    batch = next(islice(combined, 1))[0]
-    for loader, place in places:
-        loader.load_state_dict(place)
-    return batch
 
 
 def _tuple(example: Any) -> tuple[Any, ...]:

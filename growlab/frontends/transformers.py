@@ -162,7 +162,7 @@ class Growth(TrainerCallback, ExportableState):
             return
         folder, kept = _folder(args, state), dict[str, Tensor]()
         try:
-            plain, kept = plain_state_dict(self.grower)
+            plain, kept = plain_state_dict(self.grower, self.grower.network)
         except UserError as error:
             log.warning("%s is for resuming alone: %s", folder, error)
         if kept and isinstance(model, PreTrainedModel):
@@ -202,7 +202,7 @@ class Growth(TrainerCallback, ExportableState):
             )
         beside = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
         grower.load_state_dict({**saved, "parts": beside.get("parts", {})})
-        put_back(grower, beside.get("kept", {}))
+        put_back(grower.network, beside.get("kept", {}))
 
     def _step(self, state: TrainerState) -> None:
         assert self.grower is not None

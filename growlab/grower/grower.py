@@ -267,7 +267,7 @@ class Grower:
         Raises:
             UserError: normalisations are not plain yet, or the method holds weights differently until the end.
         """
-        return plain_state_dict(self)[0]
+        return plain_state_dict(self, self.network)[0]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned, before or after the network and the optimizers load theirs.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from growlab.errors import UserError
 from growlab.growth.attached import METADATA
@@ -17,8 +17,13 @@ if TYPE_CHECKING:
     from growlab.grower.grower import Grower
 
 
-def plain_state_dict(run: "Grower") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A plain network's state_dict, and the entries of the growing network's that it has others in place of."""
+def plain_state_dict(run: "Grower", network: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A plain network's state_dict, and the entries of the growing network's that it has others in place of.
+
+    Args:
+        run: whose network is growing.
+        network: it, or a copy of it.
+    """
     if run.state.norm_weights:
         raise UserError("normalisations over channels that grew are not plain yet; train on first.")
     late = [part.name for part in run.parts if type(part).finish is not Part.finish]
@@ -26,11 +31,11 @@ def plain_state_dict(run: "Grower") -> tuple[dict[str, Tensor], dict[str, Tensor
         late.append(run.method.name)
     if late:
         raise UserError(f"with {late[0]} there is a plain network only once growth is finished.")
-    new = folded(run.network, run.graph, run.state.output_factor)
-    names = {id(t): name for name, t in (*run.network.named_parameters(), *run.network.named_buffers())}
+    new = folded(network, run.graph, run.state.output_factor)
+    names = {id(t): name for name, t in (*network.named_parameters(), *network.named_buffers())}
     # The same names stand for shared tensors, which have several keys.
-    keys = {key: names.get(id(t)) for key, t in run.network.state_dict(keep_vars=True).items()}
-    tensors, kept = run.network.state_dict(), dict[str, Tensor]()
+    keys = {key: names.get(id(t)) for key, t in network.state_dict(keep_vars=True).items()}
+    tensors, kept = network.state_dict(), dict[str, Tensor]()
     for key in list(tensors):
         if is_multipliers(key):
             del tensors[key]
@@ -46,9 +51,9 @@ def make_plain(metadata: dict[str, Any]) -> None:
         metadata[METADATA] = {**metadata[METADATA], "output_factor": 1.0, "multipliers": {}}
 
 
-def put_back(run: "Grower", kept: Mapping[str, Tensor]) -> None:
-    """Undo what a plain state_dict has done to the growing network that loaded it."""
-    own = run.network.state_dict(keep_vars=True)
+def put_back(network: nn.Module, kept: Mapping[str, Tensor]) -> None:
+    """Undo what plain weights have done to a growing network, or a module around it, that loaded them."""
+    own = network.state_dict(keep_vars=True)
     with torch.no_grad():
         for key, tensor in kept.items():
             own[key].copy_(tensor)

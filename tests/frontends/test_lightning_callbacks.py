@@ -17,6 +17,7 @@ from torch import nn
 
 from growlab import parts
 from growlab.errors import UserError
+from growlab.growth import VarianceTransfer
 from tests.frontends.lightning_runs import IMAGES, Loader, Plain, Save, body, growth, outcome, trainer_of
 
 pytestmark = [
@@ -76,24 +77,62 @@ def test_an_average_that_was_made_before_the_seed_is_refused(tmp_path: Path) -> 
         trainer_of(tmp_path, EMAWeightAveraging(), growth()).fit(Plain(), Loader())
 
 
-@pytest.mark.parametrize("output_multiplier", [True, False])
-def test_a_checkpoint_at_full_width_is_a_plain_networks(output_multiplier: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layer_multipliers", [True, False])
+def test_a_checkpoint_at_full_width_is_a_plain_networks(layer_multipliers: bool, tmp_path: Path) -> None:
     """It is written before growth is finished, as those that `ModelCheckpoint` keeps are."""
     checkpoints = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-    module, callback = Convolutions(), growth(trigger={0: 0.5, 1: 0.75, 2: 1.0})
+    settings = {
+        "method": VarianceTransfer(layer_multipliers=layer_multipliers),
+        "trigger": {0: 0.5, 1: 0.75, 2: 1.0},
+    }
+    module, callback = Convolutions(), growth(**settings)
     trainer = trainer_of(tmp_path, callback, checkpoints, enable_checkpointing=True)
     trainer.fit(module, Loader())
     loaded = Convolutions.load_from_checkpoint(tmp_path / "epoch=3.ckpt")
     expected = module.eval().network(IMAGES)
     # Something was left to multiply: else this would say nothing.
     kept = torch.load(tmp_path / "epoch=3.ckpt", weights_only=True)["callbacks"][callback.state_key]["kept"]
-    assert kept and any((kept[k] != t).any() for k, t in module.network.state_dict().items() if k in kept)
+    assert kept and any((kept[k] != t).any() for k, t in module.state_dict().items() if k in kept)
     assert torch.allclose(loaded.eval().network(IMAGES), expected, atol=1e-6)
     # And training goes on from it as if it had not been touched.
-    again, resumed = Convolutions(), growth(trigger={0: 0.5, 1: 0.75, 2: 1.0})
+    again, resumed = Convolutions(), growth(**settings)
     continued = trainer_of(tmp_path, resumed)
     continued.fit(again, Loader(), ckpt_path=tmp_path / "epoch=1.ckpt")
     assert outcome(again, resumed, continued) == outcome(module, callback, trainer)
+
+
+class WithTarget(Plain):
+    """A target network that lags behind the one that is trained, and a frozen one of full width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target, self.teacher = body().requires_grad_(False), body().requires_grad_(False)
+
+    def optimizer_step(self, *arguments: object, **settings: object) -> None:
+        super().optimizer_step(*arguments, **settings)
+        for mean, value in zip(self.target.parameters(), self.network.parameters(), strict=True):
+            # As `parts.Averages` begins: with the weights of the first step.
+            mean.data.lerp_(value.data, 0.3 if self.trainer.global_step else 1.0)
+
+
+def test_a_target_network_grows_along(tmp_path: Path) -> None:
+    """It is the average that the part keeps, which averages the same steps."""
+    module, callback = WithTarget(), growth(("network", "target"), parts=[parts.Averages(decay=0.7)])
+    trainer = trainer_of(tmp_path, callback, Save(tmp_path))
+    trainer.fit(module, Loader())
+    wanted = outcome(module, callback, trainer)
+    average = dict(callback.grower.parts[0].module.named_parameters())
+    for name, parameter in module.target.named_parameters():
+        assert torch.allclose(parameter, average[name], rtol=1e-5, atol=1e-6), name
+    body().load_state_dict(module.target.state_dict(), strict=True)
+    for path in (tmp_path / "epoch0.ckpt", tmp_path / "epoch2.ckpt", tmp_path / "step4.ckpt"):
+        again, resumed = WithTarget(), growth(("network", "target"), parts=[parts.Averages(decay=0.7)])
+        trainer = trainer_of(tmp_path, resumed)
+        trainer.fit(again, Loader(), ckpt_path=path)
+        assert outcome(again, resumed, trainer) == wanted
+    loaded = WithTarget.load_from_checkpoint(tmp_path / "epoch3.ckpt")
+    for name, tensor in module.state_dict().items():
+        assert torch.allclose(loaded.state_dict()[name], tensor, atol=1e-6), name
 
 
 def test_a_network_that_configure_model_makes_grows(tmp_path: Path) -> None:

@@ -1,0 +1,25 @@
+"""A few samples of what Lightning's trainer is about to train on."""
+
+from itertools import islice
+from typing import Any
+
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
+
+_PROBE = 8  # samples that growth is checked on
+
+
+def few_samples(loaders: Any) -> Any:
+    """A batch of a few samples; a loader's sampler and workers are left alone where it has a dataset to index."""
+    if isinstance(loaders, DataLoader) and not isinstance(loaders.dataset, IterableDataset):
+        number = min(_PROBE, len(loaders.dataset))  # type: ignore[arg-type]
+        return loaders.collate_fn([loaders.dataset[index] for index in range(number)])
+    # Resumable loaders know where they are, and are not to begin later for it.
+    combined = CombinedLoader(loaders, "max_size_cycle")
+    places = [
+        (loader, loader.state_dict()) for loader in combined.flattened if hasattr(loader, "load_state_dict")
+    ]
+    batch = next(islice(combined, 1))[0]
+    for loader, place in places:
+        loader.load_state_dict(place)
+    return batch
