@@ -111,8 +111,9 @@ def _import_everything(fairseq_modules: Sequence[str], traces: Path) -> None:
     # What a run imports where it needs it, torch.export above all.
     for name in ("growlab.launcher", "growlab.plan.__main__", "sympy.combinatorics", "sympy.tensor.tensor"):
         importlib.import_module(name)
-    # Compiled once instead of once a run.
-    library(torch.float32)
+    # Compiled once instead of once a run: more than a second of gcc each.
+    for dtype in (torch.float32, torch.float64):
+        library(dtype)
     # A second for every run; tests/analysis looks at figures.
     experiment.write_run_report = lambda run_dir: None
     # Read once. Hydra composes everything an extra time to read `hydra.mode`, which no file in conf/ gives.
