@@ -124,6 +124,9 @@ def _import_everything(fairseq_modules: Sequence[str], traces: Path) -> None:
     os.fsync = lambda descriptor: None
     for name in fairseq_modules:
         fairseq_module(name)
+    if fairseq_modules:
+        # Its patterns take two seconds to compile.
+        importlib.import_module("sacremoses")
     _compose_once()
     # The first trace loads much of torch. Nothing here may call backward: a fork could not do so any more.
     for make, size in ((partial(mlp8, batch_norm=True), 2), (resnet20, 8)):

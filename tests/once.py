@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import inspect
 import os
 import pickle
 from collections.abc import Callable
@@ -33,7 +34,7 @@ def read_conf_once() -> None:
 
 
 def traced_once(trace: Callable[..., WidthGraph], folder: Path) -> Callable[..., WidthGraph]:
-    """The same function, which keeps in a folder what it finds in networks of growlab and of torch alone."""
+    """The same function, which keeps in a folder what it finds in networks of libraries alone."""
 
     def trace_once(model: nn.Module, example: Any, *settings: Any) -> WidthGraph:
         key = _key(model, example, settings)
@@ -49,15 +50,22 @@ def traced_once(trace: Callable[..., WidthGraph], folder: Path) -> Callable[...,
     return trace_once
 
 
+_LIBRARIES = ("torch", "growlab", "transformers", "fairseq")
+
+
+def _told(value: Any) -> Any:
+    return f"{value.__module__}.{value.__qualname__}" if inspect.isfunction(value) else value
+
+
 def _key(model: nn.Module, example: Any, settings: Any) -> str | None:
     """One for all that a trace depends on; None where that is more than classes that are known and plain values."""
     modules = list(model.named_modules())
-    known = all(type(each).__module__.startswith(("torch.nn.", "growlab.networks.")) for _, each in modules)
+    known = all(type(each).__module__.partition(".")[0] in _LIBRARIES for _, each in modules)
     inputs = example if isinstance(example, tuple) else (example,)
     if not known or not all(isinstance(x, Tensor) for x in inputs):
         return None
     attributes = [
-        (name, type(each).__qualname__, {k: v for k, v in vars(each).items() if k[0] != "_"})
+        (name, type(each).__qualname__, {k: _told(v) for k, v in vars(each).items() if k[0] != "_"})
         for name, each in modules
     ]
     tensors = chain(

@@ -6,12 +6,13 @@ for every run: exit codes, signals, what is printed and what is left behind are 
 
 import csv
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,14 @@ class Outcome:
     code: int
     out: str
     err: str
+
+
+def on_two_ranks(function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function of a rank and further arguments in two processes, which take over what has been imported."""
+    multiprocessing.set_forkserver_preload(
+        ["growlab.frontends.lightning", "growlab.networks", "torch.export"]
+    )
+    torch.multiprocessing.start_processes(function, arguments, nprocs=2, start_method="forkserver")
 
 
 class CommandLine:

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
-from itertools import product
+from itertools import product, zip_longest
 from math import prod
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -43,9 +43,16 @@ def composed(*overrides: str) -> DictConfig:
     return compose(PRIMARY, overrides=list(overrides))
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: value)
-def test_every_option_composes(group: str, option: str) -> None:
-    cfg = composed(f"{group}={option}", "name=given")
+# Experiments and methods, which choose other options, alone; of the other groups one option each at once.
+WHOLE = [f"{group}={name}" for group, name in OPTIONS if group in ("experiment", "method")]
+SINGLE = [[f"{own}={name}" for own, name in OPTIONS if own == group] for group in GROUPS]
+TOGETHER = zip_longest(*(options for options in SINGLE if options[0] not in WHOLE))
+COMPOSED = [(one,) for one in WHOLE] + [tuple(filter(None, options)) for options in TOGETHER]
+
+
+@pytest.mark.parametrize("overrides", COMPOSED, ids=",".join)
+def test_every_option_composes(overrides: tuple[str, ...]) -> None:
+    cfg = composed(*overrides, "name=given")
     parts = {path.stem for path in (CONF / "parts").glob("*.yaml")}
     assert set(cfg) == {field.name for field in fields(configs.MainConfig)} | parts
 

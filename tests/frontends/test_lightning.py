@@ -32,6 +32,7 @@ from tests.frontends.lightning_runs import (
     outcome,
     trainer_of,
 )
+from tests.runs import on_two_ranks
 
 # Checkpoints were written with a callback that saves, which resumed and evaluated runs go without.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
@@ -262,6 +263,6 @@ def test_two_ranks_end_with_the_same_bits_and_resume(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (tmp_path / "port").write_text(str(free.getsockname()[1]))
-    torch.multiprocessing.spawn(one_rank, (tmp_path,), nprocs=2)
+    on_two_ranks(one_rank, tmp_path)
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
     assert first == second
