@@ -4,12 +4,14 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from lightning import Callback
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import callbacks as lightnings
 from torch import nn
 
 from growlab.errors import UserError
 
-_LIGHTNINGS = (StochasticWeightAveraging, WeightAveraging)
+# The second came with Lightning 2.6.
+_NAMES = ("StochasticWeightAveraging", "WeightAveraging")
+_LIGHTNINGS = tuple(getattr(lightnings, name) for name in _NAMES if hasattr(lightnings, name))
 
 
 def shapes_of(network: nn.Module) -> dict[str, torch.Size]:

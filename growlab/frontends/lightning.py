@@ -261,9 +261,10 @@ class Growth(GrowthSteps):
                 return
             kept |= {prefix + key: tensor for key, tensor in own.items()}
             for key in network.state_dict().keys() - plain.keys():
-                del state[prefix + key]
-            state.update({prefix + key: plain[key] for key in own})
-            make_plain(state._metadata.get(names[network], {}))
+                state.pop(prefix + key, None)
+            # A module may leave entries out of its state_dict.
+            state.update({prefix + key: plain[key] for key in own if prefix + key in state})
+            make_plain(getattr(state, "_metadata", {}).get(names[network], {}))
         checkpoint["callbacks"][self.state_key][_KEPT] = kept
 
     def on_load_checkpoint(

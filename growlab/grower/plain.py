@@ -1,6 +1,7 @@
 """The weights of a plain network that computes what a growing one computes at this moment."""
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,7 +54,7 @@ def make_plain(metadata: dict[str, Any]) -> None:
 
 def put_back(network: nn.Module, kept: Mapping[str, Tensor]) -> None:
     """Undo what plain weights have done to a growing network, or a module around it, that loaded them."""
-    own = network.state_dict(keep_vars=True)
+    own = dict(chain(network.named_parameters(remove_duplicate=False), network.named_buffers()))
     with torch.no_grad():
         for key, tensor in kept.items():
             own[key].copy_(tensor)

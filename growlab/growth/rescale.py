@@ -67,11 +67,6 @@ def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> No
     Raises:
         UserError: the output does not come straight from affine layers.
     """
-    if factor != 1.0 and not can_fold(graph):
-        raise UserError(
-            f"the output's factor {factor:.4g} cannot be folded into the network: no affine layer alone sets the "
-            "scale of its output; grow with output_multiplier=False."
-        )
     new, tensors = folded(model, graph, factor), tensors_of(model, graph)
     fold_multipliers(model)
     with torch.no_grad():
@@ -81,6 +76,11 @@ def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> No
 
 def folded(model: nn.Module, graph: WidthGraph, factor: float) -> dict[str, Tensor]:
     """The tensors that `fold_output_factor` changes, as they are afterwards, by name; the network stays as it is."""
+    if factor != 1.0 and not can_fold(graph):
+        raise UserError(
+            f"the output's factor {factor:.4g} cannot be folded into the network: no affine layer alone sets the "
+            "scale of its output; grow with output_multiplier=False."
+        )
     weights = multiplied_weights(model)
     if factor == 1.0:
         return weights
