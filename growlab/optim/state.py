@@ -84,13 +84,13 @@ def follow(
     for param in () if inheritance == "reset" else tuple(optimizer.state):
         if id(param) not in places:
             if rule.every != 1.0:
-                states[param] = _rescaled(optimizer.state[param], param, rule.every)
+                states[param] = _rescaled(optimizer, param, rule.every)
             continue
         name, new = places[id(param)]
         states[new] = {}
         for key, value in optimizer.state[param].items():
             if isinstance(value, Tensor) and value.shape == param.shape:
-                power = _power(key)
+                power = _power(optimizer, key)
                 chosen = rule if power is not None else Carry()
                 moved = chosen.carried(value, name, graph, widths_before, widths_after, power or 0)
                 states[new][key] = torch.empty_like(new, dtype=value.dtype).copy_(moved)
@@ -133,23 +133,27 @@ def running_gradients(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape and _power(key) == 1:
+                shaped = isinstance(value, Tensor) and value.shape == parameter.shape
+                if shaped and _power(optimizer, key) == 1:
                     found.setdefault(parameter, value)
     return found
 
 
-def _rescaled(state: Mapping[str, Any], param: Tensor, every: float) -> dict[str, Any]:
+def _rescaled(optimizer: torch.optim.Optimizer, param: Tensor, every: float) -> dict[str, Any]:
     """State of a parameter that was not replaced, while its gradient has changed by a factor."""
     return {
-        key: value * every ** (_power(key) or 0)
+        key: value * every ** (_power(optimizer, key) or 0)
         if isinstance(value, Tensor) and value.shape == param.shape
         else value
-        for key, value in state.items()
+        for key, value in optimizer.state[param].items()
     }
 
 
-def _power(key: str) -> int | None:
-    """How state of this name scales with the gradient; None if unknown."""
+def _power(optimizer: torch.optim.Optimizer, key: str) -> int | None:
+    """How an optimizer's state of this name scales with the gradient; None if unknown."""
+    if isinstance(optimizer, torch.optim.RMSprop) and key == "momentum_buffer":
+        # Of gradients that are divided by their root mean square already.
+        return 0
     if key in _POWERS:
         return _POWERS[key]
     # Other libraries follow these names: exp_avg_diff, exp_avg_lr_1, exp_grad_norm_sq, ...

@@ -23,6 +23,7 @@ from growlab.optim import (
     running_gradients,
     weight_regions,
 )
+from growlab.optim.followers import exchange
 from growlab.widths import Carry, replaced, resize, trace
 from tests.cases import NETWORKS, graph_of, widths_at
 
@@ -200,6 +201,41 @@ def test_optimizers_growlab_does_not_know_keep_their_state(name, method):
     assert any(not torch.equal(a, b) for a, b in zip(old, run.network.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: SGD(p, 0.01, 0.9, dampening=0.1),
+        lambda p: Adam(p, 0.01, amsgrad=True),
+        lambda p: AvaGrad(p, 0.01),
+        lambda p: Muon(p, 0.01),
+        lambda p: torch.optim.NAdam(p, 0.01),
+        lambda p: torch.optim.RAdam(p, 0.01),
+        lambda p: torch.optim.Adamax(p, 0.01, eps=1e-30),
+        lambda p: torch.optim.Adagrad(p, 0.01),
+        lambda p: torch.optim.Adadelta(p, eps=1e-30),
+        lambda p: torch.optim.RMSprop(p, 0.01, eps=1e-30, momentum=0.9),
+        lambda p: torch.optim.RMSprop(p, 0.01, eps=1e-30, momentum=0.9, centered=True),
+        lambda p: torch.optim.Rprop(p, 0.01),
+    ],
+)
+def test_state_follows_a_scaled_gradient_to_what_it_would_have_been(make):
+    """The optimizer that has seen g and is told of a factor against one that has seen factor * g all along."""
+    factor, found = 4.0, []
+    for seen in (1.0, factor):
+        weight = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
+        optimizer, source = make([weight]), torch.Generator().manual_seed(0)
+        for _ in range(4):
+            weight.grad = seen * torch.randn(3, 2, generator=source, dtype=torch.float64)
+            optimizer.step()
+        follow(optimizer, {}, graph_of("mlp"), {}, {}, "inherit", Carry(every=factor / seen))
+        found.append((optimizer.state[weight], running_gradients(optimizer).get(weight)))
+    (followed, mean), (expected, other) = found
+    for key, value in expected.items():
+        torch.testing.assert_close(followed[key], value, rtol=1e-9, atol=0, msg=key)
+    assert (mean is None) == (other is None)
+    assert mean is None or torch.allclose(mean, other, rtol=1e-9, atol=0)
+
+
 def test_state_of_unknown_meaning_keeps_old_entries_as_they_are():
     run = Run(Unheard, Net2Net(), "inherit", regional=False).steps(3)
     old = run.state_of("6.weight")["wobble"].clone()
@@ -232,6 +268,35 @@ def test_other_state_is_refused_by_name_and_left_alone(make, name):
     with pytest.raises(ValueError, match=name):
         run.grow()
     assert all(a is b for a, b in zip(run.optimizer.param_groups[0]["params"], params, strict=True))
+
+
+def test_a_scaled_gradient_leaves_numbers_and_state_of_unknown_meaning_alone():
+    weight = nn.Parameter(torch.ones(3, 2))
+    optimizer = Unheard([weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    before = {**optimizer.state[weight], "wobble": optimizer.state[weight]["wobble"].clone()}
+    follow(optimizer, {}, graph_of("mlp"), {}, {}, "inherit", Carry(every=4.0))
+    after = optimizer.state[weight]
+    assert (after["count"], after["flag"]) == (before["count"], before["flag"]) == (1, True)
+    assert torch.equal(after["wobble"], before["wobble"])
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+def test_state_that_fits_goes_on_with_an_exchanged_parameter(rows):
+    old, other = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(4))
+    new = nn.Parameter(torch.zeros(rows, 2))
+    optimizer = Unheard([old, other])
+    for parameter in (old, other):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = dict(optimizer.state)
+    exchange(optimizer, {id(old): new})
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(new), id(other)]
+    expected = {new, other} if rows == 3 else {other}
+    assert set(optimizer.state) == expected
+    assert optimizer.state[other] is states[other]
+    assert rows != 3 or optimizer.state[new] is states[old]
 
 
 def test_an_unknown_choice_is_refused():
