@@ -516,6 +516,16 @@ def test_what_cannot_be_is_told_in_a_sentence(act, sentence) -> None:
         act()
 
 
+@pytest.mark.parametrize("anneal_steps", [1, 2, 3])
+def test_norms_are_plain_after_so_many_steps(anneal_steps: int) -> None:
+    loop = Loop(network=normed, trigger={0: 0.5, 1: 1.0}, anneal_steps=anneal_steps)
+    left = []
+    for done in range(STEPS, STEPS + 4):
+        loop.train(done + 1)
+        left.append(bool(loop.grower.state.norm_weights))
+    assert left == [step < anneal_steps for step in range(1, 5)]
+
+
 def by_hand(rank: int, drift: bool) -> str:
     """What a rank of two ends with; one of them goes its own way if told to."""
     loop = Loop()

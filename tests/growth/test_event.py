@@ -22,7 +22,7 @@ from growlab.growth import (
     plant,
 )
 from growlab.growth.method import generator
-from growlab.growth.parity import eps_bounds, main_output, observe, relative_error
+from growlab.growth.parity import eps_bounds, main_output, observe, quietly, relative_error
 from growlab.growth.rescale import fold_output_factor
 from growlab.widths import Norm, trace
 from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
@@ -173,6 +173,42 @@ def test_observing_records_batch_variances_and_leaves_dropout_out():
 
     x = torch.randn(4, 4)
     assert torch.equal(observe(Functional(), (x,)).train, x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_network_is_observed_in_both_modes_whichever_it_is_in(training):
+    network, _, _, probe = planted()
+    expected = [outputs(network, probe[0], mode) for mode in (True, False)]
+    assert not torch.allclose(*expected)
+    seen = observe(network.train(training), probe)
+    torch.testing.assert_close([seen.train, seen.eval], expected)
+    assert all(module.training == training for module in network.modules())
+
+
+class Mixed(nn.Module):
+    """Doubles with a factor in single precision, and a cast as careful networks have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(3, 2).double(), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.float()) * self.factor
+
+
+def test_a_cast_takes_no_precision_from_a_network_that_has_more():
+    network, x = Mixed(), torch.randn(4, 3, dtype=torch.float64)
+    assert torch.equal(observe(network, (x,)).eval, network.layer(x).detach())
+
+
+def test_attention_without_its_dropout_keeps_its_mask():
+    attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+    x, future = torch.randn(3, 5, 8), torch.ones(5, 5, dtype=torch.bool).triu(1)
+    with quietly(attention):
+        found, weights = attention.train()(x, x, x, attn_mask=future)
+    expected, those = attention.eval()(x, x, x, attn_mask=future)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(weights, those)
 
 
 def test_the_receipt():

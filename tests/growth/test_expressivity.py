@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 from growlab.growth import Measurement, PairGrowth, bottlenecks, measurable, out_of_reach
+from growlab.growth.expressivity import Bottleneck
 from growlab.networks import resnet20
 from growlab.widths import trace
 from tests.growth.measured import Started, started
@@ -71,6 +74,13 @@ def test_streams_that_several_layers_put_out_have_none() -> None:
     graph = trace(network, torch.randn(2, 3, 8, 8))
     groups = {fans.group for fans in measurable(graph, network)}
     assert groups == {f"layers.{stage}.{block}.conv1" for stage in range(3) for block in range(3)}
+
+
+@given(st.floats(0, 1), st.lists(st.floats(0.1, 10), min_size=1), st.floats(0.01, 100))
+def test_what_is_out_of_reach_is_a_part_in_whatever_unit_the_loss_is(part, wanted, unit) -> None:
+    """Where every layer lacks the same part, the network does."""
+    found = {str(i): Bottleneck(unit * one, unit * one * part) for i, one in enumerate(wanted)}
+    assert out_of_reach(found) == pytest.approx(part, rel=1e-9, abs=1e-12)
 
 
 def test_nothing_wanted_is_out_of_reach() -> None:

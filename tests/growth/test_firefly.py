@@ -110,6 +110,14 @@ def test_splits_alone() -> None:
         run.grow({"0": 13})
 
 
+def test_with_a_candidate_for_every_neuron_a_layer_may_more_than_double() -> None:
+    run = started(mlp(), (3,), FireFly(new_candidates=1.0, steps=1))
+    width = run.state.widths["0"]
+    event, _ = run.grow({"0": 2 * width + 1})
+    report = event.report["groups"]["0"]
+    assert report["splits"] + report["new"] == width + 1 and run.state.widths["0"] == 2 * width + 1
+
+
 def test_impossible_choices_are_refused() -> None:
     for wrong in ({"new_candidates": -1.0}, {"steps": -1}, {"rate": 0.0}, {"epsilon": 0.0}):
         with pytest.raises(ValueError, match=r"growth\."):

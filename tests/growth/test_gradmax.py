@@ -108,6 +108,16 @@ def test_the_gradient_is_the_network_s_own_through_convolutions_and_flattening(a
     assert data.cost.flops > 0 and data.cost.samples > 0 and data.cost.held_bytes > 0
 
 
+def test_new_channels_look_for_a_place_to_rest_only_where_they_need_one() -> None:
+    """Tanh has a derivative at 0, and the first pass shows the gradient; ReLU takes a second."""
+    samples = []
+    for activation in (nn.Tanh(), nn.ReLU()):
+        run = started(mlp(activation), (5,), GradMax())
+        _, data = run.grow({group: width + 1 for group, width in run.state.widths.items()})
+        samples.append(data.cost.samples)
+    assert samples[1] - samples[0] == sum(len(x) for x, _ in run.batches)
+
+
 class Depthwise(nn.Module):
     """What leads into the grown channels has no bias, and a filter turns them negative."""
 

@@ -43,6 +43,23 @@ def test_gradients_are_means_over_batches_and_the_network_stays_as_it_is() -> No
     assert float(found[""]) == pytest.approx(float(run.loss().detach()))
 
 
+class Spare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.spare = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+def test_what_the_loss_does_not_depend_on_has_a_gradient_of_zero() -> None:
+    run = started(Spare(), (4,), GradMax(), part=1.0)
+    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
+    found = data.gradients(tensors_of(run.network, run.graph), ["first.weight", "spare.weight"])
+    assert found["first.weight"].all()
+    assert torch.equal(found["spare.weight"], torch.zeros(2, 2, dtype=torch.float64))
+
+
 def test_products_are_those_of_the_hessian() -> None:
     run = started(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), (4,), GradMax(), part=1.0)
     data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)

@@ -242,6 +242,20 @@ def test_a_state_brings_a_fresh_network_to_the_same_outputs(name: str) -> None:
     )
 
 
+def test_multipliers_of_another_width_are_told() -> None:
+    run, other = Grown("mlp8", VarianceTransfer()), Grown("mlp8", VarianceTransfer())
+    for one, width in ((run, 0.5), (other, 1.0)):
+        one.grow(width)
+    rows = {name: len(rows) for name, rows in run.state.multipliers.items()}
+    wider = other.network.state_dict()
+    saved = {
+        name: wider[name] if name.endswith("growth_multipliers") else tensor
+        for name, tensor in run.network.state_dict().items()
+    }
+    with pytest.raises(RuntimeError, match=f"rows, the network has {next(iter(rows.values()))}"):
+        run.network.load_state_dict(saved)
+
+
 def stepped(run: Grown, make_optimizer: Any) -> dict[str, Tensor]:
     """What a few steps make of the products of weights and multipliers."""
     network = copy.deepcopy(run.network).train()

@@ -1,10 +1,12 @@
 """Stages of epochs, widths and batch sizes: the published lists and what holds for any setting."""
 
+import inspect
 from fractions import Fraction
 from itertools import pairwise
 
 import pytest
 import torch
+import yaml
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -12,6 +14,7 @@ from growlab.growth import make_schedule
 from growlab.growth.schedule import stage_batch_sizes, stage_epochs, stream_width, width_fractions
 from growlab.networks import resnet20
 from growlab.widths import Group, WidthGraph, trace
+from tests.runs import ROOT
 
 
 def graph_with(*groups: Group) -> WidthGraph:
@@ -89,6 +92,31 @@ def test_widths_never_decrease_and_end_full(sizes, num_stages, initial_width, ra
     assert stages[-1] == graph.full_widths
     for before, after in pairwise(stages):
         assert all(1 <= before[name] <= after[name] <= graph.full_widths[name] for name in before)
+
+
+def test_the_defaults_are_those_of_the_configuration():
+    conf = yaml.safe_load((ROOT / "conf" / "schedule" / "exponential.yaml").read_text())
+    parameters = inspect.signature(make_schedule).parameters.values()
+    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+    assert {name: conf[name] for name in defaults if name != "num_processes"} == {
+        name: value for name, value in defaults.items() if name != "num_processes"
+    }
+
+
+@given(st.integers(4, 70), st.integers(4, 70), st.integers(1, 12), st.floats(0.1, 1))
+def test_streams_follow_the_rule_and_not_their_pieces(below, more, num_stages, initial_width):
+    """What completes a stream has the difference of two streams, wherever that is one of its widths."""
+    graph = graph_with(Group("narrow", below), Group("more", more, below))
+    schedule = make_schedule(1000, 32, num_stages=num_stages, initial_epochs=1, initial_width=initial_width)
+    wide, narrow = (
+        [stream_width(full, fraction) for fraction in schedule.width_fractions]
+        for full in (below + more, below)
+    )
+    lacking = [whole - part for whole, part in zip(wide, narrow, strict=True)]
+    assume(lacking == sorted(lacking) and lacking[0] >= 1)
+    stages = schedule.widths(graph)
+    assert [stage["narrow"] for stage in stages] == narrow
+    assert [stage["more"] for stage in stages] == lacking
 
 
 @given(st.integers(1, 5000), st.fractions(Fraction(1, 100), 1))

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from growlab.errors import UserError
 from growlab.growth import GradMax, Measurement
-from growlab.growth.surrogates import right_derivatives, smooth, twice_differentiable
+from growlab.growth.surrogates import IdentityNorms, right_derivatives, smooth, twice_differentiable
 from growlab.widths import tensors_of
 from tests.growth.measured import started
 
@@ -34,6 +34,17 @@ def test_smooth_is_close_and_has_a_second_derivative(activation) -> None:
     assert float(second.abs().max()) > 0.5
 
 
+@pytest.mark.parametrize("activation", [*BENT, F.leaky_relu, F.hardtanh])
+def test_smooth_is_the_activation_itself_away_from_its_corners(activation) -> None:
+    """With arguments that are given and with torch's defaults: softplus is off by exp(-beta |x|) / beta."""
+    corners = torch.tensor([-3.0, -1.0, 0.0, 1.0, 3.0, 6.0], dtype=torch.float64)
+    x = points()
+    x = x[(x[:, None] - corners).abs().amin(1) > 0.4]
+    with smooth(50.0):
+        y = activation(x + 0.0)
+    torch.testing.assert_close(y, activation(x + 0.0))
+
+
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU6(), nn.LeakyReLU(0.2), F.relu6, Tensor.relu])
 def test_right_derivatives_are_one_at_zero_and_nothing_else_changes(activation) -> None:
     x = points().requires_grad_()
@@ -55,6 +66,22 @@ def test_a_hard_sigmoid_is_itself_and_has_a_second_derivative() -> None:
     (second,) = torch.autograd.grad(first.sum(), x)
     inside, corners = x.abs() < 3, x.abs() == 3
     torch.testing.assert_close(second[~corners], torch.where(inside, 2 / 36, 0.0).double()[~corners])
+
+
+def test_new_channels_pass_norms_that_are_modules_and_norms_that_are_functions() -> None:
+    x, norm = torch.randn(6, 4, 3, dtype=torch.float64), nn.BatchNorm1d(4).double()
+    weight, bias, mean, var = norm.weight, norm.bias, norm.running_mean, norm.running_var
+    new, plain = torch.tensor([False, True, False, True]), norm(x).detach()
+    with IdentityNorms(lambda mean, weight: new if weight is norm.weight else None):
+        found = [
+            norm(x),
+            F.batch_norm(x, mean, var, weight, bias, training=True),
+            F.batch_norm(x, mean, var, weight=weight, bias=bias, training=True),
+        ]
+        torch.testing.assert_close(F.batch_norm(x, mean, var, training=True), plain)
+    for y in found:
+        assert torch.equal(y[:, new], x[:, new])
+        torch.testing.assert_close(y[:, ~new], plain[:, ~new])
 
 
 class Attentive(nn.Module):

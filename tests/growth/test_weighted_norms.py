@@ -11,6 +11,7 @@ from growlab.errors import UserError
 from growlab.growth import (
     GrowthMethod,
     GrowthState,
+    Measurement,
     Net2Net,
     PairGrowth,
     ParityError,
@@ -21,7 +22,7 @@ from growlab.growth import (
     plant,
 )
 from growlab.growth.weighted_norms import annealed, weigh
-from growlab.widths import Axis, ChannelNorm, Group, Part, WidthGraph, trace
+from growlab.widths import Axis, ChannelNorm, Group, Part, WidthGraph, resized, tensors_of, trace
 from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
 
 CHANNELS = 6
@@ -178,6 +179,24 @@ def test_new_channels_of_a_deep_gated_network_stay_as_large_as_old_ones(method: 
     assert network[:13](x).abs().max() < 10 * before
 
 
+def test_passes_with_channels_of_zero_see_the_same_loss_and_leave_the_network_as_it_was() -> None:
+    run = Grown()
+    data = Measurement(
+        *(run.network, run.graph, [(run.x, torch.zeros(1))]),
+        lambda output, _: output.square().mean(),
+        norm_weights=run.state.norm_weights,
+    )
+    before, old = run.outputs(), tensors_of(run.network, run.graph)
+    widths = run.state.widths
+    wider = {
+        name: resized(tensor, run.graph.axes[name], widths, run.graph.full_widths)
+        for name, tensor in old.items()
+    }
+    plain = data.loss(old)
+    assert data.loss(wider) == pytest.approx(plain, rel=1e-12)
+    assert torch.equal(run.outputs(), before)
+
+
 def test_an_event_in_the_middle_of_the_way_goes_on_from_there() -> None:
     run = Grown()
     anneal_norms(run.network, run.graph, run.state, 0.4)
@@ -255,6 +274,17 @@ def test_a_state_dict_carries_weights_of_channels_to_where_it_is_loaded() -> Non
     weigh(plain, run.graph, run.state.widths, {})
     with pytest.raises(RuntimeError, match="Missing key"):
         run.network.load_state_dict(plain.state_dict())
+
+
+def test_weights_of_channels_of_another_width_are_told() -> None:
+    run, other = Grown(), Grown(parts=(0.3, 1.0))
+    wider = other.network.state_dict()
+    saved = {
+        name: wider[name] if name.endswith("channel_weights") else tensor
+        for name, tensor in run.network.state_dict().items()
+    }
+    with pytest.raises(RuntimeError, match="channels, the network has"):
+        run.network.load_state_dict(saved)
 
 
 def test_weights_survive_a_checkpoint_and_a_copy() -> None:

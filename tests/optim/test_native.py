@@ -113,6 +113,42 @@ def test_weights_and_state_are_those_of_torchs_operations(setting, dtype, channe
     assert_same(ours, theirs, rtol=100 * eps, atol=100 * eps)
 
 
+@pytest.mark.parametrize("options", [{"weight_decay": 0.1, "dampening": 0.3}, {"maximize": True}])
+def test_without_a_compiler_fused_steps_are_the_others_up_to_rounding(options, monkeypatch):
+    """Also where the parameters have become float64 and their momentum has not."""
+    monkeypatch.setattr(native, "library", lambda dtype: None)
+
+    def make(params, fused):
+        return SGD(params, lr=0.03, momentum=0.9, rule=Fixed(), fused=fused, **options)
+
+    both = []
+    for fused in (True, None):
+        params, optimizer = trained(lambda p, fused=fused: make(p, fused), False, monkeypatch)
+        for param in params:
+            param.data, param.grad = param.data.double(), None
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        both.append((params, optimizer))
+    assert_same(*both, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_weight_may_change_its_layout_between_steps(compiled, monkeypatch):
+    """As `network.to(memory_format=...)` has it."""
+    if not compiled:
+        monkeypatch.setattr(native, "library", lambda dtype: None)
+    both = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        params, optimizer = trained(lambda p: SGD(p, 0.03, 0.9, rule=Fixed()), compiled, monkeypatch)
+        for param in params:
+            if param.dim() == 4:
+                param.data, param.grad = param.data.contiguous(memory_format=layout), None
+            param.grad = torch.arange(param.numel()).to(param).view(param.shape).sin()
+        optimizer.step()
+        both.append((params, optimizer))
+    assert_same(*both, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("rule", [NormRatio(), MaxOne(1e6), BaseRate()], ids=lambda rule: type(rule).__name__)
 def test_rates_from_norms_agree_up_to_the_rounding_of_sums(rule, monkeypatch):
     def make(params):

@@ -593,6 +593,22 @@ class Scaled(nn.Module):
         return self.scale * self.inner(x)
 
 
+@pytest.mark.parametrize("cls", [SGD, LARS])
+def test_the_factors_told_are_those_that_the_next_step_takes(cls):
+    """Without momentum and decay a weight moves by lr * factor * gradient."""
+    params = parameters()
+    optimizer = cls(list(params.values()), 0.25, rule=NormRatio())
+    known = regions(vector=False)
+    optimizer.set_regions({params[name]: region for name, region in known.items()})
+    set_gradients(params, 0)
+    told = {name: optimizer.factors(params[name]) for name in known}
+    before = {name: param.detach().clone() for name, param in params.items()}
+    optimizer.step()
+    for name, region in known.items():
+        taken = (before[name] - params[name].detach()) / (0.25 * params[name].grad)
+        torch.testing.assert_close(taken, region.spread(told[name], taken.dim()).expand_as(taken))
+
+
 @pytest.mark.parametrize("cls", [SGD, Adam, AdamW, AvaGrad, LARS, Muon, torch.optim.AdamW])
 def test_weight_decay_spares_what_no_one_decays(cls):
     """With a gradient of zero only decay moves: weights, biases and gains, but no logarithm, blend or slope."""

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from growlab.errors import UserError
 from growlab.growth import PairGrowth, grow, make_schedule, plant
-from growlab.parts.osgd import OldGradient, Orthogonalised
+from growlab.parts.osgd import OldGradient, Orthogonalised, mean_gradients
 from growlab.triggers import Clock, Scheduled, Training
 from growlab.widths import trace
 
@@ -122,3 +123,92 @@ def test_what_is_taken_out_falls_evenly_from_all_after_an_event_to_nothing(
     layer.weight.grad = torch.tensor([[5.0, 3.0]])
     old.before_step(run)
     assert layer.weight.grad.tolist() == [[5.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    ("anneal", "end", "batches", "message"),
+    [
+        ("stage", None, list, "osgd.anneal=stage needs stages whose ends"),
+        ("stage", 3, None, "works with data whose epochs can be gone through again"),
+        ("run", None, None, "works with data whose epochs can be gone through again"),
+        ("stage", 3, list, None),
+        ("run", None, list, None),
+    ],
+)
+def test_a_run_has_what_the_annealing_needs_or_is_told(anneal, end, batches, message) -> None:
+    run = SimpleNamespace(
+        trigger=SimpleNamespace(stage_end=lambda run: end),
+        training=Training(steps=[3, 3], epoch_batches=batches),
+    )
+    if message is None:
+        OldGradient(anneal).check(run)
+        return
+    with pytest.raises(UserError, match=message):
+        OldGradient(anneal).check(run)
+
+
+class Looked(nn.Module):
+    """A part that is not used, and one that draws and keeps statistics where it is told to."""
+
+    def __init__(self, noisy: bool) -> None:
+        super().__init__()
+        between = [nn.BatchNorm1d(6), nn.Dropout(0.5)] if noisy else []
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), *between, nn.Linear(6, 3))
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def looking(noisy: bool, **training: object) -> SimpleNamespace:
+    torch.manual_seed(0)
+    settings = {"loss": nn.functional.cross_entropy, "weight": None, "seed_draws": None, **training}
+    return SimpleNamespace(network=Looked(noisy).double(), training=SimpleNamespace(**settings))
+
+
+def batches_of(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    source = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(size, 4, generator=source, dtype=torch.float64),
+            torch.randint(3, (size,), generator=source),
+        )
+        for size in sizes
+    ]
+
+
+@pytest.mark.parametrize("classes", [None, torch.tensor([0.1, 2.0, 5.0], dtype=torch.float64)])
+def test_the_mean_over_batches_is_that_of_all_samples_at_once(classes: Tensor | None) -> None:
+    """Batches of any sizes, and losses that are means over weights of classes."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target, weight=classes)
+
+    weight = None if classes is None else lambda output, target: classes[target].sum()
+    run = looking(False, loss=loss, weight=weight)
+    run.network.layers[0].bias.requires_grad_(False)
+    batches = batches_of(5, 1, 7)
+    found, samples = mean_gradients(run, batches)
+    x, target = (torch.cat(entries) for entries in zip(*batches, strict=True))
+    loss(run.network(x), target).backward()
+    expected = {name: p.grad for name, p in run.network.named_parameters() if p.requires_grad}
+    assert samples == 13 and found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            found[name], torch.zeros_like(found[name]) if gradient is None else gradient
+        )
+
+
+def test_a_look_leaves_no_trace_and_its_passes_draw_differently() -> None:
+    calls: list[tuple[int, int]] = []
+    run = looking(True, seed_draws=lambda *place: calls.append(place))
+    run.network.layers[2].eval()
+    modes = [module.training for module in run.network.modules()]
+    before = {name: tensor.clone() for name, tensor in run.network.state_dict().items()}
+    mean_gradients(run, batches_of(4, 4))
+    mean_gradients(run, batches_of(4, 4), pass_number=1)
+    assert [module.training for module in run.network.modules()] == modes
+    assert all(torch.equal(before[name], tensor) for name, tensor in run.network.state_dict().items())
+    assert all(parameter.grad is None for parameter in run.network.parameters())
+    # Steps of training draw by epochs from 0 on.
+    assert len(set(calls)) == 4 and all(number < 0 for number, _ in calls)

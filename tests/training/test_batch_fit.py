@@ -1,6 +1,9 @@
 """Batch sizes that fit: the search, trial steps and the count of memory."""
 
 import contextlib
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from typing import ClassVar
 
@@ -118,6 +121,22 @@ def trial(network: Network, gib: float | None = 1.0, **changes) -> TrialRun:
     make = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # noqa: E731
     device = torch.device("cpu")
     return TrialRun(network, graph, make, Precision(), device, (1, 8, 8), max_memory_gib=gib, **changes)
+
+
+def test_nothing_of_the_last_step_is_held_when_all_have_been_tried() -> None:
+    held: list[weakref.ref] = []
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        held.extend(weakref.ref(parameter) for parameter in parameters)
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    run = replace(trial(Network(8)), make_optimizer=make)
+    with TrialSteps(run, stages(run, 4)) as steps:
+        assert steps.fits(0, 2)
+        assert all(one() is not None for one in held)
+    assert held and all(one() is None for one in held)
+    assert isinstance(steps, TrialSteps)
 
 
 def stages(run: TrialRun, *widths: int) -> list[dict[str, int]]:

@@ -202,6 +202,12 @@ def test_alone_it_is_batch_normalisation(group: None, make: Any, shape: tuple[in
     torch.testing.assert_close(sync(x), plain(x))
 
 
+def test_inputs_without_channels_are_told(group: None) -> None:
+    network = SynchroniseBatchNorm(on_cpu=True).apply(nn.Sequential(nn.BatchNorm1d(3)))
+    with pytest.raises(ValueError, match="at least 2 dimensions, not 1"):
+        network(torch.randn(3))
+
+
 def test_layers_are_of_their_own_class_again() -> None:
     network = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Sequential(nn.BatchNorm1d(2)))
     modules, before = list(network.modules()), str(network)

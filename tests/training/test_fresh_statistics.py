@@ -46,6 +46,35 @@ class Twice(nn.Module):
         return x
 
 
+class Scaled(nn.Module):
+    """A norm behind a buffer that is no statistic."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("scale", torch.tensor(scale))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.scale * x)
+
+
+def test_buffers_that_are_no_statistics_keep_their_content():
+    x = torch.randn(16, 3)
+    fresh = fresh_statistics(Scaled(3.0), [(x,)])
+    assert set(fresh) == {"norm.running_mean", "norm.running_var"}
+    torch.testing.assert_close(fresh["norm.running_mean"], 3 * x.mean(0))
+    torch.testing.assert_close(fresh["norm.running_var"], 9 * x.var(0))
+
+
+def test_nothing_drops_out_while_statistics_are_taken():
+    network, found = Twice().double(), []
+    batches = [(torch.randn(8, 3, 4, 4, dtype=torch.float64),)]
+    for training in (True, False):
+        found.append(fresh_statistics(network.train(training), batches))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
 def test_fresh_statistics_are_means_over_batches():
     torch.manual_seed(0)
     network = Twice().double()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.training.memory import PeakMemory
+from growlab.training.memory import LiveTensors, PeakMemory
 from tests.runs import CommandLine
 
 CPU = torch.device("cpu")
@@ -50,6 +50,15 @@ def test_where_nothing_is_measured_the_reason_is_told(monkeypatch: pytest.Monkey
     memory.reset()
     assert memory.bytes() is None and "Permission denied" in memory.measure
     assert PeakMemory(torch.device("meta")).measure.startswith("not measured: torch does not tell")
+
+
+def test_counting_changes_no_operation() -> None:
+    with LiveTensors() as live:
+        made = torch.full((10,), 2.0, dtype=torch.float64)
+        counted = torch.arange(6, dtype=torch.int16)
+        mean = made.view(2, 5).mean(1, keepdim=True)
+    assert (made.dtype, counted.dtype, mean.shape) == (torch.float64, torch.int16, (2, 1))
+    assert live.bytes == made.nbytes + counted.nbytes + mean.nbytes
 
 
 @needs_linux

@@ -171,6 +171,7 @@ def test_probabilities_are_made_for_metrics() -> None:
             "outputs and targets of one shape, not outputs [4, 2] of float32",
         ),
         (lambda: Segmentation(), ((4, 3), (4,)), "takes outputs [batch, classes, height, width]"),
+        (lambda: TokenPrediction(), ((4, 3), (4,)), "not outputs [4, 3] and targets [4]"),
         (
             lambda: CustomObjective(torch.nn.MSELoss()),
             ((4, 2), (4,)),

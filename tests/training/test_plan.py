@@ -203,6 +203,11 @@ def test_what_does_not_go_with_a_budget_is_told(changes, growth, demand, message
         check_budget(SETTINGS | {"epochs": None, "budget": 5.0} | changes, growth, demand)
 
 
+@pytest.mark.parametrize("budget", [None, 0.5, 200.0])
+def test_a_budget_is_any_positive_number_of_epochs(budget: float | None) -> None:
+    check_budget(SETTINGS | {"epochs": None, "budget": budget}, PairGrowth(), None)
+
+
 def test_a_budget_below_the_shortest_run_is_told(data: ImageData) -> None:
     network = mlp8(data.image_shape, 10, width=8)
     graph = trace(network, data.probe_batch(2))

@@ -52,6 +52,27 @@ def test_a_narrowed_network_is_the_one_built_narrow():
     assert torch.equal(outputs(network, x, False), outputs(narrow, x, False))
 
 
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (lambda w: [nn.Conv1d(2, w, 3), nn.PReLU(w), nn.BatchNorm1d(w), nn.Conv1d(w, 3, 3)], (2, 9)),
+        (lambda w: [nn.Conv3d(2, w, 1), nn.GroupNorm(1, w), nn.Conv3d(w, 3, 1)], (2, 4, 4, 4)),
+        (lambda w: [nn.ConvTranspose1d(2, w, 3), nn.Tanh(), nn.ConvTranspose1d(w, 3, 3)], (2, 5)),
+        (
+            lambda w: [nn.ConvTranspose2d(2, w, 3), nn.InstanceNorm2d(w, affine=True), nn.Conv2d(w, 3, 3)],
+            (2, 5, 5),
+        ),
+        (lambda w: [nn.Linear(2, w), nn.LayerNorm(w), nn.Linear(w, 3)], (2,)),
+    ],
+)
+@pytest.mark.parametrize("width", [2, 6])
+def test_modules_say_of_themselves_what_those_built_at_their_width_say(build, shape, width):
+    network = nn.Sequential(*build(4))
+    graph = trace(network, torch.randn(2, *shape))
+    resize(network, graph, graph.full_widths, {"0": width})
+    assert repr(network) == repr(nn.Sequential(*build(width)))
+
+
 def test_depthwise_convolutions_pass_through_width_1():
     network, graph = NETWORKS["depthwise"].make(), graph_of("depthwise")
     one = dict.fromkeys(graph.groups, 1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from growlab.errors import UserError
 from growlab.networks import MLP, AllConv, mobilenetv1, resnet20
 from growlab.parts.hypernets import INITIALISATIONS, Emission, Hypernet, Initialisation, emitted, parametrise
-from growlab.parts.hypernets.parametrise import initialise
+from growlab.parts.hypernets.parametrise import initialise, materialize
 
 E, F = 40, 30  # sizes of an embedding and of what the output layer of chunks reads
 
@@ -290,6 +290,42 @@ def test_same_seed_same_numbers_whatever_the_global_generator_does() -> None:
     other = parametrise(MLP(6, [5], 4), Hypernet(embedding_features=3), seed=8).state_dict()
     drawn = "classifier.parametrizations.weight.0.output.weight"
     assert not torch.equal(other[drawn], nets[0][drawn])
+
+
+def test_the_output_layer_alone_has_a_gain_of_its_own() -> None:
+    """Four times the variance of the same draws: twice their numbers."""
+    plain, louder = (
+        parametrise(MLP(6, [5, 5], 4), Hypernet(embedding_features=3, output_gain=gain), seed=7)
+        for gain in (1.0, 4.0)
+    )
+    layers = [
+        name for name, module in plain.named_modules() if hasattr(module, "weight") and "param" not in name
+    ]
+    for name in layers:
+        ratio = 2.0 if name == "classifier" else 1.0
+        torch.testing.assert_close(
+            louder.get_submodule(name).weight, ratio * plain.get_submodule(name).weight, msg=name
+        )
+
+
+def test_noise_does_not_stay_in_the_weights_of_an_ordinary_network() -> None:
+    made = [parametrise(MLP(6, [5], 4), Hypernet(embedding_features=3, noise=0.5), seed=7) for _ in range(2)]
+    assert not torch.equal(*(network.train().classifier.weight for network in made))
+    first, second = (materialize(network).state_dict() for network in made)
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "normal"])
+def test_draws_do_not_depend_on_the_default_dtype(distribution: str) -> None:
+    drawn, plain = [], torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            source = torch.Generator().manual_seed(0)
+            drawn.append(Initialisation(distribution=distribution).draw((4, 5), 0.3, source))
+    finally:
+        torch.set_default_dtype(plain)
+    torch.testing.assert_close(*drawn, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
