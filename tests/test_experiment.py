@@ -297,6 +297,19 @@ def test_equal_flops_trains_as_long_as_growing_costs(finished: Callable[..., Pat
     assert half_results["epochs"] == round(grown["train_flops"] / (3 * 86 * flops))
 
 
+def test_a_budget_is_spent_as_far_as_whole_epochs_go(finished: Callable[..., Path]) -> None:
+    """It counts epochs of the network that has full width from the start, in place of `total_epochs`."""
+    kept = [one for one in MLP if not one.startswith(("schedule.epochs", "schedule.widths"))]
+    finer = ("schedule.num_stages=3", "schedule.initial_fraction=0.3", "schedule.total_epochs=1")
+    run = finished(*kept, *finer, "schedule.budget=4.5")
+    results = json.loads((run / "results.json").read_text())
+    stages = results["stages"]
+    cost = sum(stage["epochs"] * stage["flops_per_sample"] for stage in stages)
+    cost /= stages[-1]["flops_per_sample"]
+    assert len(stages) == 3 and results["epochs"] == sum(stage["epochs"] for stage in stages) > 4.5
+    assert 3.5 < cost <= 4.5
+
+
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
 def test_precisions(finished: Callable[..., Path], precision: str) -> None:
     arguments = ("model.width=4", "growth=pairs", "growth.noise_std=0", "schedule.epochs=[1,1]")
