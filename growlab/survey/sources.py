@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,15 +76,23 @@ def load(
     sys.path.insert(0, "")
     try:
         made = _made(getattr(importlib.import_module(module), factory_name), input_shape, num_classes)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"cannot make {name}: {error}.") from error
-    if isinstance(made, nn.Module):
+    except Exception as error:
+        # Where the user's own code has ended, so that the sentence is of use.
+        file = getattr(sys.modules.get(module), "__file__", None)
+        lines = [
+            place.lineno for place in traceback.extract_tb(error.__traceback__) if place.filename == file
+        ]
+        where = f" ({file}, line {lines[-1]})" if lines else ""
+        raise UserError(f"cannot make {name}: {type(error).__name__}: {error}{where}.") from error
+    network, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(network, nn.Module):
+        raise UserError(f"{name} returned no network but {type(network).__name__}; return a torch.nn.Module.")
+    if inputs is None:
         if input_shape is None:
             raise UserError(
                 f"{name} returned a module without inputs; add --input-shape C,H,W, or return (module, inputs)."
             )
-        return made, (torch.randn(2, *input_shape),)
-    network, inputs = made
+        return network, (torch.randn(2, *input_shape),)
     return network, inputs if isinstance(inputs, tuple) else (inputs,)
 
 

@@ -39,6 +39,10 @@ def test_layers_that_are_alike_share_a_line():
     assert "layers.*.conv (9 times): 8\n    stem: 8" in describe(report)
 
 
+def broken() -> None:
+    raise ValueError("no such size")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -47,6 +51,10 @@ def test_layers_that_are_alike_share_a_line():
         (["torchvision/resnet180"], "torchvision has no network 'resnet180'"),
         (["tests.widths.test_command_line:small"], "add --input-shape"),
         (["tests.widths.test_command_line:nothing"], "cannot make"),
+        (["tests.widths.test_command_line:broken"], "no such size (" + __file__),
+        (["json:dumps"], "missing 1 required positional argument"),
+        (["math:pi"], "is not a callable object"),
+        (["os:getcwd"], "returned no network but str"),
         (["growlab/resnet20", "--methods", "theirs"], "no growth method theirs"),
     ],
 )
