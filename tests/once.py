@@ -1,6 +1,5 @@
 """Work that is the same in many runs, done once: what Hydra reads and what `growlab.widths.trace` finds."""
 
-import copy
 import hashlib
 import inspect
 import os
@@ -27,8 +26,8 @@ def read_conf_once() -> None:
     def load_once(self: Any, config_path: str) -> Any:
         place = (self.path, config_path)
         if place not in known:
-            known[place] = load(self, config_path)
-        return copy.deepcopy(known[place])
+            known[place] = pickle.dumps(load(self, config_path))
+        return pickle.loads(known[place])
 
     files.load_config = load_once
 

@@ -110,11 +110,12 @@ def test_every_job_of_a_sweep_is_an_experiment_of_its_own(
     for key, values in params.items():
         if (CONF / key).is_dir():
             jobs = [composed(f"experiment={experiment}", "name=given", f"{key}={value}") for value in values]
+            distinct = {repr(OmegaConf.to_container(each)) for each in jobs}
         else:
-            jobs = [copy.deepcopy(job) for _ in values]
-            for changed, value in zip(jobs, values, strict=True):
+            changed, distinct = copy.deepcopy(job), set()
+            for value in values:
                 OmegaConf.update(changed, key, yaml.safe_load(value), force_add=key.startswith("+"))
-        distinct = {repr(OmegaConf.to_container(changed)) for changed in jobs}
+                distinct.add(repr(OmegaConf.select(changed, key.lstrip("+"))))
         assert len(distinct) == len(values)
 
 
