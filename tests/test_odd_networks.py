@@ -24,10 +24,11 @@ SIGMAS = 4.0
 
 
 def computed(network: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """All that a network puts out in eval and in train mode."""
+    """All that a network puts out in eval and in train mode, there with the means of what it draws."""
     found = []
     for training in (False, True):
-        with quietly(network), buffers_kept(network):
+        with quietly(network) as draws, buffers_kept(network):
+            draws.means = training
             found += tree_leaves(network.train(training)(*inputs))
     return found
 

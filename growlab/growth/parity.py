@@ -1,7 +1,7 @@
 """Parity: does the network compute after a growth event what it computed before?"""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -29,7 +29,8 @@ class Outputs:
 
     Attributes:
         eval: in eval mode.
-        train: in train mode, dropout left out.
+        train: in train mode, dropout left out; of a network that draws other random numbers there, with the mean of
+            each draw in its place.
         variances: batch variance at the input of each batch normalisation in train mode, by module name.
     """
 
@@ -73,10 +74,14 @@ def observe(model: nn.Module, probe: Tensor | Sequence[Tensor], norms: Sequence[
         known[norm.name].register_forward_pre_hook(record(norm.name)) for norm in norms if norm.name in known
     ]
     try:
-        with quietly(model):
+        with quietly(model) as draws:
             model.train()
             with buffers_kept(model):
                 train = main_output(model(*probe))
+            if draws.seen:
+                draws.means = True
+                with buffers_kept(model):
+                    train = main_output(model(*probe))
         evaluated = evaluate(model, probe)
     finally:
         for hook in hooks:
@@ -109,15 +114,15 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quietly(model: nn.Module) -> Iterator[None]:
+def quietly(model: nn.Module) -> Iterator["_WithoutDropout"]:
     """Run a network for its numbers alone: without gradients and dropout, in full precision; modes are put back."""
     modes = {module: module.training for module in model.modules()}
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
         double = any(p.dtype == torch.float64 for p in model.parameters())
         in_double = doubles_kept() if double else contextlib.nullcontext()
-        with torch.no_grad(), _full_precision(), _seeded(devices), _WithoutDropout(), in_double:
-            yield
+        with torch.no_grad(), _full_precision(), _seeded(devices), _WithoutDropout() as draws, in_double:
+            yield draws
     finally:
         for module, training in modes.items():
             module.training = training
@@ -224,7 +229,18 @@ class _DoublesKept(TorchFunctionMode):
 
 
 class _WithoutDropout(TorchFunctionMode):
+    """Leaves out dropout, and takes note of other random numbers: in train mode their shape may grow.
+
+    Attributes:
+        seen: random numbers were drawn.
+        means: put the mean of each draw in its place.
+    """
+
     _KINDS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = self.means = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -239,7 +255,41 @@ class _WithoutDropout(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             kwargs = {**signature(func).bind(*args, **kwargs).arguments, "dropout_p": 0.0}
             args = ()
-        return func(*args, **kwargs)
+        if func is F.rrelu:
+            kwargs = {**signature(func).bind(*args, **kwargs).arguments, "training": False}
+            args = ()
+        mean = _MEANS.get(getattr(func, "__name__", ""))
+        if mean is None:
+            return func(*args, **kwargs)
+        self.seen = True
+        drawn = func(*args, **kwargs)
+        return mean(drawn, *args, **kwargs) if self.means else drawn
+
+
+def _filled(mean: Callable[..., float]) -> Callable[..., Tensor]:
+    """Of a method that fills a tensor and of the mean by its further arguments."""
+    return lambda drawn, self, *args, **kwargs: drawn.fill_(mean(*args, **kwargs))
+
+
+def _probability(self: Tensor, p: Any = None, **_: Any) -> Tensor:
+    return self if p is None else torch.full_like(self, p)
+
+
+# The mean of what each of these draws, from what it has drawn and its arguments, by name.
+_MEANS: dict[str, Callable[..., Tensor]] = {
+    "rand": lambda drawn, *_, **__: drawn.fill_(0.5),
+    "rand_like": lambda drawn, *_, **__: drawn.fill_(0.5),
+    "randn": lambda drawn, *_, **__: drawn.zero_(),
+    "randn_like": lambda drawn, *_, **__: drawn.zero_(),
+    "normal": lambda drawn, mean=0.0, *_, **__: drawn.copy_(torch.as_tensor(mean)),
+    "bernoulli": lambda drawn, *args, **kwargs: drawn.copy_(_probability(*args, **kwargs)),
+    "normal_": _filled(lambda mean=0.0, *_, **__: mean),
+    "uniform_": _filled(
+        lambda low=0.0, high=1.0, **named: (named.get("from", low) + named.get("to", high)) / 2
+    ),
+    "exponential_": _filled(lambda rate=1.0, **named: 1.0 / named.get("lambd", rate)),
+    "bernoulli_": lambda drawn, self, p=0.5, **_: drawn.copy_(torch.as_tensor(p)),
+}
 
 
 @contextlib.contextmanager

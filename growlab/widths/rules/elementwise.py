@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Runs, fixed
 from growlab.widths.layout import Role
-from growlab.widths.rules.registry import Arguments, Value, first_tensor, rule
+from growlab.widths.rules.registry import DRAWN, Arguments, Value, first_tensor, rule
 
 if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
@@ -72,7 +72,7 @@ def prelu(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def total(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Channels that are added are the same channels, at the same scale."""
     operands = [value for value in args.values() if isinstance(value, Value)]
-    result = _broadcast(tracer, node, operands)
+    result = _broadcast(tracer, tracer.shape(node), operands)
     if len(operands) == 1:
         tracer.scales.pin(operands[0].scale)
         return Value(result.shape, result.axes, operands[0].scale)
@@ -84,7 +84,7 @@ def total(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def product(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Channels that are multiplied are the same channels; scales of two tensors must stay."""
     operands = [value for value in args.values() if isinstance(value, Value)]
-    result = _broadcast(tracer, node, operands)
+    result = _broadcast(tracer, tracer.shape(node), operands)
     if len(operands) == 1 and args.get("rounding_mode") is None:
         return Value(result.shape, result.axes, operands[0].scale)
     for operand in operands:
@@ -98,7 +98,7 @@ def chosen(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     operands = [value for value in args.values() if isinstance(value, Value)]
     for operand in operands:
         tracer.scales.pin(operand.scale)
-    result = _broadcast(tracer, node, operands)
+    result = _broadcast(tracer, tracer.shape(node), operands)
     return Value(result.shape, result.axes, tracer.scales.new(unit=True))
 
 
@@ -114,8 +114,24 @@ def gated(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return Value(shape, axes, tracer.scales.new(unit=True))
 
 
-def _broadcast(tracer: "Tracer", node: Any, operands: Sequence[Value]) -> Value:
-    shape = tracer.shape(node)
+@rule("broadcast_tensors")
+def broadcast_tensors(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
+    """Tensors brought to one shape have the same channels."""
+    (shape, *_), operands = tracer.shapes(node), args["tensors"]
+    axes = _broadcast(tracer, shape, operands).axes
+    return [Value(shape, axes, operand.scale) for operand in operands]
+
+
+@rule("normal")
+def normal(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Draws around means: as many random numbers, which keep their number."""
+    drawn = chosen(tracer, node, args)
+    for axis in drawn.axes:
+        tracer.atoms.freeze(axis, DRAWN)
+    return drawn
+
+
+def _broadcast(tracer: "Tracer", shape: tuple[int, ...], operands: Sequence[Value]) -> Value:
     axes: list[Runs] = [fixed(1)] * len(shape)
     for operand in operands:
         offset = len(shape) - len(operand.shape)

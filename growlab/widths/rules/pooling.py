@@ -80,6 +80,12 @@ def reduce_beyond_scale(tracer: "Tracer", node: Any, args: Arguments) -> Value |
     return results if tracer.has_several_outputs(node) else results[0]
 
 
+@rule("_is_all_true", "_is_any_true")
+def checked(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Checks of `torch.distributions` look at all entries, however many there are."""
+    return Value((), (), tracer.scales.new(unit=True))
+
+
 @rule("max", "min")
 def extreme(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Value]:
     """Of two tensors, over a dimension (with its position), or over all."""

@@ -46,6 +46,10 @@ Rule = Callable[["Tracer", Any, Arguments], Any]
 RULES: dict[str, Rule] = {}
 
 
+# Why channels of random numbers stay: twins cancel each other as long as both see the same numbers.
+DRAWN = "as many random numbers"
+
+
 def rule(*names: str) -> Callable[[Rule], Rule]:
     """Register a rule for operations of these names (without the `aten::` prefix and overload)."""
 

@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Run, Runs, fixed
 from growlab.widths.layout import Role
-from growlab.widths.rules.registry import Arguments, Value, freeze_windows, rule
+from growlab.widths.rules.registry import DRAWN, Arguments, Value, freeze_windows, rule
 
 if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
+
+
+# They fill a tensor, or one of its sizes, with random numbers.
+_DRAWS = """
+rand_like randn_like bernoulli bernoulli_ normal_ uniform_ exponential_ log_normal_ cauchy_ geometric_ random_
+"""
 
 
 @rule("constant_pad_nd", "pad")
@@ -333,23 +339,25 @@ def stack(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return Value(shape, (*axes[:dim], fixed(shape[dim]), *axes[dim:]), scale)
 
 
-@rule("new_zeros", "new_ones", "new_full", "new_empty", "zeros", "ones", "full", "empty")
+@rule("new_zeros", "new_ones", "new_full", "new_empty", "zeros", "ones", "full", "empty", "rand", "randn")
 def new_tensor(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """A tensor of the sizes that are asked for; it has nothing else of its operand's channels."""
     shape = tracer.shape(node)
     axes = tuple(map(tracer.atoms.of_constants, shape))
     for size, axis in zip(shape, axes, strict=True):
         tracer.note_size(node, size, axis)
+        if tracer.operation(node).startswith("rand"):
+            tracer.atoms.freeze(axis, DRAWN)
     return Value(shape, axes, tracer.scales.new(unit=True))
 
 
-@rule("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like")
+@rule("zeros_like", "ones_like", "full_like", "empty_like", *_DRAWS.split())
 def alike(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """A tensor of the operand's sizes, whose numbers have nothing to do with it."""
     x = args["self"]
-    if tracer.operation(node).startswith("rand"):
+    if tracer.operation(node) in _DRAWS.split():
         for axis in x.axes:
-            tracer.atoms.freeze(axis, "as many random numbers")
+            tracer.atoms.freeze(axis, DRAWN)
     return Value(x.shape, x.axes, tracer.scales.new(unit=True))
 
 
