@@ -128,9 +128,14 @@ def run_all(cases: dict[str, tuple[str, ...]]) -> dict[str, dict[str, str]]:
             folder = Path(root)
             command = (*arguments, "hydra.run.dir=run")
             if name in RESUMED:
-                outcome = cli(*command, cwd=folder, fault=("at_step", RESUMED[name], int(signal.SIGKILL)))
+                outcome = cli(
+                    *command,
+                    cwd=folder,
+                    limit_sec=600.0,
+                    fault=("at_step", RESUMED[name], int(signal.SIGKILL)),
+                )
                 command = (*command, "ckpt_path=last")
-            outcome = cli(*command, cwd=folder)
+            outcome = cli(*command, cwd=folder, limit_sec=600.0)
             good = outcome.code == 0
             found[name] = (
                 digests(folder / "run")

@@ -29,8 +29,8 @@ from tests.once import read_conf_once, traced_once
 from tests.runs import PLAN
 
 _AS_RUN = "hydra.mode=RUN"
-# How long a run and, when it is gone, the processes that it has started may take.
-_RUN_SEC, _LEFT_SEC = 120.0, 10.0
+# How long the processes that a run has started may take when it is gone.
+_LEFT_SEC = 10.0
 
 
 def _serve() -> None:
@@ -48,15 +48,15 @@ def _serve() -> None:
                 # A session of its own tells its processes from others.
                 os.setsid()
                 _leave(_run(order))
-            print(json.dumps([_exit_code(child), _end_session(child)]), flush=True)
+            print(json.dumps([_exit_code(child, order["limit_sec"]), _end_session(child)]), flush=True)
         gc.unfreeze()
     finally:
         shutil.rmtree(traces)
 
 
-def _exit_code(child: int) -> int:
+def _exit_code(child: int, limit_sec: float) -> int:
     """Of a run, which is killed if it has not come to an end."""
-    deadline = time.monotonic() + _RUN_SEC
+    deadline = time.monotonic() + limit_sec
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:

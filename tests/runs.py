@@ -121,6 +121,7 @@ class CommandLine:
         fault: tuple[Any, ...] | None = None,
         environment: dict[str, str] | None = None,
         program: str | None = None,
+        limit_sec: float = 120.0,
     ) -> Outcome:
         """Run and wait.
 
@@ -130,6 +131,7 @@ class CommandLine:
             fault: name in `FAULTS` and its arguments, put in place before the run begins.
             environment: variables added to this process's.
             program: the text of a program in Python, which runs in place of the command line.
+            limit_sec: it is killed after.
         """
         with tempfile.TemporaryDirectory() as folder:
             order = {
@@ -139,6 +141,7 @@ class CommandLine:
                 "fault": fault,
                 "environment": environment or {},
                 "files": folder,
+                "limit_sec": limit_sec,
             }
             print(json.dumps(order), file=self._server.stdin, flush=True)
             answer = self._server.stdout.readline()

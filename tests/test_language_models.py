@@ -249,7 +249,7 @@ def test_trained_weights_and_their_average_lie_in_folders_of_their_own(
 def test_a_compiled_run_trains_alike_and_leaves_the_same_folder(
     cli: CommandLine, uninterrupted: Callable[..., Left], llama: tuple[str, ...], tmp_path: Path
 ) -> None:
-    outcome = cli(*llama, "compile=true", "hydra.run.dir=run", cwd=tmp_path)
+    outcome = cli(*llama, "compile=true", "hydra.run.dir=run", cwd=tmp_path, limit_sec=600.0)
     assert outcome.code == 0, outcome.err
     left, plain = Left.by(tmp_path / "run"), uninterrupted(*llama)
     assert left.results["test_bits_per_byte"] == pytest.approx(plain.results["test_bits_per_byte"], rel=1e-3)
