@@ -18,11 +18,12 @@ from growlab.widths.layout import Axis, Part
 from growlab.widths.predictions import Call
 from growlab.widths.trials import Trials
 
-_REASON = "its width is written into the network's own code"
+#: Why a group stays whose narrowing breaks the forward.
+WRITTEN = "its width is written into the network's own code"
 _MOST_ATTEMPTS = 32
 
 
-def keep_only(graph: WidthGraph, names: Iterable[str], reason: str = _REASON) -> WidthGraph:
+def keep_only(graph: WidthGraph, names: Iterable[str], reason: str = WRITTEN) -> WidthGraph:
     """The graph with only these groups growing; the others keep their full width for the reason given."""
     names = set(names)
     widths = graph.full_widths

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from growlab.widths.groups import WidthGraph
-from growlab.widths.narrowing import without_what_breaks
+from growlab.widths.narrowing import WRITTEN, without_what_breaks
 from growlab.widths.predictions import Call
 from growlab.widths.program import UnsupportedOperation, operations
 from growlab.widths.tracer import Tracer
 
 # A reshape into (3, heads, head dimension) has three dimensions of which one may grow.
 _PASSES = 3
+# Numbers of rows.
+_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31)
 # torch writes the traceback of a failing operation here before it raises: what is told is one sentence.
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -46,6 +48,41 @@ def trace(
             that the network does not run.
     """
     inputs = example if isinstance(example, tuple) else (example,)
+    graph = _traced(model, inputs, opaque, follow_norms)
+    others = _other_rows(model, inputs) if WRITTEN in graph.fixed.values() else None
+    if others is None:
+        return graph
+    try:
+        other = _traced(model, others, opaque, follow_norms)
+    except UnsupportedOperation:
+        # It was no batch.
+        return graph
+    return max(graph, other, key=lambda found: _growing(model, found))
+
+
+def _other_rows(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The inputs with so many rows that no width is a multiple of their number; None: it is as they are.
+
+    Attention that works on batch times heads, as many as a stream has channels, cannot be told from one that works on
+    the channels.
+    """
+    rows = {value.shape[0] for value in inputs if isinstance(value, Tensor) and value.dim()}
+    sizes = {size for _, tensor in model.named_parameters() for size in tensor.shape}
+    if len(rows) != 1 or not any(size % max(rows) == 0 for size in sizes):
+        return None
+    number = next((n for n in _PRIMES if not any(size % n == 0 for size in sizes)), None)
+    if number is None:
+        return None
+    index = torch.arange(number) % max(rows)
+    return tuple(
+        value[index.to(value.device)] if isinstance(value, Tensor) and value.dim() else value
+        for value in inputs
+    )
+
+
+def _traced(
+    model: nn.Module, inputs: tuple[Any, ...], opaque: Sequence[str], follow_norms: bool
+) -> WidthGraph:
     program = _exported(model, inputs)
     if unknown := sorted(set(opaque) - (known := set(operations(program.graph_module)))):
         near = sorted({match for name in unknown for match in get_close_matches(name, known)})

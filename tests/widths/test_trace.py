@@ -314,3 +314,38 @@ def test_keys_that_are_written_over_are_linear_in_nothing():
 
     assert trace(Attention(False), torch.randn(2, 6, 4)).full_widths == {"q": 8}
     assert trace(Attention(True), torch.randn(2, 6, 4)).full_widths == {}
+
+
+class Attending(nn.Module):
+    """A stream of 16 channels, four heads of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.attend = nn.Linear(5, 16), nn.MultiheadAttention(16, 4, batch_first=True)
+        self.b = nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.b((x + self.attend(x, x, x)[0]).mean(1))
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 8, 16])
+def test_a_batch_of_as_many_rows_as_heads_have_channels_is_none_of_them(rows: int) -> None:
+    """torch's attention works on batch times heads: with four rows as many as the stream has channels."""
+    graph = trace(Attending(), torch.randn(rows, 6, 5))
+    assert list(graph.groups) == ["a"] and graph.fixed.keys() == {"b"}
+
+
+def test_rows_that_are_no_batch_stay() -> None:
+    """Of other rows than those that it is written for, the network computes nothing."""
+
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.b(self.a(x).view(4, 8))
+
+    graph = trace(Written(), torch.randn(4, 5))
+    assert not graph.groups and "written into" in graph.fixed["a"]
