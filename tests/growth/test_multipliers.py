@@ -32,15 +32,15 @@ from tests.cases import roughen
 
 
 class ViT(nn.Module):
-    """Patches, attention, a layer of torch's own encoder, whose width stays, and a head."""
+    """Patches, attention, a layer of torch's own encoder, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
         self.patches, self.norm1 = nn.Conv2d(3, 16, 2, 2), nn.LayerNorm(16)
-        self.attention, self.norm2 = Attention(16, 2, 8), nn.LayerNorm(16)
+        self.attention, self.norm2 = Attention(16, 4, 4), nn.LayerNorm(16)
         self.fc1, self.fc2, self.norm3 = nn.Linear(16, 24), nn.Linear(24, 16), nn.LayerNorm(16)
         self.inside = nn.Linear(16, 8)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 24, dropout=0.0, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(8, 4, 24, dropout=0.0, batch_first=True)
         self.head = nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ NETWORKS: dict[str, tuple[Any, Any, int]] = {
         17,
     ),
     "decoder": (lambda: CausalTransformer(11, 9, rotary_dim=2, **SIZES), tokens, 8),
-    "vision transformer": (ViT, images, 8),
+    "vision transformer": (ViT, images, 12),
     "convnext": (ConvNeXt, images, 3),
     "wide resnet": (lambda: WideResNet(1, 1, 3, 5), images, 9),
     "wide resnet without norms": (lambda: WideResNet(1, 1, 3, 5, batch_norm=False), images, 9),
