@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 
 from growlab.errors import UserError
 from growlab.frontends.averages import averages, shapes_of
+from growlab.frontends.ending import end, finish
 from growlab.frontends.example import captured
 from growlab.frontends.samples import few_samples
-from growlab.grower import Grower, forecast
+from growlab.grower import Grower
 from growlab.grower.loading import bring
 from growlab.grower.plain import make_plain, plain_state_dict, put_back
 from growlab.growth import GrowthEvent, GrowthMethod, Schedule, restore
@@ -207,28 +208,13 @@ class Growth(GrowthSteps):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave an ordinary network behind, and say so if it is not at the end of its growth."""
         assert self.grower is not None
-        stages = forecast(self._trigger, self.grower.full_graph, self.grower.parts)
-        if stages is not None and self.grower.state.scheduled_stage < len(stages) - 1:
-            log.warning(
-                "training has ended in stage %d of %d: the network is narrower than its last stage's, which "
-                "trigger would have grown it to later",
-                self.grower.state.scheduled_stage,
-                len(stages) - 1,
-            )
-        self._finish()
+        end(self.grower)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave an ordinary network behind that was evaluated at a checkpoint's weights."""
         if stage != "fit":
-            self._finish()
-
-    def _finish(self) -> None:
-        assert self.grower is not None
-        try:
-            self.grower.finish()
-        except UserError as error:
-            # Training is done, and its checkpoints are there: go on with more epochs.
-            log.warning("%s", error)
+            assert self.grower is not None
+            finish(self.grower)
 
     # Checkpoints -------------------------------------------------------------------------------------------
 

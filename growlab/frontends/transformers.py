@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.trainer_callback import ExportableState
 
 from growlab.errors import UserError
+from growlab.frontends.ending import end
 from growlab.frontends.example import positional
 from growlab.grower import Grower
 from growlab.grower.plain import plain_state_dict, put_back
@@ -179,11 +180,7 @@ class Growth(TrainerCallback, ExportableState):
     ) -> None:
         """Leave an ordinary model behind."""
         assert self.grower is not None
-        try:
-            self.grower.finish()
-        except UserError as error:
-            # Training is done, and its checkpoints are there: go on with more epochs.
-            log.warning("%s", error)
+        end(self.grower)
 
     def state(self) -> dict[str, Any]:
         """State of growth but for its parts, for the checkpoint's trainer_state.json."""

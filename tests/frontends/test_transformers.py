@@ -1,5 +1,6 @@
 """Models made from a configuration, trained by Hugging Face's Trainer with the callback."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,12 @@ def test_resumed_from_any_checkpoint_it_is_the_uninterrupted_run(tmp_path: Path)
     assert torch.allclose(again(WORDS).logits, outputs, atol=1e-6)
 
 
-def test_the_loss_inside_the_model_sees_the_output_factor(tmp_path: Path) -> None:
-    _, growth = run(tmp_path, num_train_epochs=1, save_strategy="no")
+def test_the_loss_inside_the_model_sees_the_output_factor(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        _, growth = run(tmp_path, num_train_epochs=1, save_strategy="no")
+    assert any("training has ended in stage 0 of 2" in record.message for record in caplog.records)
     growth.grower.reopen()
     network = growth.grower.network.eval()
     loss, logits = network(WORDS, labels=torch.zeros(12, dtype=torch.long))[:2]
