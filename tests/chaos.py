@@ -16,8 +16,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.command_line import CommandLine
 from tests.faults import WRITE_MOMENTS
-from tests.runs import MLP, NUM_STEPS, CommandLine, Left
+from tests.runs import MLP, NUM_STEPS, Left
 
 SIGKILL = int(signal.SIGKILL)
 # A process that was never struck comes to its end; this many files are written in one of six epochs.

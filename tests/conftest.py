@@ -2,27 +2,43 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
-from tests.once import read_conf_once
-from tests.runs import CommandLine, Left
+from tests.command_line import CommandLine, Server
+
+if TYPE_CHECKING:
+    from tests.runs import Left
 
 # Seeded like all other tests: the same examples in each run. `--hypothesis-profile=default` draws others.
 settings.register_profile("seeded", derandomize=True)
 settings.load_profile("seeded")
-read_conf_once()
+_SERVER = pytest.StashKey[Server]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that gives tests to others starts the one that their runs fork from."""
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        config.stash[_SERVER] = Server()
+        config.stash[_SERVER].announce()
 
 
 def pytest_collection_finish() -> None:
     """What is imported and collected stays: a full collection need not go through a million objects each time."""
+    # Imported here, since the process that gives tests to others needs nothing of torch.
+    from tests.once import read_conf_once
+
+    read_conf_once()
     gc.collect()
     gc.freeze()
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     """Let the interpreter take everything down in its order."""
+    if _SERVER in config.stash:
+        config.stash[_SERVER].close()
     gc.unfreeze()
 
 
@@ -35,8 +51,10 @@ def cli() -> Iterator[CommandLine]:
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Left]:
+def uninterrupted(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Left]":
     """What a run leaves that nothing disturbs, made once for each configuration."""
+    from tests.runs import Left
+
     made: dict[tuple[str, ...], Left] = {}
 
     def run(*arguments: str) -> Left:

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
+from tests.command_line import CommandLine
 from tests.experiments import EXPERIMENTS, two_steps, write_fake_images
-from tests.runs import MLP, SMALL, CommandLine, Left
+from tests.runs import MLP, SMALL, Left
 from tests.test_language import DROPOUT
 from tests.test_process_growth import CASES as BY_DATA
 from tests.test_process_growth import RUN

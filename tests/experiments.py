@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 
-from tests.runs import ROOT
+from tests.command_line import ROOT
 
 # A sweep's preset runs what the experiment that it names runs; test_configs.py composes each of its jobs. Those of
 # translation train on text: tests/translation runs them.

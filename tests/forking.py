@@ -1,4 +1,4 @@
-"""The process that forks for every run of `tests.runs.CommandLine`; it has imported and read everything before."""
+"""The process that forks for every run of every `tests.command_line.CommandLine`; it has imported everything before."""
 
 import atexit
 import contextlib
@@ -6,15 +6,16 @@ import gc
 import importlib
 import json
 import os
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,34 +25,51 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from torch.distributed.elastic.multiprocessing import api as elastic
 
+from tests.command_line import PLAN
 from tests.faults import FAULT_ON_RANK, FAULTS, FAULTS_OF_ATTEMPTS
 from tests.once import read_conf_once, traced_once
-from tests.runs import PLAN
 
 _AS_RUN = "hydra.mode=RUN"
 # How long the processes that a run has started may take when it is gone.
 _LEFT_SEC = 10.0
 
 
-def _serve() -> None:
-    """Fork for every line on standard input; answer with the exit code and what the run has left running."""
+def _serve(listening: socket.socket) -> None:
+    """Import everything; fork for every caller that connects until standard input ends."""
     traces = Path(tempfile.mkdtemp())
     try:
-        _import_everything(sys.argv[1:], traces)
+        _import_everything(traces)
         # What is imported stays: a run's first full collection would go through all of it, and copy its pages.
         gc.collect()
         gc.freeze()
-        for line in sys.stdin:
+        while sys.stdin not in (ready := select.select([sys.stdin, listening], [], [])[0]):
+            connection, _ = ready[0].accept()
+            if os.fork() == 0:
+                listening.close()
+                _answer(connection)
+                os._exit(0)
+            connection.close()
+        gc.unfreeze()
+    finally:
+        shutil.rmtree(traces)
+
+
+def _answer(connection: socket.socket) -> None:
+    """Fork for every order of one caller; answer with the exit code and what the run has left running."""
+    with connection.makefile("rw") as lines:
+        for line in lines:
             order = json.loads(line)
             child = os.fork()
             if child == 0:
                 # A session of its own tells its processes from others.
                 os.setsid()
+                connection.close()
                 _leave(_run(order))
-            print(json.dumps([_exit_code(child, order["limit_sec"]), _end_session(child)]), flush=True)
-        gc.unfreeze()
-    finally:
-        shutil.rmtree(traces)
+            print(
+                json.dumps([_exit_code(child, order["limit_sec"]), _end_session(child)]),
+                file=lines,
+                flush=True,
+            )
 
 
 def _exit_code(child: int, limit_sec: float) -> int:
@@ -97,11 +115,12 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _import_everything(fairseq_modules: Sequence[str], traces: Path) -> None:
+def _import_everything(traces: Path) -> None:
     from hydra._internal.hydra import Hydra
 
     from growlab import experiment
     from growlab.data import digits
+    from growlab.errors import UserError
     from growlab.fairseq_library import fairseq_module
     from growlab.grower import preparing
     from growlab.networks import mlp8, resnet20
@@ -122,9 +141,9 @@ def _import_everything(fairseq_modules: Sequence[str], traces: Path) -> None:
     Hydra.get_mode = lambda self, config_name, overrides: RunMode.RUN if _AS_RUN in overrides else None
     # What is written survives a killed process without: it is the machine that may fail.
     os.fsync = lambda descriptor: None
-    for name in fairseq_modules:
-        fairseq_module(name)
-    if fairseq_modules:
+    with contextlib.suppress(UserError):
+        for name in ("fairseq.data", "fairseq.models.transformer", "fairseq.sequence_generator"):
+            fairseq_module(name)
         # Its patterns take two seconds to compile.
         importlib.import_module("sacremoses")
     _compose_once()
@@ -242,4 +261,4 @@ def _main(arguments: list[str], program: str | None = None) -> int:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(socket.socket(fileno=int(sys.argv[1])))

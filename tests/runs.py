@@ -1,18 +1,10 @@
-"""Real runs of the command line, each in a process of its own that has everything imported already.
-
-Starting Python, torch and Lightning takes longer than a small run. So one process imports them once and forks
-for every run: exit codes, signals, what is printed and what is left behind are those of a real process.
-"""
+"""Small runs of the command line: their settings, their networks, and what they leave behind."""
 
 import csv
 import json
-import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.command_line import CommandLine, Outcome
 
 # 18 steps in 6 epochs and 3 stages, with everything that has a state: momentum, batch sizes that change,
 # augmentation, validation, regions, statistics.
@@ -75,88 +67,6 @@ class HungryMlp(nn.Sequential):
         if torch.is_grad_enabled() and self.training and len(x) * self[1].out_features > int(most):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate too much.")
         return super().forward(x)
-
-
-# A variable in a run's environment: the command is `growlab.plan`.
-PLAN = "GROWLAB_TEST_PLAN"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended: its exit code (-9 after SIGKILL) and what it printed."""
-
-    code: int
-    out: str
-    err: str
-
-
-def on_two_ranks(function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function of a rank and further arguments in two processes, which take over what has been imported."""
-    multiprocessing.set_forkserver_preload(
-        ["growlab.frontends.lightning", "growlab.networks", "torch.export"]
-    )
-    torch.multiprocessing.start_processes(function, arguments, nprocs=2, start_method="forkserver")
-
-
-class CommandLine:
-    """`python -m growlab ARGUMENTS`, many times over.
-
-    Args:
-        fairseq_modules: imported once too.
-    """
-
-    def __init__(self, *fairseq_modules: str) -> None:
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        environment.pop("HYDRA_FULL_ERROR", None)
-        command = [sys.executable, "-m", "tests.forking", *fairseq_modules]
-        self._server = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __call__(
-        self,
-        *arguments: object,
-        cwd: Path,
-        fault: tuple[Any, ...] | None = None,
-        environment: dict[str, str] | None = None,
-        program: str | None = None,
-        limit_sec: float = 120.0,
-    ) -> Outcome:
-        """Run and wait.
-
-        Args:
-            arguments: overrides and options.
-            cwd: the folder that it is called from.
-            fault: name in `FAULTS` and its arguments, put in place before the run begins.
-            environment: variables added to this process's.
-            program: the text of a program in Python, which runs in place of the command line.
-            limit_sec: it is killed after.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            order = {
-                "arguments": [str(a) for a in arguments],
-                "program": program,
-                "cwd": str(cwd),
-                "fault": fault,
-                "environment": environment or {},
-                "files": folder,
-                "limit_sec": limit_sec,
-            }
-            print(json.dumps(order), file=self._server.stdin, flush=True)
-            answer = self._server.stdout.readline()
-            assert answer, "the process that forks the runs has died"
-            code, left = json.loads(answer)
-            outcome = Outcome(code, *((Path(folder) / name).read_text() for name in ("stdout", "stderr")))
-            # Whatever happens to a run.
-            assert not left, f"left behind: {left}\n{outcome.err}"
-            return outcome
-
-    def close(self) -> None:
-        """End the process that forks."""
-        self._server.stdin.close()
-        self._server.wait(timeout=30)
-        self._server.stdout.close()
 
 
 # What a run leaves behind --------------------------------------------------------------------------------

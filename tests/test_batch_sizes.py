@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runs import CommandLine, Left
+from tests.command_line import CommandLine
+from tests.runs import Left
 from tests.test_process_sweeps import command
 
 SIGKILL = int(signal.SIGKILL)

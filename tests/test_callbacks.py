@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import MLP, CommandLine, Left
+from tests.command_line import CommandLine
+from tests.runs import MLP, Left
 
 # It stops two epochs behind the best, which nothing is better than by so much.
 STOPPED = (

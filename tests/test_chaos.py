@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.chaos import chaos
-from tests.runs import CommandLine
+from tests.command_line import CommandLine
 
 
 def test_nothing_is_lost(cli: CommandLine, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from growlab.growth import make_schedule
 from growlab.reproduce.registry import registry
 from growlab.training.stage_cost import StageCost
 from growlab.widths import trace
-from tests.runs import ROOT
+from tests.command_line import ROOT
 
 # Pixels and classes of the data sets.
 DATA = {"cifar10": (32, 10), "cifar100": (32, 100), "imagenet": (224, 1000)}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import ROOT
+from tests.command_line import ROOT
 
 PAGES = ROOT / "notebooks" / "docs" / "pages"
 PACKAGES = ("widths", "growth", "optim", "training", "networks", "data", "analysis")

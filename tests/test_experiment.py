@@ -23,8 +23,9 @@ from growlab.data.loaders import MemoryLoader
 from growlab.growth import PairGrowth, grow, plant
 from growlab.networks import mlp8, resnet20
 from growlab.widths import trace
+from tests.command_line import CommandLine, Outcome
 from tests.experiments import EXPERIMENTS, two_steps, write_fake_images
-from tests.runs import CommandLine, Left, Outcome, table
+from tests.runs import Left, table
 
 IMAGES = {
     "limit_train": 96,

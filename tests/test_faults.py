@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import CommandLine, Outcome
 from tests.faults import PHASES
-from tests.runs import MLP, CommandLine, Outcome
+from tests.runs import MLP
 
 STREAMED = (*MLP, "data.in_memory=false", "trainer=cpu", "hydra.run.dir=run")
 TWO_RANKS = "trainer=ddp_cpu"

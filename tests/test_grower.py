@@ -31,7 +31,7 @@ from growlab.optim import SGD, NormRatio, follow, weight_regions
 from growlab.parts import Part
 from growlab.triggers import At, Decided, Never
 from growlab.widths import WidthGraph, trace
-from tests.runs import on_two_ranks
+from tests.command_line import CommandLine
 
 STEPS, EPOCHS = 3, 4
 STAGES = {0: 0.5, 1: 0.75, 3: 1.0}
@@ -555,7 +555,9 @@ def one_rank(rank: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_two_ranks_end_with_the_same_bits_and_are_told_if_they_drift(tmp_path: Path) -> None:
-    on_two_ranks(one_rank, tmp_path)
+def test_two_ranks_end_with_the_same_bits_and_are_told_if_they_drift(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    cli.on_two_ranks(one_rank, tmp_path)
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
     assert first == second and "output_factor" in first

@@ -11,7 +11,8 @@ import torch
 
 from growlab.data import TextData
 from growlab.networks import CausalTransformer
-from tests.runs import CommandLine, Left, table
+from tests.command_line import CommandLine
+from tests.runs import Left, table
 
 SIGKILL = int(signal.SIGKILL)
 # 5 steps an epoch, and normalisations that are weighted in 9 of the last stage's 10 steps.

@@ -15,7 +15,8 @@ from growlab.errors import UserError
 from growlab.grower import Grower
 from growlab.growth import PairGrowth
 from growlab.language_models import CausalModel, plain_model
-from tests.runs import CommandLine, Left, table
+from tests.command_line import CommandLine
+from tests.runs import Left, table
 
 transformers = pytest.importorskip("transformers")
 SIGKILL = int(signal.SIGKILL)

@@ -12,7 +12,7 @@ from torch import nn
 
 from growlab.errors import UserError
 from growlab.library import timm_network, torchvision_network
-from tests.runs import CommandLine
+from tests.command_line import CommandLine
 
 IMAGE = (3, 64, 64)
 # Small ones: 1.2 and 0.5 M parameters.

@@ -26,7 +26,7 @@ from growlab.errors import UserError, how_to_install
 from growlab.explain import explain
 from growlab.plan.__main__ import main as plan_main
 from growlab.processes import program
-from tests.runs import ROOT
+from tests.command_line import ROOT
 
 FILES = {
     "config.yaml": """

@@ -16,7 +16,7 @@ from growlab.analysis.published import published
 from growlab.analysis.results import Run, load_runs
 from growlab.analysis.tables import Row, summarise, write_table
 from growlab.reproduce.quantities import first_loss
-from tests.runs import ROOT
+from tests.command_line import ROOT
 
 RESULTS = ROOT / "notebooks" / "results"
 MAKERS = {

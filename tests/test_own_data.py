@@ -11,7 +11,8 @@ import PIL.Image
 import pytest
 import torch
 
-from tests.runs import ROOT, CommandLine, Left, kept_run, resumed_from
+from tests.command_line import ROOT, CommandLine
+from tests.runs import Left, kept_run, resumed_from
 
 STAGES = ("schedule.epochs=[1,2,1]", "schedule.widths=[0.5,0.75,1]", "log_rates_every_n_steps=2")
 OWN = ("data=custom", "model=custom", *STAGES, "checkpoint.every_n_steps=1")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runs import CommandLine, Left
+from tests.command_line import CommandLine
+from tests.runs import Left
 
 RUN = (
     *("data.limit_train=64", "data.limit_test=20", "data.batch_size=32", "data.validation=split"),

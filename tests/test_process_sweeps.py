@@ -22,7 +22,8 @@ from growlab.configuration import config_dir
 from growlab.errors import UserError
 from growlab.processes import apart, is_first, num_devices, run_id, started_elsewhere, to_start
 from growlab.sweeps import gpus_in_turn
-from tests.runs import ROOT, CommandLine, Left, Outcome, table
+from tests.command_line import ROOT, CommandLine, Outcome
+from tests.runs import Left, table
 
 SMALL = (
     *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "schedule.epochs=[1,1]"),

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runs import CommandLine, Left, Outcome, table
+from tests.command_line import CommandLine, Outcome
+from tests.runs import Left, table
 
 IMAGES = ("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=none")
 STAGES = ("schedule.epochs=[1,2,1]", "schedule.widths=[0.5,0.75,1]")

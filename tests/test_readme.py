@@ -15,7 +15,7 @@ import torch
 import growlab.analysis.__main__
 import growlab.dashboard
 import growlab.widths.__main__
-from tests.runs import ROOT, CommandLine
+from tests.command_line import ROOT, CommandLine
 from tests.test_experiment import fake_images  # noqa: F401  (a fixture)
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

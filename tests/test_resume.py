@@ -10,7 +10,8 @@ import torch
 
 from growlab.errors import UserError
 from growlab.resuming import resume_override
-from tests.runs import MLP, SMALL, CommandLine, Left, table
+from tests.command_line import CommandLine
+from tests.runs import MLP, SMALL, Left, table
 
 SIGKILL = int(signal.SIGKILL)
 RESNET = (

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import CommandLine, Left, kept_run, resumed_from
+from tests.command_line import CommandLine
+from tests.runs import Left, kept_run, resumed_from
 
 # 72 steps in 6 epochs and 3 stages, with momentum, statistics, an average and a scheduled rate.
 EPOCHS, STEPS = 6, 12

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from growlab.training.checkpoints import LAST, PREVIOUS
-from tests.runs import MLP, NUM_STEPS, SMALL, CommandLine, Left
+from tests.command_line import CommandLine
+from tests.runs import MLP, NUM_STEPS, SMALL, Left
 
 SIGKILL, SIGTERM, SIGINT, SIGUSR1 = map(int, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
 DROPOUT = (*SMALL, "model=custom", "model._target_=tests.runs.dropout_mlp", "growth=net2net")

@@ -10,7 +10,7 @@ from growlab.analysis import load_runs
 from growlab.errors import UserError
 from growlab.files import FAILURE
 from growlab.sweeps import conclude, forget_failure
-from tests.runs import CommandLine
+from tests.command_line import CommandLine
 from tests.test_experiment import SHORT
 
 TOO_LARGE = 2**32

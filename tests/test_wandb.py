@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from growlab.training.loggers import EVENT_COLUMNS, SPECTRUM_COLUMNS, WandbRecords, spectra
-from tests.runs import CommandLine, table
+from tests.command_line import CommandLine
+from tests.runs import table
 from tests.test_experiment import SHORT
 
 wandb = pytest.importorskip("wandb")

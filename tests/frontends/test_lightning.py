@@ -18,6 +18,7 @@ from growlab.frontends.lightning import Growth
 from growlab.growth import make_schedule
 from growlab.optim import SGD, NormRatio
 from growlab.triggers import At
+from tests.command_line import CommandLine
 from tests.frontends.lightning_runs import (
     EPOCHS,
     IMAGES,
@@ -32,7 +33,6 @@ from tests.frontends.lightning_runs import (
     outcome,
     trainer_of,
 )
-from tests.runs import on_two_ranks
 
 # Checkpoints were written with a callback that saves, which resumed and evaluated runs go without.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
@@ -259,10 +259,10 @@ def one_rank(rank: int, folder: Path) -> None:
     (folder / f"{rank}.txt").write_text(repr(parameters))
 
 
-def test_two_ranks_end_with_the_same_bits_and_resume(tmp_path: Path) -> None:
+def test_two_ranks_end_with_the_same_bits_and_resume(cli: CommandLine, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (tmp_path / "port").write_text(str(free.getsockname()[1]))
-    on_two_ranks(one_rank, tmp_path)
+    cli.on_two_ranks(one_rank, tmp_path)
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
     assert first == second

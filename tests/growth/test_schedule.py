@@ -14,7 +14,7 @@ from growlab.growth import make_schedule
 from growlab.growth.schedule import stage_batch_sizes, stage_epochs, stream_width, width_fractions
 from growlab.networks import resnet20
 from growlab.widths import Group, WidthGraph, trace
-from tests.runs import ROOT
+from tests.command_line import ROOT
 
 
 def graph_with(*groups: Group) -> WidthGraph:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runs import CommandLine, Left, kept_run, resumed_from
+from tests.command_line import CommandLine
+from tests.runs import Left, kept_run, resumed_from
 
 
 def check_events(run: Left) -> None:

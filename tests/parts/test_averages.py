@@ -12,7 +12,8 @@ from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, g
 from growlab.networks import resnet20
 from growlab.parts import Averages
 from growlab.widths import tensors_of, trace
-from tests.runs import MLP, CommandLine, Left, kept_run, resumed_from, table
+from tests.command_line import CommandLine
+from tests.runs import MLP, Left, kept_run, resumed_from, table
 
 STEPWISE = "checkpoint.every_n_steps=1"
 

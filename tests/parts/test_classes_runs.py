@@ -8,7 +8,7 @@ import torch
 
 from growlab.data import ImageData
 from growlab.networks import mlp8
-from tests.runs import CommandLine
+from tests.command_line import CommandLine
 
 IMAGES = (
     *("data.limit_train=200", "data.batch_size=20", "data.shift=0", "data.incremental.start=0.4"),

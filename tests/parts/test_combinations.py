@@ -8,8 +8,9 @@ import torch
 
 from growlab.flops import forward_flops
 from growlab.networks import resnet20
+from tests.command_line import CommandLine
 from tests.parts.combined import check_resumed, check_two_ranks
-from tests.runs import MLP, SMALL, CommandLine, Left, kept_run, resumed_from
+from tests.runs import MLP, SMALL, Left, kept_run, resumed_from
 from tests.test_resume import INCREMENTAL
 
 _DEMAND = ("schedule.epochs=null", "schedule.total_epochs=6", "schedule.num_stages=3", "schedule.widths=null")

@@ -26,7 +26,7 @@ from growlab.growth import (
 from growlab.parts import Averages, Depth, Part
 from growlab.triggers import At
 from growlab.widths import UnsupportedOperation
-from tests.runs import ROOT
+from tests.command_line import ROOT
 from tests.test_grower import (  # noqa: F401 (a fixture)
     EPOCHS,
     OPTIMIZERS,

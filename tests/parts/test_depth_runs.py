@@ -9,7 +9,8 @@ import torch
 from growlab.flops import forward_flops
 from growlab.networks import resnet20
 from growlab.networks.resnet import CifarResNet
-from tests.runs import CommandLine, Left
+from tests.command_line import CommandLine
+from tests.runs import Left
 from tests.test_resume import DEEPENED
 
 

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from tests.runs import MLP, CommandLine
+from tests.command_line import CommandLine
+from tests.runs import MLP
 
 PART = """
 from growlab.parts import Part

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import MLP, ROOT
+from tests.command_line import ROOT
+from tests.runs import MLP
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from growlab.plan import Candidate, Settings, plan
 from growlab.plan.probes import Account, Probe
 from growlab.training.stage_cost import StageCost
 from growlab.triggers import Decided
+from tests.command_line import CommandLine
 from tests.parts.combined import check_resumed, check_two_ranks
 from tests.plan.problems import BATCH, BATCHES, data, problem
-from tests.runs import SMALL, CommandLine
+from tests.runs import SMALL
 
 IMAGES = torch.randn(4, 3, 16, 24, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.randint(11, (4, 12), generator=torch.Generator().manual_seed(0))

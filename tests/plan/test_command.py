@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from tests.runs import PLAN, CommandLine, Outcome
+from tests.command_line import PLAN, CommandLine, Outcome
 
 # A multi-layer perceptron on digits, in some hundred steps.
 TINY = (

@@ -13,7 +13,7 @@ from growlab.reproduce.page import Standing, page
 from growlab.reproduce.registry import Check, Item, Rows, registry
 from growlab.reproduce.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, _runs, outcome
 from tests.analysis.fake_runs import write_run
-from tests.runs import ROOT
+from tests.command_line import ROOT
 
 
 def test_the_page_is_not_stale() -> None:

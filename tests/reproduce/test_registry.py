@@ -14,7 +14,7 @@ from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.errors import UserError
 from growlab.reproduce.quantities import QUANTITIES
 from growlab.reproduce.registry import _split, experiment, registry
-from tests.runs import ROOT
+from tests.command_line import ROOT
 
 REGISTRY = registry()
 ITEMS = list(REGISTRY.items.values())

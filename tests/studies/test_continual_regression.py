@@ -9,7 +9,7 @@ import torch
 
 from growlab.parts.hypernets import emitted
 from growlab.studies import continual_regression as study
-from tests.runs import CommandLine
+from tests.command_line import CommandLine
 
 
 def embedding_of(network: torch.nn.Module) -> torch.nn.Parameter:

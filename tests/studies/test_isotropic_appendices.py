@@ -10,7 +10,7 @@ import torch
 
 from growlab.parts.isotropic import IsotropicActivation, isotropic_mlp
 from growlab.studies import isotropic_appendices as study
-from tests.runs import CommandLine
+from tests.command_line import CommandLine
 
 SMALL = (
     *("experiment=isotropic_appendices", "study.width=12", "study.epochs=2", "study.num_seeds=2"),

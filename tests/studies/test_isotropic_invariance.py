@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import CommandLine
+from tests.command_line import CommandLine
 
 SMALL = (
     *(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from growlab.training.memory import LiveTensors, PeakMemory
-from tests.runs import CommandLine
+from tests.command_line import CommandLine
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -11,7 +11,7 @@ from growlab.data import ImageData
 from growlab.growth import PairGrowth, plant
 from growlab.networks import mlp8
 from growlab.widths import trace
-from tests.runs import CommandLine
+from tests.command_line import CommandLine
 
 IMAGES = {
     "limit_train": 96,

@@ -1,7 +1,6 @@
 """A little language, and fairseq, without which these tests are skipped."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from growlab.data.translation import TranslationData
 from growlab.errors import UserError
 from growlab.fairseq_library import fairseq_module
-from tests.runs import CommandLine
 
 WORDS = {
     "ein": "a",
@@ -28,14 +26,6 @@ def fairseq():
         return fairseq_module("fairseq.data")
     except UserError as error:
         pytest.skip(f"make test-translation installs it: {error}", allow_module_level=False)
-
-
-@pytest.fixture(scope="session")
-def cli() -> Iterator[CommandLine]:
-    """The command line, with fairseq imported already."""
-    started = CommandLine("fairseq.data", "fairseq.models.transformer", "fairseq.sequence_generator")
-    yield started
-    started.close()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from growlab.flops import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
 from growlab.training.stage_cost import StageCost
 from growlab.widths import trace
-from tests.runs import ROOT
+from tests.command_line import ROOT
 
 EXPERIMENT = "transformer_iwslt14"
 NUM_TOKENS, LENGTH = 10_000, 25

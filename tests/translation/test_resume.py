@@ -10,7 +10,8 @@ import torch
 
 from growlab.data.translation import TranslationData
 from growlab.training.checkpoints import LAST
-from tests.runs import CommandLine, Left
+from tests.command_line import CommandLine
+from tests.runs import Left
 from tests.test_resume_steps import killed_at
 from tests.translation.test_run import SMALL
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import CommandLine, table
+from tests.command_line import CommandLine
+from tests.runs import table
 
 RUN = (
     *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "model=mlp8", "model.width=12"),

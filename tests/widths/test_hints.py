@@ -5,7 +5,7 @@ import re
 
 from growlab.survey import Report
 from growlab.widths.__main__ import main
-from tests.runs import CommandLine
+from tests.command_line import CommandLine
 
 NETWORK = ("model=custom", "model._target_=tests.widths.unknown.network", "growth=net2net", "lr_adapt=none")
 SHORT = ("data.limit_train=64", "data.limit_test=20", "data.batch_size=32", "schedule.epochs=[1,1]")

@@ -12,7 +12,7 @@ from torch import nn
 from growlab.growth import PairGrowth, plant
 from growlab.networks import CifarResNet
 from growlab.widths import avoid_unsafe_kernels, resize, trace
-from tests.runs import ROOT
+from tests.command_line import ROOT
 
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"}
 

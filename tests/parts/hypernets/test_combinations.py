@@ -11,8 +11,8 @@ from growlab.grower import Grower
 from growlab.networks.resnet import CifarResNet
 from growlab.parts import Averages, Depth
 from growlab.parts.hypernets import Hyperfan
+from tests.command_line import CommandLine
 from tests.parts.combined import check_resumed, check_two_ranks
-from tests.runs import CommandLine
 
 DEEP = (
     *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=none"),

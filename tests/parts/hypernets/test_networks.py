@@ -11,7 +11,7 @@ import torch
 from growlab.errors import UserError
 from growlab.networks import mlp5
 from growlab.parts.hypernets import MonteCarlo, emitted, hypernetwork
-from tests.runs import CommandLine
+from tests.command_line import CommandLine
 
 SMALL = (
     *(

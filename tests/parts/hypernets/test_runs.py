@@ -8,8 +8,9 @@ import torch
 
 from growlab.flops import forward_flops
 from growlab.networks import resnet20
+from tests.command_line import CommandLine
 from tests.parts.combined import check_average_of_one_step
-from tests.runs import MLP, CommandLine, Left
+from tests.runs import MLP, Left
 from tests.test_resume import CHUNKS
 from tests.test_resume import HYPERFAN as SMALL
 

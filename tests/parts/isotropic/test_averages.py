@@ -10,8 +10,8 @@ from growlab.growth import GrowthState, grow, plant
 from growlab.parts.isotropic import Isotropic, isotropic_mlp
 from growlab.parts.isotropic.method import adaptable
 from growlab.widths import tensors_of, trace
+from tests.command_line import CommandLine
 from tests.parts.combined import check_average_of_one_step
-from tests.runs import CommandLine
 from tests.test_resume import BY_STEPS, ISOTROPIC
 
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import CommandLine
 from tests.parts.combined import check_resumed, check_two_ranks
-from tests.runs import SMALL, CommandLine, Left
+from tests.runs import SMALL, Left
 
 MIXED = (
     *(*SMALL, "model=custom", "model._target_=tests.parts.isotropic.mixed.mixed", "lr_adapt=none"),

@@ -8,7 +8,8 @@ from torch import nn
 
 from growlab.parts.isotropic import IsotropicMLP, deepen, spectra
 from growlab.widths import tensors_of, trace
-from tests.runs import CommandLine, Left
+from tests.command_line import CommandLine
+from tests.runs import Left
 
 
 def test_a_network_is_deepened_and_trained_on() -> None:

@@ -13,8 +13,9 @@ from growlab.grower import Grower
 from growlab.parts.isotropic import GainWeights, Isotropic, IsotropicMLP, change_inputs
 from growlab.parts.isotropic.gain_weights import gain_weights, readers
 from growlab.triggers import Decided
+from tests.command_line import CommandLine
 from tests.parts.combined import check_resumed
-from tests.runs import SMALL, CommandLine
+from tests.runs import SMALL
 
 RUN = (
     *(*SMALL, "model=isotropic_mlp", "model.width=6", "model.depth=2", "model.gain_channel=true"),
