@@ -141,11 +141,14 @@ def _import_everything(traces: Path) -> None:
     Hydra.get_mode = lambda self, config_name, overrides: RunMode.RUN if _AS_RUN in overrides else None
     # What is written survives a killed process without: it is the machine that may fail.
     os.fsync = lambda descriptor: None
+    # fairseq would import it, and wandb's folder for its files goes with the first process that ends.
+    sys.modules["wandb"] = None
     with contextlib.suppress(UserError):
         for name in ("fairseq.data", "fairseq.models.transformer", "fairseq.sequence_generator"):
             fairseq_module(name)
         # Its patterns take two seconds to compile.
         importlib.import_module("sacremoses")
+    del sys.modules["wandb"]
     _compose_once()
     # The first trace loads much of torch. Nothing here may call backward: a fork could not do so any more.
     for make, size in ((partial(mlp8, batch_norm=True), 2), (resnet20, 8)):

@@ -48,7 +48,6 @@ def execute(docs, tmp_path, monkeypatch) -> Callable[[Path], list]:
     for package in ("nbformat", "nbclient", "ipykernel"):
         pytest.importorskip(package)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
 
     def run(path: Path) -> list:
         before, target = path.read_bytes(), tmp_path / "executed" / path.name
