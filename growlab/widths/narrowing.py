@@ -12,6 +12,7 @@ from itertools import combinations, islice
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from growlab.widths.groups import WidthGraph, Written
 from growlab.widths.layout import Axis, Part
@@ -63,7 +64,23 @@ def without_what_breaks(
     # An attribute can follow widths that the shapes of tensors tell.
     told = graph.widths_of({name: graph.shape(name, graph.full_widths) for name in graph.axes})
     known = {place: axis for place, axis in graph.written.items() if set(axis.groups) <= set(told)}
-    graph = replace(graph, written=known)
+    working = _without_what_breaks(model, replace(graph, written=known), inputs, calls)
+    modules = dict(model.named_modules())
+    told_alone = {
+        place: axis
+        for place, axis in known.items()
+        if isinstance(modules[place.module], _InstanceNorm)
+        and modules[place.module].weight is None
+        and set(axis.groups) <= set(working.groups)
+    }
+    # Nothing depends on it, but torch warns where it is not what the channels are.
+    return replace(working, written={**told_alone, **working.written})
+
+
+def _without_what_breaks(
+    model: nn.Module, graph: WidthGraph, inputs: tuple[Any, ...], calls: Sequence[Call]
+) -> WidthGraph:
+    known = graph.written
     trials = Trials(model, graph, inputs, calls)
     if trials.work(graph.groups, {}):
         return replace(graph, written={})

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from growlab.widths.groups import WidthGraph
 from growlab.widths.narrowing import WRITTEN, without_what_breaks
@@ -140,7 +142,7 @@ def _exported(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.Exporte
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with warnings.catch_warnings(), torch.no_grad(), _without_caches(model):
+        with warnings.catch_warnings(), torch.no_grad(), _without_caches(model), _left_alone(model):
             warnings.simplefilter("ignore")
             _TORCH_LOG.addFilter(_never)
             return torch.export.export(model, inputs, strict=False)
@@ -164,6 +166,20 @@ def _without_caches(model: nn.Module) -> Iterator[None]:
     finally:
         for config in caching.values():
             config.use_cache = True
+
+
+@contextmanager
+def _left_alone(model: nn.Module) -> Iterator[None]:
+    """Take back what modules have kept of the forward: torch.export leaves tensors without memory in attributes."""
+    before = {module: dict(vars(module)) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            for name, value in list(vars(module).items()):
+                if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(value)):
+                    vars(module).pop(name)
+                    vars(module).update({name: attributes[name]} if name in attributes else {})
 
 
 def _not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exception) -> UnsupportedOperation:

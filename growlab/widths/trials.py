@@ -1,6 +1,7 @@
 """Runs a network at narrow widths on a copy without memory (device meta)."""
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from growlab.widths.groups import WidthGraph, Written
 from growlab.widths.layout import Axis
@@ -167,7 +169,9 @@ class Trials:
     def _run(self, training: bool) -> tuple[list[torch.Size], list[Any]]:
         """Shapes of the outputs, and the functions that were called on the way."""
         self._model.train(training)
-        with torch.no_grad(), Shapes() as mode:
+        with warnings.catch_warnings(), torch.no_grad(), Shapes() as mode:
+            # Of widths that it is tried at, some of which the network is never trained at.
+            warnings.simplefilter("ignore")
             outputs = self._model(*self._inputs)
         return [x.shape for x in tensors_in(outputs)], mode.calls
 
@@ -199,7 +203,8 @@ def light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tu
     """
     try:
         # Putting the light tensors into deepcopy's memo keeps what is shared shared.
-        memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+        memo = _computed(model)
+        memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
         memo |= {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
         light = copy.deepcopy(model, memo)
         light_inputs = tuple(x.to("meta") if isinstance(x, Tensor) else x for x in inputs)
@@ -208,7 +213,7 @@ def light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tu
                 light.train(training)(*light_inputs)
     except (RuntimeError, NotImplementedError, ValueError, TypeError):
         # Tensors made in the forward, or numbers read from one, need the real device.
-        light, light_inputs = copy.deepcopy(model), inputs
+        light, light_inputs = copy.deepcopy(model, _computed(model)), inputs
         for training in (False, True):
             try:
                 with torch.no_grad():
@@ -220,6 +225,13 @@ def light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tu
                     f"inputs ({first_line}); take larger inputs (--input-shape) or ones that fit."
                 ) from error
     return light, light_inputs
+
+
+def _computed(model: nn.Module) -> dict[int, Any]:
+    """By id what modules keep of a forward and deepcopy refuses: activations, weights that hooks have computed."""
+    kept = [value for module in model.modules() for value in vars(module).values()]
+    tensors = [leaf for value in kept for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return {id(tensor): tensor for tensor in tensors if not tensor.is_leaf}
 
 
 def tensors_in(outputs: Any) -> list[Tensor]:

@@ -30,6 +30,7 @@ def batch_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def instance_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Statistics per channel and sample."""
     x = args["input"]
+    tracer.note_size(node, x.shape[1], x.axes[1])
     for role in ("weight", "bias", "running_mean", "running_var"):
         if args.get(role) is not None:
             tracer.parameter_axis(args[role], "out", x.axes[1])
