@@ -18,17 +18,23 @@ class Command(NamedTuple):
         module: whose `main` takes the arguments and returns the exit code.
         first: arguments put before the user's.
         does: a line for the help.
+        imports: what its module imports that takes seconds, to tell someone who waits at a terminal.
     """
 
     module: str
     first: tuple[str, ...]
     does: str
+    imports: str = ""
 
 
 COMMANDS = {
-    "widths": Command("growlab.widths.__main__", (), "what of a network can grow, what cannot and why"),
+    "widths": Command(
+        "growlab.widths.__main__", (), "what of a network can grow, what cannot and why", "PyTorch"
+    ),
     "plan": Command("growlab.plan.__main__", (), "does growing pay for this network and schedule.budget=N"),
-    "widen": Command("growlab.widen.__main__", (), "a saved network past its size, its function preserved"),
+    "widen": Command(
+        "growlab.widen.__main__", (), "a saved network past its size, its function preserved", "PyTorch"
+    ),
     "table": Command("growlab.analysis.__main__", (), "a table of finished runs over seeds"),
     "paper": Command("growlab.analysis.__main__", ("paper",), "the same with published values beside ours"),
     "paired": Command(
@@ -58,6 +64,8 @@ def run_command(arguments: Sequence[str]) -> int | None:
     given = [*command.first, *arguments[1:]]
     # Help and errors of the command name it as it was typed.
     sys.argv = [f"growlab {arguments[0]}", *given]
+    if command.imports and sys.stderr.isatty():
+        print(f"importing {command.imports} ...", file=sys.stderr, flush=True)
     return importlib.import_module(command.module).main(given)
 
 

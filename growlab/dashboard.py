@@ -3,12 +3,12 @@
 They show what `logger=wandb` logs. `--dry-run` prints what would be made, without an account or any package.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
+from growlab.command_parser import CommandParser
 from growlab.errors import UserError, how_to_install
 
 _STEP = "trainer/global_step"
@@ -77,7 +77,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; returns the exit code (2: told in one sentence on stderr)."""
     try:
-        parser = _Parser(
+        parser = CommandParser(
             prog="growlab dashboard",
             description="Make a workspace and a report in Weights & Biases for runs logged with logger=wandb.",
             epilog="Example: growlab dashboard my-team/growlab --dry-run",
@@ -167,11 +167,6 @@ def build(entity: str, project: str) -> tuple[Any, Any]:
         blocks=blocks,
     )
     return workspace, report
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help.")
 
 
 def _panel(reports: Any, panel: Panel) -> Any:

@@ -30,6 +30,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from growlab.commands import COMMANDS
 from growlab.errors import UserError, how_to_install
 from growlab.settings import UnknownSetting, parameters
 from growlab.trainer_options import INSTEAD, refused
@@ -101,7 +102,7 @@ def _tell(error: BaseException, overrides: Sequence[str], conf: Path | None) -> 
         case MissingConfigException():
             return _missing_option(error, overrides)
         case OverrideParseException():
-            return _unreadable_override(error.override)
+            return _unreadable_override(error.override, overrides)
         case ConfigCompositionException():
             return _composition(error, overrides, conf)
         case InstantiationException():
@@ -135,9 +136,12 @@ def _missing_option(error: MissingConfigException, overrides: Sequence[str]) -> 
     return text
 
 
-def _unreadable_override(override: str) -> str:
+def _unreadable_override(override: str, overrides: Sequence[str]) -> str:
     name, equals, value = override.partition("=")
     if not equals and not override.startswith("~"):
+        near = did_you_mean(override, COMMANDS)
+        if near and override == overrides[0]:
+            return f"there is no command '{override}'{near}"
         return f"'{override}' is not of the form NAME=VALUE, such as seed=1"
     example = f"{name}=[1, 2]" if value.startswith("[") else f"{name}='some text'"
     return (

@@ -1,9 +1,12 @@
 """`import growlab`: the names that people use, and nothing that takes long."""
 
+import logging
 import subprocess
 import sys
 
 import growlab
+from growlab import plan
+from growlab.training.library_messages import quiet_libraries
 
 
 def test_every_name_is_there() -> None:
@@ -20,3 +23,18 @@ def test_importing_it_imports_nothing_else() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     seconds, *imported = done.stdout.split()
     assert float(seconds) < 0.3 and imported == []
+
+
+def test_a_wrong_plan_does_not_wait_for_torch() -> None:
+    program = "import sys, growlab.plan.__main__; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_every_name_of_a_plan_is_there() -> None:
+    assert {name for name in plan.__all__ if getattr(plan, name) is None} == set()
+
+
+def test_a_librarys_first_greeting_is_not_a_runs_news() -> None:
+    with quiet_libraries():
+        assert not logging.getLogger("matplotlib.font_manager").isEnabledFor(logging.INFO)

@@ -206,6 +206,8 @@ GROUPS = "Groups: experiment, growth, part, schedule. Values: needed, refers, se
         ("part.numeratr=3", None),
         ("schedule=3", "there is no schedule '3'. Choices: cosine."),
         ("word", "'word' is not of the form NAME=VALUE, such as seed=1."),
+        ("tabel runs", "there is no command 'tabel'; did you mean 'table'?"),
+        ("seed=1 tabel", "'tabel' is not of the form NAME=VALUE, such as seed=1."),
         ("=3", "'=3' has no name before the =."),
         (
             "seed=1,2",
@@ -422,6 +424,34 @@ def test_help_of_a_command_names_it_as_it_is_typed_and_has_an_example(
     told = capsys.readouterr().out
     assert end.value.code == 0
     assert told.startswith(f"usage: growlab {command} ") and f"Example: growlab {command} " in told
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "plan"])
+def test_a_wrong_command_line_is_answered_with_one_sentence(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["growlab"])
+    assert run_command([command, "--nonsense"]) == 2
+    streams = capsys.readouterr()
+    assert streams.out == "" and streams.err.count("\n") == 1
+    assert streams.err.startswith("error: ") and streams.err.endswith(f"see growlab {command} --help.\n")
+
+
+@pytest.mark.parametrize("command", ["widths", "widen"])
+def test_sizes_that_cannot_be_read_are_told_with_an_example(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command([command, "torchvision/resnet18", "--input-shape", "3,x"]) == 2
+    assert "'3,x' is not of the form 3,32,32" in capsys.readouterr().err
+
+
+def test_someone_who_waits_at_a_terminal_is_told_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["growlab"])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert run_command(["widths", "--nonsense"]) == 2
+    assert capsys.readouterr().err.startswith("importing PyTorch ...\n")
 
 
 @pytest.mark.parametrize(

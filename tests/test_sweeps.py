@@ -8,7 +8,7 @@ import pytest
 
 from growlab.analysis import load_runs
 from growlab.errors import UserError
-from growlab.files import FAILURE
+from growlab.files import FAILURE, write_json
 from growlab.sweeps import conclude, forget_failure
 from tests.command_line import CommandLine
 from tests.test_experiment import SHORT
@@ -85,3 +85,15 @@ def test_a_failure_that_cannot_be_read_is_still_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no finished run"):
         load_runs(tmp_path, told.append)
     assert told == [f"{tmp_path} failed: {FAILURE} does not say why."]
+
+
+def test_failures_of_one_reason_are_told_once(tmp_path: Path) -> None:
+    for number, reason in enumerate(["too short.", "too wide.", "too short.", "too short."]):
+        write_json(tmp_path / str(number) / FAILURE, {"reason": reason})
+    told: list[str] = []
+    with pytest.raises(UserError, match="no finished run"):
+        load_runs(tmp_path, told.append)
+    assert told == [
+        f"{tmp_path / '0'} and 2 more failed: too short.",
+        f"{tmp_path / '1'} failed: too wide.",
+    ]

@@ -6,22 +6,15 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from growlab.analysis.grid import Grid
 from growlab.analysis.results import load_runs
 from growlab.analysis.tables import Row, summarise, write_table
+from growlab.command_parser import CommandParser
 from growlab.errors import UserError
 from growlab.files import write_text
 
 _SUFFIXES = {".csv": "csv", ".json": "json", ".tex": "latex"}
-
-
-class _Parser(argparse.ArgumentParser):
-    """Answers a wrong command line with one sentence, as everything else here does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,8 +40,10 @@ def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def _table_parser(prog: str, description: str, json: bool = False, epilog: str | None = None) -> _Parser:
-    parser = _Parser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+def _table_parser(
+    prog: str, description: str, json: bool = False, epilog: str | None = None
+) -> CommandParser:
+    parser = CommandParser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
     parser.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders above them")
     form = parser.add_mutually_exclusive_group()
     names = {"csv": "CSV", "latex": "LaTeX"} | ({"json": "JSON, plain numbers"} if json else {})
@@ -128,7 +123,7 @@ def _figure(argv: Sequence[str]) -> None:
     from growlab.analysis import figures, style
 
     names = ", ".join(figures.FIGURES)
-    parser = _Parser(
+    parser = CommandParser(
         prog="growlab figure",
         description="Draw a figure from finished runs.",
         epilog="Example: growlab figure compare runs -o compare.svg",

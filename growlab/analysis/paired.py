@@ -50,7 +50,7 @@ def compare_pairs(rows: Sequence[Row], against: str | None = None) -> list[Compa
         against: the method's name, as the table prints it, that all others are compared with.
 
     Raises:
-        UserError: no row has that name.
+        UserError: no row has that name, or there are no two rows of one network and data set.
     """
     if against is not None and all(row.method != against for row in rows):
         names = ", ".join(dict.fromkeys(row.method for row in rows))
@@ -66,6 +66,11 @@ def compare_pairs(rows: Sequence[Row], against: str | None = None) -> list[Compa
                 continue
             pair = [other, one] if one.method == against else [one, other]
         comparisons.append(Comparison(pair[0], pair[1], _differences(*pair)))
+    if not comparisons:
+        names = ", ".join(dict.fromkeys(row.method for row in rows))
+        raise UserError(
+            f"there are no two methods on one network and data set to compare: the runs have {names} alone."
+        )
     return comparisons
 
 

@@ -1,6 +1,5 @@
 """`growlab report DIR...`: one page about finished runs that opens in any browser, offline."""
 
-import argparse
 import json
 import os
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 from growlab.analysis.figures import write_run_figures
 from growlab.analysis.results import Run, load_runs, open_run
+from growlab.command_parser import CommandParser
 from growlab.errors import UserError
 from growlab.files import write_text
 
@@ -63,7 +63,7 @@ def page(runs: Sequence[Run]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; returns the exit code (2: told in one sentence on stderr)."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="growlab report",
         description="Write one page about finished runs: curves, widths, regions, receipts and cost.",
         epilog="Example: growlab report runs/digits_methods -o report.html",
@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "-o", "--output", metavar="FILE", default="report.html", help="the page (report.html)"
     )
-    arguments = parser.parse_args(argv)
     try:
+        arguments = parser.parse_args(argv)
         runs = load_runs(arguments.folders, lambda message: print(f"warning: {message}", file=sys.stderr))
         write_text(arguments.output, page(runs))
     except UserError as error:

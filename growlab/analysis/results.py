@@ -229,7 +229,7 @@ def load_runs(
     Args:
         paths: run folders or any folders above them.
         report: called with one sentence for each `results.json` that is torn or not a run's, and for each
-            job of a sweep that failed; by default the sentence is issued as a warning.
+            reason why jobs of sweeps failed; by default the sentence is issued as a warning.
 
     Raises:
         UserError: a folder is missing, or there is no finished run in any of them.
@@ -237,6 +237,7 @@ def load_runs(
     report = report or (lambda message: warnings.warn(message, stacklevel=3))
     folders = [Path(p) for p in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
     runs: dict[Path, Run] = {}
+    failed: dict[str, list[Path]] = {}
     num_skipped = num_unfinished = 0
     for folder in folders:
         if not folder.is_dir():
@@ -245,7 +246,7 @@ def load_runs(
             if "results.json" not in files:
                 num_unfinished += "metrics.csv" in files
                 if FAILURE in files:
-                    report(f"{path} failed: {_reason(path / FAILURE)}")
+                    failed.setdefault(_reason(path / FAILURE), []).append(path)
                 continue
             if path.resolve() in runs:
                 continue
@@ -254,6 +255,9 @@ def load_runs(
             except (OSError, ValueError) as error:
                 num_skipped += 1
                 report(f"skipped {path / 'results.json'}: {error}")
+    for reason, places in failed.items():
+        alike = "" if len(places) == 1 else f" and {len(places) - 1} more"
+        report(f"{places[0]}{alike} failed: {reason}")
     if not runs:
         where = " or ".join(str(folder) for folder in folders)
         detail = f" ({num_unfinished} unfinished)" if num_unfinished else ""

@@ -1,9 +1,13 @@
 """Does growing pay for a network and a budget? Probes, laws of loss over cost, and one of three verdicts."""
 
-from growlab.plan.problem import WHOLE, Candidate, Problem, Settings
-from growlab.plan.report import paragraph, table
-from growlab.plan.search import Planned, plan
-from growlab.plan.verdict import Gain, Growing, Smaller, Trial, Verdict
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from growlab.plan.problem import WHOLE, Candidate, Problem, Settings
+    from growlab.plan.report import paragraph, table
+    from growlab.plan.search import Planned, plan
+    from growlab.plan.verdict import Gain, Growing, Smaller, Trial, Verdict
 
 __all__ = [
     "WHOLE",
@@ -20,3 +24,18 @@ __all__ = [
     "plan",
     "table",
 ]
+
+# Imported when they are used: help and errors of `growlab plan` need not wait for torch.
+_MODULES = {
+    "problem": "WHOLE Candidate Problem Settings",
+    "report": "paragraph table",
+    "search": "Planned plan",
+    "verdict": "Gain Growing Smaller Trial Verdict",
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'growlab.plan' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"growlab.plan.{_HOMES[name]}"), name)

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from growlab.__main__ import JobFailed
 from growlab.__main__ import main as composed
+from growlab.processes import announce
 
 # By pairs unless told otherwise: that seed begins as its constructor drew it, as a smaller network that stays does.
 _BY_PAIRS = ("growth=pairs", "lr_adapt=none")
@@ -20,6 +21,7 @@ _MORE = ("plan=default", "hydra.run.dir=runs/${name}_plan/${now:%Y-%m-%d_%H-%M-%
 
 def _job(cfg: DictConfig) -> None:
     # Imported here: help and error sentences need not wait for torch.
+    announce("importing PyTorch and Lightning")
     from growlab.plan.run import run
 
     try:

@@ -4,21 +4,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from growlab.command_parser import CommandParser
 from growlab.errors import UserError
 from growlab.files import write_text
 from growlab.reproduce.registry import Item, Job, Registry, registry
 from growlab.reproduce.slices import Place, device, measured_seconds, missing, train
 
 _RESULTS = Path("notebooks", "results")
-
-
-class _Parser(argparse.ArgumentParser):
-    """Answers a wrong command line with one sentence, as everything else here does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="growlab reproduce",
         description="Train what is missing of a table or figure of the papers, in slices that go on where they ended, "
         "and write its rows beside the published ones. Without NAME: one entry after the other, as far as data are "
@@ -63,7 +56,10 @@ def _parser() -> _Parser:
 
 
 def _minutes(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no number of minutes above 0")
     return value

@@ -85,7 +85,8 @@ class Standing:
         left = self.num_needed - self.num_whole
         if left > 0:
             epochs = sorted({job.epochs for job in self.item.jobs() if job.epochs})
-            parts.append(f"it takes {left} runs of {' or '.join(map(str, epochs))} epochs")
+            length = f" of {' or '.join(map(str, epochs))} epochs" if epochs else ""
+            parts.append(f"it takes {left} run{'' if left == 1 else 's'}{length}")
         return "; ".join(parts)
 
 

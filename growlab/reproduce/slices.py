@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from growlab.errors import UserError
+from growlab.processes import announce
 from growlab.reproduce.registry import Item, Job, Registry
 
 # Steps that are measured, in the second of two epochs: the first one starts kernels and caches.
@@ -86,12 +87,14 @@ def measured_seconds(jobs: Sequence[Job], place: Place, registry: Registry) -> f
     Raises:
         UserError: data is missing, or the steps failed.
     """
+    networks = list(dict.fromkeys(map(_network, jobs)))
     paces: dict[tuple[str, ...], float] = {}
     total = 0.0
     for job in jobs:
         assert job.data is not None and job.epochs is not None
         network = _network(job)
         if network not in paces:
+            announce(f"measuring a few steps of {' '.join(network)}, {len(paces) + 1} of {len(networks)}")
             paces[network] = _samples_per_sec(job, network, place, registry)
         total += job.epochs * int(registry.data[job.data]["num_train"]) / paces[network]
     return total

@@ -35,8 +35,9 @@ def plain_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Lightning's greetings and tips, and its own use of what torch deprecates, are not this run's news."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    """Greetings and tips of libraries, and their own use of what torch deprecates, are not this run's news."""
+    names = ("lightning.pytorch", "lightning.fabric", "matplotlib.font_manager")
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.WARNING)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from growlab.command_parser import CommandParser, sizes
 from growlab.errors import UserError
 from growlab.widen.folder import widen_folder
 from growlab.widen.sizes import PARTS
@@ -19,7 +20,7 @@ from growlab.widen.weights import METHODS
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="growlab widen",
         description=__doc__,
         epilog="Example: growlab widen ./my_model --width 1.5 --depth 2 -o wider",
@@ -39,13 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--input-shape",
-        type=lambda text: tuple(int(size) for size in text.split(",")),
-        default=(3, 224, 224),
+        type=sizes,
+        default=[3, 224, 224],
         metavar="C,H,W",
         help="of images, for torchvision and timm",
     )
-    args = parser.parse_args(arguments)
     try:
+        args = parser.parse_args(arguments)
         if args.width == args.depth == 1:
             raise UserError("nothing to do: give --width, --depth or both.")
         if is_named(args.model):
@@ -79,7 +80,7 @@ def _widen_named(args: argparse.Namespace) -> int:
     if len(args.input_shape) != 3:
         raise UserError("--input-shape takes three numbers: C,H,W.")
     receipt = widen_weights(
-        args.model, args.weights, args.out, args.width, args.method, args.seed, args.input_shape
+        args.model, args.weights, args.out, args.width, args.method, args.seed, tuple(args.input_shape)
     )
     print(
         f"{args.out}: {args.model} of {receipt['num_params']:,} parameters, from {receipt['num_params_before']:,}; "

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from growlab.command_parser import CommandParser, sizes
 from growlab.errors import UserError
 from growlab.survey import METHODS, USUAL, Report, examine, expand, matrix
 
@@ -91,14 +92,16 @@ def _alike(named: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="growlab widths",
         description=__doc__,
         epilog="Example: growlab widths my_package.my_module:factory --input-shape 3,32,32",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("models", nargs="+", metavar="MODEL")
-    parser.add_argument("--input-shape", type=lambda text: [int(size) for size in text.split(",")])
+    parser.add_argument(
+        "--input-shape", type=sizes, metavar="C,H,W", help="of one sample that the network takes"
+    )
     parser.add_argument(
         "--keep-full",
         action="extend",
@@ -122,9 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--memory-limit", type=float, metavar="GB", help="for each model of a matrix")
     parser.add_argument("--jobs", type=int, default=1, help="processes of a matrix")
-    args = parser.parse_args(arguments)
-    methods = args.methods.split(",")
     try:
+        args = parser.parse_args(arguments)
+        methods = args.methods.split(",")
         if unknown := set(methods) - set(METHODS):
             raise UserError(f"no growth method {', '.join(unknown)}; there are {', '.join(METHODS)}.")
         if args.matrix is not None:

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from growlab.errors import UserError
-from growlab.reproduce.page import Standing, page
+from growlab.reproduce.page import Standing, page, standings
 from growlab.reproduce.registry import Check, Item, Rows, registry
 from growlab.reproduce.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, _runs, outcome
 from tests.analysis.fake_runs import write_run
@@ -125,3 +125,8 @@ def test_an_entry_counts_whole_rows_and_shortened_ones(tmp_path: Path) -> None:
     assert (standing.num_whole, standing.num_needed) == (3, 9)
     assert standing.rows_text == "3 of 9; 3 shortened (16 epochs)"
     assert standing.verdict == "reproduced; it takes 6 runs of 160 epochs"
+
+
+def test_a_study_that_has_not_run_is_of_no_number_of_epochs() -> None:
+    study = next(one for one in standings(registry(), None) if one.item.name == "isotropic_invariance")
+    assert study.verdict == "not run; it takes 1 run"
