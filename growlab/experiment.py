@@ -26,6 +26,7 @@ from growlab.callbacks import completed, user_callbacks
 from growlab.data import ImageData
 from growlab.errors import Stopped, UserError
 from growlab.files import remove_unfinished, write_json, write_text
+from growlab.next_commands import next_commands
 from growlab.outcome import results_row
 from growlab.pairing import make_data, make_objective
 from growlab.planning import Planned, learning_rate, left_out, optimizer_maker, plan_run, start_from
@@ -95,20 +96,6 @@ def _resume_command(run_dir: Path) -> str:
     return f"{program()} {shlex.join([*overrides, 'ckpt_path=last', f'hydra.run.dir={run_dir}'])}"
 
 
-def _next_commands() -> str:
-    """Three commands to try after a run, as they can be copied."""
-    experiment = HydraConfig.get().runtime.choices.get("experiment")
-    chosen = "" if experiment in (None, "digits") else f"experiment={experiment} "
-    commands = {
-        f"-m {chosen}method=ours,equal_flops seed=0,1": "against a fixed-size network of equal cost",
-        "table runs": "a table of all runs so far",
-        "widths torchvision/resnet18": "what of a network can grow; yours: package.module:factory",
-    }
-    start, longest = program(), max(map(len, commands))
-    lines = [f"  {start} {command:<{longest}}  # {does}" for command, does in commands.items()]
-    return "\n".join(["next:", *lines])
-
-
 def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
     _check(cfg)
     checkpoint, header = _resume(cfg, run_dir)
@@ -166,7 +153,7 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
     if trainer.is_global_zero:
         print_results(results, run_dir)
         if HydraConfig.get().mode == RunMode.RUN:
-            print(_next_commands())
+            print(next_commands(cfg))
 
 
 def _data(cfg: DictConfig, ending: contextlib.ExitStack) -> ImageData:

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shlex
 import signal
 from collections.abc import Callable
 from itertools import accumulate
@@ -269,11 +270,27 @@ def test_a_run_ends_with_three_commands_to_try(cli: CommandLine, tmp_path: Path)
     assert one.code == 0, one.err
     start, *commands = one.out.splitlines()[-4:]
     assert start == "next:" and all(line.startswith("  growlab ") and "  # " in line for line in commands)
-    sweep, listed, _ = (line.partition("#")[0].split()[1:] for line in commands)
-    assert sweep == ["-m", "experiment=resnet20_cifar10", "method=ours,equal_flops", "seed=0,1"]
-    tried = cli(*sweep, *SHORT, "data=digits", "hydra.sweep.dir=runs/both", cwd=tmp_path)
+    sweep, listed, _ = (shlex.split(line.partition("#")[0])[1:] for line in commands)
+    assert sweep[0] == "-m" and "experiment=resnet20_cifar10" in sweep
+    assert "data=digits" in sweep and sweep[-2:] == ["method=ours,equal_flops", "seed=0,1"]
+    tried = cli(*sweep, "hydra.sweep.dir=runs/both", cwd=tmp_path)
     assert tried.code == 0 and "next:" not in tried.out, tried.err
     assert growlab.analysis.__main__.main([str(tmp_path / name) for name in listed[1:]]) == 0
+
+
+def test_a_run_that_equal_cost_says_nothing_of_is_followed_by_other_seeds(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    arguments = [
+        "experiment=isotropic_digits",
+        "model.width=2",
+        "schedule.total_epochs=2",
+        "data.limit_train=64",
+    ]
+    one = cli(*arguments, "seed=1", "hydra.run.dir=run", cwd=tmp_path)
+    assert one.code == 0, one.err
+    command = one.out.partition("next:")[2].splitlines()[1]
+    assert command == f"  growlab -m {' '.join(arguments)} seed=0,1,2  # the same from three seeds"
 
 
 def test_batches_may_be_limited_and_accumulated(finished: Callable[..., Path]) -> None:

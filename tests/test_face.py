@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+import warnings
 
 import growlab
 from growlab import plan
@@ -38,3 +39,11 @@ def test_every_name_of_a_plan_is_there() -> None:
 def test_a_librarys_first_greeting_is_not_a_runs_news() -> None:
     with quiet_libraries():
         assert not logging.getLogger("matplotlib.font_manager").isEnabledFor(logging.INFO)
+
+
+def test_a_warning_of_growlabs_own_is_a_sentence_in_a_run() -> None:
+    ours, theirs = growlab.__file__, logging.__file__
+    with quiet_libraries():
+        assert warnings.formatwarning("It is so.", UserWarning, ours, 3) == "warning: It is so.\n"
+        assert warnings.formatwarning("It is so.", UserWarning, theirs, 3).startswith(f"{theirs}:3: ")
+    assert warnings.formatwarning("It is so.", UserWarning, ours, 3).startswith(f"{ours}:3: ")

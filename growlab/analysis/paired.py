@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from scipy.stats import t as student_t
 
 from growlab.analysis.grid import Grid
+from growlab.analysis.metrics import Metric
 from growlab.analysis.tables import Row
 from growlab.errors import UserError
 
@@ -43,21 +44,21 @@ class Comparison:
 
 
 def compare_pairs(rows: Sequence[Row], against: str | None = None) -> list[Comparison]:
-    """Compare the rows of each network and data set over equal seeds: each with each, or all with one.
+    """Compare the rows of each network, data set and metric over equal seeds: each with each, or all with one.
 
     Args:
         rows: from `summarise`.
         against: the method's name, as the table prints it, that all others are compared with.
 
     Raises:
-        UserError: no row has that name, or there are no two rows of one network and data set.
+        UserError: no row has that name, or no two rows are of one network, data set and metric.
     """
     if against is not None and all(row.method != against for row in rows):
         names = ", ".join(dict.fromkeys(row.method for row in rows))
         raise UserError(f"there is no method {against} among the runs; choose one of: {names}.")
     comparisons = []
     for one, other in itertools.combinations(rows, 2):
-        if (one.group.model, one.group.data) != (other.group.model, other.group.data):
+        if _task(one) != _task(other):
             continue
         # The better one comes first, so that most differences are gains; the named one comes second.
         pair = sorted((one, other), key=lambda row: -row.metric.quality(row.score_mean))
@@ -69,7 +70,8 @@ def compare_pairs(rows: Sequence[Row], against: str | None = None) -> list[Compa
     if not comparisons:
         names = ", ".join(dict.fromkeys(row.method for row in rows))
         raise UserError(
-            f"there are no two methods on one network and data set to compare: the runs have {names} alone."
+            "there are no two methods on one network and data set to compare, judged by one metric; the runs have "
+            f"{names}."
         )
     return comparisons
 
@@ -105,6 +107,10 @@ def paired_table(comparisons: Sequence[Comparison], level: float = 0.95) -> Grid
             "leaves out zero."
         ),
     )
+
+
+def _task(row: Row) -> tuple[str, str, Metric]:
+    return row.group.model, row.group.data, row.metric
 
 
 def _differences(one: Row, other: Row) -> tuple[float, ...]:

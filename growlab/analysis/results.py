@@ -33,7 +33,7 @@ _REQUIRED: dict[str, tuple[type, ...]] = {
 }
 # Overrides that say who ran it, where and on what, or that the other fields of a group already tell.
 _NOT_A_DIFFERENCE = {
-    *("seed", "ckpt_path", "data.root", "data.download", "data.num_workers", "data.in_memory"),
+    *("name", "seed", "ckpt_path", "data.root", "data.download", "data.num_workers", "data.in_memory"),
     *("experiment", "model", "data", "growth", "lr_adapt", "optimizer", "schedule.total_epochs", "method"),
     *("hydra", "trainer", "logger", "log_rates_every_n_steps", "num_threads", "probe_size"),
 }

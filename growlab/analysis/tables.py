@@ -95,6 +95,9 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
     }
     for group, members in kept.items():
         metric = metrics[group.model, group.data]
+        if not any(f"test_{metric.key}" in run.results for run in members):
+            # Of one network and data set, but with another objective.
+            metric = metric_of(run.results for run in members)
         scores = _finite(run.results.get(f"test_{metric.key}") for run in members)
         reference_epochs = epochs[group.model, group.data]
         # Each run's record has its own reference; rows are comparable only against one.

@@ -4,12 +4,15 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from growlab.data.readers import DIED
 from growlab.errors import UserError
 from growlab.widths import UnsupportedOperation
+
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 @contextlib.contextmanager
@@ -35,12 +38,16 @@ def plain_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Greetings and tips of libraries, and their own use of what torch deprecates, are not this run's news."""
+    """Greetings and tips of libraries, and their own use of what torch deprecates, are not this run's news.
+
+    Warnings of growlab itself are then sentences, without the line of code that gives them.
+    """
     names = ("lightning.pytorch", "lightning.fabric", "matplotlib.font_manager")
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.WARNING)
+    usual, warnings.formatwarning = warnings.formatwarning, _formatted
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"lightning\.pytorch\.utilities\._pytree")
@@ -49,5 +56,14 @@ def quiet_libraries() -> Iterator[None]:
             warnings.filterwarnings("ignore", message=r"It is recommended to use .self\.log")
             yield
     finally:
+        warnings.formatwarning = usual
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    if Path(filename).is_relative_to(_PACKAGE):
+        return f"warning: {message}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"

@@ -66,7 +66,7 @@ def test_a_figure_is_written_and_is_the_same_each_time(runs, tmp_path, capsys, s
         (["paired", "{runs}", "--against", "our"], "choose one of: fixed-size, ours + stagewise_norm"),
         (
             ["paired", "{runs}/ours"],
-            "no two methods on one network and data set to compare: the runs have ours",
+            "no two methods on one network and data set to compare",
         ),
         (["paper", "{runs}", "-o", "x.json"], "is written as .md, .tex or .csv"),
         (["figure", "learning_curve", "{runs}", "-o", "x.png"], "did you mean learning_curves?"),

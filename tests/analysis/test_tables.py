@@ -210,6 +210,29 @@ def test_other_objectives_are_judged_by_what_they_name(tmp_path):
     assert all(pair.row.metric.quality(0.1) > pair.row.metric.quality(0.2) for pair in compare_pairs(rows))
 
 
+def test_rows_of_one_data_set_with_two_objectives_keep_their_own_metrics(tmp_path):
+    for seed, (name, growth) in enumerate([("rmse", "ours"), ("rmse", "none"), ("mae", "ours")]):
+        path = write_run(
+            tmp_path / str(seed),
+            growth=growth,
+            overrides=[f"objective={name}", f"name={name}"],
+            metric={"name": name, "higher_is_better": False},
+            **{f"test_{name}": 0.5},
+        )
+        results = json.loads((path / "results.json").read_text())
+        del results["test_accuracy"]
+        (path / "results.json").write_text(json.dumps(results))
+    rows = summarise(load_runs(tmp_path))
+    assert sorted((row.metric.name, row.score_text) for row in rows) == [
+        ("mae", "0.5 (1)"),
+        ("rmse", "0.5 (1)"),
+        ("rmse", "0.5 (1)"),
+    ]
+    (pair,) = compare_pairs(rows)
+    assert pair.row.metric.name == pair.against.metric.name == "rmse"
+    assert all("name=" not in row.method for row in rows)
+
+
 def test_the_optimizers_state_sets_rows_apart(tmp_path):
     for method in ("ours_without_state", "ours_with_state"):
         write_run(tmp_path / method, lr_adapt="none", overrides=[f"method={method}"])
