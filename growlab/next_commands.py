@@ -1,17 +1,17 @@
 """What to try after a run: three commands that can be copied."""
 
+import re
 import shlex
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from growlab.configuration import config_dir
 from growlab.processes import program
 
 # Overrides that the command which compares has its own of, or that belong to one run.
 _OWN = ("method=", "growth", "lr_adapt", "seed=", "ckpt_path=", "start_from=", "hydra.")
 _ONE_RUN = ("seed=", "ckpt_path=", "hydra.")
-# Beside these a run stopped at equal cost is not the comparison: they change what is trained.
-_PARTS = ("depth.", "resolution.", "osgd.", "isotropic.")
 _SCHEDULES = ("exponential", "linear")
 # Longer commands are no measure for where the remarks stand.
 _ALIGNED = 60
@@ -42,8 +42,10 @@ def _comparison(cfg: DictConfig) -> tuple[str, str]:
     given = list(job.overrides.task)
     kept = [override for override in given if not override.startswith(_OWN)]
     by_schedule = schedule in _SCHEDULES and cfg.schedule.budget is None
-    plain = not any(override.lstrip("+").startswith(_PARTS) for override in given)
-    if growth == "ours" and by_schedule and plain:
+    # Beside a part that was asked for, a run stopped at equal cost is not the comparison.
+    parts = {"parts", *(path.stem for path in (config_dir() / "parts").glob("*.yaml"))}
+    has_part = any(re.split(r"[.=]", override.lstrip("+"))[0] in parts for override in given)
+    if growth == "ours" and by_schedule and not has_part:
         sweep = shlex.join([*kept, "method=ours,equal_flops", "seed=0,1"])
         return f"-m {sweep}", "against a fixed-size network of equal cost"
     again = [override for override in given if not override.startswith(_ONE_RUN)]

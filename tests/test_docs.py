@@ -15,6 +15,27 @@ from tests.command_line import ROOT
 PAGES = ROOT / "notebooks" / "docs" / "pages"
 PACKAGES = ("widths", "growth", "optim", "training", "networks", "data", "analysis")
 
+SEARCHED = {
+    "optimizer state": "guide/optimizers/",
+    "DDP": "guide/devices/",
+    "multiple GPUs": "guide/devices/",
+    "out of memory": "guide/devices/",
+    "resume": "guide/experiments/",
+    "command line": "guide/experiments/",
+    "mixed precision": "guide/experiments/",
+    "LayerNorm": "guide/networks/",
+    "BatchNorm": "guide/networks/",
+    "attention heads": "guide/networks/",
+    "which layers grow": "guide/networks/",
+    "my own dataset": "guide/own_data/",
+    "early stopping": "guide/own_data/",
+    "does growing pay": "guide/measured/",
+    "EMA": "guide/schedules/",
+    "export the model": "tutorials/your_network/",
+    "cite": "",
+    "tutorials": "",
+}
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -46,6 +67,22 @@ def test_every_public_name_has_an_entry(site: Path, package: str) -> None:
 def test_the_example_is_the_readmes(site: Path) -> None:
     text = re.sub(r"<[^>]+>", "", (site / "own_loop" / "index.html").read_text())
     assert "trigger={0: 0.25, 2: 0.5, 4: 1.0}" in text
+
+
+def test_a_search_finds_guides_before_the_api(site: Path) -> None:
+    sections = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    boosts = {one["location"].partition("#")[0]: one.get("boost", 1.0) for one in sections}
+    assert (
+        boosts["guide/networks/"] == boosts["tutorials/your_network/"] > boosts["widths/"] > boosts["papers/"]
+    )
+
+
+def test_what_users_search_for_is_in_a_title_of_the_page_that_answers(site: Path) -> None:
+    sections = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    titles = {one["location"]: one["title"].lower() for one in sections}
+    for words, page in SEARCHED.items():
+        found = [t for location, t in titles.items() if location.startswith(page) and words.lower() in t]
+        assert found, f"no title of {page} has {words!r}"
 
 
 def test_every_notebook_is_a_page(site: Path) -> None:
