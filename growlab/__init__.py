@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from growlab.errors import how_to_install, needs
+
 if TYPE_CHECKING:
     from growlab.errors import UserError
     from growlab.frontends.lightning import Growth
@@ -70,7 +72,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("growlab.optim")
     if name not in _HOMES:
         raise AttributeError(f"module 'growlab' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    with needs(f"growlab.{name}", how_to_install()):
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

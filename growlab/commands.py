@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,6 +101,13 @@ def run_without(missing: ModuleNotFoundError) -> int:
         The exit code.
     """
     import_from_here()
+    if sys.argv[1:] == ["--version"]:
+        print(f"growlab {version('growlab')}")
+        return 0
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        print(f"Experiments need {missing.name}, which is not installed: {how_to_install()}.\n")
+        print(f"Commands (each with --help)\n{described()}")
+        return 0
     try:
         code = run_command(sys.argv[1:])
     except ModuleNotFoundError as error:

@@ -1,8 +1,10 @@
 """The exceptions that a user is meant to read."""
 
+import contextlib
 import importlib.metadata
 import re
 import signal
+from collections.abc import Iterator
 
 
 class UserError(Exception):
@@ -54,3 +56,27 @@ def how_to_install(extra: str | None = None) -> str:
         return f"pip install -e '.{'' if extra is None else f'[{extra}]'}' in growlab's checkout"
     named = "" if extra is None else f" (growlab's extra [{extra}])"
     return "pip install " + " ".join(f"'{package}'" for package in packages) + named
+
+
+@contextlib.contextmanager
+def needs(what: str, command: str) -> Iterator[None]:
+    """Say what installs a package that an import misses.
+
+    Args:
+        what: needs it, to begin the sentence with.
+        command: that installs it.
+
+    Raises:
+        ModuleNotFoundError: with that sentence.
+
+    Example:
+        >>> with needs("A bird", "pip install feathers"):
+        ...     import no_feathers
+        Traceback (most recent call last):
+        ModuleNotFoundError: A bird needs no_feathers, which is not installed: pip install feathers
+    """
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        told = f"{what} needs {missing.name}, which is not installed: {command}"
+        raise ModuleNotFoundError(told, name=missing.name) from None

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -15,6 +16,7 @@ _ONE_RUN = ("seed=", "ckpt_path=", "hydra.")
 _SCHEDULES = ("exponential", "linear")
 # Longer commands are no measure for where the remarks stand.
 _ALIGNED = 60
+_NO_END = 10**6
 
 
 def next_commands(cfg: DictConfig) -> str:
@@ -32,6 +34,9 @@ def next_commands(cfg: DictConfig) -> str:
     start = program()
     longest = max(len(command) for command in commands if len(command) <= _ALIGNED)
     lines = [f"  {start} {command:<{longest}}  # {does}" for command, does in commands.items()]
+    # Not a terminal: as long as they are.
+    if max(map(len, lines)) > shutil.get_terminal_size((_NO_END, 24)).columns:
+        lines = [f"  # {does}\n  {start} {command}" for command, does in commands.items()]
     return "\n".join(["next:", *lines])
 
 

@@ -278,6 +278,15 @@ def test_a_run_ends_with_three_commands_to_try(cli: CommandLine, tmp_path: Path)
     assert growlab.analysis.__main__.main([str(tmp_path / name) for name in listed[1:]]) == 0
 
 
+def test_in_a_narrow_terminal_remarks_stand_above_the_commands_to_try(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    one = cli(*SHORT, "data=digits", "hydra.run.dir=run", cwd=tmp_path, environment={"COLUMNS": "80"})
+    start, *lines = one.out.splitlines()[-7:]
+    assert start == "next:" and all(line.startswith("  # ") for line in lines[::2])
+    assert all(line.startswith("  growlab ") and "#" not in line for line in lines[1::2])
+
+
 def test_a_run_that_equal_cost_says_nothing_of_is_followed_by_other_seeds(
     cli: CommandLine, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import growlab
 
 PACKAGE = Path(growlab.__file__).parent
-EVERYWHERE = {"errors", "files", "ranks", "settings"}
+EVERYWHERE = {"command_parser", "errors", "files", "ranks", "settings"}
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ def rule(parts: str = "", packages: str | None = None) -> Rule:
 
 
 RULES = {
+    "command_parser": rule(packages=""),
     "errors": rule(packages=""),
     "files": rule(packages=""),
     "settings": rule(packages=""),
@@ -52,7 +53,7 @@ RULES = {
     "configuration": rule("configs", packages="hydra omegaconf"),
     "argument_types": rule(packages="hydra omegaconf"),
     "trainer_options": rule(packages="omegaconf"),
-    "explain": rule("trainer_options", packages="hydra omegaconf yaml"),
+    "explain": rule("commands trainer_options", packages="hydra omegaconf yaml"),
     "library": rule(packages="torch torchvision timm safetensors"),
     "widths.__main__": rule("survey", packages=""),
     "survey": rule("networks widths growth parts analysis flops", packages="torch"),
@@ -60,7 +61,7 @@ RULES = {
     "widen.__main__": rule("widen", packages=""),
     "language_models": rule("survey widen", packages="torch"),
     "analysis.__main__": rule("analysis"),
-    "reproduce": rule("analysis configuration"),
+    "reproduce": rule("analysis configuration processes"),
     "reproduce.__main__": rule("analysis reproduce"),
     "dashboard": rule(packages="wandb_workspaces"),
     # It finds the modules of commands by name, when one is asked for.
@@ -70,6 +71,7 @@ RULES = {
     "launcher": rule("processes", packages="hydra torch"),
     "sweep_progress": rule("processes", packages="hydra"),
     "sweeps": rule("analysis processes experiment training sweep_progress", packages="hydra omegaconf torch"),
+    "next_commands": rule("configuration processes", packages="hydra omegaconf"),
     "outcome": rule("training", packages="hydra omegaconf"),
     "planning": rule(
         "widths growth triggers parts grower data training processes trainer_options pairing library"
@@ -79,12 +81,12 @@ RULES = {
     "pairing": rule("training data", packages="torch hydra omegaconf"),
     "experiment": rule(
         "studies networks widths growth optim data training analysis configuration processes outcome planning "
-        "argument_types callbacks pairing telling trainer_options"
+        "argument_types callbacks next_commands pairing telling trainer_options"
     ),
     "plan": rule(
         "growth triggers parts grower training analysis processes trainer_options pairing planning flops configuration",
     ),
-    "plan.__main__": rule("plan __main__", packages="omegaconf"),
+    "plan.__main__": rule("plan processes __main__", packages="omegaconf"),
     "__main__": rule(
         "commands configuration explain experiment launcher resuming processes sweeps",
         packages="hydra omegaconf",
@@ -108,6 +110,7 @@ CONFIGURED = {
     "signatures",
     "explain",
     "naming",
+    "next_commands",
     "outcome",
     "resuming",
     "processes",

@@ -492,6 +492,12 @@ def hide(names):
     ("arguments", "code", "told"),
     [
         ((), 2, r"error: this needs hydra, which is not installed: pip install .*'hydra-core.*\."),
+        (("--version",), 0, r"^growlab \d"),
+        (
+            ("--help",),
+            0,
+            r"^Experiments need hydra, which is not installed: pip install [^\0]*\n    growlab widths ",
+        ),
         (("table", "--help"), 0, "usage: growlab table"),
         (("widths", "growlab/mlp8", "--input-shape", "1,4,4"), 0, "growlab/mlp8: 8 width groups"),
     ],
@@ -511,6 +517,27 @@ def test_beside_torch_alone_the_engines_commands_run(
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
     assert re.search(told, done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        (
+            "import growlab; growlab.Growth",
+            "growlab.Growth needs lightning, which is not installed: pip install ",
+        ),
+        (
+            "import growlab.frontends.transformers",
+            f"needs transformers, which is not installed: {how_to_install('transformers')}",
+        ),
+    ],
+)
+def test_a_program_that_lacks_a_package_is_told_what_installs_it(program: str, told: str) -> None:
+    program = f"{HIDING}\nhide({['lightning', 'transformers']})\n{program}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and told in done.stderr.splitlines()[-1]
 
 
 def test_an_exit_of_the_job_stays_what_it_is(growlab: Callable[..., Outcome]) -> None:

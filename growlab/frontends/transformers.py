@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
 
-from growlab.errors import UserError
+from growlab.errors import UserError, how_to_install, needs
 from growlab.frontends.ending import end
 from growlab.frontends.example import positional
 from growlab.grower import Grower
@@ -21,6 +19,10 @@ from growlab.growth import GrowthMethod, Schedule
 from growlab.optim import Inheritance
 from growlab.parts.part import Part
 from growlab.triggers import Trigger, as_trigger
+
+with needs("Growth in Hugging Face's Trainer", how_to_install("transformers")):
+    from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import ExportableState
 
 log = logging.getLogger(__name__)
 
