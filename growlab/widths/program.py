@@ -5,6 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.export import default_decompositions
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from growlab.errors import UserError
 from growlab.widths.places import place_of
@@ -17,7 +21,11 @@ class UnsupportedOperation(UserError, ValueError):
 def operation_of(node: Any) -> str:
     """Name of a node's operation without namespace and overload."""
     schema = getattr(node.target, "_schema", None)
-    return str(node.target.__name__) if schema is None else str(schema.name.rpartition("::")[2])
+    return (
+        getattr(node.target, "__name__", str(node.target))
+        if schema is None
+        else str(schema.name.rpartition("::")[2])
+    )
 
 
 def operations(part: torch.fx.GraphModule) -> Iterator[str]:
@@ -27,6 +35,45 @@ def operations(part: torch.fx.GraphModule) -> Iterator[str]:
             yield operation_of(node)
         elif node.op == "get_attr" and isinstance(inner := getattr(part, node.target), torch.fx.GraphModule):
             yield from operations(inner)
+
+
+def is_pointwise(node: Any) -> bool:
+    """Whether a node computes every entry from the entries at the same place, and draws none."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def parts_of(node: Any) -> torch.fx.GraphModule | None:
+    """The operations that a composite one is made of, over the tensors that enter it; None: it is no composite.
+
+    Args:
+        node: of an exported program.
+    """
+    leaves, spec = tree_flatten((node.args, node.kwargs))
+    nodes = [leaf for leaf in leaves if isinstance(leaf, torch.fx.Node)]
+    tensors = [value for leaf in nodes if isinstance(value := leaf.meta.get("val"), FakeTensor)]
+    if getattr(node.target, "namespace", None) != "aten" or not tensors or len(tensors) < len(nodes):
+        return None
+
+    def call(*given: Tensor) -> Any:
+        tensor = iter(given)
+        args, kwargs = tree_unflatten([next(tensor) if leaf in nodes else leaf for leaf in leaves], spec)
+        return node.target(*args, **kwargs)
+
+    known: Any = default_decompositions()
+    mode: Any = tensors[0].fake_mode
+    try:
+        with mode:
+            made = make_fx(call, {node.target: known[node.target]} if node.target in known else None)(
+                *tensors
+            )
+    except RuntimeError:
+        # What it is made of depends on numbers in the data.
+        return None
+    calls = [each for each in made.graph.nodes if each.op == "call_function"]
+    for each in calls:
+        each.meta |= {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+    return None if node.target in [each.target for each in calls] else made
 
 
 def shapes_of(node: Any) -> list[tuple[int, ...]]:

@@ -17,6 +17,8 @@ from growlab.widths.program import (
     canonical_names,
     constants_of,
     is_dead,
+    is_pointwise,
+    parts_of,
 )
 from growlab.widths.recorder import Recorder
 from growlab.widths.rules import (
@@ -58,6 +60,8 @@ class Tracer(Recorder):
         self._canonical = canonical_names(model)
         self._known: dict[str, Value] = {}
         self._visited: list[tuple[str, tuple[float, ...], list[Value]]] = []
+        # How deep the parts of composite operations are that are visited.
+        self._inside = 0
         self._constants = constants_of(program)
 
     def run(self) -> WidthGraph:
@@ -86,26 +90,33 @@ class Tracer(Recorder):
     def _visit(self, part: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """The outputs of the program, or of a part of it that is called with these inputs."""
         values: dict[Any, Any] = {}
-        self._values = values
+        outer, self._values = self._values, values
         given = iter(inputs)
         for node in part.graph.nodes:
             if node.op == "placeholder":
                 values[node] = next(given) if inputs else self._placeholder(node)
             elif node.op == "get_attr":
-                values[node] = getattr(part, node.target)
-            elif node.op == "call_function" and is_dead(node):
-                # Only its sizes were looked at. It has no part in what the network computes.
+                held = getattr(part, node.target)
+                values[node] = self._constant(held) if isinstance(held, Tensor) else held
+            elif node.op == "call_function" and is_dead(node) and not is_pointwise(node):
+                # Only its sizes were looked at. It has no part in what the network computes. What is added up for
+                # nothing must be of one width nevertheless.
                 values[node] = self._of_fixed(node)
             elif node.op == "call_function":
                 values[node] = result = self._call(node, values)
                 for base in bases_of(node):
                     values[base] = overwritten(values[base], result)
-                if computes(operation := self.operation(node)):
+                if not self._inside and computes(operation := self.operation(node)):
                     numbers = numbers_of(node.target, node.args, node.kwargs, self._constants)
                     self._visited.append((name_of(operation), numbers, list(values_in(result))))
             elif node.op == "output":
+                self._values = outer
                 return torch.fx.node.map_arg(node.args, lambda n: values[n])[0]
         return None
+
+    def _constant(self, held: Tensor) -> Value:
+        shape = tuple(held.shape)
+        return Value(shape, tuple(map(fixed, shape)), self.scales.new(unit=True))
 
     def _of_fixed(self, node: Any) -> Any:
         values = [
@@ -152,13 +163,7 @@ class Tracer(Recorder):
         if operation in self._opaque:
             return keep_full_width(self, node, named)
         if operation not in RULES:
-            if self._is_fixed(named):
-                return keep_full_width(self, node, named)
-            raise UnsupportedOperation(
-                f"no channel rule for {node.target}{place_of(node)}; let the channels that enter it keep their full "
-                f"width: python -m growlab ... opaque=[{operation}], python -m growlab.widths ... --keep-full "
-                f"{operation}, or trace(..., opaque=[{operation!r}])."
-            )
+            return self._without_rule(node, operation, named)
         if self.follow_norms:
             where = f"{operation}{place_of(node)}"
             shape = next(iter(self.shapes(node)), ())
@@ -169,6 +174,28 @@ class Tracer(Recorder):
                 return replace(result, linear_in=linear)
             return [replace(value, linear_in=linear) for value in result]
         return result
+
+    def _without_rule(self, node: Any, operation: str, named: dict[str, Any]) -> Any:
+        """What an operation without a rule does that works entry by entry, or is made of others."""
+        if self._is_fixed(named):
+            return keep_full_width(self, node, named)
+        if is_pointwise(node) and not self.has_several_outputs(node):
+            return RULES["where"](self, node, named)
+        if (parts := parts_of(node)) is not None:
+            self._inside += 1
+            result = self._visit(parts, list(values_in(list(named.values()))))
+            self._inside -= 1
+            return result
+        if getattr(node.target, "__module__", "").startswith("torch._functorch"):
+            raise UnsupportedOperation(
+                f"torch.vmap cannot be followed{place_of(node)}; write it out over one more dimension, as torch.einsum "
+                "or torch.bmm do, or train the network with growth=none."
+            )
+        raise UnsupportedOperation(
+            f"no channel rule for {node.target}{place_of(node)}; let the channels that enter it keep their full "
+            f"width: python -m growlab ... opaque=[{operation}], python -m growlab.widths ... --keep-full "
+            f"{operation}, or trace(..., opaque=[{operation!r}])."
+        )
 
     def _with_makers(self, operation: str, args: Mapping[str, Any], result: Any) -> Any:
         """The same result, which the layers behind the arguments have made."""

@@ -128,7 +128,7 @@ def _product(tracer: "Tracer", node: Any, values: list[Value], rank: int, num_su
     return Value(shape, (*axes, *map(fixed, shape[rank - 2 :])), tracer.scales.new(unit=True))
 
 
-@rule("softmax", "log_softmax", "_softmax", "cumsum")
+@rule("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumsum_")
 def over_one_dimension(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Over one dimension, which keeps its width; the others pass."""
     x = args["self"]

@@ -17,9 +17,9 @@ relu relu_ leaky_relu leaky_relu_ rrelu dropout dropout_ feature_dropout feature
 positive abs abs_
 """
 # They leave every number as it is, in another type or place.
-_CASTS = (
-    "clone contiguous alias detach detach_ to _to_copy lift_fresh_copy type_as float double half bfloat16"
-)
+_CASTS = """
+clone contiguous alias detach detach_ detach_copy to _to_copy lift_fresh_copy type_as float double half bfloat16
+"""
 _POINTWISE = """
 tanh tanh_ sigmoid sigmoid_ gelu gelu_ silu silu_ elu elu_ selu selu_ softplus hardtanh hardtanh_ hardswish hardswish_
 hardsigmoid hardsigmoid_ mish mish_ exp exp_ exp2 sqrt sqrt_ rsqrt rsqrt_ log log2 log10 sin cos tan sinh cosh asin
@@ -28,9 +28,10 @@ log_sigmoid threshold threshold_ sign sgn floor ceil round trunc frac log1p expm
 nan_to_num zero_ isnan isinf isfinite signbit sinc digamma lgamma logical_not bitwise_not
 """
 _CHOOSING = """
-where masked_fill masked_fill_ eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
-__and__ __or__ __xor__ pow pow_ clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip lerp addcmul addcdiv atan2
-fmod remainder floor_divide hypot logaddexp logaddexp2 xlogy copysign isclose copy copy_ fill fill_
+where masked_fill masked_fill_ eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or
+bitwise_xor __and__ __or__ __xor__ pow pow_ clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip lerp
+addcmul addcdiv atan2 eq_ ne_ lt_ le_ gt_ ge_ fmod remainder floor_divide floor_divide_ copysign_ hypot
+logaddexp logaddexp2 xlogy copysign isclose copy copy_ fill fill_
 """
 
 

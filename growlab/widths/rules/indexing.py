@@ -118,11 +118,25 @@ def _same_beside(tracer: "Tracer", dim: int, x: Value, other: Value) -> None:
             tracer.atoms.freeze(theirs, _PICKED)
 
 
-@rule("topk", "sort", "argsort", "cummax", "cummin", "kthvalue", "median", "logcumsumexp", "flip", "roll")
+@rule(
+    *(
+        "topk",
+        "sort",
+        "argsort",
+        "cummax",
+        "cummin",
+        "kthvalue",
+        "median",
+        "nanmedian",
+        "mode",
+        "logcumsumexp",
+    ),
+    *("flip", "roll"),
+)
 def ordered(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Value]:
     """Entries of a dimension in another order, or some of them."""
     x = first_tensor(args)
-    over_all = None if tracer.operation(node) == "median" else -1
+    over_all = None if tracer.operation(node) in ("median", "nanmedian", "roll") else -1
     dims = args.get("dims", args.get("dim", over_all))
     chosen = [dims] if isinstance(dims, int) else dims or range(len(x.shape))
     places = {dim % len(x.shape) for dim in chosen}

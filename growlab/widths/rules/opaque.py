@@ -20,8 +20,16 @@ OPAQUE = (
         "native_group_norm",
         "_weight_norm",
         "cdist",
-        "prod",
-        "histc",
+        *("dist", "_linalg_det", "_linalg_slogdet", "_linalg_svd", "_linalg_eigh", "linalg_eig"),
+        *(
+            "linalg_inv_ex",
+            "linalg_matrix_exp",
+            "linalg_cholesky_ex",
+            "_linalg_solve_ex",
+            "linalg_lu_factor_ex",
+        ),
+        *("linalg_pinv", "cholesky_inverse", "cholesky_solve", "triangular_solve"),
+        *("prod", "histc", "histogram", "frexp", "slice_scatter"),
     ),
     *(
         "bincount",
@@ -32,6 +40,7 @@ OPAQUE = (
         "istft",
     ),
     *("real", "imag", "complex", "polar", "view_as_real", "view_as_complex"),
+    *("_conj", "_fft_c2c", "_fft_r2c", "_fft_c2r"),
     *(f"fft_{kind}fft{dims}" for kind in ("", "i", "r", "ir") for dims in ("", "2", "n")),
 )
 

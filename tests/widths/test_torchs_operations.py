@@ -1,0 +1,171 @@
+"""Operations of torch between two layers: growth preserves the function whatever they are, or they are refused."""
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab.errors import UserError
+from growlab.grower import Grower
+from growlab.growth import VarianceTransfer
+from growlab.widths import UnsupportedOperation
+
+IMAGE = torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+class Around(nn.Module):
+    """A function of the channels h [2, 8, 6, 6], and what comes of it where it has as many."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+        self.last = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.sigmoid(self.a(x)) * 0.8 + 0.1
+        result = self.last(torch.relu(self.b(h)))
+        found = self.function(h)
+        for y in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(y, Tensor):
+                y = (y.abs() if y.is_complex() else y).double()
+                alike = y.shape == h.shape
+                result = result + (self.last(torch.tanh(self.c(torch.tanh(y)))) if alike else y.tanh().sum())
+        return result
+
+
+def grown(function: Callable[[Tensor], Any]) -> list[str]:
+    """Grow around a function, twice with other weights; raise an error if the network computes anything else."""
+    torch.manual_seed(0)
+    network = Around(function).double()
+    grower = Grower(network, IMAGE, method=VarianceTransfer(), trigger={0: 0.5, 1: 0.75, 2: 1.0})
+    for epoch in range(3):
+        grower.step(epoch=epoch)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return list(grower.full_graph.groups)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        # Composites, which are taken apart: all channels may grow.
+        lambda h: F.cosine_similarity(h, h * h, dim=2)[:, :, None] * h,
+        lambda h: torch.subtract(h, h * h, alpha=0.5),
+        lambda h: torch.swapdims(h, 2, 3),
+        lambda h: torch.special.expit(h),
+        lambda h: torch.special.softmax(h, 2),
+        lambda h: torch.vstack([h, h])[:2],
+        lambda h: F.smooth_l1_loss(h, h * h, reduction="none"),
+        lambda h: h.clone().subtract_(0.5),
+        # Entry by entry, by the tag that torch gives them.
+        lambda h: torch.special.i0e(h),
+        lambda h: h.clone().sin_(),
+        lambda h: torch.deg2rad(h),
+        lambda h: torch.heaviside(h, h * h),
+        lambda h: h.clone().lt_(0.5),
+    ],
+)
+def test_channels_grow_through_what_is_composite_or_works_entry_by_entry(
+    function: Callable[[Tensor], Any],
+) -> None:
+    assert set(grown(function)) >= {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: torch.roll(h, 1),
+        lambda h: torch.dist(h, h * h),
+        lambda h: F.cosine_similarity(h, h * h, dim=1),
+        lambda h: F.cross_entropy(h, h.argmax(1)),
+    ],
+)
+def test_channels_that_are_mixed_keep_their_width(function: Callable[[Tensor], Any]) -> None:
+    assert "a" not in grown(function)
+
+
+def test_what_is_added_for_nothing_is_of_one_width_too() -> None:
+    """The last block of many networks with skip connections adds to a stream that nothing reads any more."""
+
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.out = nn.Linear(3, 8), nn.Linear(6, 2)
+            self.inner = nn.ModuleList(nn.Linear(8, 10) for _ in range(2))
+            self.skip = nn.ModuleList(nn.Linear(10, 6) for _ in range(2))
+            self.residual = nn.ModuleList(nn.Linear(10, 8) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h, total = self.stem(x), torch.zeros(())
+            for inner, skip, residual in zip(self.inner, self.skip, self.residual, strict=True):
+                y = torch.tanh(inner(h))
+                total, h = total + skip(y), h + residual(y)
+            return self.out(F.relu(total))
+
+    network = Skips().double()
+    grower = Grower(network, torch.randn(4, 3).double(), method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
+    grower.step(epoch=1)
+    assert set(grower.full_graph.groups) == {"stem", "inner.0", "inner.1", "skip.0"}
+
+
+def test_vmap_is_refused_in_a_sentence() -> None:
+    def ensemble(h: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row * 2)(h)
+
+    with pytest.raises(UnsupportedOperation, match=r"torch\.vmap cannot be followed .*torch\.einsum"):
+        grown(ensemble)
+
+
+# Ways to call a function that is known by its name alone.
+CALLS: tuple[Callable[[Any, Tensor], Any], ...] = (
+    lambda f, h: f(h),
+    lambda f, h: f(h, h),
+    lambda f, h: f(h, h * 0.5 + 0.1),
+    lambda f, h: f(h, 1),
+    lambda f, h: f(h, -2),
+    lambda f, h: f(h, 0.5),
+    lambda f, h: f(h, 1, 1),
+    lambda f, h: f(h, h, h),
+    lambda f, h: f(h, (2, 2)),
+    lambda f, h: f([h, h]),
+)
+NAMESPACES = (torch, F, torch.special, torch.linalg, torch.fft, torch.Tensor)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+def test_every_function_of_torch_is_exact_or_refused() -> None:
+    tried = 0
+    for namespace in NAMESPACES:
+        for name in sorted(
+            set(dir(namespace)) - {"set_", "resize_", "backward", "share_memory_", "compile", "export"}
+        ):
+            function = getattr(namespace, name)
+            if (
+                name[0] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+                or isinstance(function, type)
+                or not callable(function)
+            ):
+                continue
+            for call in CALLS:
+                network = Around(lambda h, f=function, call=call: call(f, h)).double().eval()
+                try:
+                    with torch.no_grad(), warnings.catch_warnings():
+                        first, second = network(IMAGE), network(IMAGE)
+                except Exception:  # not a way to call this one
+                    continue
+                if not isinstance(first, Tensor) or not math.isfinite(first.sum()) or not first.equal(second):
+                    continue
+                with contextlib.suppress(UserError):
+                    grown(network.function)
+                tried += 1
+    assert tried > 1500
