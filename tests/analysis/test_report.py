@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,30 @@ def test_runs_of_one_name_are_told_apart_by_their_folder(tmp_path: Path) -> None
     assert len(set(names)) == 2 and all(
         name in shown for name, shown in zip(("one", "other"), names, strict=True)
     )
+
+
+def test_a_curve_is_drawn_of_the_runs_that_have_it(tmp_path: Path) -> None:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no Chromium here")
+    first, second = load_runs([RESULTS / "digits" / "ours_s0", RESULTS / "digits" / "fixed_s0"])
+    told_of_one = page([second]).partition("const RUNS = ")[2].partition("\n")[0]
+    both = page([first, second])
+    # The second run is of another objective.
+    other = told_of_one.replace('"val_accuracy"', '"val_rmse"')[1:-2]
+    path = tmp_path / "page.html"
+    path.write_text(both.replace(told_of_one[1:-2], other))
+    command = [
+        chromium,
+        "--headless",
+        "--no-sandbox",
+        f"--user-data-dir={tmp_path}",
+        "--dump-dom",
+        f"file://{path}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    drawn = done.stdout.partition("</script>")[0].partition("One run")[0]
+    assert drawn.count("<path") == 1 and "NaN" not in drawn and "val rmse" in drawn
 
 
 def test_the_command_writes_the_page_and_says_what_is_wrong(
