@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from growlab.widths.groups import WidthGraph
@@ -185,6 +186,15 @@ def _left_alone(model: nn.Module) -> Iterator[None]:
 def _not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exception) -> UnsupportedOperation:
     """Why: the network cannot compute such an input at all, or torch.export cannot follow how it does."""
     name = type(model).__name__
+    for path, module in model.named_modules():
+        if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
+            return UnsupportedOperation(
+                f"{path or name} ({type(module).__name__}) has no shape yet; call the network once on an example input."
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            return UnsupportedOperation(
+                f"{path or name} is a torch.jit.ScriptModule, which cannot be traced; script the network at the end."
+            )
     try:
         with torch.no_grad():
             model(*inputs)

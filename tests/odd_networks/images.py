@@ -75,3 +75,16 @@ def two_filters_a_channel():
     return Net(
         run, a=Conv(3, 6, 3), d=Conv(6, 12, 3, groups=6), n=Norm2d(12), b=nn.Conv2d(12, 9, 1), c=Linear(9, 3)
     )
+
+
+@odd(real(3, 8, 8))
+def filters_of_frequencies():
+    """A global filter (GFNet): each channel is multiplied by numbers of its own, frequency by frequency."""
+
+    def run(m, x):
+        x = F.relu(m.a(x))
+        spectrum = torch.fft.rfft2(x, dim=(2, 3), norm="ortho") * torch.view_as_complex(m.filter)
+        x = torch.fft.irfft2(spectrum, s=(8, 8), dim=(2, 3), norm="ortho")
+        return m.c(F.relu(m.b(x)).mean((2, 3)))
+
+    return Net(run, a=Conv(3, 12, 3), filter=torch.randn(12, 8, 5, 2), b=Conv(12, 16, 3), c=Linear(16, 4))

@@ -1,6 +1,7 @@
 """Groups, axes and scale classes that tracing finds, and what it refuses."""
 
 import logging
+import warnings
 
 import pytest
 import torch
@@ -349,3 +350,18 @@ def test_rows_that_are_no_batch_stay() -> None:
 
     graph = trace(Written(), torch.randn(4, 5))
     assert not graph.groups and "written into" in graph.fixed["a"]
+
+
+def test_layers_without_shapes_and_scripted_ones_are_told():
+    lazy = nn.Sequential(nn.Linear(4, 8), nn.LazyLinear(8), nn.Linear(8, 2))
+    with pytest.raises(
+        UnsupportedOperation, match=r"1 \(LazyLinear\) has no shape yet; call the network once"
+    ):
+        trace(lazy, torch.randn(2, 4))
+    lazy(torch.randn(2, 4))
+    assert trace(lazy, torch.randn(2, 4)).full_widths == {"0": 8, "1": 8}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = nn.Sequential(nn.Linear(4, 8), torch.jit.script(nn.Linear(8, 2)))
+    with pytest.raises(UnsupportedOperation, match=r"1 is a torch\.jit\.ScriptModule"):
+        trace(scripted, torch.randn(2, 4))

@@ -31,7 +31,7 @@ _CHOOSING = """
 where masked_fill masked_fill_ eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or
 bitwise_xor __and__ __or__ __xor__ pow pow_ clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip lerp
 addcmul addcdiv atan2 eq_ ne_ lt_ le_ gt_ ge_ fmod remainder floor_divide floor_divide_ copysign_ hypot
-logaddexp logaddexp2 xlogy copysign isclose copy copy_ fill fill_
+logaddexp logaddexp2 xlogy copysign isclose complex polar copy copy_ fill fill_
 """
 
 

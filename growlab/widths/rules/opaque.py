@@ -39,9 +39,6 @@ OPAQUE = (
         "stft",
         "istft",
     ),
-    *("real", "imag", "complex", "polar", "view_as_real", "view_as_complex"),
-    *("_conj", "_fft_c2c", "_fft_r2c", "_fft_c2r"),
-    *(f"fft_{kind}fft{dims}" for kind in ("", "i", "r", "ir") for dims in ("", "2", "n")),
 )
 
 # One operation that runs a whole module.
