@@ -1,9 +1,10 @@
 """Find the width groups of any network from the graph that `torch.export` makes of it."""
 
+import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from difflib import get_close_matches
 from typing import Any
 
@@ -24,7 +25,10 @@ _PASSES = 3
 # Numbers of rows.
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31)
 # torch writes the traceback of a failing operation here before it raises: what is told is one sentence.
-_TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_TORCH_LOGS = [
+    logging.getLogger(f"torch.{name}")
+    for name in ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
+]
 
 
 def trace(
@@ -145,12 +149,16 @@ def _exported(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.Exporte
     try:
         with warnings.catch_warnings(), torch.no_grad(), _without_caches(model), _left_alone(model):
             warnings.simplefilter("ignore")
-            _TORCH_LOG.addFilter(_never)
-            return torch.export.export(model, inputs, strict=False)
+            for log in _TORCH_LOGS:
+                log.addFilter(_never)
+            # It prints there as much of the program as it has got.
+            with redirect_stderr(io.StringIO()):
+                return torch.export.export(model, inputs, strict=False)
     except Exception as error:
         raise _not_exported(model, inputs, error) from error
     finally:
-        _TORCH_LOG.removeFilter(_never)
+        for log in _TORCH_LOGS:
+            log.removeFilter(_never)
         for module, training in modes.items():
             module.training = training
 

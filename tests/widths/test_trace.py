@@ -205,13 +205,22 @@ def test_an_unknown_operation_is_refused_by_name_and_place():
     assert graph.fixed["0"] == "used by cumprod"
 
 
-def test_data_dependent_python_is_refused():
+def test_data_dependent_python_is_refused(capfd):
     class Branching(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x if x.sum() > 0 else -x
 
     with pytest.raises(UnsupportedOperation, match=r"torch\.export cannot follow Branching"):
         trace(Branching(), torch.randn(2, 4))
+
+    class Observing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.amax()[None][0] == 1 else -x
+
+    with pytest.raises(UnsupportedOperation, match=r"torch\.export cannot follow Observing"):
+        trace(Observing(), torch.randn(2, 4))
+    # torch would print its program.
+    assert capfd.readouterr().err == ""
 
 
 def test_tracing_leaves_no_trace():
