@@ -217,15 +217,16 @@ def write_table(rows: Sequence[Row], form: str) -> str:
 
 
 def _one_per_seed(runs: Sequence[Run], report: Report) -> list[Run]:
-    newest: dict[int, Run] = {}
+    by_seed: dict[int, list[Run]] = defaultdict(list)
     for run in sorted(runs, key=lambda r: ((r.path / "results.json").stat().st_mtime_ns, str(r.path))):
-        seed = run.results["seed"]
-        if seed in newest:
+        by_seed[run.results["seed"]].append(run)
+    for *older, newest in by_seed.values():
+        if older:
+            more = f" and {len(older) - 1} more" if len(older) > 1 else ""
             report(
-                f"left out {newest[seed].path}: {run.path} is a newer run with the same settings and seed."
+                f"left out {older[0].path}{more}: {newest.path} is a newer run with the same settings and seed."
             )
-        newest[seed] = run
-    return [newest[seed] for seed in sorted(newest)]
+    return [by_seed[seed][-1] for seed in sorted(by_seed)]
 
 
 def _speedup(group: Group, members: Sequence[Run], kept: dict[Group, list[Run]]) -> float | None:

@@ -140,12 +140,13 @@ def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, minut
 
 
 def _forecast(known: Registry, item: Item, place: Place, left: Sequence[Job]) -> None:
+    number = f"{len(left)} run{'' if len(left) == 1 else 's'} to go"
     if item.minutes is not None:
-        print(f"{len(left)} runs to go, {item.minutes:g} minutes of one CPU core each")
+        print(f"{number}, {item.minutes:g} minutes of one CPU core each")
         return
     hours = measured_seconds(left, place, known) / 3600
     told = f"{hours:.1f} hours" if hours >= 1 else f"{max(60 * hours, 1):.0f} minutes"
-    print(f"{len(left)} runs to go: {told} here at most, by a few steps at full width", flush=True)
+    print(f"{number}: {told} here at most, by a few steps at full width", flush=True)
 
 
 def _tell(item: Item, place: Place) -> None:

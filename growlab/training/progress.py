@@ -173,7 +173,7 @@ def first_line(graph: WidthGraph, grows: bool = True) -> str:
         for weight in graph.tied_outputs
     ]
     found = f"output layers: {', '.join(last)}" if last else "no output layer was found"
-    groups = f"{len(graph.groups)} width groups"
+    groups = f"{len(graph.groups)} width group{'' if len(graph.groups) == 1 else 's'}"
     return f"growing {groups}; {found}" if grows else f"{groups}; {found}"
 
 

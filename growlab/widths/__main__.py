@@ -25,9 +25,9 @@ def describe(report: Report) -> str:
     """The report as text for a person."""
     if report.error is not None and not report.full_params:
         return f"{report.model}: refused\n  {report.error}"
+    number = f"{len(report.groups)} width group{'' if len(report.groups) == 1 else 's'}"
     lines = [
-        f"{report.model}: {len(report.groups)} width groups (sets of channels that grow together), "
-        f"traced in {report.trace_sec:.1f} s",
+        f"{report.model}: {number} (sets of channels that grow together), traced in {report.trace_sec:.1f} s",
         f"  parameters  {report.full_params:,}, of which {report.growing_share:.0%} lie in tensors that grow; "
         f"the seed has {report.seed_params:,}",
         f"  FLOPs       {report.full_flops:,} {'a sample forward' if report.samples > 1 else 'forward'}; "

@@ -238,3 +238,12 @@ def test_the_optimizers_state_sets_rows_apart(tmp_path):
         write_run(tmp_path / method, lr_adapt="none", overrides=[f"method={method}"])
     names = {row.method for row in summarise(load_runs(tmp_path))}
     assert names == {"ours", "ours, optimizer_state=reset"}
+
+
+def test_older_runs_of_one_seed_are_told_in_one_sentence(tmp_path):
+    for number in range(3):
+        write_run(tmp_path / str(number))
+    told = []
+    (row,) = summarise(load_runs(tmp_path), told.append)
+    assert row.n == 1 and len(told) == 1
+    assert told[0].startswith(f"left out {tmp_path / '0'} and 1 more: {tmp_path / '2'} is a newer run")

@@ -112,7 +112,7 @@ def small() -> nn.Module:
 
 def test_factories_may_return_their_inputs(capsys):
     assert main(["tests.widths.test_command_line:with_inputs"]) == 0
-    assert "1 width groups" in capsys.readouterr().out
+    assert "1 width group (" in capsys.readouterr().out
 
 
 def with_inputs() -> tuple[nn.Module, tuple[torch.Tensor]]:
