@@ -31,7 +31,7 @@ class Outcome:
 
 
 # A variable in the environment: where the process that forks listens.
-_SERVER = "GROWLAB_TEST_SERVER"
+SERVER = "GROWLAB_TESTSERVER"
 
 
 class Server:
@@ -58,7 +58,7 @@ class Server:
 
     def announce(self) -> None:
         """Tell the processes that this one starts."""
-        os.environ[_SERVER] = self.address
+        os.environ[SERVER] = self.address
 
     def close(self) -> None:
         """End it."""
@@ -71,9 +71,9 @@ class CommandLine:
     """`python -m growlab ARGUMENTS`, many times over."""
 
     def __init__(self) -> None:
-        self._own = None if _SERVER in os.environ else Server()
+        self._own = None if SERVER in os.environ else Server()
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(os.environ[_SERVER] if self._own is None else self._own.address)
+        self._socket.connect(os.environ[SERVER] if self._own is None else self._own.address)
         self._lines = self._socket.makefile("rw")
 
     def __call__(
