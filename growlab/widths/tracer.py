@@ -31,6 +31,7 @@ from growlab.widths.rules import (
     overwritten,
     values_in,
 )
+from growlab.widths.rules.elementwise import broadcast
 from growlab.widths.rules.rotation import individuated
 
 # What torch.export wraps around a part of the program that runs under a setting; the part's inputs come last.
@@ -98,10 +99,12 @@ class Tracer(Recorder):
             elif node.op == "get_attr":
                 held = getattr(part, node.target)
                 values[node] = self._constant(held) if isinstance(held, Tensor) else held
-            elif node.op == "call_function" and is_dead(node) and not is_pointwise(node):
-                # Only its sizes were looked at. It has no part in what the network computes. What is added up for
-                # nothing must be of one width nevertheless.
+            elif node.op == "call_function" and is_dead(node):
                 values[node] = self._of_fixed(node)
+                if is_pointwise(node):
+                    # It has no part in what the network computes, but is run: what it adds up must be of one width.
+                    operands = list(values_in([values[each] for each in node.all_input_nodes]))
+                    broadcast(self, self.shape(node), operands)
             elif node.op == "call_function":
                 values[node] = result = self._call(node, values)
                 for base in bases_of(node):

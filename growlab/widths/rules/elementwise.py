@@ -73,7 +73,7 @@ def prelu(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def total(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Channels that are added are the same channels, at the same scale."""
     operands = [value for value in args.values() if isinstance(value, Value)]
-    result = _broadcast(tracer, tracer.shape(node), operands)
+    result = broadcast(tracer, tracer.shape(node), operands)
     if len(operands) == 1:
         tracer.scales.pin(operands[0].scale)
         return Value(result.shape, result.axes, operands[0].scale)
@@ -85,7 +85,7 @@ def total(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def product(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Channels that are multiplied are the same channels; scales of two tensors must stay."""
     operands = [value for value in args.values() if isinstance(value, Value)]
-    result = _broadcast(tracer, tracer.shape(node), operands)
+    result = broadcast(tracer, tracer.shape(node), operands)
     if len(operands) == 1 and args.get("rounding_mode") is None:
         return Value(result.shape, result.axes, operands[0].scale)
     for operand in operands:
@@ -99,7 +99,7 @@ def chosen(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     operands = [value for value in args.values() if isinstance(value, Value)]
     for operand in operands:
         tracer.scales.pin(operand.scale)
-    result = _broadcast(tracer, tracer.shape(node), operands)
+    result = broadcast(tracer, tracer.shape(node), operands)
     return Value(result.shape, result.axes, tracer.scales.new(unit=True))
 
 
@@ -119,7 +119,7 @@ def gated(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def broadcast_tensors(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
     """Tensors brought to one shape have the same channels."""
     (shape, *_), operands = tracer.shapes(node), args["tensors"]
-    axes = _broadcast(tracer, shape, operands).axes
+    axes = broadcast(tracer, shape, operands).axes
     return [Value(shape, axes, operand.scale) for operand in operands]
 
 
@@ -132,7 +132,8 @@ def normal(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return drawn
 
 
-def _broadcast(tracer: "Tracer", shape: tuple[int, ...], operands: Sequence[Value]) -> Value:
+def broadcast(tracer: "Tracer", shape: tuple[int, ...], operands: Sequence[Value]) -> Value:
+    """The channels of several tensors entry by entry, which are the same channels."""
     axes: list[Runs] = [fixed(1)] * len(shape)
     for operand in operands:
         offset = len(shape) - len(operand.shape)
