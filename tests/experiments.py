@@ -20,9 +20,18 @@ _NARROWER = {
     f"hyperfan_{name}": ("model.network.width=12",)
     for name in ("mnist", "allconv_cifar10", "bnn_mobilenet_imagenet")
 }
+# Networks of tens of millions of parameters have all that they have at a sixth of their width, too.
+_NARROWER |= {
+    name: ("model.width=12",)
+    for name in (
+        *("vgg11_cifar10", "vgg19_cifar100", "resnet18_cifar100", "testbed_resnet18_cifar10"),
+        *("mobilenetv1_cifar10", "mobilenetv1_cifar100", "mobilenetv1_imagenet"),
+    )
+}
 # A pass over the few images here has fewer batches than parts.
 _NARROWER["testbed_cifar10"] = ("schedule.budget=null", "data.epoch_parts=1")
-_NARROWER["llama_text"] = _NARROWER["testbed_resnet18_cifar10"] = _NARROWER["testbed_cifar10"]
+_NARROWER["llama_text"] = _NARROWER["testbed_cifar10"]
+_NARROWER["testbed_resnet18_cifar10"] += _NARROWER["testbed_cifar10"]
 _OTHER_DATA = {
     "gpt_char": ("data.limit_characters=4000", "data.eval_batch_size=4"),
     "llama_text": (
