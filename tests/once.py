@@ -5,23 +5,41 @@ import inspect
 import os
 import pickle
 from collections.abc import Callable
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from hydra._internal import defaults_list
 from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.default_element import InputDefault
 from hydra.core.plugins import Plugins
+from omegaconf import base
 from torch import Tensor, nn
 
 from growlab.widths import WidthGraph
 
 
 def read_conf_once() -> None:
-    """Keep in this process's memory the files of `conf/` that Hydra has read: a quarter of composing."""
+    """Keep in this process's memory what Hydra reads from files, and leave out what it makes for nothing."""
     # Hydra loads its own sources anew when it looks for plugins.
     Plugins.instance()
-    files = SourcesRegistry.instance().resolve("file")
-    load, known = files.load_config, {}
+    known: dict[Any, bytes] = {}
+    for scheme in ("file", "pkg"):
+        _load_once(SourcesRegistry.instance().resolve(scheme), known)
+    # Read alone: trees of the interpolations that stand in configurations.
+    base.parse = cache(base.parse)
+    make = defaults_list._create_interpolation_map
+
+    def made_if_used(overrides: Any, defaults: list[Any], self_added: bool) -> Any:
+        used = any(isinstance(d, InputDefault) and d.is_interpolation() for d in defaults)
+        return make(overrides, defaults, self_added) if used else None
+
+    defaults_list._create_interpolation_map = made_if_used
+
+
+def _load_once(source: Any, known: dict[Any, bytes]) -> None:
+    load = source.load_config
 
     def load_once(self: Any, config_path: str) -> Any:
         place = (self.path, config_path)
@@ -29,7 +47,7 @@ def read_conf_once() -> None:
             known[place] = pickle.dumps(load(self, config_path))
         return pickle.loads(known[place])
 
-    files.load_config = load_once
+    source.load_config = load_once
 
 
 def traced_once(trace: Callable[..., WidthGraph], folder: Path) -> Callable[..., WidthGraph]:
