@@ -4,12 +4,15 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from growlab.analysis import style
 from growlab.analysis.results import Run
 from growlab.analysis.schedules import best_at_cost, series_over_budgets
 from growlab.analysis.tables import one_task, summarise
 
+# Costs that differ by more than this factor are drawn on a logarithmic axis.
+_WIDE = 6.0
 _EDGE = {"color": "0.85", "linewidth": 4}
 
 
@@ -17,7 +20,7 @@ def frontier(runs: Sequence[Run]) -> Figure:
     """Training cost against test accuracy (or BLEU): a curve for each method and shape of schedule over its budgets.
 
     Fixed-size training is black. Means over seeds, bars one sample standard deviation. The grey steps are the
-    best score measured at a cost or below it.
+    best score measured at a cost or below it. Costs that differ by more than six times stand on a logarithmic axis.
 
     Raises:
         UserError: the runs are of several networks or data sets, whose numbers do not compare.
@@ -46,10 +49,17 @@ def frontier(runs: Sequence[Run]) -> Figure:
         )
         axes.set_xlabel("training cost, in epochs of the fixed-size network at full width")
         axes.set_ylabel(metric.axis)
+        costs = [point.cost for point in points]
+        wide = max(costs) > _WIDE * min(costs)
+        axes.set_xscale("log" if wide else "linear")
         percent = axes.secondary_xaxis(
             "top", functions=(lambda x: 100 * x / reference, lambda x: x * reference / 100)
         )
         percent.set_xlabel(f"% of {reference:g} epochs")
+        for axis in (axes.xaxis, percent.xaxis) if wide else ():
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(FuncFormatter(lambda cost, _: f"{cost:g}"))
+            axis.set_minor_locator(NullLocator())
         handles = [Line2D([], [], **look, markersize=4.5) for look in looks] + [Line2D([], [], **_EDGE)]
         style.legend_below(figure, handles, names, columns)
         for one, look in zip(series, looks, strict=True):

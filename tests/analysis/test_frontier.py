@@ -125,6 +125,17 @@ def test_the_figure_has_a_curve_a_series_and_says_how_many_seeds(runs):
     assert axes.child_axes[0].get_xlabel() == "% of 16 epochs"
 
 
+def test_costs_that_are_far_apart_stand_on_a_logarithmic_axis(tmp_path):
+    for epochs in (2, 5, 16):
+        write_run(tmp_path / str(epochs), **FIXED, stage_epochs=(epochs,), reference_epochs=epochs)
+        figure = frontier(load_runs([tmp_path]))
+        assert figure.axes[0].get_xscale() == ("log" if epochs == 16 else "linear")
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    shown = [[label.get_text() for label in each.get_xticklabels()] for each in (axes, axes.child_axes[0])]
+    assert {"2", "5", "10"} <= set(shown[0]) and {"20", "50", "100"} <= set(shown[1])
+
+
 def test_equal_points_are_drawn_side_by_side(tmp_path):
     for i in range(3):
         write_run(
