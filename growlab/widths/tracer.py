@@ -158,17 +158,20 @@ class Tracer(Recorder):
         schema = getattr(node.target, "_schema", None)
         names = ["a", "b"] if schema is None else [argument.name for argument in schema.arguments]
         named = {**dict(zip(names, args, strict=False)), **kwargs}
+        if operation not in RULES and operation not in self._opaque and not self._is_fixed(named):
+            if not is_pointwise(node) or self.has_several_outputs(node):
+                return self._taken_apart(node, operation, named)
+            # The rule for what is computed or chosen entry by entry.
+            operation = "where"
         result = self._apply(node, operation, named)
         return result if operation in AFFINE else self._with_makers(operation, named, result)
 
     def _apply(self, node: Any, operation: str, named: dict[str, Any]) -> Any:
         """What the operation's channel rule says of these arguments."""
-        if operation in self._opaque:
+        if operation in self._opaque or operation not in RULES:
             return keep_full_width(self, node, named)
-        if operation not in RULES:
-            return self._without_rule(node, operation, named)
         if self.follow_norms:
-            where = f"{operation}{place_of(node)}"
+            where = f"{self.operation(node)}{place_of(node)}"
             shape = next(iter(self.shapes(node)), ())
             self._individuated += [(axis, where) for axis in individuated(operation, named, shape)]
         result = RULES[operation](self, node, named)
@@ -178,12 +181,8 @@ class Tracer(Recorder):
             return [replace(value, linear_in=linear) for value in result]
         return result
 
-    def _without_rule(self, node: Any, operation: str, named: dict[str, Any]) -> Any:
-        """What an operation without a rule does that works entry by entry, or is made of others."""
-        if self._is_fixed(named):
-            return keep_full_width(self, node, named)
-        if is_pointwise(node) and not self.has_several_outputs(node):
-            return RULES["where"](self, node, named)
+    def _taken_apart(self, node: Any, operation: str, named: dict[str, Any]) -> Any:
+        """What a composite operation without a rule does: what its parts do one after the other."""
         if (parts := parts_of(node)) is not None:
             self._inside += 1
             result = self._visit(parts, list(values_in(list(named.values()))))

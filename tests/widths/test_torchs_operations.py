@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from growlab.errors import UserError
 from growlab.grower import Grower
 from growlab.growth import VarianceTransfer
-from growlab.widths import UnsupportedOperation
+from growlab.widths import UnsupportedOperation, trace
 
 IMAGE = torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -114,6 +114,35 @@ def test_what_is_added_for_nothing_is_of_one_width_too() -> None:
     grower = Grower(network, torch.randn(4, 3).double(), method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
     grower.step(epoch=1)
     assert set(grower.full_graph.groups) == {"stem", "inner.0", "inner.1", "skip.0"}
+
+
+def test_what_works_entry_by_entry_tells_channels_apart() -> None:
+    """It does not commute with rotations of them, which isotropic layers would make."""
+    network = nn.Sequential(nn.Linear(3, 8), EntryByEntry(), nn.Linear(8, 2))
+    graph = trace(network, torch.randn(4, 3), follow_norms=True)
+    assert graph.individuated["0"].startswith("special_i0e")
+
+
+class EntryByEntry(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.special.i0e(x)
+
+
+@pytest.mark.parametrize("function", [torch.subtract, torch.heaviside])
+def test_the_last_layer_stays_the_last_behind_a_table_that_changes_its_output(
+    function: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.last = nn.Linear(3, 8), nn.Linear(8, 2)
+            self.table = nn.Parameter(torch.zeros(4, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function(self.last(torch.relu(self.a(x))), self.table)
+
+    layers = {layer.name: layer for layer in trace(Shifted(), torch.randn(4, 3)).layers}
+    assert layers["last"].is_output and not layers["a"].is_output
 
 
 def test_vmap_is_refused_in_a_sentence() -> None:
