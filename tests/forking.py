@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import warnings
+import weakref
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,10 @@ def _serve(listening: socket.socket) -> None:
     traces = Path(tempfile.mkdtemp())
     try:
         _import_everything(traces)
+        # No run need take down torch's libraries when it ends.
+        for finalizer in list(weakref.finalize._registry):
+            if finalizer.peek()[1] is torch.library._del_library:
+                finalizer.detach()
         # What is imported stays: a run's first full collection would go through all of it, and copy its pages.
         gc.collect()
         gc.freeze()
@@ -75,14 +80,11 @@ def _answer(connection: socket.socket) -> None:
 
 def _exit_code(child: int, limit_sec: float) -> int:
     """Of a run, which is killed if it has not come to an end."""
-    deadline = time.monotonic() + limit_sec
-    while True:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-        time.sleep(0.005)
+    ended = os.pidfd_open(child)
+    if not select.select([ended], [], [], limit_sec)[0]:
+        os.kill(child, signal.SIGKILL)
+    os.close(ended)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _end_session(session: int) -> list[int]:
@@ -120,7 +122,7 @@ def _import_everything(traces: Path) -> None:
     from hydra._internal.hydra import Hydra
 
     from growlab import experiment
-    from growlab.data import digits
+    from growlab.data import sources
     from growlab.errors import UserError
     from growlab.fairseq_library import fairseq_module
     from growlab.grower import preparing
@@ -137,8 +139,8 @@ def _import_everything(traces: Path) -> None:
     # A second for every run; tests/analysis looks at figures.
     experiment.write_run_report = lambda run_dir: None
     # Read once. Hydra composes everything an extra time to read `hydra.mode`, which no file in conf/ gives.
-    digits.load_digits = cache(digits.load_digits)
-    digits.load_digits()
+    sources.load_digits = cache(sources.load_digits)
+    sources.load_digits()
     Hydra.get_mode = lambda self, config_name, overrides: RunMode.RUN if _AS_RUN in overrides else None
     # What is written survives a killed process without: it is the machine that may fail.
     os.fsync = lambda descriptor: None

@@ -456,6 +456,34 @@ def test_stages_that_were_missed_are_caught_up() -> None:
     assert loop.grower.state.widths == loop.grower.graph.full_widths
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_where_no_gradients_are_kept_it_grows_alike(mode) -> None:
+    loop = Loop()
+    loop.grower.step = mode()(loop.grower.step)
+    assert loop.train().everything() == Loop().train().everything()
+
+
+def test_what_is_frozen_stays_so_and_keeps_its_weights() -> None:
+    network = mlp()
+    network[0].requires_grad_(False)
+    network[1].eval()
+    grower = Grower(network, PROBE, method=VarianceTransfer(), trigger=STAGES)
+    optimizer = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=0.1)
+    grower.follow(optimizer)
+    seen = []
+    for epoch in range(EPOCHS):
+        grower.step(epoch=epoch)
+        seen.append(network[0].weight.clone())
+        F.cross_entropy(network(batch(epoch)[0]), batch(epoch)[1]).backward()
+        optimizer.step()
+        assert torch.equal(network[0].weight, seen[-1])
+        assert [p.requires_grad for p in network.parameters()] == [False] * 2 + [True] * 6
+        assert [module.training for module in network] == [True, False, *[True] * 4]
+    grower.finish()
+    for before, after in itertools.pairwise(seen):
+        assert torch.equal(before, after[: len(before)])
+
+
 def test_a_method_that_looks_at_data_is_given_some() -> None:
     network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
     grower = Grower(network, PROBE, method=GradMax(), trigger={0: 0.5, 1: 1.0})

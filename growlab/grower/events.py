@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _SUMMED = ("auxiliary_flops", "auxiliary_samples")
 
 
+# New parameters are to be trained, wherever the event happens.
+@torch.inference_mode(False)
 def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> GrowthEvent:
     """Grow a grower's network, and all that follows it, to given widths, and note the receipt.
 

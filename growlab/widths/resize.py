@@ -5,6 +5,7 @@ ordinary module of its class at other widths.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from growlab.widths.places import write
 from growlab.widths.replaced import note_replaced, note_restored
 
 _Places = Mapping[str, tuple[nn.Module, str]]
+_Run = tuple[Tensor, slice | None]
+_Moves = tuple[int, _Run, _Run]
 
 # Module class, attribute that tells its size, the tensor and dimension that it is read from.
 _BOOKKEEPING: tuple[tuple[type[nn.Module], str, str, int], ...] = (
@@ -31,6 +34,8 @@ _BOOKKEEPING: tuple[tuple[type[nn.Module], str, str, int], ...] = (
     (nn.EmbeddingBag, "embedding_dim", "weight", 1),
     (nn.GroupNorm, "num_channels", "weight", 0),
 )
+# Where torch keeps what `register_hook` and `register_post_accumulate_grad_hook` were given: no public way to move it.
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Of layer and RMS normalisations, torch's and others'.
 _NORMALISED = "normalized_shape"
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -42,9 +47,8 @@ def replace_tensors(
     """Put new tensors in the place of parameters and buffers.
 
     Parameters become new `nn.Parameter`s (autograd keeps the old shape of an old one), with the old one's
-    `requires_grad`, attributes, dtype, device and memory format; a tensor shared by several modules stays
-    shared. Hooks on a replaced parameter are lost with it. An optimizer that goes on with an old one is refused at its
-    next step.
+    `requires_grad`, attributes, hooks, dtype, device and memory format; a tensor shared by several modules stays
+    shared. An optimizer that goes on with an old one is refused at its next step.
 
     Args:
         model: changed in place.
@@ -97,8 +101,10 @@ def resize(
     for name in graph.groups:
         if new_widths[name] < 1:
             raise ValueError(f"width {new_widths[name]} of {name} leaves no channel; take at least 1")
+    # Many tensors lie on the same axes.
+    moves = cache(partial(_moves, widths=widths, new_widths=new_widths))
     tensors = {
-        name: resized(tensor, graph.axes[name], widths, new_widths)
+        name: _moved(tensor, [moves(axis) for axis in graph.axes[name]])
         for name, tensor in tensors_of(model, graph).items()
         if graph.changes(name, widths, new_widths)
     }
@@ -110,13 +116,19 @@ def resized(
     tensor: Tensor, axes: tuple[Axis, ...], widths: Mapping[str, int], new_widths: Mapping[str, int]
 ) -> Tensor:
     """A tensor at new widths: entries of kept channels in their new places, zeros elsewhere."""
-    result = tensor.new_zeros([axis.length(new_widths) for axis in axes])
-    sources, targets = [], []
-    for axis in axes:
-        kept = axis.kept(widths, new_widths)
-        sources.append((kept >= 0).nonzero().flatten())
-        targets.append(kept[kept >= 0])
-    result[grid(targets, result.device)] = tensor[grid(sources, tensor.device)]
+    return _moved(tensor, [_moves(axis, widths, new_widths) for axis in axes])
+
+
+def _moves(axis: Axis, widths: Mapping[str, int], new_widths: Mapping[str, int]) -> _Moves:
+    """New length of an axis, the positions that are kept, and where they go."""
+    kept = axis.kept(widths, new_widths)
+    return axis.length(new_widths), _run((kept >= 0).nonzero().flatten()), _run(kept[kept >= 0])
+
+
+def _moved(tensor: Tensor, moves: Sequence[_Moves]) -> Tensor:
+    lengths, sources, targets = zip(*moves, strict=True) if moves else ((), (), ())
+    result = tensor.new_zeros(lengths)
+    result[_index(targets, result.device)] = tensor[_index(sources, tensor.device)]
     return result
 
 
@@ -126,23 +138,27 @@ def grid(positions: Sequence[Tensor], device: torch.device | None = None) -> tup
     Runs of consecutive positions are taken as slices, which is many times as fast. What is read may therefore
     share memory with the tensor that it is read from.
     """
-    slices = [_as_slice(p) for p in positions]
-    if sum(part is None for part in slices) <= 1:
-        # Several index tensors between slices would change the order of dimensions; one does not.
-        return tuple(
-            p.to(device) if part is None else part for p, part in zip(positions, slices, strict=True)
-        )
-    last = len(positions) - 1
-    return tuple(p.to(device).view(-1, *[1] * (last - dim)) for dim, p in enumerate(positions))
+    return _index([_run(each) for each in positions], device)
 
 
-def _as_slice(positions: Tensor) -> slice | None:
+def _run(positions: Tensor) -> _Run:
+    """Positions, and the slice that they are, if they are one."""
     if not len(positions):
-        return slice(0, 0)
+        return positions, slice(0, 0)
     first, last = int(positions[0]), int(positions[-1])
     if last - first + 1 != len(positions) or not bool((positions.diff() == 1).all()):
-        return None
-    return slice(first, last + 1)
+        return positions, None
+    return positions, slice(first, last + 1)
+
+
+def _index(runs: Sequence[_Run], device: torch.device | None) -> tuple[Tensor | slice, ...]:
+    if sum(part is None for _, part in runs) <= 1:
+        # Several index tensors between slices would change the order of dimensions; one does not.
+        return tuple(positions.to(device) if part is None else part for positions, part in runs)
+    last = len(runs) - 1
+    return tuple(
+        positions.to(device).view(-1, *[1] * (last - dim)) for dim, (positions, _) in enumerate(runs)
+    )
 
 
 def tensors_of(model: nn.Module, graph: WidthGraph) -> dict[str, Tensor]:
@@ -170,6 +186,10 @@ def _like(content: Tensor, old: Tensor) -> Tensor:
         return new
     parameter = nn.Parameter(new, requires_grad=old.requires_grad)
     parameter.__dict__.update(old.__dict__)
+    for hooks in _HOOKS:
+        # The same dictionary, so that the handle that its user holds removes the hook still.
+        if registered := getattr(old, hooks):
+            setattr(parameter, hooks, registered)
     return parameter
 
 

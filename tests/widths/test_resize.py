@@ -179,3 +179,36 @@ def test_grid_takes_the_rows_and_columns_named(positions):
     for row in positions[0]:
         kept[row, positions[1]] = True
     assert torch.equal(target, tensor * kept[..., None])
+
+
+def test_hooks_on_parameters_follow_and_are_removed_by_their_handles():
+    network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    graph = trace(network, torch.randn(2, 3))
+    frozen, called = network[0].weight.detach().clone(), []
+
+    def keep_the_second_row(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient[1] = 0.0
+        return gradient
+
+    masks = network[0].weight.register_hook(keep_the_second_row)
+    notes = network[0].weight.register_post_accumulate_grad_hook(lambda weight: called.append(weight.shape))
+    for width in (4, 6):
+        resize(
+            network,
+            graph,
+            {n: len(network[0].weight) for n in graph.groups},
+            {n: width for n in graph.groups},
+        )
+        network.zero_grad()
+        network(torch.ones(2, 3)).square().sum().backward()
+        torch.optim.SGD(network.parameters(), lr=0.1).step()
+        assert torch.equal(network[0].weight[1], frozen[1])
+        assert network[0].weight[0].ne(frozen[0]).any()
+    assert called == [(4, 3), (6, 3)]
+    masks.remove()
+    notes.remove()
+    network.zero_grad()
+    network(torch.ones(2, 3)).square().sum().backward()
+    assert network[0].weight.grad[1].any()
+    assert len(called) == 2
