@@ -37,6 +37,9 @@ _NOT_A_DIFFERENCE = {
     *("experiment", "model", "data", "growth", "lr_adapt", "optimizer", "schedule.total_epochs", "method"),
     *("hydra", "trainer", "logger", "log_rates_every_n_steps", "num_threads", "probe_size"),
 }
+# Which network or data one choice of many stands for.
+_WHICH = {"model": ("_target_", "name", "type"), "data": ("_target_", "source", "source._target_")}
+_NOT_A_DIFFERENCE |= {f"{group}.{key}" for group, keys in _WHICH.items() for key in keys}
 # What a choice means beyond the fields of a group.
 _MEANS = {
     "method=equal_flops": ("schedule.equal_flops=true",),
@@ -111,16 +114,17 @@ class Run:
     def group(self) -> Group:
         """The row of a table that this run belongs to."""
         r = self.results
+        overrides = [str(override) for override in r.get("overrides") or ()]
         return Group(
             experiment=str(r.get("experiment") or ""),
-            model=r["model"],
-            data=r["data"],
+            model=_which("model", r["model"], overrides),
+            data=_which("data", r["data"], overrides),
             growth=r["growth"],
             lr_adapt=r["lr_adapt"],
             optimizer=str(r.get("optimizer") or ""),
             epochs=r["epochs"],
             precision=str(r.get("precision") or ""),
-            overrides=distinguishing_overrides(r.get("overrides") or ()),
+            overrides=distinguishing_overrides(overrides),
         )
 
     @property
@@ -284,6 +288,13 @@ def distinguishing_overrides(overrides: Iterable[str]) -> tuple[str, ...]:
         # Hydra's rule: of two overrides of one key, the later one holds.
         kept[key] = f"~{key}" if deleted else f"{key}={_spelling(value)}" if equals else key
     return tuple(sorted(kept.values()))
+
+
+def _which(group: str, choice: str, overrides: Sequence[str]) -> str:
+    """What was chosen in a config group, with what the command line told of it: `timm resnet18`."""
+    told = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    which = (_spelling(told[key]) for key in (f"{group}.{each}" for each in _WHICH[group]) if key in told)
+    return " ".join([choice, *which])
 
 
 def called(overrides: Sequence[str], shared: Collection[str] = ()) -> list[str]:

@@ -1,6 +1,7 @@
 """Experiment files of a plan's arms: the full network, the smaller one that never grows, the one that grows."""
 
 import copy
+import shlex
 from collections.abc import Mapping
 from fractions import Fraction
 from math import ceil
@@ -60,7 +61,7 @@ def write_experiments(
     named = {WHOLE: WHOLE, "smaller": staying or WHOLE}
     named["grown"] = verdict.growing[0].candidate if verdict.growing else WHOLE
     chosen = {"grow": "grown", "smaller": "smaller", "full": WHOLE}[verdict.kind]
-    command = f"python -m growlab --config-dir {folder} experiment="
+    command = f"python -m growlab --config-dir {shlex.quote(str(folder))} experiment="
     texts = {}
     for arm, settings in arms.items():
         common = _common(cfg, data, planned, named[arm])

@@ -16,6 +16,7 @@ from growlab.plan.experiments import write_experiments
 from growlab.plan.figure import write_figure
 from growlab.plan.report import content, paragraph, table
 from growlab.plan.search import plan
+from growlab.processes import program
 from growlab.training.library_messages import plain_errors, quiet_libraries
 
 
@@ -44,4 +45,5 @@ def run(cfg: DictConfig) -> None:
     write_json(folder / "plan.json", {**content(planned), "command": command})
     write_text(folder / "plan.md", table(planned))
     write_figure(planned, folder / "plan.png")
-    print(f"\n{paragraph(planned)}\n\nplan: {folder}\nrun it with:\n  {command}")
+    here = command.replace("python -m growlab", program(), 1)
+    print(f"\n{paragraph(planned)}\n\nplan: {folder}\nrun it with:\n  {here}")

@@ -112,6 +112,21 @@ def test_overrides_that_say_nothing_of_the_method_are_dropped_and_the_rest_spell
     assert distinguishing_overrides(["~optimizer.nesterov"]) == ("~optimizer.nesterov",)
 
 
+def test_networks_and_data_of_ones_own_are_told_apart(tmp_path):
+    write_run(tmp_path / "a", model="custom", overrides=["model._target_=nets.one", "++optimizer.lr=0.2"])
+    write_run(tmp_path / "b", model="custom", overrides=["model._target_='nets.two'"])
+    write_run(
+        tmp_path / "c",
+        model="timm",
+        data="custom",
+        overrides=["+model.name=vit", "data.source._target_=my.Set"],
+    )
+    groups = [run.group for run in load_runs(tmp_path)]
+    assert [group.model for group in groups] == ["custom nets.one", "custom nets.two", "timm vit"]
+    assert [group.data for group in groups] == [*[groups[0].data] * 2, "custom my.Set"]
+    assert [group.overrides for group in groups] == [("optimizer.lr=0.2",), (), ()]
+
+
 def test_reading_and_tabulating_runs_imports_nothing_slow(tmp_path):
     write_run(tmp_path / "run")
     code = (

@@ -31,7 +31,7 @@ def test_it_says_what_to_do_and_what_it_cost(asked: tuple[Path, Outcome]) -> Non
     assert outcome.code == 0, outcome.err
     said = " ".join(outcome.out.split())
     assert any(word in said for word in ("GROW", "A SMALLER NETWORK IS BETTER", "TRAIN THE FULL NETWORK"))
-    assert "of the budget" in said and "python -m growlab --config-dir" in said
+    assert "of the budget" in said and "growlab --config-dir" in said
     # Progress, line by line, with what has been spent.
     assert "held-out loss" in outcome.err and "(spent 14." in outcome.err
     found = json.loads((folder / "run" / "plan.json").read_text())
