@@ -23,7 +23,7 @@ help:  ## list the targets
 setup: $(READY)  ## install growlab and its pinned dependencies into .venv (the other targets do it too)
 
 # The lock is complete, so nothing has to be resolved. What is never imported need not be compiled: that would take pip
-# longer than all the rest.
+# longer than all the rest. What every command imports is compiled once here, not by each of the first processes.
 # `ensurepip` is a package of its own on Debian: without it, the system's pip fills the environment.
 $(READY): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -34,6 +34,7 @@ $(READY): pyproject.toml requirements.lock
 	@echo "Installing requirements.lock (3 GB to download, unless pip has them cached)"
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-compile -r requirements.lock
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(PY) -c 'import growlab.experiment, growlab.launcher'
 	@touch $@
 
 run: $(READY)  ## the main job: grow a network on the digits data and print its results (ARGS="..." to change it)

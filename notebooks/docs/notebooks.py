@@ -19,8 +19,14 @@ _TIMEOUT_SEC = 600
 _UNTOUCHED = "!!! note\n    Outputs are left out here: `make docs` runs the notebooks first.\n"
 
 
-def execute(source: Path, target: Path) -> None:
-    """Run a notebook in its own folder and write what came of it into another file."""
+def execute(source: Path, target: Path, kernel: Any = None) -> None:
+    """Run a notebook in its own folder and write what came of it into another file.
+
+    Args:
+        source: the notebook.
+        target: the other file.
+        kernel: a KernelManager whose kernel runs, in this folder, and is emptied first; None: one of its own.
+    """
     # Imported here: the docs build without them.
     import nbformat
     from nbclient import NotebookClient
@@ -28,7 +34,15 @@ def execute(source: Path, target: Path) -> None:
     notebook = nbformat.read(source, as_version=4)
     # "python3" is the kernel of the Python that runs this, whatever else is registered.
     resources = {"metadata": {"path": str(source.parent)}}
-    NotebookClient(notebook, timeout=_TIMEOUT_SEC, kernel_name="python3", resources=resources).execute()
+    settings = {"timeout": _TIMEOUT_SEC, "kernel_name": "python3", "resources": resources}
+    if kernel is not None:
+        settings["km"] = kernel
+        notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
+    client = NotebookClient(notebook, **settings)
+    client.execute()
+    if kernel is not None:
+        client.kc.stop_channels()
+        del notebook.cells[0]
     target.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, target)
 

@@ -4,10 +4,12 @@ import base64
 import importlib.util
 import io
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -42,16 +44,27 @@ def docs() -> ModuleType:
     return module
 
 
-@pytest.fixture
-def execute(docs, tmp_path, monkeypatch) -> Callable[[Path], list]:
-    """All outputs of a notebook that runs in its own folder, which is left as it is."""
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Any]:
+    """One for all notebooks of the project: what they import is imported once."""
     for package in ("nbformat", "nbclient", "ipykernel"):
         pytest.importorskip(package)
+    from jupyter_client import KernelManager
+
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(cwd=str(ROOT / "notebooks"), env={**os.environ, "PYTHONPATH": str(ROOT)})
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def execute(docs, kernel, tmp_path, monkeypatch) -> Callable[[Path], list]:
+    """All outputs of a notebook that runs in its own folder, which is left as it is."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     def run(path: Path) -> list:
         before, target = path.read_bytes(), tmp_path / "executed" / path.name
-        docs.execute(path, target)
+        docs.execute(path, target, kernel if path.parent == ROOT / "notebooks" else None)
         assert path.read_bytes() == before
         cells = json.loads(target.read_text(encoding="utf-8"))["cells"]
         return [out for cell in cells for out in cell.get("outputs", [])]
