@@ -1,6 +1,6 @@
 """What tracing has found, and the width graph that it amounts to."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -128,14 +128,12 @@ class Findings:
         for axis, where in self._individuated:
             for group in self._groups_on(axis, names):
                 individuated_by.setdefault(group, where)
-        sizes = [(module, size, self.atoms.resolve(axis)) for module, size, axis in self._sizes]
-        parts = [
-            (module, size, tuple(_part(run, names) for run in axis))
-            for module, size, axis in sizes
-            # Channels that no parameter produces have no name.
-            if self._grows(axis) and all(run.atom is None or run.atom in names for run in axis)
+        inputs = [
+            (layer_name(layer.weight), self.atoms.length(axis), axis)
+            for layer in self._layers
+            for axis in self._parameters[layer.weight][1:2]
         ]
-        written = written_sizes(self._model, parts)
+        written = written_sizes(self._model, *(self._in_parts(s, names) for s in (self._sizes, inputs)))
         return WidthGraph(
             groups,
             axes,
@@ -151,6 +149,17 @@ class Findings:
             attentions=self._attentions_that_grow(names),
             tied_outputs=tuple(sorted(name for name in self._reaching if self._roles[name] == _TABLE)),
         )
+
+    def _in_parts(
+        self, sizes: Iterable[tuple[str, int, Runs]], names: Mapping[int, str]
+    ) -> list[tuple[str, int, tuple[Part, ...]]]:
+        """Sizes that grow, of channels that a parameter produces: others have no name."""
+        resolved = [(module, size, self.atoms.resolve(axis)) for module, size, axis in sizes]
+        return [
+            (module, size, tuple(_part(run, names) for run in axis))
+            for module, size, axis in resolved
+            if self._grows(axis) and all(run.atom is None or run.atom in names for run in axis)
+        ]
 
     def _pin_what_no_module_puts_out(self, output_class: int) -> None:
         """Outputs beside others are scaled where modules put them out: a bare parameter's cannot be."""

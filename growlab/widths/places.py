@@ -32,7 +32,9 @@ def place_of(node: Any) -> str:
 
 
 def written_sizes(
-    model: nn.Module, sizes: Iterable[tuple[str, int, tuple[Part, ...]]]
+    model: nn.Module,
+    sizes: Iterable[tuple[str, int, tuple[Part, ...]]],
+    inside: Iterable[tuple[str, int, tuple[Part, ...]]] = (),
 ) -> dict[Written, Axis]:
     """Integers that modules keep and that are as large as a size that a forward asks for.
 
@@ -42,6 +44,7 @@ def written_sizes(
     Args:
         model: the network at full width.
         sizes: module path, size at full width, and what it is made of.
+        inside: the same of layers. Modules that they lie in may check the size, which no forward asks for.
     """
     modules = dict(model.named_modules())
     # A module that stands in several places is known by the first of its names.
@@ -64,6 +67,14 @@ def written_sizes(
                     ambiguous.add(place)
             if places:
                 break
+    asked = set(found)
+    for path, size, parts in dict.fromkeys(inside):
+        while path:
+            path = path.rpartition(".")[0]
+            for attribute, index, number in kept[aliases[path]]:
+                place, axis = Written(aliases[path], attribute, index), Axis(parts, "out")
+                if number == size and place not in asked and found.setdefault(place, axis) != axis:
+                    ambiguous.add(place)
     return {place: axis for place, axis in found.items() if place not in ambiguous}
 
 

@@ -45,7 +45,7 @@ class Recorder(Findings):
         # What a network computes once and does not save: entries of more channels cannot be drawn.
         self._tables = self.buffers - set(model.state_dict())
         self._calls: Counter[str] = Counter()
-        self._choices: dict[str, tuple[str, Runs, int]] = {}
+        self._choices: dict[str, tuple[Runs, int]] = {}
         #: Paths of modules that attend.
         self.attending: set[str] = set()
         self._as_wide: list[tuple[Runs, Runs]] = []
@@ -100,34 +100,42 @@ class Recorder(Findings):
             own, stream = self.atoms.resolve(rows), self.atoms.resolve(columns)
             if len(own) == len(stream) == 1 and own[0].atom == stream[0].atom:
                 continue
-            length, times = self.atoms.length(stream), self.atoms.length(own) // self.atoms.length(stream)
-            if times > 1 and len(own) == 1 and own[0].atom is not None:
+            length = self.atoms.length(stream)
+            times, rest = divmod(self.atoms.length(own), length)
+            if rest or not times:
+                # A layer beside the attention, which the same module's forward runs.
+                continue
+            size = self.atoms.sizes[own[0].atom] if len(own) == 1 and own[0].atom is not None else 0
+            if times > 1 and size and length % size == 0:
                 # Rows may lie otherwise than channels of the stream: (heads, 3, head dimension).
-                size = self.atoms.sizes[own[0].atom]
                 self.atoms.unify(stream, (Run(own[0].atom, 1, length // size),), _AS_WIDE)
             else:
                 self.atoms.unify(own, self.atoms.nest(stream, times, 1), _AS_WIDE)
 
     def note_choice(self, node: Any, axis: Runs, remaining: int) -> None:
         """Of several dimensions that a reshape makes this one may grow; so many are left of it."""
-        self._choices[node.name] = (module_of(node), axis, remaining)
+        self._choices[node.name] = (axis, remaining)
 
     def to_the_left(self, node: Any) -> int:
         """How many dimensions left of the last one the growing one is to be sought."""
         return self.moved.get(node.name, 0)
 
     def summed_over(self) -> list[str]:
-        """Reshapes whose growing dimension turned out to be fixed, in modules that attend."""
+        """Reshapes whose growing dimension turned out to be fixed: attention sums over it, a convolution slides."""
         return [
             node
-            for node, (module, axis, remaining) in self._choices.items()
-            if remaining and module in self.attending and self.atoms.frozen_whole(axis)
+            for node, (axis, remaining) in self._choices.items()
+            if remaining and self.atoms.frozen_whole(axis)
         ]
 
     def weight_axes(
         self, weight: Value, row_role: Role, column_role: Role, kernel: Sequence[Runs]
     ) -> tuple[Runs, Runs]:
         """The first two axes of an affine map's weight; the rest is the kernel."""
+        if weight.rows_of is not None and weight.rows_of.name not in self.buffers:
+            self._set_role(weight.rows_of, 0, row_role)
+            self._set_role(weight.rows_of, 1, column_role)
+            return weight.axes[0], weight.axes[1]
         if weight.name is None or weight.name in self.buffers:
             what = "computed in the forward" if weight.name is None else "a buffer"
             for axis in weight.axes:
@@ -175,7 +183,12 @@ class Recorder(Findings):
         transposed: bool = False,
     ) -> Value:
         """Record an affine map and return its output."""
-        if bias is not None:
+        weight = weight.rows_of or weight
+        if bias is not None and bias.rows_of is not None:
+            self.atoms.unify(bias.axes[0], axes[channel_axis], "rows of a bias")
+            self._set_role(bias.rows_of, 0, "out")
+            bias = bias.rows_of
+        elif bias is not None:
             self.parameter_axis(bias, "out", axes[channel_axis])
         if weight.name in self.buffers and bias is None:
             # Numbers of the code, which stay as they are: no layer, and linear in what it is given.

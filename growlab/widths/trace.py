@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.nn.modules import transformer
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
@@ -147,7 +148,8 @@ def _exported(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.Exporte
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with warnings.catch_warnings(), torch.no_grad(), _without_caches(model), _left_alone(model):
+        quiet = warnings.catch_warnings()
+        with quiet, torch.no_grad(), _without_caches(model), _left_alone(model), _masks_as_given():
             warnings.simplefilter("ignore")
             for log in _TORCH_LOGS:
                 log.addFilter(_never)
@@ -175,6 +177,20 @@ def _without_caches(model: nn.Module) -> Iterator[None]:
     finally:
         for config in caching.values():
             config.use_cache = True
+
+
+@contextmanager
+def _masks_as_given() -> Iterator[None]:
+    """Let torch's transformers take a mask for a mask, without a look at its numbers for one of the future alone.
+
+    Where they look, torch.export cannot follow, and what they find chooses a kernel. No public way says so beforehand.
+    """
+    looks = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = looks
 
 
 @contextmanager

@@ -31,6 +31,7 @@ class Value:
         made_by: weights of the affine layers that it is computed from with no other affine layer in between.
         turned: the parameter of two dimensions whose transpose it is, or of three whose last two are exchanged;
             or None.
+        rows_of: the parameter of which it is some rows, if nothing but linear layers reads them; or None.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +41,7 @@ class Value:
     linear_in: frozenset[str] = frozenset()
     made_by: frozenset[str] = frozenset()
     turned: "Value | None" = None
+    rows_of: "Value | None" = None
 
 
 Rule = Callable[["Tracer", Any, Arguments], Any]

@@ -92,17 +92,29 @@ def unbind(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
 
 @rule("chunk", "split", "split_with_sizes", "tensor_split")
 def split(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
-    """Cut channels into parts that grow each for itself."""
+    """Cut channels into parts that grow each for itself.
+
+    Rows of a parameter that linear layers alone read (of queries, of keys and values) are their weights and biases.
+    """
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
     shapes = tracer.shapes(node)
-    tracer.spread(x)
+    rows_of = x if x.name is not None and dim == 0 and _are_weights(tracer, node) else None
+    if rows_of is None:
+        tracer.spread(x)
     pieces = tracer.atoms.cut(x.axes[dim], [shape[dim] for shape in shapes])
     for shape, piece in zip(shapes, pieces, strict=True):
         tracer.note_size(node, shape[dim], piece)
     return [
-        Value(shape, (*x.axes[:dim], piece, *x.axes[dim + 1 :]), x.scale)
+        Value(shape, (*x.axes[:dim], piece, *x.axes[dim + 1 :]), x.scale, rows_of=rows_of)
         for shape, piece in zip(shapes, pieces, strict=True)
     ]
+
+
+def _are_weights(tracer: "Tracer", node: Any) -> bool:
+    """Whether all pieces that a node cuts are weights of linear layers, or all of them biases."""
+    readers = [(piece, reader) for piece in node.users for reader in piece.users]
+    places = {place for piece, reader in readers for place, arg in enumerate(reader.args) if arg is piece}
+    return len(places) == 1 and places <= {1, 2} and all(tracer.operation(r) == "linear" for _, r in readers)
 
 
 @rule("cat", "concat", "concatenate")
@@ -265,6 +277,9 @@ def _unmerge(tracer: "Tracer", node: Any, merged: Runs, sizes: Sequence[int]) ->
         # The growing dimension: behind it lie the run's inner repetitions. Where attention turns out to sum over
         # it, the next one to the left (the heads) grows instead, and what lies behind belongs to each head.
         last = next(i for i in reversed(range(len(sizes))) if math.prod(sizes[i:]) > run.inner)
+        if (run.outer, run.inner) == (math.prod(sizes[:last]), math.prod(sizes[last + 1 :])):
+            # Taken apart as it was merged: no other dimension could grow.
+            return [(Run(run.atom),) if i == last else fixed(size) for i, size in enumerate(sizes)]
         index = min(last, len(sizes) - 1 - tracer.to_the_left(node))
         before, behind = math.prod(sizes[: max(0, index)]), math.prod(sizes[index + 1 :])
         # What repeats or stretches it (samples of a batch, channels of a head) may be merged into the dimension.

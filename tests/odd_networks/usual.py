@@ -1,0 +1,87 @@
+"""Networks as textbooks and torch's own modules have them, that were refused once or did not grow."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.odd_networks.table import Conv, Linear, Net, Norm1d, Norm2d, odd, real, tokens
+
+
+@odd(tokens(6), tokens(5))
+def translator_of_torchs_modules():
+    """Masks that torch looks at, padding, queries apart from keys and values, a width that is checked."""
+
+    def run(m, source, target):
+        future = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=m.c.weight.dtype)
+        padding = -1e9 * (source == 0).to(m.c.weight.dtype)
+        return m.c(
+            m.t(
+                m.e(source),
+                m.e(target),
+                tgt_mask=future,
+                src_key_padding_mask=padding,
+                memory_key_padding_mask=padding,
+            )
+        )
+
+    t = nn.Transformer(12, 4, 1, 1, dim_feedforward=18, dropout=0.0, batch_first=True)
+    return Net(run, e=nn.Embedding(11, 12), t=t, c=Linear(12, 11))
+
+
+@odd(tokens(6))
+def language_model_in_one_forward():
+    """Its attention is written out, beside everything else."""
+
+    def run(m, i):
+        x = m.e(i) + m.p(torch.arange(i.shape[1]))
+        q, k, v = (y.unflatten(-1, (3, -1)).transpose(1, 2) for y in m.qkv(m.n(x)).split(12, dim=2))
+        scores = (q @ k.transpose(-2, -1) / 2).masked_fill(m.future[: i.shape[1], : i.shape[1]], -1e9)
+        x = x + m.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return m.c(x + m.b(F.gelu(m.a(m.n2(x)))))
+
+    norms = {"n": nn.LayerNorm(12), "n2": nn.LayerNorm(12)}
+    layers = {"qkv": Linear(12, 36), "o": Linear(12, 12), "a": Linear(12, 48), "b": Linear(48, 12)}
+    network = Net(run, e=nn.Embedding(11, 12), p=nn.Embedding(8, 12), c=Linear(12, 11), **norms, **layers)
+    network.register_buffer("future", torch.ones(8, 8).triu(1).bool())
+    return network
+
+
+@odd(real(7))
+def generator_of_images():
+    def run(m, z):
+        return torch.tanh(m.c(F.relu(m.n(m.b(F.relu(m.m(m.a(z))).view(len(z), -1, 2, 2))))))
+
+    up = nn.ConvTranspose2d(24, 12, 4, 2, 1)
+    return Net(run, a=Linear(7, 24 * 4), m=Norm1d(24 * 4), b=up, n=Norm2d(12), c=Conv(12, 3, 3))
+
+
+@odd(real(7))
+def decoder_of_modules():
+    def run(m, z):
+        return m.c(F.relu(m.b(m.u(F.relu(m.a(z))))))
+
+    return Net(run, a=Linear(7, 12 * 4), u=nn.Unflatten(1, (12, 2, 2)), b=Conv(12, 9, 3), c=Conv(9, 3, 3))
+
+
+class _Checked(nn.Module):
+    """Refuses inputs of another width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.layers = (
+            width,
+            nn.Sequential(Linear(width, 2 * width), nn.ReLU(), Linear(2 * width, width)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.width:
+            raise ValueError(f"{x.shape[-1]} channels, not {self.width}")
+        return x + self.layers(x)
+
+
+@odd(real(5))
+def checked_widths():
+    def run(m, x):
+        return m.c(m.second(m.first(m.a(x))))
+
+    return Net(run, a=Linear(5, 12), first=_Checked(12), second=_Checked(12), c=Linear(12, 3))
