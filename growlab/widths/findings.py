@@ -35,6 +35,8 @@ class Findings:
         self.atoms = Atoms()
         self.scales = ScaleClasses()
         self._model = model
+        #: Names of buffers, which are not learned.
+        self.buffers = {name for name, _ in model.named_buffers()}
         self._parameters: dict[str, list[Runs]] = {}
         self._roles: dict[str, list[Role | None]] = {}
         self._layers: list[Layer] = []
@@ -213,7 +215,11 @@ class Findings:
     def _freeze_what_no_rule_placed(self) -> None:
         for name, runs in self._parameters.items():
             for axis, role in zip(runs, self._roles[name], strict=True):
-                if role is None:
+                if role is None and name in self.buffers:
+                    self.atoms.freeze(
+                        axis, f"{name} is a buffer: its numbers stay; as a parameter it could grow"
+                    )
+                elif role is None:
                     self.atoms.freeze(axis, f"{name} is used in a way that growlab has no rule for")
         produced = {
             run.atom

@@ -40,8 +40,6 @@ class Recorder(Findings):
         super().__init__(model)
         self.moved, self._head_dimensions = moved, head_dimensions
         self._tied, self._weighted_norms = tied, weighted_norms
-        #: Names of buffers, which are not learned.
-        self.buffers = {name for name, _ in model.named_buffers()}
         # What a network computes once and does not save: entries of more channels cannot be drawn.
         self._tables = self.buffers - set(model.state_dict())
         self._calls: Counter[str] = Counter()

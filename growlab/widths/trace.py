@@ -185,7 +185,10 @@ def _masks_as_given() -> Iterator[None]:
 
     Where they look, torch.export cannot follow, and what they find chooses a kernel. No public way says so beforehand.
     """
-    looks = transformer._detect_is_causal_mask
+    looks = getattr(transformer, "_detect_is_causal_mask", None)
+    if looks is None:
+        yield
+        return
     transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
     try:
         yield
