@@ -31,7 +31,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from torch.distributed import TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -139,7 +139,11 @@ class _Agent(LocalElasticAgent):
             process.send_signal(number)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if any(process.poll() for process in self._processes()):
+        codes = [process.poll() for process in self._processes()]
+        if None in codes and not any(codes):
+            # Torch would ask once more, and one that dies in between would be its alone.
+            return RunResult(WorkerState.HEALTHY)
+        if any(codes):
             self._let_end()
             self._pending = []
             reason = self.reason()

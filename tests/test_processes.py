@@ -6,10 +6,15 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 
+from growlab import launcher
 from tests.command_line import CommandLine, Outcome
 from tests.runs import Left, table
 
@@ -33,6 +38,32 @@ def finished(cli: CommandLine, tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / folder
 
     return run
+
+
+def test_a_process_that_dies_while_it_is_looked_at_is_told_at_the_next_look(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    meeting = SimpleNamespace(get_run_id=lambda: "run")
+    spec = WorkerSpec("r", 1, meeting, entrypoint="growlab", max_restarts=1)
+    agent = launcher._Agent(spec, DefaultLogsSpecs(), tmp_path)
+    codes, asked = iter([None] + [-signal.SIGKILL] * 20), []
+    process = SimpleNamespace(poll=lambda: next(codes), wait=lambda seconds: None)
+    handlers, failed = {0: SimpleNamespace(proc=process)}, RunProcsResult(failures={0: None})
+
+    def wait(seconds: float) -> RunProcsResult:
+        asked.append(process.poll())
+        return failed
+
+    agent._pcontext = SimpleNamespace(
+        subprocess_handlers=handlers, error_files={}, wait=wait, pids=lambda: {}
+    )
+    group = SimpleNamespace(spec=SimpleNamespace(role="r"), workers=[SimpleNamespace(id=None, global_rank=0)])
+    assert agent._monitor_workers(group).state == WorkerState.HEALTHY and not asked
+    assert agent._monitor_workers(group).state == WorkerState.FAILED
+    assert (
+        "process 0 of 1 was ended by SIGKILL" in (said := capsys.readouterr().err)
+        and "; restart 1 of 1" in said
+    )
 
 
 def losses(run: Path) -> list[float]:
