@@ -55,7 +55,7 @@ def test_a_process_that_dies_while_it_is_looked_at_is_told_at_the_next_look(
         return failed
 
     agent._pcontext = SimpleNamespace(
-        subprocess_handlers=handlers, error_files={}, wait=wait, pids=lambda: {}
+        subprocess_handlers=handlers, error_files={}, wait=wait, pids=lambda: {0: None}
     )
     group = SimpleNamespace(spec=SimpleNamespace(role="r"), workers=[SimpleNamespace(id=None, global_rank=0)])
     assert agent._monitor_workers(group).state == WorkerState.HEALTHY and not asked
