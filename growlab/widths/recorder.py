@@ -14,6 +14,7 @@ from growlab.widths.layout import Role
 from growlab.widths.places import module_of
 from growlab.widths.program import operation_of, shapes_of
 from growlab.widths.rules import Value
+from growlab.widths.rules.registry import SLID_OVER
 
 _AS_WIDE = "attention as wide as its stream"
 
@@ -43,7 +44,7 @@ class Recorder(Findings):
         # What a network computes once and does not save: entries of more channels cannot be drawn.
         self._tables = self.buffers - set(model.state_dict())
         self._calls: Counter[str] = Counter()
-        self._choices: dict[str, tuple[Runs, int]] = {}
+        self._choices: dict[str, tuple[str, Runs, int]] = {}
         #: Paths of modules that attend.
         self.attending: set[str] = set()
         self._as_wide: list[tuple[Runs, Runs]] = []
@@ -112,7 +113,7 @@ class Recorder(Findings):
 
     def note_choice(self, node: Any, axis: Runs, remaining: int) -> None:
         """Of several dimensions that a reshape makes this one may grow; so many are left of it."""
-        self._choices[node.name] = (axis, remaining)
+        self._choices[node.name] = (module_of(node), axis, remaining)
 
     def to_the_left(self, node: Any) -> int:
         """How many dimensions left of the last one the growing one is to be sought."""
@@ -122,8 +123,10 @@ class Recorder(Findings):
         """Reshapes whose growing dimension turned out to be fixed: attention sums over it, a convolution slides."""
         return [
             node
-            for node, (axis, remaining) in self._choices.items()
-            if remaining and self.atoms.frozen_whole(axis)
+            for node, (module, axis, remaining) in self._choices.items()
+            if remaining
+            and self.atoms.frozen_whole(axis)
+            and (module in self.attending or self.atoms.why_fixed(axis) == SLID_OVER)
         ]
 
     def weight_axes(

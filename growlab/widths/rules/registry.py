@@ -48,6 +48,8 @@ Rule = Callable[["Tracer", Any, Arguments], Any]
 RULES: dict[str, Rule] = {}
 
 
+# Why dimensions stay that windows slide over.
+SLID_OVER = "neighbouring channels are pooled or convolved"
 # Why channels of random numbers stay: twins cancel each other as long as both see the same numbers.
 DRAWN = "as many random numbers"
 
@@ -125,7 +127,7 @@ def first_tensor(args: Arguments) -> Value:
 def freeze_windows(tracer: "Tracer", x: Value, num_windows: int) -> None:
     """The last dimensions, over which windows slide, keep their width."""
     for axis in x.axes[len(x.axes) - num_windows :]:
-        tracer.atoms.freeze(axis, "neighbouring channels are pooled or convolved")
+        tracer.atoms.freeze(axis, SLID_OVER)
 
 
 def keep_full_width(tracer: "Tracer", node: Any, args: Arguments, reason: str | None = None) -> Any:
