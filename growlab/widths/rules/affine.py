@@ -64,6 +64,13 @@ def linear(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     )
 
 
+def are_weights(tracer: "Tracer", node: Any) -> bool:
+    """Whether all pieces that a node cuts are weights of linear layers, or all of them biases."""
+    readers = [(piece, reader) for piece in node.users for reader in piece.users]
+    places = {place for piece, reader in readers for place, arg in enumerate(reader.args) if arg is piece}
+    return len(places) == 1 and places <= {1, 2} and all(tracer.operation(r) == "linear" for _, r in readers)
+
+
 def tied_to_embedding(tracer: "Tracer", node: Any, args: Arguments, gains: Sequence[str]) -> Value:
     """A layer whose weight E is an embedding's table too: its columns make the channels as the table does.
 

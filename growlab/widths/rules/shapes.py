@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Run, Runs, fixed
 from growlab.widths.layout import Role
+from growlab.widths.rules.affine import are_weights
 from growlab.widths.rules.registry import DRAWN, Arguments, Value, freeze_windows, rule
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def split(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
     """
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
     shapes = tracer.shapes(node)
-    rows_of = x if x.name is not None and dim == 0 and _are_weights(tracer, node) else None
+    rows_of = x if x.name is not None and dim == 0 and are_weights(tracer, node) else None
     if rows_of is None:
         tracer.spread(x)
     pieces = tracer.atoms.cut(x.axes[dim], [shape[dim] for shape in shapes])
@@ -108,13 +109,6 @@ def split(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
         Value(shape, (*x.axes[:dim], piece, *x.axes[dim + 1 :]), x.scale, rows_of=rows_of)
         for shape, piece in zip(shapes, pieces, strict=True)
     ]
-
-
-def _are_weights(tracer: "Tracer", node: Any) -> bool:
-    """Whether all pieces that a node cuts are weights of linear layers, or all of them biases."""
-    readers = [(piece, reader) for piece in node.users for reader in piece.users]
-    places = {place for piece, reader in readers for place, arg in enumerate(reader.args) if arg is piece}
-    return len(places) == 1 and places <= {1, 2} and all(tracer.operation(r) == "linear" for _, r in readers)
 
 
 @rule("cat", "concat", "concatenate")
