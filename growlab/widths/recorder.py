@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from growlab.widths.program import operation_of, shapes_of
 from growlab.widths.rules import Value
 from growlab.widths.rules.registry import SLID_OVER
 
+Heads = Literal["dimensions", "number", "values"]
 _AS_WIDE = "attention as wide as its stream"
 
 
@@ -25,7 +26,8 @@ class Recorder(Findings):
     Args:
         model: the network at full width.
         moved: see `to_the_left`, by name of a node.
-        head_dimensions: whether dimensions that queries and keys are multiplied over may grow.
+        heads: what of attention may grow: "dimensions" that queries and keys are multiplied over, where that can be
+            exact; the "number" of heads; or "values", whose channels pass products that are written out.
         tied: paths of attention that is taken to have the width of its stream in all its heads.
         weighted_norms: whether channels grow that normalisations take their statistics over.
     """
@@ -34,12 +36,12 @@ class Recorder(Findings):
         self,
         model: nn.Module,
         moved: Mapping[str, int],
-        head_dimensions: bool,
+        heads: Heads,
         tied: frozenset[str],
         weighted_norms: bool,
     ) -> None:
         super().__init__(model)
-        self.moved, self._head_dimensions = moved, head_dimensions
+        self.moved, self.heads = moved, heads
         self._tied, self._weighted_norms = tied, weighted_norms
         # What a network computes once and does not save: entries of more channels cannot be drawn.
         self._tables = self.buffers - set(model.state_dict())
@@ -47,6 +49,8 @@ class Recorder(Findings):
         self._choices: dict[str, tuple[str, Runs, int]] = {}
         #: Paths of modules that attend.
         self.attending: set[str] = set()
+        #: Whether activations are multiplied with one another outside of attention proper.
+        self.multiplies = False
         self._as_wide: list[tuple[Runs, Runs]] = []
         # Of the part of the program that is being visited, by node.
         self._values: dict[Any, Any] = {}
@@ -232,7 +236,7 @@ class Recorder(Findings):
         layers = (query.linear_in, key.linear_in, value.linear_in)
         alone = all(layers[:2]) and sum(map(len, layers)) == len(frozenset().union(*layers))
         once = all(self._calls[name] == 1 for name in query.linear_in | key.linear_in)
-        if not (self._head_dimensions and alone and once and self._grows(query.axes[-1])):
+        if not (self.heads == "dimensions" and alone and once and self._grows(query.axes[-1])):
             return False
         self.atoms.unify(query.axes[-1], key.axes[-1], "queries and keys laid out otherwise")
         if query.shape[-1] == value.shape[-1]:

@@ -114,16 +114,24 @@ def _traced(
         return graphs[0]
     if len(graphs[0].attentions) < len(graph.attentions):
         # Where a head dimension is written into the code, whole heads may grow instead.
-        find(head_dimensions=False)
+        find(heads="number")
     if tracer.attending and max(len(found.groups) for found in graphs) < len(graph.groups):
         # Where the code takes the stream's width for that of all heads together, heads may grow with the stream.
         # All layers at once: the stream does not grow before each of them lets it.
         tied = frozenset(tracer.attending)
-        find(tracer.moved, head_dimensions=False, tied=tied)
+        find(tracer.moved, heads="number", tied=tied)
         if graph.attentions and len(graphs[-1].groups) < len(graph.groups):
             # The number of heads may be a constant of the code: then what grows with the stream is each head.
             find(tied=tied)
-    return max(graphs, key=lambda graph: _growing(model, graph))
+    best = max(graphs, key=lambda graph: _growing(model, graph))
+    if tracer.multiplies:
+        # Where neither can grow, as with a single head that is written out, its values may.
+        settings = {"opaque": frozenset(opaque), "follow_norms": follow_norms, "heads": "values"}
+        graph, calls, _ = _best_pass(program, model, {}, settings)
+        if _growing(model, graph) > _growing(model, best):
+            graph = without_what_breaks(model, graph, inputs, calls)
+            best = max(best, graph, key=lambda found: _growing(model, found))
+    return best
 
 
 def layouts(model: nn.Module, example: Tensor | tuple[Any, ...]) -> WidthGraph:
@@ -140,7 +148,7 @@ def layouts(model: nn.Module, example: Tensor | tuple[Any, ...]) -> WidthGraph:
         UnsupportedOperation: see `trace`.
     """
     inputs = example if isinstance(example, tuple) else (example,)
-    settings = {"opaque": frozenset[str](), "follow_norms": False, "head_dimensions": False}
+    settings = {"opaque": frozenset[str](), "follow_norms": False, "heads": "number"}
     return _best_pass(_exported(model, inputs), model, {}, settings)[0]
 
 

@@ -20,7 +20,7 @@ from growlab.widths.program import (
     is_pointwise,
     parts_of,
 )
-from growlab.widths.recorder import Recorder
+from growlab.widths.recorder import Heads, Recorder
 from growlab.widths.rules import (
     AFFINE,
     MIXING,
@@ -48,11 +48,11 @@ class Tracer(Recorder):
         opaque: frozenset[str] = frozenset(),
         moved: Mapping[str, int] | None = None,
         follow_norms: bool = False,
-        head_dimensions: bool = True,
+        heads: Heads = "dimensions",
         tied: frozenset[str] = frozenset(),
         weighted_norms: bool = True,
     ) -> None:
-        super().__init__(model, moved or {}, head_dimensions, tied, weighted_norms)
+        super().__init__(model, moved or {}, heads, tied, weighted_norms)
         self._program, self._opaque, self.follow_norms = program, opaque, follow_norms
         self._names = {
             **program.graph_signature.inputs_to_parameters,

@@ -85,3 +85,15 @@ def checked_widths():
         return m.c(m.second(m.first(m.a(x))))
 
     return Net(run, a=Linear(5, 12), first=_Checked(12), second=_Checked(12), c=Linear(12, 3))
+
+
+@odd(real(5, 6), real(5, 5))
+def attention_of_one_head():
+    """Written out, as for graphs: what is mixed passes."""
+
+    def run(m, x, weights):
+        h = m.a(x)
+        scores = m.source(h) + m.target(h).mT + weights
+        return m.c(F.elu(torch.bmm(scores.softmax(-1), h)).mean(1))
+
+    return Net(run, a=Linear(6, 24), source=Linear(24, 1), target=Linear(24, 1), c=Linear(24, 3))

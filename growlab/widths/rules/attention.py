@@ -1,5 +1,6 @@
 """Rules for products of activations and attention: heads pass; what a head sums over may grow in attention proper."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,25 @@ _EINSUM = "einsum multiplies or sums over them"
 def matmul(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Leading dimensions (heads) are worked on one by one: they pass. The last two of each operand keep their width.
 
-    Activations times a parameter of two dimensions are a linear layer. Other parameters keep their width.
+    Where values pass, so do the rows of the first operand and the columns of the second. Activations times a parameter
+    of two dimensions are a linear layer. Other parameters keep their width.
     """
     first, second = args["self"], args["other"] if "other" in args else args["mat2"]
     if first.name is None and len(first.shape) > 1 and weight_in_product(second):
         return product_with_weight(tracer, node, first, second)
-    return _product(tracer, node, [first, second], len(tracer.shape(node)))
+    rank = len(tracer.shape(node))
+    if not _of_activations(tracer, [first, second]) or min(len(first.shape), len(second.shape)) < 2:
+        return _product(tracer, node, [first, second], rank)
+    result = _product(tracer, node, [first, second], rank, num_summed=0)
+    tracer.atoms.freeze(first.axes[-1] + second.axes[-2], _REASON)
+    return replace(result, axes=(*result.axes[:-2], first.axes[-2], second.axes[-1]))
+
+
+def _of_activations(tracer: "Tracer", values: Sequence[Value]) -> bool:
+    """Whether values pass a product of these: activations, and values are what may grow."""
+    activations = all(value.name is None for value in values)
+    tracer.multiplies |= activations
+    return activations and tracer.heads == "values"
 
 
 @rule("baddbmm")
@@ -50,7 +64,8 @@ def einsum(tracer: "Tracer", node: Any, args: Arguments) -> Any:
         return layer
     tracer.note_attention(node)
     # As in a product of matrices of activations: what is not worked on one by one keeps its width.
-    one_by_one = set(output) if any(v.name for v in operands) else set(output).intersection(*letters)
+    passing = any(v.name for v in operands) or _of_activations(tracer, operands)
+    one_by_one = set(output) if passing else set(output).intersection(*letters)
     found: dict[str, Runs] = {}
     for term, value in zip(letters, operands, strict=True):
         tracer.scales.pin(value.scale)
@@ -110,6 +125,8 @@ def _product(tracer: "Tracer", node: Any, values: list[Value], rank: int, num_su
         tracer.scales.pin(value.scale)
         # Of an attention whose dimension grows, only positions are fixed; of its mask, both dimensions.
         kept = value.axes[-2:-1] if num_summed == 1 and position < 3 else value.axes[-2:]
+        if not num_summed:
+            kept = ()
         for axis in kept if value.name is None else value.axes:
             tracer.atoms.freeze(axis, _REASON)
         leading = value.axes[:-2]
