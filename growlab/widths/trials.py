@@ -201,6 +201,13 @@ def light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tu
     Raises:
         UnsupportedOperation: it does not run on these inputs at all.
     """
+    with warnings.catch_warnings():
+        # The first runs of a network: what torch has to say of it, it says when it is trained.
+        warnings.simplefilter("ignore")
+        return _light_copy(model, inputs)
+
+
+def _light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
     try:
         # Putting the light tensors into deepcopy's memo keeps what is shared shared.
         memo = _computed(model)
