@@ -4,7 +4,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from difflib import get_close_matches
 from typing import Any
 
@@ -100,9 +100,10 @@ def _traced(
         )
     graphs = []
 
+    always = {"opaque": frozenset(opaque), "follow_norms": follow_norms}
+
     def find(moved: Mapping[str, int] | None = None, **settings: Any) -> tuple[WidthGraph, Tracer]:
-        settings = {"opaque": frozenset(opaque), "follow_norms": follow_norms, **settings}
-        graph, calls, last = _best_pass(program, model, moved or {}, settings)
+        graph, calls, last = _best_pass(program, model, moved or {}, {**always, **settings})
         graphs.append(without_what_breaks(model, graph, inputs, calls))
         return graph, last
 
@@ -123,15 +124,14 @@ def _traced(
         if graph.attentions and len(graphs[-1].groups) < len(graph.groups):
             # The number of heads may be a constant of the code: then what grows with the stream is each head.
             find(tied=tied)
-    best = max(graphs, key=lambda graph: _growing(model, graph))
     if tracer.multiplies:
         # Where neither can grow, as with a single head that is written out, its values may.
-        settings = {"opaque": frozenset(opaque), "follow_norms": follow_norms, "heads": "values"}
-        graph, calls, _ = _best_pass(program, model, {}, settings)
-        if _growing(model, graph) > _growing(model, best):
-            graph = without_what_breaks(model, graph, inputs, calls)
-            best = max(best, graph, key=lambda found: _growing(model, found))
-    return best
+        with suppress(UnsupportedOperation):
+            # They may come to an operation that knows no channels.
+            graph, calls, _ = _best_pass(program, model, {}, {**always, "heads": "values"})
+            if _growing(model, graph) > max(_growing(model, found) for found in graphs):
+                graphs.append(without_what_breaks(model, graph, inputs, calls))
+    return max(graphs, key=lambda graph: _growing(model, graph))
 
 
 def layouts(model: nn.Module, example: Tensor | tuple[Any, ...]) -> WidthGraph:
@@ -276,8 +276,15 @@ def _best_pass(
     best: tuple[WidthGraph, list[Call]] | None = None
     most = (-1, -1)
     for _ in range(_PASSES):
-        tracer = Tracer(program, model, moved=moved, **settings)
-        graph = tracer.run()
+        further = Tracer(program, model, moved=moved, **settings)
+        try:
+            graph = further.run()
+        except UnsupportedOperation:
+            # What was moved has come to an operation that knows no channels.
+            if best is None:
+                raise
+            break
+        tracer = further
         growing = _growing(model, graph)
         if growing > most:
             best, most = (graph, tracer.calls), growing

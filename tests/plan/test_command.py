@@ -35,6 +35,7 @@ def test_it_says_what_to_do_and_what_it_cost(asked: tuple[Path, Outcome]) -> Non
     # Progress, line by line, with what has been spent.
     assert "held-out loss" in outcome.err and "(spent 14." in outcome.err
     found = json.loads((folder / "run" / "plan.json").read_text())
+    assert found["command"].startswith("python -m growlab --config-dir ")
     assert found["spent"]["spent"] <= 0.15 and found["verdict"]["kind"] in ("grow", "smaller", "full")
     assert set(found["measured"]) == {"full", "half_width"} and "fewer_blocks" in found["left_out"]
     table = (folder / "run" / "plan.md").read_text()
