@@ -286,7 +286,7 @@ class NetworkCase:
 
     def make(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         """The network with fixed weights."""
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return self.build().to(dtype)
 

@@ -34,6 +34,11 @@ class Outcome:
 SERVER = "GROWLAB_TESTSERVER"
 
 
+def traces_beside(address: str) -> Path:
+    """The folder in which all processes keep what they trace (tests/once.py)."""
+    return Path(address).parent / "traces"
+
+
 class Server:
     """The process that imports everything once and forks for the runs of all callers (tests/forking.py).
 
@@ -43,6 +48,8 @@ class Server:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self.address = os.path.join(self._folder.name, "socket")
+        traces = traces_beside(self.address)
+        traces.mkdir()
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         environment.pop("HYDRA_FULL_ERROR", None)
@@ -51,7 +58,7 @@ class Server:
             listening.bind(self.address)
             listening.listen()
             number = listening.fileno()
-            command = [sys.executable, "-m", "tests.forking", str(number)]
+            command = [sys.executable, "-m", "tests.forking", str(number), str(traces)]
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, pass_fds=[number]
             )

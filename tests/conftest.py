@@ -1,13 +1,16 @@
 """Fixtures for tests in several folders."""
 
 import gc
+import os
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
-from tests.command_line import CommandLine, Server
+from tests.command_line import SERVER, CommandLine, Server, traces_beside
 
 if TYPE_CHECKING:
     from tests.runs import Left
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 settings.register_profile("seeded", derandomize=True)
 settings.load_profile("seeded")
 _SERVER = pytest.StashKey[Server]()
+_TRACES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,12 +29,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_SERVER].announce()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What is imported and collected stays: a full collection need not go through a million objects each time."""
     # Imported here, since the process that gives tests to others needs nothing of torch.
-    from tests.once import read_conf_once
+    from tests.once import read_conf_once, trace_once
 
     read_conf_once()
+    if SERVER in os.environ:
+        trace_once(traces_beside(os.environ[SERVER]))
+    else:
+        session.config.stash[_TRACES] = tempfile.TemporaryDirectory()
+        trace_once(Path(session.config.stash[_TRACES].name))
     gc.collect()
     gc.freeze()
 
@@ -39,6 +48,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Let the interpreter take everything down in its order."""
     if _SERVER in config.stash:
         config.stash[_SERVER].close()
+    if _TRACES in config.stash:
+        config.stash[_TRACES].cleanup()
     gc.unfreeze()
 
 

@@ -7,12 +7,10 @@ import importlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -28,34 +26,30 @@ from torch.distributed.elastic.multiprocessing import api as elastic
 
 from tests.command_line import PLAN
 from tests.faults import FAULT_ON_RANK, FAULTS, FAULTS_OF_ATTEMPTS
-from tests.once import read_conf_once, traced_once
+from tests.once import read_conf_once, trace_once
 
 _AS_RUN = "hydra.mode=RUN"
 # How long the processes that a run has started may take when it is gone.
 _LEFT_SEC = 10.0
 
 
-def _serve(listening: socket.socket) -> None:
+def _serve(listening: socket.socket, traces: Path) -> None:
     """Import everything; fork for every caller that connects until standard input ends."""
-    traces = Path(tempfile.mkdtemp())
-    try:
-        _import_everything(traces)
-        # No run need take down torch's libraries when it ends.
-        for finalizer in list(weakref.finalize._registry):
-            if finalizer.peek()[1] is torch.library._del_library:
-                finalizer.detach()
-        # What is imported stays: a run's first full collection would go through all of it, and copy its pages.
-        gc.collect()
-        gc.freeze()
-        while sys.stdin not in (ready := select.select([sys.stdin, listening], [], [])[0]):
-            connection, _ = ready[0].accept()
-            if os.fork() == 0:
-                listening.close()
-                _answer(connection)
-                os._exit(0)
-            connection.close()
-    finally:
-        shutil.rmtree(traces)
+    _import_everything(traces)
+    # No run need take down torch's libraries when it ends.
+    for finalizer in list(weakref.finalize._registry):
+        if finalizer.peek()[1] is torch.library._del_library:
+            finalizer.detach()
+    # What is imported stays: a run's first full collection would go through all of it, and copy its pages.
+    gc.collect()
+    gc.freeze()
+    while sys.stdin not in (ready := select.select([sys.stdin, listening], [], [])[0]):
+        connection, _ = ready[0].accept()
+        if os.fork() == 0:
+            listening.close()
+            _answer(connection)
+            os._exit(0)
+        connection.close()
     # To take everything down in order takes seconds.
     os._exit(0)
 
@@ -125,7 +119,6 @@ def _import_everything(traces: Path) -> None:
     from growlab.data import sources
     from growlab.errors import UserError
     from growlab.fairseq_library import fairseq_module
-    from growlab.grower import preparing
     from growlab.networks import mlp8, resnet20
     from growlab.optim.native import library
     from growlab.widths import trace
@@ -156,7 +149,7 @@ def _import_everything(traces: Path) -> None:
     # The first trace loads much of torch. Nothing here may call backward: a fork could not do so any more.
     for make, size in ((partial(mlp8, batch_norm=True), 2), (resnet20, 8)):
         trace(make([1, size, size], 2, width=2), torch.zeros(2, 1, size, size))
-    preparing.trace = traced_once(preparing.trace, traces)
+    trace_once(traces)
 
 
 def _compose_once() -> None:
@@ -267,4 +260,4 @@ def _main(arguments: list[str], program: str | None = None) -> int:
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]))

@@ -1,10 +1,12 @@
 """Work that is the same in many runs, done once: what Hydra reads and what `growlab.widths.trace` finds."""
 
+import copy
 import hashlib
+import importlib
 import inspect
 import os
 import pickle
-from collections.abc import Callable
+from collections import defaultdict
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -19,6 +21,9 @@ from torch import Tensor, nn
 
 from growlab.widths import WidthGraph
 
+# The function of that name hides it.
+tracing = importlib.import_module("growlab.widths.trace")
+
 
 def read_conf_once() -> None:
     """Keep in this process's memory what Hydra reads from files, and leave out what it makes for nothing."""
@@ -29,6 +34,7 @@ def read_conf_once() -> None:
         _load_once(SourcesRegistry.instance().resolve(scheme), known)
     # Read alone: trees of the interpolations that stand in configurations.
     base.parse = cache(base.parse)
+    base.Metadata.__deepcopy__ = _copied
     make = defaults_list._create_interpolation_map
 
     def made_if_used(overrides: Any, defaults: list[Any], self_added: bool) -> Any:
@@ -36,6 +42,14 @@ def read_conf_once() -> None:
         return make(overrides, defaults, self_added) if used else None
 
     defaults_list._create_interpolation_map = made_if_used
+
+
+def _copied(metadata: base.Metadata, memo: dict[int, Any]) -> base.Metadata:
+    """A copy whose own dictionaries are copies; what else it holds are types and plain values."""
+    made = copy.copy(metadata)
+    made.flags = copy.copy(metadata.flags)
+    made.resolver_cache = defaultdict(dict, copy.deepcopy(dict(metadata.resolver_cache), memo))
+    return made
 
 
 def _load_once(source: Any, known: dict[Any, bytes]) -> None:
@@ -50,45 +64,58 @@ def _load_once(source: Any, known: dict[Any, bytes]) -> None:
     source.load_config = load_once
 
 
-def traced_once(trace: Callable[..., WidthGraph], folder: Path) -> Callable[..., WidthGraph]:
-    """The same function, which keeps in a folder what it finds in networks of libraries alone."""
+def trace_once(folder: Path) -> None:
+    """Let `growlab.widths.trace` keep in a folder, for all processes, what it finds in networks of known classes."""
+    own = tracing._traced
 
-    def trace_once(model: nn.Module, example: Any, *settings: Any) -> WidthGraph:
-        key = _key(model, example, settings)
+    def traced(model: nn.Module, inputs: tuple[Any, ...], *settings: Any) -> WidthGraph:
+        key = _key(model, inputs, settings)
         if key is None:
-            return trace(model, example, *settings)
+            return own(model, inputs, *settings)
         place = folder / key
         if not place.exists():
-            own = folder / f"{key}.{os.getpid()}"
-            own.write_bytes(pickle.dumps(trace(model, example, *settings)))
-            os.rename(own, place)
+            written = folder / f"{key}.{os.getpid()}"
+            written.write_bytes(pickle.dumps(own(model, inputs, *settings)))
+            os.rename(written, place)
         return pickle.loads(place.read_bytes())
 
-    return trace_once
+    tracing._traced = traced
 
 
-_LIBRARIES = ("torch", "growlab", "transformers", "fairseq")
+# Their code is the same in all processes of a session.
+_LIBRARIES = ("torch", "growlab", "torchvision", "timm", "transformers", "fairseq", "tests")
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def _told(value: Any) -> Any:
     return f"{value.__module__}.{value.__qualname__}" if inspect.isfunction(value) else value
 
 
-def _key(model: nn.Module, example: Any, settings: Any) -> str | None:
+def _key(model: nn.Module, inputs: tuple[Any, ...], settings: tuple[Any, ...]) -> str | None:
     """One for all that a trace depends on; None where that is more than classes that are known and plain values."""
     modules = list(model.named_modules())
     known = all(type(each).__module__.partition(".")[0] in _LIBRARIES for _, each in modules)
-    inputs = example if isinstance(example, tuple) else (example,)
-    if not known or not all(isinstance(x, Tensor) for x in inputs):
+    hooked = any(each._forward_hooks or each._forward_pre_hooks for _, each in modules)
+    if hooked or not known or not all(isinstance(x, Tensor) for x in inputs):
         return None
     attributes = [
-        (name, type(each).__qualname__, {k: _told(v) for k, v in vars(each).items() if k[0] != "_"})
+        (name, _told_class(each), {k: _told(v) for k, v in vars(each).items() if k not in _OF_MODULES})
         for name, each in modules
     ]
     tensors = chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     )
     numbers: dict[int, int] = {}
-    shapes = [(name, numbers.setdefault(id(t), len(numbers)), t.shape, t.dtype) for name, t in tensors]
-    text = repr((attributes, shapes, [(x.shape, x.dtype) for x in inputs], settings))
-    return None if " at 0x" in text else hashlib.sha256(text.encode()).hexdigest()
+    shapes = [
+        (name, numbers.setdefault(id(t), len(numbers)), t.shape, t.dtype, t.requires_grad)
+        for name, t in tensors
+    ]
+    given = [(x.shape, x.dtype, None if x.is_floating_point() else x.tolist()) for x in inputs]
+    text = repr((attributes, shapes, given, settings))
+    # An address, or a function or class that others may share its name with.
+    unclear = any(word in text for word in (" at 0x", "<locals>", "<lambda>"))
+    return None if unclear else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _told_class(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"

@@ -30,26 +30,12 @@ from growlab.growth import (
 from growlab.optim import SGD, NormRatio, follow, weight_regions
 from growlab.parts import Part
 from growlab.triggers import At, Decided, Never
-from growlab.widths import WidthGraph, trace
+from growlab.widths import trace
 from tests.command_line import CommandLine
 
 STEPS, EPOCHS = 3, 4
 STAGES = {0: 0.5, 1: 0.75, 3: 1.0}
-GRAPHS: dict[tuple[str, str], WidthGraph] = {}
 PROBE = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(autouse=True)
-def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Networks of the same modules have the same graph, which takes longer to find than the rest of a test."""
-
-    def find(network: nn.Module, example: object, *settings: object) -> WidthGraph:
-        key = (str(network), str(settings))
-        if key not in GRAPHS:
-            GRAPHS[key] = trace(network, example, *settings)
-        return GRAPHS[key]
-
-    monkeypatch.setattr("growlab.grower.preparing.trace", find)
 
 
 def mlp() -> nn.Sequential:

@@ -236,7 +236,10 @@ class _WithoutDropout(TorchFunctionMode):
         means: put the mean of each draw in its place.
     """
 
-    _KINDS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+    _KINDS = frozenset(
+        {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+    )
+    _CHANGED = _KINDS | {F.scaled_dot_product_attention, F.multi_head_attention_forward, F.rrelu}
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,6 +249,10 @@ class _WithoutDropout(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        mean = _MEANS.get(getattr(func, "__name__", ""))
+        # Reading a tensor's shape comes this way too.
+        if mean is None and func not in self._CHANGED:
+            return func(*args, **kwargs)
         if func in self._KINDS:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
@@ -258,7 +265,6 @@ class _WithoutDropout(TorchFunctionMode):
         if func is F.rrelu:
             kwargs = {**signature(func).bind(*args, **kwargs).arguments, "training": False}
             args = ()
-        mean = _MEANS.get(getattr(func, "__name__", ""))
         if mean is None:
             return func(*args, **kwargs)
         self.seen = True

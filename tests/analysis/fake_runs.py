@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 NUM_TRAIN = 50_000
+STEPS_BETWEEN_RATES = 200
 STAGE_EPOCHS = (1, 1, 1, 1, 1, 1, 2, 2, 6)
 STAGE_WIDTHS = {16: (4, 4, 6, 6, 8, 10, 12, 14, 16), 32: (8, 10, 12, 14, 16, 20, 24, 28, 32)}
 STAGE_WIDTHS[64] = (16, 20, 24, 28, 34, 40, 48, 58, 64)
@@ -168,7 +169,7 @@ def _rates(stage_of_epoch: Sequence[int], steps: Sequence[int], noise: random.Ra
     rows = []
     last = len(PARAMETERS) - 1
     births = [stage_of_epoch.index(region) for region in range(stage_of_epoch[-1] + 1)]
-    for step in range(0, steps[-1], 50):
+    for step in range(0, steps[-1], STEPS_BETWEEN_RATES):
         epoch = max(i for i, end in enumerate(steps[:-1]) if end <= step)
         for index, name in enumerate(PARAMETERS):
             for region in range(stage_of_epoch[epoch] + 1):

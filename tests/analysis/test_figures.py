@@ -10,7 +10,7 @@ from growlab.analysis.figures import learning_curves, rate_factors, widths_over_
 from growlab.analysis.results import load_runs, open_run
 from growlab.errors import UserError
 
-from .fake_runs import PARAMETERS, STAGE_WIDTHS, write_run
+from .fake_runs import PARAMETERS, STAGE_WIDTHS, STEPS_BETWEEN_RATES, write_run
 
 EVENTS = [1, 2, 3, 4, 5, 6, 8, 10]
 
@@ -117,9 +117,9 @@ def test_rate_factors_have_a_curve_per_region_in_epochs(run):
         regions = [line for line in curves(axes) if not isinstance(line.get_color(), str)]
         assert len(regions) == 9
         starts = [line.get_xdata()[0] for line in regions]
-        # Recorded every 50 steps: a region's first value is at most that after its birth.
+        # A region's first value is recorded at most so many steps after its birth.
         np.testing.assert_array_less(np.array([0, *EVENTS]) - 1e-9, starts)
-        assert (np.array(starts) - [0, *EVENTS] < 50 / 130).all()
+        assert (np.array(starts) - [0, *EVENTS] < STEPS_BETWEEN_RATES / 130).all()
     rates = run.rates
     part = rates[(rates["parameter"] == PARAMETERS[0]) & (rates["region"] == 3)]
     line = next(line for line in curves(first) if len(line.get_xdata()) == len(part))

@@ -58,7 +58,7 @@ X = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(1), dtype=torch
 
 def whole() -> tuple[nn.Module, WidthGraph]:
     """The network at full width, with fixed weights off where they start, and its width graph."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = Small().double()
         with torch.no_grad():

@@ -103,7 +103,7 @@ class Grown:
 
     def __init__(self, name: str, method: GrowthMethod) -> None:
         make, self.inputs, _ = NETWORKS[name]
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.network: nn.Module = make().double()
         self.make, self.method = make, method
@@ -166,7 +166,7 @@ def test_weights_of_a_wide_resnet_end_at_the_variance_of_their_fan_in(
     batch_norm: bool, rescale_unnormalised: bool
 ) -> None:
     """A stream takes the scale of those whose fan-in grows, not that of its first producer, the stem."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = WideResNet(1, 4, 3, 10, batch_norm=batch_norm)
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))

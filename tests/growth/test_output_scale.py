@@ -67,7 +67,7 @@ def made(end: str) -> tuple[Ending, WidthGraph, Tensor]:
 
 @cache
 def _made(end: str) -> tuple[Ending, WidthGraph, Tensor]:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network, x = Ending(ENDS[end]).double(), torch.randn(16, 6, dtype=torch.float64)
     return network, trace(network, x), x

@@ -75,7 +75,7 @@ def inputs(name: str, seed: int = 0) -> tuple[Tensor, ...]:
 
 
 def made(name: str) -> nn.Module:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return NETWORKS[name]().double()
 

@@ -5,9 +5,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from growlab.parts import Averages
-from tests.test_grower import PROBE, Loop, mlp, normed, traced_once
-
-__all__ = ["traced_once"]
+from tests.test_grower import PROBE, Loop, mlp, normed
 
 
 def test_averages_grow_along_as_a_part_or_as_a_module_of_ones_own() -> None:

@@ -27,7 +27,7 @@ from growlab.parts import Averages, Depth, Part
 from growlab.triggers import At
 from growlab.widths import UnsupportedOperation
 from tests.command_line import ROOT
-from tests.test_grower import (  # noqa: F401 (a fixture)
+from tests.test_grower import (
     EPOCHS,
     OPTIMIZERS,
     PROBE,
@@ -35,7 +35,6 @@ from tests.test_grower import (  # noqa: F401 (a fixture)
     STEPS,
     Loop,
     batch,
-    traced_once,
     two_groups,
 )
 
