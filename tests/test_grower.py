@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn import functional as F
 
 from growlab import ranks
 from growlab.errors import UserError
-from growlab.grower import Grower
+from growlab.grower import Grower, renew
 from growlab.growth import (
     GradMax,
     Net2Net,
@@ -540,16 +541,26 @@ def test_norms_are_plain_after_so_many_steps(anneal_steps: int) -> None:
     assert left == [step < anneal_steps for step in range(1, 5)]
 
 
-def by_hand(rank: int, drift: bool) -> str:
+def wrapper_around(network: nn.Module, halves: bool) -> nn.parallel.DistributedDataParallel:
+    made = nn.parallel.DistributedDataParallel(network)
+    if halves:
+        made.register_comm_hook(None, fp16_compress_hook)
+    return made
+
+
+def by_hand(rank: int, drift: bool = False, in_place: bool = False, halves: bool = False) -> str:
     """What a rank of two ends with; one of them goes its own way if told to."""
     loop = Loop()
-    wrapped = nn.parallel.DistributedDataParallel(loop.network)
+    wrapped = wrapper_around(loop.network, halves)
     for step in range(STEPS * EPOCHS):
         if drift and rank == 1 and step == 2:
             nn.init.ones_(loop.network[0].bias)
         if loop.grower.step(epoch=step // STEPS):
-            del wrapped
-            wrapped = nn.parallel.DistributedDataParallel(loop.network)
+            if in_place:
+                renew(wrapped)
+            else:
+                del wrapped
+                wrapped = wrapper_around(loop.network, halves)
         x, y = batch(2 * step + rank)
         loop.optimizer.zero_grad()
         F.cross_entropy(wrapped(x), y).backward()
@@ -563,9 +574,15 @@ def one_rank(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
     )
-    (folder / f"{rank}.txt").write_text(by_hand(rank, drift=False))
+    (folder / f"{rank}.txt").write_text(whole := by_hand(rank))
+    # A wrapper that is renewed does what a new one does, with its hook on what is sent.
+    assert by_hand(rank, in_place=True) == whole
+    assert by_hand(rank, halves=True) == by_hand(rank, halves=True, in_place=True) != whole
     with pytest.raises(UserError, match=r"ranks hold different values after growth to stage 1: 0.bias"):
         by_hand(rank, drift=True)
+    other = nn.parallel.DistributedDataParallel(mlp(), process_group=torch.distributed.new_group())
+    with pytest.raises(UserError, match="wrap the network anew"):
+        renew(other)
     torch.distributed.destroy_process_group()
 
 

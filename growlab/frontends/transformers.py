@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from growlab.errors import UserError, how_to_install, needs
@@ -15,6 +16,7 @@ from growlab.frontends.ending import end
 from growlab.frontends.example import positional
 from growlab.grower import Grower
 from growlab.grower.plain import plain_state_dict, put_back
+from growlab.grower.wrapping import renew, wrapper_of
 from growlab.growth import GrowthMethod, Schedule
 from growlab.optim import Inheritance
 from growlab.parts.part import Part
@@ -22,6 +24,7 @@ from growlab.triggers import Trigger, as_trigger
 
 with needs("Growth in Hugging Face's Trainer", how_to_install("transformers")):
     from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_callback import ExportableState
 
 log = logging.getLogger(__name__)
@@ -75,6 +78,7 @@ class Growth(TrainerCallback, ExportableState):
         )
         self._optimizer_state = optimizer_state
         self.grower: Grower | None = None
+        self._wrapper: DistributedDataParallel | None = None
 
     def on_init_end(
         self,
@@ -89,15 +93,16 @@ class Growth(TrainerCallback, ExportableState):
         Raises:
             UserError: the Trainer is set up for what growth cannot do, or the model cannot be traced.
         """
-        if args.world_size > 1 or args.n_gpu > 1:
+        if args.n_gpu > 1:
             raise UserError(
-                "growth in Hugging Face's Trainer is for one process on one device, as the Trainer keeps its wrapper "
-                "of the model to itself; take growlab.Growth with Lightning, or growlab.Grower in a loop of your own."
+                f"one process would train on {args.n_gpu} GPUs (torch.nn.DataParallel), copying the model for each "
+                f"batch; start one process for each: torchrun --nproc_per_node={args.n_gpu} your_program.py, or let it "
+                "see one GPU: CUDA_VISIBLE_DEVICES=0."
             )
-        if args.load_best_model_at_end:
+        if args.fsdp or args.deepspeed:
             raise UserError(
-                "load_best_model_at_end loads weights of an earlier stage without what else belongs to it; turn it "
-                "off, and resume from that checkpoint instead."
+                "FSDP and DeepSpeed cut parameters into pieces once, before training: growth would have to cut them "
+                "anew; train with DistributedDataParallel (torchrun without them)."
             )
         if args.restore_callback_states_from_checkpoint:
             raise UserError(
@@ -122,6 +127,7 @@ class Growth(TrainerCallback, ExportableState):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
+        model: nn.Module | None = None,
         optimizer: Optimizer | None = None,
         **_: Any,
     ) -> None:
@@ -130,12 +136,18 @@ class Growth(TrainerCallback, ExportableState):
             raise UserError(
                 "give Growth to the Trainer as it is made: Trainer(..., callbacks=[Growth(...)])."
             )
-        saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes")
+        saved = self._saved_in(state)
         if state.global_step and saved:
             self._resume(self.grower, saved, _folder(args, state))
         if optimizer is not None:
             # accelerate's optimizer is a wrapper.
             self.grower.follow(getattr(optimizer, "optimizer", optimizer), state=self._optimizer_state)
+        if args.world_size > 1 and model is not None:
+            self._wrapper = wrapper_of(model)
+            if self._wrapper is None:
+                raise UserError(
+                    "growth with several processes needs the Trainer to wrap its model in DistributedDataParallel."
+                )
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -161,7 +173,7 @@ class Growth(TrainerCallback, ExportableState):
 
         What training goes on with in its place, and the state of parts, is put beside the Trainer's own files.
         """
-        if self.grower is None:
+        if self.grower is None or not args.should_save:
             return
         folder, kept = _folder(args, state), dict[str, Tensor]()
         try:
@@ -180,8 +192,17 @@ class Growth(TrainerCallback, ExportableState):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Leave an ordinary model behind."""
+        """Leave an ordinary model behind, the best one where the Trainer has loaded that.
+
+        Raises:
+            UserError: the best checkpoint lacks the state of growth.
+        """
         assert self.grower is not None
+        self._wrapper = None
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            folder = Path(state.best_model_checkpoint)
+            best = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+            self._resume(self.grower, self._saved_in(best), folder)
         end(self.grower)
 
     def state(self) -> dict[str, Any]:
@@ -191,6 +212,10 @@ class Growth(TrainerCallback, ExportableState):
         saved = self.grower.state_dict()
         del saved["parts"]
         return {"args": {}, "attributes": saved}
+
+    def _saved_in(self, state: TrainerState) -> dict[str, Any]:
+        saved: dict[str, Any] = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
+        return saved
 
     def _resume(self, grower: Grower, saved: Mapping[str, Any], folder: Path) -> None:
         path = folder / _FILE
@@ -205,7 +230,10 @@ class Growth(TrainerCallback, ExportableState):
 
     def _step(self, state: TrainerState) -> None:
         assert self.grower is not None
-        for event in self.grower.step(epoch=int(state.epoch or 0), step=state.global_step):
+        events = self.grower.step(epoch=int(state.epoch or 0), step=state.global_step)
+        if events and self._wrapper is not None:
+            renew(self._wrapper)
+        for event in events:
             log.info(
                 "stage %d: %s parameters, relative output error %.0e",
                 event.stage,

@@ -2,5 +2,6 @@
 
 from growlab.grower.grower import Grower
 from growlab.grower.preparing import forecast, knows_stages, no_widths, prepared, seed_widths
+from growlab.grower.wrapping import renew
 
-__all__ = ["Grower", "forecast", "knows_stages", "no_widths", "prepared", "seed_widths"]
+__all__ = ["Grower", "forecast", "knows_stages", "no_widths", "prepared", "renew", "seed_widths"]

@@ -39,8 +39,8 @@ class Grower:
     applies what growth multiplies it by), its state_dict brings its own widths wherever it is loaded while the grower
     is there, and the optimizers that `follow` keep their groups, schedules and state.
 
-    Several processes (DistributedDataParallel) call `step` alike, and wrap the network anew where it has returned
-    events, the old wrapper deleted first.
+    Several processes (DistributedDataParallel) call `step` alike, and `growlab.grower.renew` the wrapper where it has
+    returned events.
 
     Args:
         network: at full width; class, parameter names and modules stay its own.

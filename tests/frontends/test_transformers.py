@@ -1,7 +1,10 @@
 """Models made from a configuration, trained by Hugging Face's Trainer with the callback."""
 
 import logging
+import os
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from growlab import parts
 from growlab.errors import UserError
 from growlab.growth import VarianceTransfer
+from tests.command_line import CommandLine
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -22,9 +26,11 @@ WORDS = torch.randint(5, 40, (12, 6), generator=SOURCE)
 DATA = [{"input_ids": words, "labels": words.sum() % 3} for words in WORDS]
 
 
-def bert() -> Any:
+def bert(dropout: float = 0.1) -> Any:
     torch.manual_seed(0)
     config = transformers.BertConfig(
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
         vocab_size=40,
         hidden_size=16,
         num_hidden_layers=2,
@@ -36,7 +42,9 @@ def bert() -> Any:
     return transformers.BertForSequenceClassification(config)
 
 
-def run(folder: Path, resume: Path | None = None, **settings: Any) -> tuple[Any, Growth]:
+def run(
+    folder: Path, resume: Path | None = None, dropout: float = 0.1, **settings: Any
+) -> tuple[Any, Growth]:
     usual = {
         "num_train_epochs": EPOCHS,
         "per_device_train_batch_size": 4,
@@ -52,7 +60,9 @@ def run(folder: Path, resume: Path | None = None, **settings: Any) -> tuple[Any,
         example=(WORDS[:4],),
         anneal_steps=2,
     )
-    trainer = transformers.Trainer(bert(), arguments, train_dataset=DATA, callbacks=[growth])
+    trainer = transformers.Trainer(
+        bert(dropout), arguments, train_dataset=DATA, eval_dataset=DATA, callbacks=[growth]
+    )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer, growth
 
@@ -109,7 +119,89 @@ def test_the_loss_inside_the_model_sees_the_output_factor(
     assert not torch.allclose(loss, doubled)
 
 
-@pytest.mark.parametrize("setting", ["load_best_model_at_end", "restore_callback_states_from_checkpoint"])
-def test_what_cannot_be_is_told(setting: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=setting):
-        run(tmp_path, **{setting: True}, save_strategy="no", eval_strategy="no")
+def test_what_cannot_be_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="restore_callback_states_from_checkpoint"):
+        run(tmp_path, restore_callback_states_from_checkpoint=True, save_strategy="no")
+
+
+@pytest.mark.parametrize(
+    ("devices", "told"),
+    [
+        ({"n_gpu": 2}, r"one process would train on 2 GPUs .* torchrun --nproc_per_node=2"),
+        ({"fsdp": ["full_shard"]}, "FSDP and DeepSpeed cut parameters"),
+        ({"deepspeed": "zero.json"}, "FSDP and DeepSpeed cut parameters"),
+    ],
+)
+def test_devices_that_it_cannot_train_on_are_told(devices: dict[str, Any], told: str) -> None:
+    """The Trainer would ask for these devices before."""
+    arguments = SimpleNamespace(**{"n_gpu": 1, "fsdp": None, "deepspeed": None, **devices})
+    growth = Growth(method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
+    with pytest.raises(UserError, match=told):
+        growth.on_init_end(arguments, None, None, model=bert())
+
+
+def one_loss_is_best(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the evaluation after the epoch of that number, from 0 on, be the best."""
+    evaluate, calls = transformers.Trainer.evaluate, []
+
+    def judged(self: Any, *arguments: Any, **named: Any) -> dict[str, float]:
+        calls.append(None)
+        metrics = evaluate(self, *arguments, **named)
+        return {**metrics, "eval_loss": 0.0 if len(calls) == best + 1 else 1.0}
+
+    monkeypatch.setattr(transformers.Trainer, "evaluate", judged)
+
+
+@pytest.mark.parametrize("best", [1, 2])
+def test_the_best_model_comes_back_with_all_that_belongs_to_it(
+    best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of its own stage: the weights, widths, output factor and averages of its checkpoint, finished."""
+    one_loss_is_best(best, monkeypatch)
+    each = {"save_strategy": "epoch", "eval_strategy": "epoch"}
+    with caplog.at_level(logging.WARNING):
+        trainer, growth = run(tmp_path, load_best_model_at_end=True, **each)
+    told = [record.message for record in caplog.records if "training has ended in stage" in record.message]
+    assert len(told) == (best < EPOCHS - 1)
+    checkpoint = tmp_path / f"checkpoint-{(best + 1) * STEPS}"
+    assert trainer.state.best_model_checkpoint == str(checkpoint)
+    assert growth.grower.state.stage == best and len(growth.grower.events) == best
+    # What its checkpoint goes on from, in no more epochs.
+    again, resumed = run(tmp_path, checkpoint, num_train_epochs=best + 1, save_strategy="no")
+    assert resumed.grower.state.widths == growth.grower.state.widths
+    for name, tensor in again.model.state_dict().items():
+        assert torch.equal(tensor, trainer.model.state_dict()[name]), name
+    averages = [grown.grower.parts[0].state_dict() for grown in (growth, resumed)]
+    assert str(averages[0]) == str(averages[1])
+
+
+# Each process would draw dropout of its own, and Adam makes steps of what gradients of zero are rounded to.
+ALIKE = {"dropout": 0.0, "optim": "sgd", "learning_rate": 0.05}
+
+
+def one_rank(rank: int, folder: Path) -> None:
+    port = (folder / "port").read_text()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    two = {"ddp_backend": "gloo", "per_device_train_batch_size": 2, "save_steps": STEPS, **ALIKE}
+    whole = everything(*run(folder, **two))
+    resumed = everything(*run(folder, folder / f"checkpoint-{2 * STEPS}", save_strategy="no", **two))
+    assert resumed == whole
+    (folder / f"{rank}.txt").write_text(repr(whole))
+
+
+def test_two_processes_end_with_the_same_bits_and_compute_what_one_does(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    """The Trainer's own wrapper is renewed after events, also after a checkpoint has brought its widths."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        (tmp_path / "port").write_text(str(free.getsockname()[1]))
+    cli.on_two_ranks(one_rank, tmp_path)
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
+    assert first == second
+    alone = everything(*run(tmp_path / "one", save_strategy="no", **ALIKE))
+    *together, events = eval(first)
+    assert [event["widths_after"] for event in events] == [event["widths_after"] for event in alone[-1]]
+    for values, wanted in zip(together, alone, strict=False):
+        torch.testing.assert_close(torch.tensor(values), torch.tensor(wanted), rtol=1e-3, atol=1e-6)
