@@ -152,7 +152,7 @@ def one_loss_is_best(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.Trainer, "evaluate", judged)
 
 
-@pytest.mark.parametrize("best", [1, 2])
+@pytest.mark.parametrize("best", range(EPOCHS))
 def test_the_best_model_comes_back_with_all_that_belongs_to_it(
     best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
