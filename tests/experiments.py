@@ -72,6 +72,6 @@ def two_steps(experiment: str, images: Path) -> tuple[str, ...]:
         *(("schedule.total_epochs=2", "growth.first=1") if decides else schedule),
         *("trainer.limit_train_batches=1", "trainer.accelerator=cpu", "data.batch_size=4"),
         # ImageNet's networks take 224 pixels; here their batches are read in the run's own process.
-        "probe_size=2",
+        *("probe_size=2", "statistics_images=4"),
         *_NARROWER.get(experiment, ()),
     )
