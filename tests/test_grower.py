@@ -557,7 +557,7 @@ def by_hand(rank: int, drift: bool = False, in_place: bool = False, halves: bool
             nn.init.ones_(loop.network[0].bias)
         if loop.grower.step(epoch=step // STEPS):
             if in_place:
-                renew(wrapped)
+                renew(nn.Sequential(wrapped))
             else:
                 del wrapped
                 wrapped = wrapper_around(loop.network, halves)
@@ -583,6 +583,10 @@ def one_rank(rank: int, folder: Path) -> None:
     other = nn.parallel.DistributedDataParallel(mlp(), process_group=torch.distributed.new_group())
     with pytest.raises(UserError, match="wrap the network anew"):
         renew(other)
+    with pytest.raises(
+        UserError, match="Sequential holds no DistributedDataParallel: give renew what the loop"
+    ):
+        renew(other.module)
     torch.distributed.destroy_process_group()
 
 

@@ -5,22 +5,35 @@ import gc
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from growlab import ranks
 from growlab.errors import UserError
 
 
-def renew(wrapper: DistributedDataParallel) -> None:
-    """Let a wrapper reduce the gradients of the parameters that its module has now.
+def renew(module: nn.Module) -> None:
+    """Let torch's wrapper reduce the gradients of the parameters that its network has now.
 
     It is what `DistributedDataParallel` does when it is unpickled, in place: settings and communication hooks stay, and
     whoever holds the wrapper goes on with it. Call it on all processes, after an event and before the next forward
     pass. Nothing is sent: parameters and buffers must be alike already, as they are after an event.
 
     Args:
-        wrapper: of the default process group.
+        module: the wrapper, of the default process group, or what a library has put around it (accelerate's `prepare`,
+            Fabric's `setup`). In a single process there may be none.
 
     Raises:
-        UserError: it is of another one.
+        UserError: several processes train, and it holds no wrapper, or one of another group.
     """
+    wrappers = [each for each in module.modules() if isinstance(each, DistributedDataParallel)]
+    if not wrappers and ranks.several():
+        raise UserError(
+            f"{type(module).__name__} holds no DistributedDataParallel: give renew what the loop calls, not the "
+            "network inside of it."
+        )
+    for wrapper in wrappers:
+        _renew(wrapper)
+
+
+def _renew(wrapper: DistributedDataParallel) -> None:
     hooks = list(getattr(wrapper, "_comm_hooks", ()))
     try:
         state = wrapper.__getstate__()

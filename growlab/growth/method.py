@@ -2,11 +2,11 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import sqrt
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from growlab.widths import Axis, Carry, Layer, WidthGraph, grid
 WeightRule = Literal["fan_in", "hyperfan_in", "hyperfan_out"]
 # Size of the embedding behind hyperfan's weights (Chang et al. 2020, Appendix B.1).
 _EMBEDDING = 50
+_Found = TypeVar("_Found")
 
 
 def generator(seed: int, stage: int, name: str) -> torch.Generator:
@@ -83,7 +84,19 @@ class Expansion:
 
     def kept(self, name: str) -> list[Tensor]:
         """New position of every old position, for each dimension of a tensor."""
-        return [axis.kept(self.old_widths, self.new_widths) for axis in self.axes(name)]
+        return [self.of_axis(_kept, axis) for axis in self.axes(name)]
+
+    def of_axis(self, find: Callable[[Axis, "Expansion"], _Found], axis: Axis) -> _Found:
+        """What a function finds on an axis at this event; once, as many tensors lie on the same axes."""
+        key = (find, axis)
+        if key not in self._found:
+            self._found[key] = find(axis, self)
+        found: _Found = self._found[key]
+        return found
+
+    @cached_property
+    def _found(self) -> dict[tuple[Any, Axis], Any]:
+        return {}
 
     def changes(self, name: str) -> bool:
         """Whether the event adds entries to a tensor."""
@@ -121,6 +134,10 @@ class Expansion:
     def output_layers(self) -> frozenset[str]:
         """Weights of the last affine layers, such as the classifier."""
         return frozenset(layer.weight for layer in self.graph.layers if layer.is_output)
+
+
+def _kept(axis: Axis, expansion: Expansion) -> Tensor:
+    return axis.kept(expansion.old_widths, expansion.new_widths)
 
 
 @dataclass(frozen=True)

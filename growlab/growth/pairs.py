@@ -36,7 +36,7 @@ class PairGrowth(GrowthMethod):
         new = self.new_weights.draw(expansion, name).to(old)
         kept = expansion.kept(name)
         axes = expansion.axes(name)
-        twins = [_twins(axis, expansion) for axis in axes]
+        twins = [expansion.of_axis(_twins, axis) for axis in axes]
         normed = {group for norm in expansion.graph.channel_norms for group in norm.axis.groups}
         new[grid(kept, new.device)] = old
         for dim, axis in enumerate(axes):

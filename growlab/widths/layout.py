@@ -84,6 +84,10 @@ class Axis:
             int64 [length at widths]: positions at `target_widths`, -1 for none. Fixed positions map to
             themselves.
         """
+        match self.parts:
+            case (Part(group=str(group), outer=1, inner=1),):
+                # A position a channel, as on nearly all axes.
+                return maps[group].clone()
         pieces, start = [], 0
         for part in self.parts:
             if part.group is None:
