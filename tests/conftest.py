@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What is imported and collected stays: a full collection need not go through a million objects each time."""
     # Imported here, since the process that gives tests to others needs nothing of torch.
-    from tests.once import collect_rarely, read_conf_once, trace_once
+    from tests.once import read_conf_once, trace_once
 
     read_conf_once()
     if SERVER in os.environ:
@@ -42,7 +42,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         trace_once(Path(session.config.stash[_TRACES].name))
     gc.collect()
     gc.freeze()
-    collect_rarely()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing import api as elastic
 
 from tests.command_line import PLAN
 from tests.faults import FAULT_ON_RANK, FAULTS, FAULTS_OF_ATTEMPTS
-from tests.once import collect_rarely, read_conf_once, trace_once
+from tests.once import read_conf_once, trace_once
 
 _AS_RUN = "hydra.mode=RUN"
 # How long the processes that a run has started may take when it is gone.
@@ -43,7 +43,6 @@ def _serve(listening: socket.socket, traces: Path) -> None:
     # What is imported stays: a run's first full collection would go through all of it, and copy its pages.
     gc.collect()
     gc.freeze()
-    collect_rarely()
     while sys.stdin not in (ready := select.select([sys.stdin, listening], [], [])[0]):
         connection, _ = ready[0].accept()
         if os.fork() == 0:

@@ -1,7 +1,6 @@
 """Work that is the same in many runs, done once: what Hydra reads and what `growlab.widths.trace` finds."""
 
 import copy
-import gc
 import hashlib
 import importlib
 import inspect
@@ -24,11 +23,6 @@ from growlab.widths import WidthGraph
 
 # The function of that name hides it.
 tracing = importlib.import_module("growlab.widths.trace")
-
-
-def collect_rarely() -> None:
-    """Look for cycles a hundredth as often: a run of a second makes many objects and few cycles."""
-    gc.set_threshold(70_000, 50, 100)
 
 
 def read_conf_once() -> None:
