@@ -135,6 +135,21 @@ class CommandLine:
             self._own.close()
 
 
+def offer_port(folder: Path) -> None:
+    """Write a port that is free into a folder, for `join`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        (folder / "port").write_text(str(free.getsockname()[1]))
+
+
+def join(rank: int, folder: Path) -> None:
+    """Let this process be a rank of two, as torchrun tells it, which meet at the folder's port."""
+    port = (folder / "port").read_text()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK="0", GROUP_RANK="0")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(TORCHELASTIC_RUN_ID="x")
+
+
 _TWO_RANKS = """
 import pickle, torch
 torch.multiprocessing.start_processes(*pickle.loads({!r}), nprocs=2, start_method="fork")

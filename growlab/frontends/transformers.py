@@ -201,8 +201,14 @@ class Growth(TrainerCallback, ExportableState):
         self._wrapper = None
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             folder = Path(state.best_model_checkpoint)
-            best = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
-            self._resume(self.grower, self._saved_in(best), folder)
+            written = folder / TRAINER_STATE_NAME
+            saved = self._saved_in(TrainerState.load_from_json(str(written))) if written.is_file() else {}
+            if not saved:
+                raise UserError(
+                    f"load_best_model_at_end took {folder}, which was written without Growth or is gone: the model may "
+                    "be of no stage; resume from the last checkpoint without load_best_model_at_end."
+                )
+            self._resume(self.grower, saved, folder)
         end(self.grower)
 
     def state(self) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Modules that know nothing of growlab, trained by Lightning with the callback."""
 
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from growlab.frontends.lightning import Growth
 from growlab.growth import make_schedule
 from growlab.optim import SGD, NormRatio
 from growlab.triggers import At
-from tests.command_line import CommandLine
+from tests.command_line import CommandLine, join, offer_port
 from tests.frontends.lightning_runs import (
     EPOCHS,
     IMAGES,
@@ -240,13 +238,7 @@ def test_what_cannot_be_is_told(module: Any, callback: Any, sentence: str, tmp_p
 
 
 def one_rank(rank: int, folder: Path) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=(folder / "port").read_text(),
-        NODE_RANK="0",
-        LOCAL_RANK=str(rank),
-    )
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", TORCHELASTIC_RUN_ID="x", GROUP_RANK="0")
+    join(rank, folder)
     settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
     module, callback = Plain(), growth(parts=[parts.Averages(decay=0.7)])
     trainer = trainer_of(folder, callback, Save(folder), **settings)
@@ -260,9 +252,7 @@ def one_rank(rank: int, folder: Path) -> None:
 
 
 def test_two_ranks_end_with_the_same_bits_and_resume(cli: CommandLine, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        (tmp_path / "port").write_text(str(free.getsockname()[1]))
+    offer_port(tmp_path)
     cli.on_two_ranks(one_rank, tmp_path)
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
     assert first == second

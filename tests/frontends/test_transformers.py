@@ -1,8 +1,6 @@
 """Models made from a configuration, trained by Hugging Face's Trainer with the callback."""
 
 import logging
-import os
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 from growlab import parts
 from growlab.errors import UserError
 from growlab.growth import VarianceTransfer
-from tests.command_line import CommandLine
+from tests.command_line import CommandLine, join, offer_port
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -171,6 +169,11 @@ def test_the_best_model_comes_back_with_all_that_belongs_to_it(
     assert resumed.grower.state.widths == growth.grower.state.widths
     for name, tensor in again.model.state_dict().items():
         assert torch.equal(tensor, trainer.model.state_dict()[name]), name
+    if best == 1:
+        (checkpoint / "trainer_state.json").unlink()
+        arguments = SimpleNamespace(load_best_model_at_end=True)
+        with pytest.raises(UserError, match="written without Growth or is gone"):
+            growth.on_train_end(arguments, trainer.state, None)
     averages = [grown.grower.parts[0].state_dict() for grown in (growth, resumed)]
     assert str(averages[0]) == str(averages[1])
 
@@ -180,9 +183,7 @@ ALIKE = {"dropout": 0.0, "optim": "sgd", "learning_rate": 0.05}
 
 
 def one_rank(rank: int, folder: Path) -> None:
-    port = (folder / "port").read_text()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_RANK=str(rank))
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    join(rank, folder)
     two = {"ddp_backend": "gloo", "per_device_train_batch_size": 2, "save_steps": STEPS, **ALIKE}
     whole = everything(*run(folder, **two))
     resumed = everything(*run(folder, folder / f"checkpoint-{2 * STEPS}", save_strategy="no", **two))
@@ -194,9 +195,7 @@ def test_two_processes_end_with_the_same_bits_and_compute_what_one_does(
     cli: CommandLine, tmp_path: Path
 ) -> None:
     """The Trainer's own wrapper is renewed after events, also after a checkpoint has brought its widths."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        (tmp_path / "port").write_text(str(free.getsockname()[1]))
+    offer_port(tmp_path)
     cli.on_two_ranks(one_rank, tmp_path)
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
     assert first == second
