@@ -78,6 +78,28 @@ class LARS(Regional):
         norms = torch.stack(_norms([param.detach(), param.grad]))
         return factors_K * _trust(group, norms[0], norms[1])
 
+    def inherited(self, old: Tensor, new: Tensor, momentum: Tensor, carried: Tensor) -> Tensor:
+        """V of a grown weight, from one that was carried as a gradient is.
+
+        V is long as the weight is and points as gradients did; what lengthens all of these leaves V as it is:
+
+            V' = carried * (||V|| / ||carried||) * (||W'|| / ||W||)
+
+        That is the V of a weight that had its present size all along, where all gradients became longer alike. Weight
+        decay's part is carried along with the gradients'. Vectors move as their gradients do.
+
+        Args:
+            old: the parameter W before.
+            new: W', the parameter after.
+            momentum: V of W.
+            carried: V at the shape of W'.
+        """
+        if old.dim() < 2:
+            return carried
+        before, after, length, moved = _norms([old.detach(), new.detach(), momentum, carried])
+        factor = (length * after) / (moved * before)
+        return carried * torch.where(factor.isfinite() & (factor > 0), factor, 1.0).to(carried.dtype)
+
     def _updates(self, group: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
         params: list[Tensor] = group["params"]
         grads = [p.grad for p in params if p.grad is not None]

@@ -93,6 +93,8 @@ def follow(
                 power = _power(optimizer, key)
                 chosen = rule if power is not None else Carry()
                 moved = chosen.carried(value, name, graph, widths_before, widths_after, power or 0)
+                if isinstance(optimizer, LARS) and inheritance == "inherit":
+                    moved = optimizer.inherited(param, new, value, moved)
                 states[new][key] = torch.empty_like(new, dtype=value.dtype).copy_(moved)
             else:
                 states[new][key] = value
@@ -141,6 +143,8 @@ def running_gradients(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
 
 def _rescaled(optimizer: torch.optim.Optimizer, param: Tensor, every: float) -> dict[str, Any]:
     """State of a parameter that was not replaced, while its gradient has changed by a factor."""
+    if isinstance(optimizer, LARS) and param.dim() > 1:
+        return optimizer.state[param]
     return {
         key: value * every ** (_power(optimizer, key) or 0)
         if isinstance(value, Tensor) and value.shape == param.shape

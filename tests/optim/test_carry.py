@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from growlab.growth import HyperCloning, Lemon, Net2Net, PairGrowth, VarianceTransfer, grow, plant
-from growlab.optim import follow
+from growlab.optim import LARS, follow
 from growlab.widths import Carry, trace
 
 
@@ -136,6 +136,48 @@ def test_gradient_and_moments_of_copies_follow_exactly_at_every_entry(method, tr
             expected = after[what][0][name]
             got = carried(event, name, tensor, power)
             torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-12, msg=f"{what} of {name}")
+
+
+def larss_momentum(network, batches):
+    """V of LARS after so many batches, at weights that hardly move."""
+    optimizer = LARS(network.parameters(), lr=1e-14, momentum=0.9)
+    for _, gradient in zip(range(batches), some_gradients(network), strict=False):
+        for name, parameter in network.named_parameters():
+            parameter.grad = gradient[name]
+        optimizer.step()
+    return optimizer
+
+
+def some_gradients(network):
+    """Of batches, one after the other, by parameter name."""
+    network.eval()
+    source = torch.Generator().manual_seed(3)
+    while True:
+        x, y = torch.randn(8, 3, 4, 4, generator=source).double(), torch.randint(4, (8,), generator=source)
+        network.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        yield {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "method, batches", [(Net2Net(), 1), (HyperCloning(), 4), (HyperCloning("diagonal"), 4), (Lemon(), 1)]
+)
+def test_larss_momentum_is_as_long_as_the_grown_weights_make_it(method, batches):
+    """Beside gradients it holds the rates of its layers, which are their weights' norms over their gradients'."""
+    small, large, event, _ = grown(method)
+    optimizer, expected = larss_momentum(small, batches), larss_momentum(large, batches)
+    named = dict(small.named_parameters())
+    pairs = {name: (p, event.replaced[name][1]) for name, p in named.items() if name in event.replaced}
+    follow(optimizer, pairs, GRAPH, BEFORE, AFTER, "inherit", event.carry)
+    for name, parameter in large.named_parameters():
+        followed = parameter if name in pairs else named[name]
+        torch.testing.assert_close(
+            optimizer.state[followed]["momentum_buffer"],
+            expected.state[parameter]["momentum_buffer"],
+            rtol=1e-7,
+            atol=1e-24,
+            msg=lambda told, name=name: f"{name}: {told}",
+        )
 
 
 def test_net2net_divides_by_the_number_of_copies():

@@ -12,6 +12,7 @@ from growlab.errors import UserError
 from growlab.growth import Net2Net, PairGrowth, ParityError, RandomGrowth, VarianceTransfer, grow, plant
 from growlab.growth.multipliers import multiply
 from growlab.optim import (
+    LARS,
     SGD,
     Adam,
     AvaGrad,
@@ -207,6 +208,7 @@ def test_optimizers_growlab_does_not_know_keep_their_state(name, method):
         lambda p: SGD(p, 0.01, 0.9, dampening=0.1),
         lambda p: Adam(p, 0.01, amsgrad=True),
         lambda p: AvaGrad(p, 0.01),
+        lambda p: LARS(p, 0.01, 0.9),
         lambda p: Muon(p, 0.01),
         lambda p: torch.optim.NAdam(p, 0.01),
         lambda p: torch.optim.RAdam(p, 0.01),
