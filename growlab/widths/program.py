@@ -135,3 +135,29 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def name_modules_once(program: torch.export.ExportedProgram, model: nn.Module) -> None:
+    """Let a module that a network keeps in several places be called by its first name in each, as `named_modules` does.
+
+    Args:
+        program: of the model; changed in place.
+        model: the network.
+    """
+    first = {module: path for path, module in model.named_modules()}
+    names = {path: first[module] for path, module in model.named_modules(remove_duplicate=False)}
+    if len(first) == len(names):
+        return
+
+    def named(path: str) -> str:
+        # A module that is called again has `@1` behind its path.
+        own, again, number = path.partition("@")
+        return names.get(own, own) + again + number
+
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            stack = node.meta.get("nn_module_stack") or {}
+            if stack:
+                node.meta["nn_module_stack"] = {
+                    key: (named(path), *rest) for key, (path, *rest) in stack.items()
+                }

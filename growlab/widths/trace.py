@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from growlab.widths.groups import WidthGraph
 from growlab.widths.narrowing import WRITTEN, without_what_breaks
 from growlab.widths.predictions import Call
-from growlab.widths.program import UnsupportedOperation, operations
+from growlab.widths.program import UnsupportedOperation, name_modules_once, operations
 from growlab.widths.tracer import Tracer
 
 # A reshape into (3, heads, head dimension) has three dimensions of which one may grow.
@@ -163,7 +163,7 @@ def _exported(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.Exporte
                 log.addFilter(_never)
             # It prints there as much of the program as it has got.
             with redirect_stderr(io.StringIO()):
-                return torch.export.export(model, inputs, strict=False)
+                program = torch.export.export(model, inputs, strict=False)
     except Exception as error:
         raise _not_exported(model, inputs, error) from error
     finally:
@@ -171,6 +171,8 @@ def _exported(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.Exporte
             log.removeFilter(_never)
         for module, training in modes.items():
             module.training = training
+    name_modules_once(program, model)
+    return program
 
 
 @contextmanager

@@ -77,6 +77,29 @@ def layer_repeated():
     return Net(run, a=Linear(5, 9), n=nn.LayerNorm(9), up=Linear(9, 18), down=Linear(18, 9), c=Linear(9, 3))
 
 
+class TwoNames(nn.Module):
+    """A block and a head that the network knows by two names each."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Linear(9, 12), Linear(6, 12)
+        self.norm = self.norm_again = nn.LayerNorm(12)
+        self.block = self.block_again = nn.Sequential(Linear(12, 18), nn.GELU(), Linear(18, 12))
+        self.n, self.c = nn.LayerNorm(12), Linear(12, 3)
+        self.c_again = self.c
+
+    def forward(self, x, y):
+        x, y = self.a(x), self.b(y)
+        x = x + self.block(self.norm(x))
+        y = y + self.block_again(self.norm_again(y))
+        return self.c(self.n(x)), self.c_again(self.n(y))
+
+
+@odd(real(9), real(6))
+def modules_of_two_names():
+    return TwoNames()
+
+
 # Several heads ----------------------------------------------------------------------------------------------
 
 
