@@ -11,7 +11,7 @@ part of the network's parameters, buffers or classes: hooks on the normalising m
 the `state_dict`, so that a network which is not plain yet does not load into a plain one unnoticed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def weigh(
         Paths of the modules whose statistics are weighted now; all others are plain.
     """
     modules = dict(model.named_modules())
-    weighted = []
+    weighted: list[str] = []
     for norm in graph.channel_norms:
         module, groups = modules[norm.name], norm.axis.groups
         each = {g: torch.tensor(weights.get(g, [1.0] * widths[g]), dtype=torch.float64) for g in groups}
@@ -99,7 +99,10 @@ def weigh(
             known = _Weighing(module)
             setattr(module, _ATTRIBUTE, known)
         known.set(on_axis)
-        weighted.append(norm.name)
+        if norm.mean_over is not None:
+            known.means.add(norm.mean_over)
+        if norm.name not in weighted:
+            weighted.append(norm.name)
     return weighted
 
 
@@ -116,6 +119,7 @@ class _Weighing:
 
     def __init__(self, module: nn.Module) -> None:
         self.weights = torch.empty(0)
+        self.means: set[int] = set()
         self._open: list[_Weighted] = []
         # The second is called after an error too.
         self._handles = (
@@ -162,7 +166,7 @@ class _Weighing:
         example = next(module.parameters(), inputs[0])
         if self.weights.device != example.device:
             self.weights = self.weights.to(example.device)
-        mode = _Weighted(self.weights)
+        mode = _Weighted(self.weights, self.means)
         mode.__enter__()
         self._open.append(mode)
 
@@ -178,13 +182,15 @@ def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) 
 class _Weighted(TorchFunctionMode):
     """Takes the place of normalisations by statistics over channels."""
 
-    def __init__(self, weights: Tensor) -> None:
+    def __init__(self, weights: Tensor, means: Collection[int]) -> None:
         super().__init__()
-        self._weights = weights
+        self._weights, self._means = weights, means
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in (torch.mean, Tensor.mean) and self._means:
+            return _mean(self._weights, self._means, *args, **(kwargs or {}))
         weighted = _WEIGHTED.get(func)
         if weighted is None:
             return func(*args, **(kwargs or {}))
@@ -244,18 +250,20 @@ def _group_norm(
 
 def _mean(
     weights: Tensor,
+    means: Collection[int],
     input: Tensor,
     dim: int | list[int] | tuple[int, ...] | None = None,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    last = (-1, input.dim() - 1)
-    over_channels = dim in last or (isinstance(dim, (tuple, list)) and len(dim) == 1 and dim[0] in last)
-    if not over_channels:
+    (over,) = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else (dim,)
+    if not isinstance(over, int) or over % input.dim() not in [mean % input.dim() for mean in means]:
         return input.mean(dim, keepdim, dtype=dtype)
+    over %= input.dim()
     x, share_C = _precisely(input if dtype is None else input.to(dtype), weights)
-    return (x * share_C).sum(-1, keepdim=keepdim).to(dtype or input.dtype)
+    share = share_C.view(-1, *[1] * (input.dim() - 1 - over))
+    return (x * share).sum(over, keepdim=keepdim).to(dtype or input.dtype)
 
 
 def _precisely(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -276,6 +284,4 @@ _WEIGHTED: Mapping[Any, Callable[..., Tensor]] = {
     torch.rms_norm: _rms_norm,
     F.group_norm: _group_norm,
     torch.group_norm: _group_norm,
-    torch.mean: _mean,
-    Tensor.mean: _mean,
 }

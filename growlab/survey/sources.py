@@ -64,6 +64,9 @@ def load(
                 network.reset_classifier(_NUM_CLASSES)
         except RuntimeError as error:
             raise UserError(f"timm has no network {model!r}: {error}.") from error
+        known = network.pretrained_cfg
+        if input_shape is None and (known.get("fixed_input_size") or known.get("min_input_size")):
+            shape = tuple(known["input_size"])
         return network, (torch.randn(2, *shape),)
     if source == "transformers" and slash:
         return small_model(model)

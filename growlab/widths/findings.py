@@ -1,7 +1,7 @@
 """What tracing has found, and the width graph that it amounts to."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,25 @@ def layer_name(weight: str) -> str:
     """The module's path if it is the module's weight; of bare parameters their own name."""
     path, _, own = weight.rpartition(".")
     return path if path and (own.endswith("weight") or ".parametrizations." in weight) else weight
+
+
+@dataclass(frozen=True)
+class NormCall:
+    """A call that takes statistics over channels.
+
+    Attributes:
+        path: of the module that calls it.
+        operation: its name.
+        axis: the channels; None: growth does not weigh them.
+        names: tensor names of weight and bias.
+        mean_over: see `ChannelNorm`.
+    """
+
+    path: str
+    operation: str
+    axis: Runs | None = None
+    names: Mapping[str, str | None] = field(default_factory=dict)
+    mean_over: int | None = None
 
 
 class Findings:
@@ -45,7 +64,7 @@ class Findings:
         self._followed: set[str] = set()
         self._reaching: set[str] = set()
         self._norms: list[Norm] = []
-        self._channel_norms: list[tuple[str, Runs, Mapping[str, str | None]]] = []
+        self._channel_norms: list[NormCall] = []
         self._attentions: list[tuple[Runs, frozenset[str]]] = []
         self._radii: dict[str, Runs] = {}
         self._individuated: list[tuple[Runs, str]] = []
@@ -86,7 +105,7 @@ class Findings:
 
     def _collect(self, output_class: int) -> WidthGraph:
         self.atoms.settle()
-        self._freeze_norms_used_twice()
+        self._freeze_norms_that_need_several_weights()
         self._freeze_what_no_rule_placed()
         self.atoms.freeze_single()
         self._groups_by_atom = names = self._group_names()
@@ -185,22 +204,38 @@ class Findings:
             if self._grows(axis)
         )
 
-    def _freeze_norms_used_twice(self) -> None:
-        """A module that normalises streams of different channels would need weights for each."""
-        axes: dict[str, Runs] = {}
-        for path, axis, _ in self._channel_norms:
-            first = axes.setdefault(path, axis)
-            if self.atoms.resolve(first) != self.atoms.resolve(axis):
-                for either in (first, axis):
-                    self.atoms.freeze(either, f"{path} normalises several streams of channels")
+    def _freeze_norms_that_need_several_weights(self) -> None:
+        """Growth weighs all statistics that a module and its parts take alike: they must be of the same channels."""
+        for call in self._channel_norms:
+            inside = f"{call.path}." if call.path else ""
+            for other in self._channel_norms:
+                same = other.path == call.path
+                if not same and not other.path.startswith(inside):
+                    continue
+                if self._alike(call, other):
+                    continue
+                told = f"{call.operation} is called outside of a module of its own"
+                for one in (call, other) if same else (call,):
+                    if one.axis is not None:
+                        several = f"{call.path or 'the network'} normalises several streams of channels"
+                        self.atoms.freeze(one.axis, several if same else told)
+
+    def _alike(self, one: NormCall, other: NormCall) -> bool:
+        if one.axis is None or other.axis is None:
+            return one.axis is other.axis
+        axes = [self.atoms.resolve(call.axis) for call in (one, other) if call.axis is not None]
+        # A mean over another dimension, which does not grow, is left alone.
+        apart = None not in (one.mean_over, other.mean_over) and one.mean_over != other.mean_over
+        return axes[0] == axes[1] or (apart and not all(map(self._grows, axes)))
 
     def _norms_over_channels(self, names: Mapping[int, str]) -> tuple[ChannelNorm, ...]:
-        found: dict[str, ChannelNorm] = {}
-        for path, axis, tensors in self._channel_norms:
-            parts = tuple(_part(run, names) for run in self.atoms.resolve(axis))
+        found: dict[ChannelNorm, None] = {}
+        for call in self._channel_norms:
+            parts = tuple(_part(run, names) for run in self.atoms.resolve(call.axis or ()))
             if any(part.group for part in parts):
-                found[path] = ChannelNorm(path, Axis(parts, "out"), **tensors)
-        return tuple(found.values())
+                axis = Axis(parts, "out")
+                found[ChannelNorm(call.path, axis, **call.names, mean_over=call.mean_over)] = None
+        return tuple(found)
 
     def _radius(self, module: str, axis: Runs, names: Mapping[int, str]) -> Radius:
         names_of_length = (f"{module}.{name}" if module else name for name in LENGTHS)

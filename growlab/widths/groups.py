@@ -105,15 +105,18 @@ class ChannelNorm:
     """A normalisation whose statistics run over channels: layer, RMS or group normalisation.
 
     Attributes:
-        name: path of the module that normalises, and does nothing else.
+        name: path of the module that normalises, and takes statistics over no other channels.
         axis: the channels.
         weight, bias: tensor names, or None where the module has none.
+        mean_over: the dimension that a normalisation takes means over which is written out, -1 for the last; None: it
+            calls torch's.
     """
 
     name: str
     axis: Axis
     weight: str | None
     bias: str | None
+    mean_over: int | None = None
 
 
 @dataclass(frozen=True)

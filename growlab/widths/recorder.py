@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from growlab.widths.atoms import Run, Runs
-from growlab.widths.findings import Findings, layer_name
+from growlab.widths.findings import Findings, NormCall, layer_name
 from growlab.widths.groups import Layer, Norm
 from growlab.widths.layout import Role
 from growlab.widths.places import module_of
@@ -45,6 +45,10 @@ class Recorder(Findings):
         self._tied, self._weighted_norms = tied, weighted_norms
         # What a network computes once and does not save: entries of more channels cannot be drawn.
         self._tables = self.buffers - set(model.state_dict())
+        # Of nothing but zeros, more can be made: biases that a network does without.
+        zeros = {name for name, buffer in model.named_buffers() if buffer.dim() == 1 and not buffer.any()}
+        self.buffers = self.buffers - (zeros & self._tables)
+        self._tables = self._tables & self.buffers
         self._calls: Counter[str] = Counter()
         self._choices: dict[str, tuple[str, Runs, int]] = {}
         #: Paths of modules that attend.
@@ -201,8 +205,10 @@ class Recorder(Findings):
         self._followed |= x.made_by | weight.made_by
         if weight.name is None or (bias is not None and bias.name is None):
             self.scales.pin(x.scale)
+        if weight.name is None:
             return Value(shape, axes, self.scales.new(unit=True))
-        scale = self.scales.new()
+        # Biases laid behind one another are parameters beside the layer: what it puts out keeps its scale.
+        scale = self.scales.new(unit=bias is not None and bias.name is None)
         bias_name = None if bias is None else bias.name
         # A tensor that is used twice can be rescaled in one way only: both uses have the same scales.
         for other in self._layers:
@@ -260,16 +266,18 @@ class Recorder(Findings):
                 return
         self._norms.append(Norm(name=name, eps=float(eps), scale_in=x.scale, **names))
 
-    def record_channel_norm(self, node: Any, axis: Runs, names: Mapping[str, str | None]) -> None:
+    def record_channel_norm(
+        self, node: Any, axis: Runs, names: Mapping[str, str | None], mean_over: int | None = None
+    ) -> None:
         """Record a normalisation by statistics over the channels of an axis."""
-        path = module_of(node)
         if not self._weighted_norms:
             reason = "takes its statistics over these channels, and an operation on them has no channel rule"
             self.atoms.freeze(axis, f"{self.operation(node)} {reason}")
-        elif any(self._model.get_submodule(path).children()):
-            # Growth weighs the statistics of modules.
-            self.atoms.freeze(axis, f"{self.operation(node)} is called outside of a module of its own")
-        self._channel_norms.append((path, axis, names))
+        self._channel_norms.append(NormCall(module_of(node), self.operation(node), axis, names, mean_over))
+
+    def record_other_norm(self, node: Any) -> None:
+        """Record a normalisation whose statistics growth does not weigh."""
+        self._channel_norms.append(NormCall(module_of(node), self.operation(node)))
 
     def record_radius(self, node: Any, axis: Runs) -> None:
         """Record a norm over the channels of an axis."""

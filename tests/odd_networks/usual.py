@@ -97,3 +97,57 @@ def attention_of_one_head():
         return m.c(F.elu(torch.bmm(scores.softmax(-1), h)).mean(1))
 
     return Net(run, a=Linear(6, 24), source=Linear(24, 1), target=Linear(24, 1), c=Linear(24, 3))
+
+
+class BiasesApart(nn.Module):
+    """Attention whose keys have no bias: zeros in a buffer stand for it, as in BEiT."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = Linear(width, 3 * width, bias=False), Linear(width, width)
+        self.q_bias, self.v_bias = (nn.Parameter(0.1 * torch.ones(width)) for _ in range(2))
+        self.register_buffer("k_bias", torch.zeros(width), persistent=False)
+
+    def forward(self, x):
+        bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+        qkv = F.linear(x, self.qkv.weight, bias).reshape(len(x), x.shape[1], 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@odd(real(5, 7))
+def attention_with_biases_apart():
+    def run(m, x):
+        x = m.a(x)
+        x = x + m.attention(m.n(x))
+        return m.c(m.last(x).mean(1))
+
+    norms = {"n": nn.LayerNorm(12), "last": nn.LayerNorm(12)}
+    return Net(run, a=Linear(7, 12), attention=BiasesApart(12, 3), **norms, c=Linear(12, 3))
+
+
+@odd(real(5, 7))
+def tokens_mixed_by_convolutions_of_one_position():
+    """Positions are the convolution's channels, and channels what it slides over, one at a time."""
+
+    def run(m, x):
+        x = m.a(x)
+        x = x + m.mix(m.n(x))
+        x = x.repeat_interleave(2, dim=1)
+        return m.c(F.relu(m.b(m.pool(x))).flatten(1))
+
+    mix = nn.Sequential(nn.Conv1d(5, 8, 1), nn.GELU(), nn.Conv1d(8, 5, 1))
+    parts = {"pool": nn.Conv1d(10, 2, 1), "b": Linear(12, 9), "c": Linear(18, 3)}
+    return Net(run, a=Linear(7, 12), n=nn.LayerNorm(12), mix=mix, **parts)
+
+
+@odd(real(7))
+def channels_beside_one_another():
+    """Each three times, the copies neighbours."""
+
+    def run(m, x):
+        x = F.relu(m.a(x)).repeat_interleave(3, dim=-1)
+        return m.c(F.relu(m.b(x)))
+
+    return Net(run, a=Linear(7, 12), b=Linear(36, 10), c=Linear(10, 3))

@@ -225,7 +225,9 @@ CASES = {
         ROW,
         {},
     ),
-    "a norm that is no module": RuleCase(lambda: on_images(lambda x: F.group_norm(x, 1)), IMAGE, {}),
+    "a norm that is no module": RuleCase(
+        lambda: on_images(lambda x: F.group_norm(x, 1)), IMAGE, {"inside": 8}
+    ),
     "a slope per channel": RuleCase(lambda: around_layer(nn.PReLU(8)), IMAGE, {"inside": 8}),
     "rms norm": RuleCase(
         lambda: nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 6), nn.RMSNorm(6), nn.Linear(6, 4)),

@@ -23,7 +23,10 @@ def convolution(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     kernel = [fixed(size) for size in weight.shape[2:]]
     channels = len(x.shape) - len(kernel) - 1  # 0 without a batch dimension
     depthwise = groups > 1 and groups == x.shape[channels]
-    freeze_windows(tracer, x, len(kernel))
+    # A window of one position lets the others pass, like a linear layer over another dimension than the last.
+    single = set(weight.shape[2:]) <= {1} and _all(args, "stride", 1) and _all(args, "padding", 0)
+    if not single:
+        freeze_windows(tracer, x, len(kernel))
     rows, columns = tracer.weight_axes(weight, "out", "fixed" if depthwise else "in", kernel)
     if depthwise:
         # Each channel has filters of its own: one, or as many as a multiplier says.
@@ -41,8 +44,14 @@ def convolution(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     else:
         tracer.atoms.unify(columns, x.axes[channels], "input of a convolution")
     shape = tracer.shape(node)
-    axes = (*x.axes[:channels], rows, *map(fixed, shape[channels + 1 :]))
+    positions = x.axes[channels + 1 :] if single else map(fixed, shape[channels + 1 :])
+    axes = (*x.axes[:channels], rows, *positions)
     return tracer.affine(node, weight, bias, depthwise, x, shape, axes, channel_axis=channels)
+
+
+def _all(args: Arguments, name: str, value: int) -> bool:
+    given = args.get(name, value)
+    return set(given) <= {value} if isinstance(given, (tuple, list)) else given == value
 
 
 @rule("linear")

@@ -12,6 +12,24 @@ if TYPE_CHECKING:
 _PICKED = "picked by index"
 
 
+@rule("repeat", "tile", "repeat_interleave")
+def repeat(tracer: "Tracer", node: Any, args: Arguments) -> Any:
+    """Whole dimensions behind one another, or entries beside one another; a parameter's keep their width."""
+    interleaved = tracer.operation(node) == "repeat_interleave"
+    if interleaved and (args.get("dim") is None or not isinstance(args.get("repeats"), int)):
+        return keep_full_width(tracer, node, args)
+    x, shape = args["self"], tracer.shape(node)
+    new = len(shape) - len(x.shape)
+    axes = [fixed(size) for size in shape]
+    for index, (size, axis) in enumerate(zip(x.shape, x.axes, strict=True)):
+        if x.name is not None:
+            tracer.atoms.freeze(axis, "repeated")
+        elif size > 1:
+            times = shape[new + index] // size
+            axes[new + index] = tracer.atoms.nest(axis, *((1, times) if interleaved else (times, 1)))
+    return Value(shape, tuple(axes), x.scale)
+
+
 @rule("index")
 def index(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Dimensions that are picked from keep their width (a table of position biases); the others (heads) pass."""

@@ -52,6 +52,7 @@ def layer_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         tracer.record_channel_norm(node, x.axes[-1], names)
     else:
         first = len(x.shape) - len(args["normalized_shape"])
+        tracer.record_other_norm(node)
         affine = [axis for role in names if args.get(role) is not None for axis in args[role].axes]
         for axis in (*x.axes[first:], *affine):
             tracer.atoms.freeze(
@@ -83,5 +84,7 @@ def group_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
             names[role] = args[role].name
     if within > 1:
         tracer.record_channel_norm(node, x.axes[1], names)
+    else:
+        tracer.record_other_norm(node)
     tracer.scales.pin(x.scale)
     return Value(x.shape, x.axes, tracer.scales.new(unit=True))

@@ -50,16 +50,19 @@ def pool_with_indices(tracer: "Tracer", node: Any, args: Arguments) -> list[Valu
 def reduce(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Dimensions reduced over keep their width: a mean over channels would change with their number.
 
-    Growth weighs a mean over the last dimension in a module that does nothing else, such as an RMS normalisation that
-    is written out: there the channels may grow.
+    Growth weighs a mean over one dimension in a module without parts, such as an RMS normalisation that is written out:
+    there the channels may grow.
     """
     x, keep, dims = args["self"], args.get("keepdim", False), args.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or range(len(x.shape))
     reduced = {dim % len(x.shape) for dim in dims}
-    if tracer.operation(node) == "mean" and reduced == {len(x.shape) - 1} and tracer.has_no_parts(node):
+    if tracer.operation(node) == "mean" and len(reduced) == 1 and tracer.has_no_parts(node):
+        (dim,) = reduced
+        before, axis, behind = x.axes[:dim], x.axes[dim], x.axes[dim + 1 :]
         tracer.scales.pin(x.scale)
-        tracer.record_channel_norm(node, x.axes[-1], {"weight": None, "bias": None})
-        return Value(tracer.shape(node), (*x.axes[:-1], *([fixed(1)] if keep else [])), x.scale)
+        names = {"weight": None, "bias": None}
+        tracer.record_channel_norm(node, axis, names, dim if behind else -1)
+        return Value(tracer.shape(node), (*before, *([fixed(1)] if keep else []), *behind), x.scale)
     axes: list[Runs] = []
     for index, axis in enumerate(x.axes):
         if index in reduced:

@@ -123,7 +123,10 @@ def concatenate(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     for other in values[1:]:
         scale = tracer.scales.union(scale, other.scale)
     for value in values:
-        if value.name is not None:
+        if value.name is not None and len(shape) == 1:
+            # Biases of queries, keys and values: each carries channels of its own.
+            tracer.spread(value)
+        elif value.name is not None:
             # A parameter laid beside activations (a class token) is placed like them.
             for index in range(len(shape)):
                 role: Role = "out" if index != dim and value.shape[index] > 1 else "fixed"
@@ -285,11 +288,13 @@ def _unmerge(tracer: "Tracer", node: Any, merged: Runs, sizes: Sequence[int]) ->
             tracer.note_choice(node, (within,), index)
             grown = atoms.nest((within,), times, stretch)
             return [grown if i == index else fixed(size) for i, size in enumerate(sizes)]
-    elif len(sizes) == 2:
-        pieces = atoms.cut(runs, [sizes[1]] * sizes[0])
+    elif len(sizes) > 1:
+        # Such as three times heads.
+        pieces = atoms.cut(runs, [math.prod(sizes[1:])] * sizes[0])
         for piece in pieces[1:]:
             atoms.unify(pieces[0], piece, "parts of one dimension")
-        return [fixed(sizes[0]), pieces[0]]
+        rest = [pieces[0]] if len(sizes) == 2 else _unmerge(tracer, node, pieces[0], sizes[1:])
+        return [fixed(sizes[0]), *rest]
     atoms.freeze(runs, "reshaped into several dimensions")
     return [fixed(size) for size in sizes]
 
@@ -368,20 +373,6 @@ def alike(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         for axis in x.axes:
             tracer.atoms.freeze(axis, DRAWN)
     return Value(x.shape, x.axes, tracer.scales.new(unit=True))
-
-
-@rule("repeat", "tile")
-def repeat(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Whole dimensions behind one another; a parameter's keep their width."""
-    x, shape = args["self"], tracer.shape(node)
-    new = len(shape) - len(x.shape)
-    axes = [fixed(size) for size in shape]
-    for index, (size, axis) in enumerate(zip(x.shape, x.axes, strict=True)):
-        if x.name is not None:
-            tracer.atoms.freeze(axis, "repeated")
-        elif size > 1:
-            axes[new + index] = tracer.atoms.nest(axis, shape[new + index] // size, 1)
-    return Value(shape, tuple(axes), x.scale)
 
 
 @rule("t", "numpy_T")
