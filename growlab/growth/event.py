@@ -1,7 +1,7 @@
 """One growth event as a plain function: widen a network in anyone's training loop."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from growlab.growth.parity import (
     relative_error,
     rounding,
     rounding_measured,
+    within,
 )
 from growlab.growth.rescale import can_fold
 from growlab.growth.state import GrowthEvent, GrowthState, ParityError
@@ -251,14 +252,15 @@ def _checked(
         bounds = eps_bounds(expansion.graph.norms, growth.norm_scale, before.variances, expansion.old)
         errors, least = (error_eval, error_train), growth.allowed_error
 
-        def tolerances(rounded: float) -> list[float]:
-            return agree([rounded + least + bound for bound in bounds])
+        def tolerances(*rounded: float) -> list[float]:
+            return agree([error + least + bound for error, bound in zip(rounded, bounds, strict=True)])
 
-        tolerance_eval, tolerance_train = tolerances(rounding(model, before.eval))
-        if not _within(errors, (tolerance_eval, tolerance_train)):
+        usual = rounding(model, before.eval)
+        tolerance_eval, tolerance_train = tolerances(usual, usual)
+        if not within(errors, (tolerance_eval, tolerance_train)):
             # As long as all before: where a network rounds more than most.
-            tolerance_eval, tolerance_train = tolerances(rounding_measured(model, probe, after))
-        if not _within(errors, (tolerance_eval, tolerance_train)):
+            tolerance_eval, tolerance_train = tolerances(*rounding_measured(model, probe, after))
+        if not within(errors, (tolerance_eval, tolerance_train)):
             raise ParityError(
                 f"growth to stage {expansion.stage} with {method.name} changed the output by {error_eval:.2e} in "
                 f"eval mode and {error_train:.2e} in train mode, more than {tolerance_eval:.2e} and "
@@ -278,11 +280,6 @@ def _checked(
         "parity_tolerance_train": tolerance_train,
         "noise_error_eval": noise_error,
     }
-
-
-def _within(errors: Iterable[float], tolerances: Iterable[float]) -> bool:
-    # Written so that NaN is not.
-    return all(error <= tolerance for error, tolerance in zip(errors, tolerances, strict=True))
 
 
 def _advance(

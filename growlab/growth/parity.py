@@ -184,17 +184,23 @@ def relative_error(before: Tensor, after: Tensor, factor: float = 1.0) -> float:
     return float(difference.max()) / (scale if scale > 0 else 1.0)
 
 
+def within(errors: Sequence[float], tolerances: Sequence[float]) -> bool:
+    """Whether no error is larger than its tolerance; NaN is."""
+    return all(error <= tolerance for error, tolerance in zip(errors, tolerances, strict=True))
+
+
 def rounding(model: nn.Module, output: Tensor) -> float:
     """Relative output error that the least precise of the parameters and the output explains."""
     dtypes = {output.dtype, *(p.dtype for p in model.parameters())}
     return max(ROUNDING.get(dtype, 0.0) for dtype in dtypes)
 
 
-def rounding_measured(model: nn.Module, probe: tuple[Any, ...], outputs: Outputs) -> float:
-    """Relative output error that rounding explains in this network: in deep ones it is more than in most.
+def rounding_measured(model: nn.Module, probe: tuple[Any, ...], outputs: Outputs) -> tuple[float, float]:
+    """Relative output errors in eval and train mode that rounding explains in this network.
 
     Measured by what the output changes where each parameter is off by half a unit in its last place, times a standard
-    normal number.
+    normal number: in deep networks more than in most. Where batch normalisation's running averages lag behind, early in
+    training, eval mode may put out no more than rounding; then train mode alone can tell.
 
     Args:
         model: the network; left as it is.
@@ -216,9 +222,14 @@ def rounding_measured(model: nn.Module, probe: tuple[Any, ...], outputs: Outputs
             for parameter, content in kept:
                 parameter.copy_(content)
     pairs = ((outputs.eval, rounded.eval), (outputs.train, rounded.train))
-    found = _TIMES_ROUNDED * max(relative_error(*pair) for pair in pairs)
-    # Not finite where the outputs are not.
-    return min(found, _AT_MOST * usual) if found > usual else usual
+    # NaN, which is no excuse, is not above 0.
+    errors = [error if (error := relative_error(*pair)) > 0 else 0.0 for pair in pairs]
+    most = _AT_MOST * usual
+    if min(errors) * _TIMES_ROUNDED <= most:
+        # A mode of which the other tells what rounding hides may be off by more than it puts out.
+        most = _TIMES_ROUNDED
+    by_eval, by_train = (max(usual, min(_TIMES_ROUNDED * error, most)) for error in errors)
+    return by_eval, by_train
 
 
 def eps_bounds(

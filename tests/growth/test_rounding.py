@@ -8,6 +8,8 @@ from growlab.growth import PairGrowth, ParityError, grow, plant
 from growlab.growth.parity import ROUNDING, observe, rounding, rounding_measured
 from growlab.widths import trace
 from tests.growth.test_event import Broken
+from tests.growth.test_new_statistics import Products
+from tests.growth.test_new_statistics import seed_network as products
 
 X = torch.randn(32, 5, generator=torch.Generator().manual_seed(1))
 
@@ -57,7 +59,34 @@ def test_it_is_measured_by_the_network_itself_which_stays_as_it_is(dtype):
         network.to(dtype)
         before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
         outputs = observe(network, X.to(dtype))
-        found.append(rounding_measured(network, (X.to(dtype),), outputs) / rounding(network, outputs.eval))
+        measured = rounding_measured(network, (X.to(dtype),), outputs)
+        assert measured[0] == measured[1]
+        found.append(measured[0] / rounding(network, outputs.eval))
         assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     assert found[0] == 1.0 <= found[1] <= 100.0
     assert found[1] > 1.0 or dtype == torch.float64
+
+
+def lagging(method: PairGrowth):
+    """A network with the running averages of other weights: in eval mode hardly anything is left of its input."""
+    network, graph, state = products(lambda: Products(3), method)
+    with torch.no_grad():
+        network.classifier.bias.zero_()
+        for norm in (network.norm, *network.norms):
+            norm.running_var.fill_(1e12)
+    return network, graph, state
+
+
+def test_where_eval_mode_puts_out_rounding_train_mode_tells():
+    method = PairGrowth(noise_std=0.0)
+    network, graph, state = lagging(method)
+    event = grow(network, graph, method, state, graph.full_widths, 0, X)
+    assert 1e-2 < event.parity_error_eval <= event.parity_tolerance_eval <= 8.0
+    assert event.parity_error_train <= 1e-5 and event.parity_tolerance_train <= 1e-2
+
+
+def test_what_is_broken_there_is_refused_too():
+    method = Broken(lambda w: w * 1.02)
+    network, graph, state = lagging(method)
+    with pytest.raises(ParityError, match="changed the output"):
+        grow(network, graph, method, state, graph.full_widths, 0, X)

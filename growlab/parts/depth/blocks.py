@@ -14,7 +14,14 @@ from torch import nn
 
 from growlab.errors import UserError
 from growlab.growth.method import Expansion, GrowthMethod
-from growlab.growth.parity import observe, positional, relative_error, rounding, rounding_measured
+from growlab.growth.parity import (
+    observe,
+    positional,
+    relative_error,
+    rounding,
+    rounding_measured,
+    within,
+)
 from growlab.growth.state import ParityError
 from growlab.parts.depth.absent import Absent
 from growlab.parts.depth.draws import alike_draws
@@ -223,11 +230,11 @@ class Blocks:
             )
             tolerance = None
             if self.start in START_PRESERVES:
-                (tolerance,) = agree([rounding(network, before.eval)])
-                # Written so that NaN fails too.
-                if not max(errors) <= tolerance:
-                    (tolerance,) = agree([rounding_measured(network, probe, after)])
-                if not max(errors) <= tolerance:
+                tolerances = agree([rounding(network, before.eval)] * 2)
+                if not within(errors, tolerances):
+                    tolerances = agree([*rounding_measured(network, probe, after)])
+                tolerance = max(tolerances)
+                if not within(errors, tolerances):
                     raise ParityError(
                         f"the block {name} with depth.start={self.start} changed the output by {errors[0]:.2e} in eval "
                         f"mode and {errors[1]:.2e} in train mode, more than {tolerance:.2e}; it was taken out again."
