@@ -180,7 +180,8 @@ class NewWeights:
     def draw(self, expansion: Expansion, name: str) -> Tensor:
         """A tensor of the new shape, every entry as a new one: drawn, or a norm's or bias's default.
 
-        Tensors of other kinds (bare parameters) are drawn with the mean and deviation of their old entries.
+        Tensors of other kinds (bare parameters and buffers) are drawn with the mean and deviation of their old entries,
+        between the smallest and the largest of them: a forward may take their root.
         """
         shape, source = expansion.new_shape(name), expansion.generator(name)
         if name in expansion.layers:
@@ -193,7 +194,8 @@ class NewWeights:
             return torch.zeros(shape)
         old = old.detach().float().cpu()
         spread = float(old.std()) if old.numel() > 1 else 0.0
-        return _normal(shape, source) * spread + float(old.mean())
+        drawn = _normal(shape, source) * spread + float(old.mean())
+        return drawn.clamp_(float(old.min()), float(old.max())) if old.numel() else drawn
 
 
 def _emitted(shape: tuple[int, ...], source: torch.Generator) -> Tensor:

@@ -138,11 +138,21 @@ def small_model(model_type: str) -> tuple[nn.Module, tuple[Any, ...]]:
         UserError: transformers is not installed, does not know the type, or cannot make it small.
     """
     auto = automatic_classes(model_type)
-    config = small_config(auto.CONFIG_MAPPING[model_type], model_type)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        network = _class_of(auto, model_type, type(config))._from_config(config)
-    inputs = inputs_of(network)
+    try:
+        config = small_config(auto.CONFIG_MAPPING[model_type], model_type)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            network = _class_of(auto, model_type, type(config))._from_config(config)
+        inputs = inputs_of(network)
+    except UserError:
+        raise
+    except Exception as error:
+        # Whatever a configuration of sizes that are not its own may end in.
+        told = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"growlab knows no small sizes for the model type {model_type!r} ({told}); write a factory that makes the "
+            "network: growlab widths package.module:factory."
+        ) from error
     return FirstOutput(network, list(inputs)), tuple(inputs.values())
 
 

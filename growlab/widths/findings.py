@@ -57,6 +57,8 @@ class Findings:
         #: Names of buffers, which are not learned.
         self.buffers = {name for name, _ in model.named_buffers()}
         self._parameters: dict[str, list[Runs]] = {}
+        # Of these, what any operation reads.
+        self._used: set[str] = set()
         self._roles: dict[str, list[Role | None]] = {}
         self._layers: list[Layer] = []
         # By weight: paths of modules that apply it. Weights that another layer follows, and those behind the output.
@@ -255,7 +257,9 @@ class Findings:
                         axis, f"{name} is a buffer: its numbers stay; as a parameter it could grow"
                     )
                 elif role is None:
-                    self.atoms.freeze(axis, f"{name} is used in a way that growlab has no rule for")
+                    unclear = "is used in a way that growlab has no rule for"
+                    told = unclear if name in self._used else "is not used in the forward on this example"
+                    self.atoms.freeze(axis, f"{name} {told}")
         produced = {
             run.atom
             for name, runs in self._parameters.items()

@@ -122,9 +122,11 @@ def _attributes(content: Any) -> dict[str, Any]:
 
 
 def kept_at(module: nn.Module, place: Written) -> Any:
-    """The size that a module keeps."""
+    """The size that a module keeps; None: it has been put in the place of the one that did, as forwards may do."""
     content: Any = module
     for name in place.attribute.split("."):
+        if not hasattr(content, name):
+            return None
         content = getattr(content, name)
     return content if place.index is None else content[place.index]
 

@@ -136,6 +136,8 @@ class Tracer(Recorder):
         shape = tuple(int(size) for size in value.shape)
         name = self._names.get(node.name)
         name = self._canonical.get(name, name) if name is not None else None
+        if name is not None and node.users:
+            self._used.add(name)
         if name in self._known:
             return self._known[name]
         scale = self.scales.new(unit=True)

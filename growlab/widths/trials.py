@@ -100,7 +100,8 @@ class Trials:
             return [
                 place
                 for place in places
-                if kept_at(modules[place.module], place) != self._graph.written[place].length(self._apart)
+                if kept_at(modules[place.module], place)
+                not in (None, self._graph.written[place].length(self._apart))
             ]
 
     def reads(self, places: Sequence[Written]) -> bool:

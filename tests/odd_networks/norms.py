@@ -111,3 +111,30 @@ def centred_both_ways():
     return Net(
         run, a=Linear(7, 12), centre=Averages(), b=Linear(12, 9), n=nn.LayerNorm(9), c=Linear(9 * 5, 3)
     )
+
+
+class FrozenBatchNorm(nn.Module):
+    """Batch normalisation by numbers in buffers, as detectors have it: torchvision's `FrozenBatchNorm2d`."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.register_buffer("weight", torch.ones(channels))
+        self.register_buffer("bias", torch.linspace(-0.1, 0.1, channels))
+        self.register_buffer("running_mean", torch.linspace(-0.2, 0.2, channels))
+        # Some are small beside their spread: as many below 0 would be drawn.
+        self.register_buffer("running_var", torch.linspace(0.5, 1.3, channels) ** 8)
+
+    def forward(self, x):
+        scale = self.weight * torch.rsqrt(self.running_var + 1e-5)
+        shift = self.bias - self.running_mean * scale
+        return x * scale[:, None, None] + shift[:, None, None]
+
+
+@odd(real(3, 8, 8))
+def frozen_batch_norms():
+    def run(m, x):
+        x = F.relu(m.n(m.a(x)))
+        return m.c(F.relu(m.n2(m.b(x))).mean((2, 3)))
+
+    norms = {"n": FrozenBatchNorm(12), "n2": FrozenBatchNorm(16)}
+    return Net(run, a=Conv(3, 12, 3), b=Conv(12, 16, 3), c=Linear(16, 4), **norms)

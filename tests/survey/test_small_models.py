@@ -6,6 +6,7 @@ import torch
 from growlab.errors import UserError
 from growlab.survey import examine, expand, load
 from growlab.survey.small_models import TYPES, small_model
+from growlab.widths import trace
 
 pytest.importorskip("transformers")
 
@@ -34,3 +35,17 @@ def test_a_language_model_grows_whole_and_exactly() -> None:
     assert report.grows
     assert report.growing_share >= 0.99
     assert report.parity["pairs"]["eval"] <= 1e-12
+
+
+@pytest.mark.parametrize("name, told", [("cvt", "embed_dim"), ("autoformer", "prediction_length")])
+def test_a_type_that_cannot_be_made_small_is_told_in_a_sentence(name: str, told: str) -> None:
+    with pytest.raises(
+        UserError, match=f"no small sizes for the model type '{name}'.*{told}.*write a factory"
+    ):
+        small_model(name)
+
+
+def test_layers_that_the_example_does_not_run_are_told_as_such() -> None:
+    graph = trace(*small_model("blenderbot-small"))
+    path = "network.model.decoder.layers.0.encoder_attn.k_proj"
+    assert graph.fixed[path] == f"{path}.weight is not used in the forward on this example"
