@@ -54,15 +54,8 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
     told = _merged(*(part.before_growth(run, widths) for part in (run.parts if asker is None else (asker,))))
     data = run.measurement(method.batches, method.name) if method.batches else None
     seconds.note("data")
-    enlarge = partial(
-        grow,
-        new_widths=given,
-        seed=run.seed,
-        probe=run.probe(),
-        agree=ranks.agreed,
-        average=ranks.averaged,
-        gradients=gradients,
-    )
+    among_ranks = partial(grow, agree=ranks.agreed, average=ranks.averaged)
+    enlarge = partial(among_ranks, new_widths=given, seed=run.seed, probe=run.probe(), gradients=gradients)
     past, leader = GrowthState.from_dict(run.state.as_dict()), tensors_of(run.network, run.graph)
     try:
         event = enlarge(run.network, run.graph, method, run.state, data=data)

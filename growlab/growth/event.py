@@ -116,8 +116,7 @@ def grow(
         new_widths: width of each group afterwards.
         seed: the run's seed.
         probe: positional inputs that parity is checked on, or the only one.
-        agree: maps numbers that this process has measured to those that all processes go by, so that all keep or
-            undo the event alike; called the same number of times in each.
+        agree: maps this process's measured numbers to those that all go by, so that all keep or undo the event alike.
         leader: the tensors before its event (`tensors_of`) of the network that `model` is an average of. Both then
             go through the same affine map, so the average of grown networks is the grown average.
         gradients: running means of gradients by parameter name, for methods that want them.
@@ -137,8 +136,7 @@ def grow(
     _check_widths(method, state, new_widths)
     began, stage, probe = time.perf_counter(), state.stage + 1, positional(probe)
     before = _observed(model, graph, method, stage, probe, agree)
-    parity_sec = time.perf_counter() - began
-    num_params_before = sum(p.numel() for p in model.parameters())
+    parity_sec, num_params_before = time.perf_counter() - began, sum(p.numel() for p in model.parameters())
     about = (graph, tensors_of(model, graph), dict(state.widths), dict(new_widths), seed, stage, leader)
     watched = method.observe(model, graph, probe)
     known, new = ({}, None) if leading is None else (leading.observed, _new_tensors(leading))
@@ -147,8 +145,7 @@ def grow(
     applied = _apply(model, state, expansion, growth)
     checking = time.perf_counter()
     try:
-        fresh = new_statistics.begin(expansion, growth, tensors_of(model, graph), average)
-        parity = _checked(model, method, expansion, growth, before, probe, agree, fresh)
+        parity = _checked(model, method, expansion, growth, before, probe, agree, average)
     except BaseException:
         restore_tensors(model, graph, applied.replaced)
         restore(model, graph, state)
@@ -237,14 +234,15 @@ def _checked(
     before: Outputs,
     probe: tuple[Any, ...],
     agree: Agree,
-    between: Callable[[new_statistics.Moments], None],
+    average: Average,
 ) -> dict[str, Any]:
     """Compare outputs, then add the noise that breaks symmetries; parity fields of the event.
 
     Raises:
         ParityError: the outputs changed by more than the method allows.
     """
-    after = observe(model, probe, expansion.graph.norms, between)
+    begin = new_statistics.begin(expansion, growth, tensors_of(model, expansion.graph), average)
+    after = observe(model, probe, expansion.graph.norms, begin)
     pairs = ((before.eval, after.eval), (before.train, after.train))
     error_eval, error_train = agree([relative_error(*pair, growth.output_factor) for pair in pairs])
     tolerance_eval = tolerance_train = None
