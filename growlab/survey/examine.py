@@ -284,7 +284,8 @@ def _roughen(network: nn.Module, probe: tuple[Any, ...]) -> None:
         return torch.randn(tensor.shape, generator=source, dtype=torch.float64).to(tensor)
 
     with torch.no_grad():
-        for parameter in network.parameters():
+        # Some are empty, such as a table of no register tokens.
+        for parameter in filter(torch.numel, network.parameters()):
             if max(parameter.shape, default=1) == parameter.numel():
                 parameter += 0.1 * noise(parameter)
             elif float(parameter.std()) < _QUIET * (usual := parameter[0].numel() ** -0.5):

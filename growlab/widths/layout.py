@@ -67,7 +67,7 @@ class Axis:
                 pieces.append(torch.full((part.length(widths),), fixed, dtype=dtype))
             else:
                 pieces.append(values[part.group].repeat_interleave(part.inner).repeat(part.outer))
-        return torch.cat(pieces)
+        return torch.cat(pieces) if pieces else torch.empty(0)
 
     def lift(
         self, maps: Mapping[str, Tensor], widths: Mapping[str, int], target_widths: Mapping[str, int]
@@ -100,7 +100,7 @@ class Axis:
                 position = torch.where(channel[:, None] < 0, -1, start + position)
                 pieces.append(position.flatten())
             start += part.length(target_widths)
-        return torch.cat(pieces)
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
 
     def kept(self, widths: Mapping[str, int], new_widths: Mapping[str, int]) -> Tensor:
         """Where each position goes when groups keep their first channels: int64 [length], -1 for dropped."""

@@ -140,3 +140,40 @@ def messages_along_edges():
         return m.c(x)
 
     return Net(run, a=Linear(5, 9), layers=nn.ModuleList([Linear(18, 9) for _ in range(2)]), c=Linear(9, 3))
+
+
+@odd(real(5, 7))
+def no_register_tokens():
+    """A parameter without an entry is laid beside the tokens, as DINOv3 has it."""
+
+    def run(m, x):
+        x = m.a(x)
+        x = torch.cat([m.token.expand(len(x), -1, -1), m.registers.expand(len(x), -1, -1), x], 1)
+        x = x + m.down(F.gelu(m.up(m.n(x))))
+        return m.c(m.n2(x)[:, 0])
+
+    tokens_of_all = {"token": torch.randn(1, 1, 12), "registers": torch.zeros(1, 0, 12)}
+    norms = {"n": nn.LayerNorm(12), "n2": nn.LayerNorm(12)}
+    return Net(
+        run,
+        a=Linear(7, 12),
+        **tokens_of_all,
+        up=Linear(12, 18),
+        down=Linear(18, 12),
+        **norms,
+        c=Linear(12, 3),
+    )
+
+
+@odd(real(5, 7))
+def windows_that_a_short_sequence_does_not_fill():
+    """Of windows of eight tokens there is none in five."""
+
+    def run(m, x):
+        x = m.a(x)
+        whole = x.shape[1] // 8
+        means = x[:, : 8 * whole].reshape(len(x), whole, 8, x.shape[-1]).sum(2) / 8
+        x = torch.cat([m.b(means), m.b(x)], 1)
+        return m.c(F.relu(x).sum(1))
+
+    return Net(run, a=Linear(7, 12), b=Linear(12, 9), c=Linear(9, 3))

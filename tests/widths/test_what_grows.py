@@ -14,6 +14,9 @@ GROWING = {
     "attention_with_biases_apart": {"a": 12, "attention.qkv": 3},
     "tokens_mixed_by_convolutions_of_one_position": {"a": 12, "mix.0": 8},
     "channels_beside_one_another": {"a": 12, "b": 10},
+    "frozen_batch_norms": {"a": 12, "b": 16},
+    "no_register_tokens": {"a": 12, "up": 18},
+    "windows_that_a_short_sequence_does_not_fill": {"a": 12, "b": 9},
 }
 
 

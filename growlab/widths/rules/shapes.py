@@ -221,6 +221,14 @@ def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         for dim, axis in enumerate(x.axes):
             tracer.parameter_axis(x, "out" if dim == wide[0] else "fixed", axis, dimension=dim)
     tracer.spread(x)
+    if 0 in shape:
+        # Of no entries, such as windows that a short sequence does not fill: sizes tell dimensions, from behind.
+        known = [*zip(x.shape[::-1], x.axes[::-1], strict=True), *[(-1, fixed(0))] * len(shape)]
+        found = [
+            axis if own == size else fixed(size)
+            for size, (own, axis) in zip(shape[::-1], known, strict=False)
+        ]
+        return Value(shape, tuple(found[::-1]), x.scale)
     axes: list[Runs] = []
     old = new = 0
     while old < len(x.shape) or new < len(shape):
