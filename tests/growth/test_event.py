@@ -410,3 +410,29 @@ def test_buffers_that_the_forward_replaces_are_put_back():
     assert network.positions is before
     assert torch.equal(before, torch.zeros(1, 1))
     assert torch.equal(seen.train, seen.eval)
+
+
+class Scaled(nn.Module):
+    """A factor per channel under a root, as hand-written normalisations have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.classifier = nn.Linear(5, 16), nn.Linear(16, 3)
+        self.register_buffer("variance", torch.linspace(0.01, 1.0, 16) ** 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(F.relu(self.a(x)) * torch.rsqrt(self.variance + 1e-9))
+
+
+@pytest.mark.parametrize("method", [PairGrowth, VarianceTransfer, RandomGrowth])
+def test_new_entries_of_what_is_no_layers_lie_between_old_ones(method):
+    x = torch.randn(8, 5)
+    for seed in range(5):
+        network = Scaled()
+        graph = trace(network, x)
+        state = plant(network, graph, method(), {name: 8 for name in graph.groups}, seed=seed)
+        old = network.variance.clone()
+        grow(network, graph, method(), state, graph.full_widths, seed, x)
+        assert len(old) == 8 and torch.equal(network.variance[:8], old)
+        assert old.min() <= network.variance.min() and network.variance.max() <= old.max()
+        assert network(x).isfinite().all()

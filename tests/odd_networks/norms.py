@@ -121,8 +121,8 @@ class FrozenBatchNorm(nn.Module):
         self.register_buffer("weight", torch.ones(channels))
         self.register_buffer("bias", torch.linspace(-0.1, 0.1, channels))
         self.register_buffer("running_mean", torch.linspace(-0.2, 0.2, channels))
-        # Some are small beside their spread: as many below 0 would be drawn.
-        self.register_buffer("running_var", torch.linspace(0.5, 1.3, channels) ** 8)
+        # Small ones beside their spread: draws of that mean and deviation are below 0.
+        self.register_buffer("running_var", torch.linspace(0.8, 1.25, channels) ** 8)
 
     def forward(self, x):
         scale = self.weight * torch.rsqrt(self.running_var + 1e-5)
