@@ -122,12 +122,14 @@ def _attributes(content: Any) -> dict[str, Any]:
 
 
 def kept_at(module: nn.Module, place: Written) -> Any:
-    """The size that a module keeps; None: it has been put in the place of the one that did, as forwards may do."""
+    """The size that a module keeps; None: it is not there, since a forward has put another module in the place."""
     content: Any = module
     for name in place.attribute.split("."):
-        if not hasattr(content, name):
+        try:
+            content = getattr(content, name)
+        except Exception:
+            # Settings that differ from layer to layer may refuse to be read as one.
             return None
-        content = getattr(content, name)
     return content if place.index is None else content[place.index]
 
 

@@ -170,6 +170,9 @@ class Tracer(Recorder):
 
     def _apply(self, node: Any, operation: str, named: dict[str, Any]) -> Any:
         """What the operation's channel rule says of these arguments."""
+        if not any(True for _ in values_in(named)) and not self.shapes(node):
+            # A number made of numbers.
+            return node.meta.get("val")
         if operation in self._opaque or operation not in RULES:
             return keep_full_width(self, node, named)
         if self.follow_norms:

@@ -1,5 +1,7 @@
 """Small networks of transformers by name, and the matrix's row of one."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -49,3 +51,14 @@ def test_layers_that_the_example_does_not_run_are_told_as_such() -> None:
     graph = trace(*small_model("blenderbot-small"))
     path = "network.model.decoder.layers.0.encoder_attn.k_proj"
     assert graph.fixed[path] == f"{path}.weight is not used in the forward on this example"
+
+
+@pytest.mark.parametrize("name", ["flaubert", "big_bird", "dinov3_vit"])
+def test_types_whose_code_is_odd_are_traced(name: str) -> None:
+    """Assertions on numbers, modules replaced by forwards, tensors without an entry."""
+    if name not in importlib.import_module("transformers.models.auto").CONFIG_MAPPING:
+        pytest.skip("this release of transformers does not know it")
+    network, inputs = small_model(name)
+    graph = trace(network, inputs)
+    sizes = {key: p.numel() for key, p in network.named_parameters()}
+    assert sum(size for key, size in sizes.items() if graph.grows(key)) > 0.5 * sum(sizes.values())

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 from growlab.growth import Net2Net, VarianceTransfer, finish, grow, make_schedule, plant
 from growlab.widths import resize, trace
+from growlab.widths.groups import Written
+from growlab.widths.places import kept_at
 
 
 class WrittenWidth(nn.Module):
@@ -118,3 +120,23 @@ class Tied(nn.Module):
 def test_any_two_groups_are_tried_apart(num_others):
     graph = trace(Tied(num_others), torch.randn(2, 8))
     assert set(graph.groups) == {f"others.{number}" for number in range(num_others)}
+
+
+class Wary:
+    """Settings that differ from layer to layer and refuse to be read as one."""
+
+    def __init__(self) -> None:
+        self.width = 8
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "width":
+            raise RuntimeError("ask each layer")
+        return super().__getattribute__(name)
+
+
+def test_sizes_that_are_gone_or_cannot_be_read_are_none_that_follow() -> None:
+    module = nn.Linear(8, 4)
+    module.settings = Wary()
+    assert kept_at(module, Written("", "settings.width")) is None
+    assert kept_at(module, Written("", "heads")) is None
+    assert kept_at(module, Written("", "out_features")) == 4
