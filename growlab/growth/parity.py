@@ -70,7 +70,7 @@ def observe(
     moments: dict[str, list[tuple[Tensor, Tensor, int]]] = {}
     probe = positional(probe)
 
-    def record(name: str) -> object:
+    def record(name: str) -> Any:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             x = inputs[0].detach()
             x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -83,8 +83,11 @@ def observe(
         return hook
 
     known = dict(model.named_modules())
+    # What enters another module, which calls the normalisation, may be another tensor.
     hooks = [
-        known[norm.name].register_forward_pre_hook(record(norm.name)) for norm in norms if norm.name in known
+        module.register_forward_pre_hook(record(norm.name))
+        for norm in norms
+        if isinstance(module := known.get(norm.name), nn.modules.batchnorm._BatchNorm)
     ]
     try:
         with quietly(model) as draws:

@@ -149,3 +149,28 @@ def test_ranks_that_see_different_batches_hold_the_same_statistics(cli: CommandL
     cli.on_two_ranks(one_rank, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+class NormInside(nn.Module):
+    """Batch normalisation that is called by a module which computes something before it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(inputs, outputs)
+        self.register_buffer("running_mean", torch.zeros(outputs))
+        self.register_buffer("running_var", torch.ones(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(self.layer(x), self.running_mean, self.running_var, training=self.training)
+
+
+@pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer()])
+@pytest.mark.parametrize("inputs", [5, 8])
+def test_what_enters_a_module_is_not_taken_for_what_enters_its_normalisation(inputs, method):
+    network = nn.Sequential(nn.Linear(5, inputs), NormInside(inputs, 8), nn.ReLU(), nn.Linear(8, 3))
+    graph = trace(network, batch())
+    widths = {name: group.full_width // 2 for name, group in graph.groups.items()}
+    state = plant(network, graph, method, widths, seed=0)
+    event = grow(network, graph, method, state, graph.full_widths, 0, batch(1))
+    assert event.parity_error_eval < 1e-5
+    assert torch.equal(network[1].running_var[4:], torch.ones(4))
