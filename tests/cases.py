@@ -18,7 +18,7 @@ from growlab.growth import (
     RandomGrowth,
     VarianceTransfer,
 )
-from growlab.growth.parity import buffers_kept
+from growlab.growth.outputs import buffers_kept
 from growlab.networks import MLP, CifarResNet, ConvNet, WideResNet
 from growlab.widths import WidthGraph, trace
 

@@ -25,7 +25,7 @@ from growlab.optim import state
 from growlab.settings import parameters
 
 CONF = config_dir()
-GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
+GROUPS = sorted({path.parent.name for path in CONF.glob("*/*.yaml")} - {"hydra"})
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 EXPERIMENTS = [option for group, option in OPTIONS if group == "experiment"]
 

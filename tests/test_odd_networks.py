@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from growlab.grower import Grower
 from growlab.growth import GrowthEvent, VarianceTransfer
-from growlab.growth.parity import buffers_kept, quietly
+from growlab.growth.outputs import buffers_kept, quietly
 from growlab.optim import SGD
 from growlab.widths import WidthGraph
 from tests.odd_networks import ODD_NETWORKS

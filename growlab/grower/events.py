@@ -1,7 +1,7 @@
 """One growth event of a grower: parts, network, optimizers and averages, in this order."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -54,8 +54,15 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
     told = _merged(*(part.before_growth(run, widths) for part in (run.parts if asker is None else (asker,))))
     data = run.measurement(method.batches, method.name) if method.batches else None
     seconds.note("data")
-    among_ranks = partial(grow, agree=ranks.agreed, average=ranks.averaged)
-    enlarge = partial(among_ranks, new_widths=given, seed=run.seed, probe=run.probe(), gradients=gradients)
+    enlarge = partial(
+        grow,
+        new_widths=given,
+        seed=run.seed,
+        probe=run.probe(),
+        gradients=gradients,
+        agree=ranks.agreed,
+        average=ranks.averaged,
+    )
     past, leader = GrowthState.from_dict(run.state.as_dict()), tensors_of(run.network, run.graph)
     try:
         event = enlarge(run.network, run.graph, method, run.state, data=data)
@@ -69,13 +76,8 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
         raise UserError(str(error)) from error
     for name, copy in copies.items():
         state = GrowthState.from_dict(past.as_dict())
-        try:
-            along = enlarge(copy, run.graph, method, state, leader=leader, leading=event)
-        except ParityError as error:
-            raise ParityError(f"{name}, an average of the network: {error}") from error
-        _widen(run, copy, state, widths, along.replaced, along.carry)
-        for mode in ("eval", "train"):
-            told[f"{name}_parity_error_{mode}"] = getattr(along, f"parity_error_{mode}")
+        along = partial(enlarge, copy, run.graph, method, state, leader=leader, leading=event)
+        told |= _average_along(run, name, copy, state, widths, along)
     event = replace(event, widths_after=dict(widths), replaced=replaced, carry=carry)
     told = _merged(told, *(part.after_growth(run, event) for part in run.parts))
     seconds.note("followers")
@@ -100,6 +102,26 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
     if run.state.norm_weights and run.anneal_steps < 1:
         run.anneal(1.0)
     return event
+
+
+def _average_along(
+    run: "Grower",
+    name: str,
+    copy: nn.Module,
+    state: GrowthState,
+    widths: Widths,
+    along: Callable[[], GrowthEvent],
+) -> dict[str, float]:
+    """Grow an average of the network as the network was, from the same state; its entries of the receipt."""
+    try:
+        event = along()
+    except ParityError as error:
+        raise ParityError(f"{name}, an average of the network: {error}") from error
+    _widen(run, copy, state, widths, event.replaced, event.carry)
+    return {
+        f"{name}_parity_error_eval": event.parity_error_eval,
+        f"{name}_parity_error_train": event.parity_error_train,
+    }
 
 
 class Seconds:

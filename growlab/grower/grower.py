@@ -24,7 +24,7 @@ from growlab.growth import (
     plant,
 )
 from growlab.growth.attached import attach, detach
-from growlab.growth.parity import network_inputs
+from growlab.growth.outputs import network_inputs
 from growlab.optim import Inheritance, Regions, weight_regions
 from growlab.optim.followers import Followers
 from growlab.parts.part import Part

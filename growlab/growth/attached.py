@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from growlab.growth.parity import quietly
+from growlab.growth.outputs import quietly
 from growlab.growth.state import GrowthState
 from growlab.widths import WidthGraph
 

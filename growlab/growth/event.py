@@ -14,17 +14,8 @@ from growlab.growth.attention_scale import with_attention_scale
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, Growth, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, multiply
-from growlab.growth.parity import (
-    Outputs,
-    eps_bounds,
-    evaluate,
-    observe,
-    positional,
-    relative_error,
-    rounding,
-    rounding_measured,
-    within,
-)
+from growlab.growth.outputs import Outputs, evaluate, observe, positional
+from growlab.growth.parity import compare, eps_bounds, relative_error
 from growlab.growth.rescale import can_fold
 from growlab.growth.state import GrowthEvent, GrowthState, ParityError
 from growlab.growth.weighted_norms import annealed, carried_weights, weigh
@@ -243,27 +234,21 @@ def _checked(
     """
     begin = new_statistics.begin(expansion, growth, tensors_of(model, expansion.graph), average)
     after = observe(model, probe, expansion.graph.norms, begin)
-    pairs = ((before.eval, after.eval), (before.train, after.train))
-    error_eval, error_train = agree([relative_error(*pair, growth.output_factor) for pair in pairs])
-    tolerance_eval = tolerance_train = None
+    allowed = None
     if method.preserves and growth.allowed_error is not None:
         bounds = eps_bounds(expansion.graph.norms, growth.norm_scale, before.variances, expansion.old)
-        errors, least = (error_eval, error_train), growth.allowed_error
-
-        def tolerances(*rounded: float) -> list[float]:
-            return agree([error + least + bound for error, bound in zip(rounded, bounds, strict=True)])
-
-        usual = rounding(model, before.eval)
-        tolerance_eval, tolerance_train = tolerances(usual, usual)
-        if not within(errors, (tolerance_eval, tolerance_train)):
-            # As long as all before: where a network rounds more than most.
-            tolerance_eval, tolerance_train = tolerances(*rounding_measured(model, probe, after))
-        if not within(errors, (tolerance_eval, tolerance_train)):
-            raise ParityError(
-                f"growth to stage {expansion.stage} with {method.name} changed the output by {error_eval:.2e} in "
-                f"eval mode and {error_train:.2e} in train mode, more than {tolerance_eval:.2e} and "
-                f"{tolerance_train:.2e}; the network was left as it was before the event."
-            )
+        allowed = (growth.allowed_error + bounds[0], growth.allowed_error + bounds[1])
+    parity = compare(model, probe, before, after, agree, factor=growth.output_factor, allowed=allowed)
+    (error_eval, error_train), (tolerance_eval, tolerance_train) = (
+        parity.errors,
+        parity.tolerances or (None, None),
+    )
+    if not parity.kept:
+        raise ParityError(
+            f"growth to stage {expansion.stage} with {method.name} changed the output by {error_eval:.2e} in "
+            f"eval mode and {error_train:.2e} in train mode, more than {tolerance_eval:.2e} and "
+            f"{tolerance_train:.2e}; the network was left as it was before the event."
+        )
     noise_error, noise = 0.0, method.noise(expansion)
     if noise:
         tensors = tensors_of(model, expansion.graph)

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from growlab import ranks
 from growlab.errors import UserError
-from growlab.growth.parity import buffers_kept, main_output, quietly
+from growlab.growth.outputs import buffers_kept, main_output, quietly
 from growlab.growth.surrogates import twice_differentiable
 from growlab.growth.weighted_norms import carried_weights, weigh
 from growlab.widths import Carry, WidthGraph, replace_tensors, restore_tensors, tensors_of

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from growlab.errors import UserError
 from growlab.flops import forward_flops
 from growlab.growth import GrowthEvent
-from growlab.growth.parity import buffers_kept, network_inputs
+from growlab.growth.outputs import buffers_kept, network_inputs
 from growlab.parts.part import Part
 from growlab.ranks import sum_over_ranks
 from growlab.triggers import Run, Widths

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from growlab.errors import UserError
 from growlab.growth import GrowthEvent
-from growlab.growth.parity import evaluate
+from growlab.growth.outputs import evaluate
 from growlab.parts.part import Part
 from growlab.triggers import Run, Trigger
 from growlab.widths import WidthGraph

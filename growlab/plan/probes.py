@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from growlab.errors import UserError
 from growlab.flops import forward_flops
 from growlab.grower import Grower
-from growlab.growth.parity import network_inputs
+from growlab.growth.outputs import network_inputs
 from growlab.plan.fit import MIN_POINTS, Measured, settled
 from growlab.plan.problem import Batch, Candidate, Problem
 from growlab.triggers import At

@@ -15,7 +15,7 @@ _INTRODUCTION = """# The papers, line by line
 
 Every table, figure and appendix experiment of the three papers that growlab is built on: its command, what is kept of
 it in `notebooks/results`, what the paper says and what our rows say. This page is made from the registry
-(`growlab/reproduce/registry.yaml`), the published values (`growlab/analysis/published.csv`) and those rows by
+(`growlab/reproduce/papers`), the published values (`growlab/analysis/published.csv`) and those rows by
 
     python -m growlab.reproduce --page notebooks/results -o notebooks/docs/pages/papers.md
 

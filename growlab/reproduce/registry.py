@@ -1,4 +1,4 @@
-"""What there is to reproduce, read from `registry.yaml`, and the single runs that each entry consists of."""
+"""What there is to reproduce, read from `registry.yaml` and `papers/`, and the single runs of each entry."""
 
 import difflib
 import itertools
@@ -144,10 +144,16 @@ class Registry:
 @cache
 def registry() -> Registry:
     """The registry as the package brings it."""
-    text = resources.files("growlab.reproduce").joinpath("registry.yaml").read_text(encoding="utf-8")
-    content = yaml.safe_load(text)
-    items = [_item(entry) for entry in content["items"]]
-    return Registry({item.name: item for item in items}, content["papers"], content["data"])
+    here = resources.files("growlab.reproduce")
+    data = yaml.safe_load(here.joinpath("registry.yaml").read_text(encoding="utf-8"))["data"]
+    papers: dict[str, dict[str, Any]] = {}
+    items: list[Item] = []
+    for path in sorted(here.joinpath("papers").iterdir(), key=lambda path: path.name):
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        paper, entries = content.pop("paper"), content.pop("items")
+        papers.setdefault(paper, {}).update(content)
+        items += [_item({"paper": paper, **entry}) for entry in entries]
+    return Registry({item.name: item for item in items}, papers, data)
 
 
 def _item(entry: Mapping[str, Any]) -> Item:

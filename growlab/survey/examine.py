@@ -26,7 +26,8 @@ from growlab.growth import (
     make_schedule,
     plant,
 )
-from growlab.growth.parity import observe, relative_error
+from growlab.growth.outputs import observe
+from growlab.growth.parity import relative_error
 from growlab.parts import available
 from growlab.survey.sources import load
 from growlab.widths import UnsupportedOperation, WidthGraph, light_copy, resize, tensors_in, trace

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from growlab.flops import forward_flops
-from growlab.growth.parity import network_inputs
+from growlab.growth.outputs import network_inputs
 from growlab.parts.part import Part
 from growlab.triggers import Widths
 from growlab.widths import WidthGraph, resize

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from growlab.errors import UserError, how_to_install
 from growlab.files import write_json
-from growlab.growth.parity import evaluate, relative_error
+from growlab.growth.outputs import evaluate
+from growlab.growth.parity import relative_error
 from growlab.survey.small_models import FirstOutput, inputs_of
 from growlab.widen.layers import deeper
 from growlab.widen.sizes import PARTS, changed, deepened, widened

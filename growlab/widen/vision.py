@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from growlab.errors import UserError
 from growlab.files import write_json
-from growlab.growth.parity import evaluate, relative_error
+from growlab.growth.outputs import evaluate
+from growlab.growth.parity import relative_error
 from growlab.library import fit_weights, read_weights, timm_network, torchvision_network
 from growlab.widen.folder import EXACT, RECEIPT
 from growlab.widen.weights import METHODS, Widening

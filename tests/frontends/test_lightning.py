@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab import parts
 from growlab.errors import UserError
 from growlab.frontends.lightning import Growth
 from growlab.growth import make_schedule
@@ -31,6 +30,7 @@ from tests.frontends.lightning_runs import (
     outcome,
     trainer_of,
 )
+from tests.parts_here import averages
 
 # Checkpoints were written with a callback that saves, which resumed and evaluated runs go without.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
@@ -74,7 +74,7 @@ class TwoOptimizers(L.LightningModule):
 
 
 MODULES: dict[str, Callable[[], tuple[L.LightningModule, Growth]]] = {
-    "automatic": lambda: (Plain(), growth(parts=[parts.Averages(decay=0.7)])),
+    "automatic": lambda: (Plain(), growth(parts=averages())),
     "two optimizers": lambda: (TwoOptimizers(), growth("generator", example=IMAGES[:8])),
 }
 
@@ -240,11 +240,11 @@ def test_what_cannot_be_is_told(module: Any, callback: Any, sentence: str, tmp_p
 def one_rank(rank: int, folder: Path) -> None:
     join(rank, folder)
     settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
-    module, callback = Plain(), growth(parts=[parts.Averages(decay=0.7)])
+    module, callback = Plain(), growth(parts=averages())
     trainer = trainer_of(folder, callback, Save(folder), **settings)
     trainer.fit(module, Loader(rank, 2))
     parameters = [p.tolist() for p in module.parameters()]
-    again, resumed = Plain(), growth(parts=[parts.Averages(decay=0.7)])
+    again, resumed = Plain(), growth(parts=averages())
     trainer = trainer_of(folder, resumed, **settings)
     trainer.fit(again, Loader(rank, 2), ckpt_path=folder / "step7.ckpt")
     assert [p.tolist() for p in again.parameters()] == parameters

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from growlab import parts
 from growlab.errors import UserError
 from growlab.growth import VarianceTransfer
 from tests.command_line import CommandLine, join, offer_port
+from tests.parts_here import averages
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -54,7 +54,7 @@ def run(
     growth = Growth(
         method=VarianceTransfer(noise_std=1e-3),
         trigger={0: 0.5, 1: 0.75, 2: 1.0},
-        parts=[parts.Averages(decay=0.7)],
+        parts=averages(),
         example=(WORDS[:4],),
         anneal_steps=2,
     )
@@ -68,8 +68,8 @@ def run(
 def everything(trainer: Any, growth: Growth) -> list[Any]:
     optimizer = trainer.optimizer.state_dict()
     moments = [value for state in optimizer["state"].values() for value in state.values()]
-    averages = growth.grower.parts[0].state_dict().values()
-    tensors = [*trainer.model.state_dict().values(), *(torch.as_tensor(m) for m in moments), *averages]
+    followed = [value for part in growth.grower.parts for value in part.state_dict().values()]
+    tensors = [*trainer.model.state_dict().values(), *(torch.as_tensor(m) for m in moments), *followed]
     events = [
         {n: v for n, v in event.items() if not n.startswith("seconds")} for event in growth.grower.events
     ]
@@ -174,8 +174,8 @@ def test_the_best_model_comes_back_with_all_that_belongs_to_it(
         arguments = SimpleNamespace(load_best_model_at_end=True)
         with pytest.raises(UserError, match="written without Growth or is gone"):
             growth.on_train_end(arguments, trainer.state, None)
-    averages = [grown.grower.parts[0].state_dict() for grown in (growth, resumed)]
-    assert str(averages[0]) == str(averages[1])
+    along = [[part.state_dict() for part in grown.grower.parts] for grown in (growth, resumed)]
+    assert str(along[0]) == str(along[1])
 
 
 # Each process would draw dropout of its own, and Adam makes steps of what gradients of zero are rounded to.

@@ -22,7 +22,8 @@ from growlab.growth import (
     plant,
 )
 from growlab.growth.method import generator
-from growlab.growth.parity import eps_bounds, main_output, observe, quietly, relative_error
+from growlab.growth.outputs import main_output, observe, quietly
+from growlab.growth.parity import eps_bounds, relative_error
 from growlab.growth.rescale import fold_output_factor
 from growlab.widths import Norm, trace
 from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from growlab.growth import PairGrowth, ParityError, grow, plant
-from growlab.growth.parity import ROUNDING, observe, rounding, rounding_measured
+from growlab.growth.outputs import observe
+from growlab.growth.parity import ROUNDING, rounding, rounding_measured
 from growlab.widths import trace
 from tests.growth.test_event import Broken
 from tests.growth.test_new_statistics import Products

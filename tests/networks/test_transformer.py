@@ -15,7 +15,7 @@ from growlab.growth import (
     make_schedule,
     plant,
 )
-from growlab.growth.parity import quietly
+from growlab.growth.outputs import quietly
 from growlab.networks import CausalTransformer, EncoderDecoder
 from growlab.widths import trace
 from tests.cases import roughen

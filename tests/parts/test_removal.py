@@ -40,7 +40,7 @@ PARTS = {
         ("osgd.anneal=run",),
     ),
     "old gradients": Files(
-        ("parts/osgd.py",),
+        ("parts/osgd.py", "reproduce/papers/*_osgd.yaml"),
         (
             "parts/osgd.yaml",
             "method/ours_osgd.yaml",
@@ -50,7 +50,7 @@ PARTS = {
         ("parts/test_osgd.py", *TOGETHER),
     ),
     "depth": Files(
-        ("parts/depth",),
+        ("parts/depth", "reproduce/papers/*_depth.yaml"),
         (
             "parts/depth.yaml",
             "method/grown_*.yaml",
@@ -76,12 +76,12 @@ PARTS = {
     ),
     "arriving classes": Files(("parts/classes.py",), (), ("parts/test_classes*.py", *TOGETHER)),
     "isotropic layers": Files(
-        ("parts/isotropic", "studies/isotropic*.py"),
+        ("parts/isotropic", "studies/isotropic*.py", "reproduce/papers/3_bird*.yaml"),
         ("parts/isotropic.yaml", "parts/gain_weights.yaml", "*/isotropic*.yaml"),
         ("parts/isotropic", "studies/test_isotropic*.py"),
     ),
     "hypernetworks": Files(
-        ("parts/hypernets", "studies/continual_regression.py"),
+        ("parts/hypernets", "studies/continual_regression.py", "reproduce/papers/2_chang.yaml"),
         ("*/hyper*.yaml", "experiment/*hyperfan.yaml"),
         ("parts/hypernets", "studies/test_continual_regression.py"),
     ),

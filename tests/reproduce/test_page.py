@@ -14,8 +14,10 @@ from growlab.reproduce.registry import Check, Item, Rows, registry
 from growlab.reproduce.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, _runs, outcome
 from tests.analysis.fake_runs import write_run
 from tests.command_line import ROOT
+from tests.parts_here import needs
 
 
+@needs()
 def test_the_page_is_not_stale() -> None:
     """If this fails: python -m growlab.reproduce --page notebooks/results -o notebooks/docs/pages/papers.md."""
     written = (ROOT / "notebooks" / "docs" / "pages" / "papers.md").read_text(encoding="utf-8")

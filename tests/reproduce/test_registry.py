@@ -15,6 +15,7 @@ from growlab.errors import UserError
 from growlab.reproduce.quantities import QUANTITIES
 from growlab.reproduce.registry import _split, experiment, registry
 from tests.command_line import ROOT
+from tests.parts_here import needs
 
 REGISTRY = registry()
 ITEMS = list(REGISTRY.items.values())
@@ -37,10 +38,12 @@ def test_an_entry_names_what_there_is(item) -> None:
     assert {job.data for job in jobs if job.data} <= set(item.data)
 
 
+@needs()
 def test_every_published_table_has_an_entry() -> None:
     assert {one.table for one in published()} == {item.table for item in ITEMS if item.table}
 
 
+@needs()
 def test_every_prepared_sweep_has_an_entry() -> None:
     """Those of the papers; the frontier and the digits are none of theirs."""
     presets = {
@@ -50,6 +53,7 @@ def test_every_prepared_sweep_has_an_entry() -> None:
     assert {name for name in presets - named if not name.startswith("frontier_")} == {"digits_methods"}
 
 
+@needs()
 def test_figures_of_a_papers_list_are_all_there() -> None:
     """The second and third paper's figures by number, the first one's by the text that names them."""
     titles = {paper: " ".join(i.title for i in ITEMS if i.paper == paper) for paper in REGISTRY.papers}
@@ -122,6 +126,9 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
         experiment("nothing")
 
 
-def test_the_registry_is_plain_data() -> None:
-    content = yaml.safe_load((ROOT / "growlab" / "reproduce" / "registry.yaml").read_text())
-    assert set(content) == {"papers", "data", "items"} and len(content["items"]) == len(REGISTRY.items)
+def test_an_entry_is_in_one_file() -> None:
+    folder = ROOT / "growlab" / "reproduce" / "papers"
+    files = [yaml.safe_load(path.read_text()) for path in folder.iterdir()]
+    assert all(set(file) <= {"paper", "title", "gpu", "items"} for file in files)
+    assert sum(len(file["items"]) for file in files) == len(REGISTRY.items)
+    assert all({"title", "gpu"} <= set(paper) for paper in REGISTRY.papers.values())

@@ -10,7 +10,7 @@ import torchmetrics as tm
 from torch.nn import functional as F
 
 from growlab.errors import UserError
-from growlab.growth.parity import network_inputs
+from growlab.growth.outputs import network_inputs
 from growlab.training.custom_objective import CustomObjective
 from growlab.training.objective import Classification, TokenPrediction
 from growlab.training.ready_objectives import MultiLabel, Regression, Segmentation

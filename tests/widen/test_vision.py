@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from growlab.errors import UserError
-from growlab.growth.parity import evaluate, relative_error
+from growlab.growth.outputs import evaluate
+from growlab.growth.parity import relative_error
 from growlab.library import timm_network, torchvision_network
 from growlab.widen import load_widened
 from growlab.widen.__main__ import main

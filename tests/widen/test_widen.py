@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.growth.parity import evaluate, relative_error
+from growlab.growth.outputs import evaluate
+from growlab.growth.parity import relative_error
 from growlab.survey.small_models import FirstOutput, inputs_of, small_model
 from growlab.widen.__main__ import main
 from growlab.widen.folder import RECEIPT

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from growlab.grower import Grower
 from growlab.growth import Net2Net, PairGrowth, VarianceTransfer, anneal_norms, finish, grow, plant
-from growlab.growth.parity import evaluate, relative_error
+from growlab.growth.outputs import evaluate
+from growlab.growth.parity import relative_error
 from growlab.optim import SGD, NormRatio
 from growlab.training import RateAdaptation
 from growlab.training.progress import first_line

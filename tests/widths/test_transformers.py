@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from growlab.growth import VarianceTransfer, anneal_norms, finish, grow, plant
-from growlab.growth.parity import observe, relative_error
+from growlab.growth.outputs import observe
+from growlab.growth.parity import relative_error
 from growlab.widths import trace
 from tests.cases import roughen
 

@@ -14,14 +14,8 @@ from torch import nn
 
 from growlab.errors import UserError
 from growlab.growth.method import Expansion, GrowthMethod
-from growlab.growth.parity import (
-    observe,
-    positional,
-    relative_error,
-    rounding,
-    rounding_measured,
-    within,
-)
+from growlab.growth.outputs import observe, positional
+from growlab.growth.parity import compare
 from growlab.growth.state import ParityError
 from growlab.parts.depth.absent import Absent
 from growlab.parts.depth.draws import alike_draws
@@ -225,20 +219,14 @@ class Blocks:
                 STARTS[self.start](site)
             with alike_draws():
                 after = observe(network, probe)
-            errors = agree(
-                [relative_error(before.eval, after.eval), relative_error(before.train, after.train)]
-            )
-            tolerance = None
-            if self.start in START_PRESERVES:
-                tolerances = agree([rounding(network, before.eval)] * 2)
-                if not within(errors, tolerances):
-                    tolerances = agree([*rounding_measured(network, probe, after)])
-                tolerance = max(tolerances)
-                if not within(errors, tolerances):
-                    raise ParityError(
-                        f"the block {name} with depth.start={self.start} changed the output by {errors[0]:.2e} in eval "
-                        f"mode and {errors[1]:.2e} in train mode, more than {tolerance:.2e}; it was taken out again."
-                    )
+            allowed = (0.0, 0.0) if self.start in START_PRESERVES else None
+            parity = compare(network, probe, before, after, agree, allowed=allowed)
+            errors, tolerance = parity.errors, max(parity.tolerances) if parity.tolerances else None
+            if not parity.kept:
+                raise ParityError(
+                    f"the block {name} with depth.start={self.start} changed the output by {errors[0]:.2e} in eval "
+                    f"mode and {errors[1]:.2e} in train mode, more than {tolerance:.2e}; it was taken out again."
+                )
         except BaseException:
             for path, module in zip(block.paths, stood, strict=True):
                 network.set_submodule(path, module)

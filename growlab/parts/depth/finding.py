@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.growth.parity import main_output, quietly
+from growlab.growth.outputs import main_output, quietly
 from growlab.parts.depth.absent import Absent, Handover, Kind
 from growlab.parts.depth.branches import Branches, Consumers, Edge, ancestors, edge_of, operation
 from growlab.widths import tensors_in

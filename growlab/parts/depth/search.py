@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
-from growlab.growth.parity import ROUNDING, buffers_kept, quietly, relative_error
+from growlab.growth.outputs import buffers_kept, quietly
+from growlab.growth.parity import ROUNDING, relative_error
 from growlab.parts.depth.branches import edge_of
 from growlab.parts.depth.draws import alike_draws
 from growlab.parts.depth.finding import (

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from growlab.errors import UserError
 from growlab.growth.multipliers import fold_multipliers
-from growlab.growth.parity import buffers_kept, quietly
+from growlab.growth.outputs import buffers_kept, quietly
 from growlab.parts.depth.finding import Block
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from growlab.growth.parity import positional, quietly
+from growlab.growth.outputs import positional, quietly
 from growlab.widths import WidthGraph
 
 
