@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.parts_here import skip_without
+
 ROOT = Path(__file__).resolve().parent.parent
 # A variable in a run's environment: the command is `growlab.plan`.
 PLAN = "GROWLAB_TEST_PLAN"
@@ -102,6 +104,7 @@ class CommandLine:
             program: the text of a program in Python, which runs in place of the command line.
             limit_sec: it is killed after.
         """
+        skip_without(arguments)
         with tempfile.TemporaryDirectory() as folder:
             order = {
                 "arguments": [str(a) for a in arguments],

@@ -17,6 +17,7 @@ from growlab.reproduce.registry import registry
 from growlab.training.stage_cost import StageCost
 from growlab.widths import trace
 from tests.command_line import ROOT
+from tests.parts_here import needs
 
 # Pixels and classes of the data sets.
 DATA = {"cifar10": (32, 10), "cifar100": (32, 100), "imagenet": (224, 1000)}
@@ -87,6 +88,7 @@ def test_imagenets_epochs_are_the_published_ones() -> None:
         assert schedule.epochs == (4, 4, 5, 6, 8, 9, 11, 14, 29)
 
 
+@needs("osgd")
 def test_table_14s_cost_is_told_as_we_count_it() -> None:
     """Data that arrive with the stages, against fixed size on the same data; OSGD passes over old data once more."""
     epochs, flops, full = stage_costs("table14")

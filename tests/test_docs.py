@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import ROOT
+from tests.parts_here import skip_unless_whole
 
 PAGES = ROOT / "notebooks" / "docs" / "pages"
 PACKAGES = ("widths", "growth", "optim", "training", "networks", "data", "analysis")
@@ -41,6 +42,7 @@ SEARCHED = {
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(package)
+    skip_unless_whole()
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", "notebooks/docs/mkdocs.yml"]
     outcome = subprocess.run(

@@ -16,6 +16,7 @@ from growlab.grower import Grower
 from growlab.growth import PairGrowth
 from growlab.language_models import CausalModel, plain_model
 from tests.command_line import CommandLine
+from tests.parts_here import needs
 from tests.runs import Left, table
 
 transformers = pytest.importorskip("transformers")
@@ -102,6 +103,7 @@ def test_transformers_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("type", ["llama", "gpt2", "qwen3"])
+@needs("depth")
 @pytest.mark.parametrize("last", [1, 0], ids=["grown", "smaller"])
 def test_what_was_grown_is_loaded_by_from_pretrained_and_generates_alike(
     type: str, last: int, tmp_path: Path

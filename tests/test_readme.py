@@ -16,6 +16,7 @@ import growlab.analysis.__main__
 import growlab.dashboard
 import growlab.widths.__main__
 from tests.command_line import ROOT, CommandLine
+from tests.parts_here import needs
 from tests.test_experiment import fake_images  # noqa: F401  (a fixture)
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -222,6 +223,7 @@ def test_pictures_and_files_that_it_names_are_there() -> None:
         assert (ROOT / target).exists(), f"the README links to {target}, which is not there"
 
 
+@needs()
 def test_settings_that_it_names_are_there() -> None:
     """Choices of the table of groups: each is a file of that group."""
     page = (GUIDE / "experiments.md").read_text(encoding="utf-8")

@@ -8,6 +8,7 @@ import torch
 import yaml
 
 from tests.command_line import PLAN, CommandLine, Outcome
+from tests.parts_here import needs
 
 # A multi-layer perceptron on digits, in some hundred steps.
 TINY = (
@@ -43,6 +44,7 @@ def test_it_says_what_to_do_and_what_it_cost(asked: tuple[Path, Outcome]) -> Non
     assert (folder / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@needs("depth")
 @pytest.mark.parametrize("arm", ["planned", "full", "smaller", "grown"])
 def test_its_experiments_run_at_equal_cost(asked: tuple[Path, Outcome], cli: CommandLine, arm: str) -> None:
     folder, _ = asked
@@ -77,6 +79,7 @@ def test_the_full_network_may_be_wanted_in_any_case(cli: CommandLine, tmp_path: 
     assert f"budget: {left:.4g}" in written
 
 
+@needs("depth")
 def test_its_experiments_can_go_on_from_the_probes(cli: CommandLine, tmp_path: Path) -> None:
     """The weights that an arm begins with are those of its probe, and both together cost the budget."""
     outcome = ask(cli, tmp_path, *TINY, "plan.start=true", "growth=pairs")

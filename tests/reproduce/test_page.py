@@ -129,6 +129,7 @@ def test_an_entry_counts_whole_rows_and_shortened_ones(tmp_path: Path) -> None:
     assert standing.verdict == "reproduced; it takes 6 runs of 160 epochs"
 
 
+@needs("isotropic")
 def test_a_study_that_has_not_run_is_of_no_number_of_epochs() -> None:
     study = next(one for one in standings(registry(), None) if one.item.name == "isotropic_invariance")
     assert study.verdict == "not run; it takes 1 run"

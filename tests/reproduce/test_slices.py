@@ -12,6 +12,7 @@ from growlab.reproduce import slices
 from growlab.reproduce.__main__ import main
 from growlab.reproduce.registry import Job, registry
 from growlab.reproduce.slices import Place, command, train
+from tests.parts_here import needs
 
 REGISTRY = registry()
 JOBS = [Job("digits", (f"seed={seed}",), 2, "digits", False) for seed in range(3)]
@@ -62,6 +63,7 @@ def test_a_run_that_fails_is_told(counting: Place, monkeypatch: pytest.MonkeyPat
         train(JOBS, counting, REGISTRY, minutes=1)
 
 
+@needs("hypernets")
 def test_a_jobs_command_names_its_folder_data_and_device(tmp_path: Path) -> None:
     (tmp_path / "cifar10").mkdir()
     (tmp_path / "cifar10" / "train.parquet").touch()

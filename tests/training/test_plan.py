@@ -24,6 +24,7 @@ from growlab.training.plan import (
 )
 from growlab.triggers import Plateau
 from growlab.widths import trace
+from tests.parts_here import needs
 
 SETTINGS = {
     "total_epochs": 9,
@@ -162,10 +163,20 @@ def test_equal_flops_is_no_way_to_grow(data: ImageData) -> None:
     [
         (FixedSize(), {}, None),
         (FixedSize(0.5), {}, None),
-        (FixedSize(depth_multiple=0.0), {}, "auto"),
+        pytest.param(FixedSize(depth_multiple=0.0), {}, "auto", marks=needs("depth")),
         (PairGrowth(), {"initial_width": 0.5}, None),
-        (PairGrowth(), {"initial_width": 1.0, "num_stages": 2, "initial_fraction": 0.7}, "auto"),
-        (PairGrowth(), {"initial_width": 0.25, "num_stages": 3, "batch_growth_rate": 0.5}, "auto"),
+        pytest.param(
+            PairGrowth(),
+            {"initial_width": 1.0, "num_stages": 2, "initial_fraction": 0.7},
+            "auto",
+            marks=needs("depth"),
+        ),
+        pytest.param(
+            PairGrowth(),
+            {"initial_width": 0.25, "num_stages": 3, "batch_growth_rate": 0.5},
+            "auto",
+            marks=needs("depth"),
+        ),
         (PairGrowth(), {"initial_epochs": 3, "num_stages": 2}, None),
     ],
 )
