@@ -24,10 +24,15 @@ def is_here(home: str) -> bool:
     return importlib.util.find_spec(f"growlab.parts.{home}") is not None
 
 
-def needs(*homes: str) -> pytest.MarkDecorator:
-    """Skip what several parts have to do with where one of them is gone; all of them by default."""
+def _gone(homes: Sequence[str]) -> str:
+    """Why a test is skipped that has to do with several parts, by default with all; empty where they are here."""
     gone = [home for home in homes or _NAMED if not is_here(home)]
-    return pytest.mark.skipif(bool(gone), reason=f"growlab.parts is without {' and '.join(gone)}")
+    return f"growlab.parts is without {' and '.join(gone)}" if gone else ""
+
+
+def needs(*homes: str) -> pytest.MarkDecorator:
+    """Skip a test of these parts, by default of all, where one of them is gone."""
+    return pytest.mark.skipif(bool(_gone(homes)), reason=_gone(homes))
 
 
 def averages() -> list[parts.Part]:
@@ -37,13 +42,12 @@ def averages() -> list[parts.Part]:
 
 def skip_without(arguments: Sequence[object]) -> None:
     """Skip a test whose command line names something of a part that is gone."""
-    for home, names in _NAMED.items():
-        if not is_here(home) and any(name in str(argument) for argument in arguments for name in names):
-            pytest.skip(f"growlab.parts is without {home}")
+    named = [home for home, names in _NAMED.items() if any(n in str(a) for a in arguments for n in names)]
+    if named and _gone(named):
+        pytest.skip(_gone(named))
 
 
 def skip_unless_whole() -> None:
     """Skip a test of something made of all parts, such as the docs."""
-    gone = [home for home in _NAMED if not is_here(home)]
-    if gone:
-        pytest.skip(f"growlab.parts is without {' and '.join(gone)}")
+    if _gone(()):
+        pytest.skip(_gone(()))
