@@ -41,6 +41,7 @@ COMMANDS = {
     "paired": Command(
         "growlab.analysis.__main__", ("paired",), "differences between methods over equal seeds"
     ),
+    "time": Command("growlab.analysis.__main__", ("time",), "cost and seconds to a test score"),
     "figure": Command("growlab.analysis.__main__", ("figure",), "a figure of finished runs"),
     "report": Command("growlab.analysis.report", (), "a page about runs that opens in any browser, offline"),
     "reproduce": Command(

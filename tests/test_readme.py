@@ -30,7 +30,7 @@ BLOCKS = [
 ]
 # The guide calls commands by the installed name.
 _COMMANDS = {"table": "growlab.analysis", "widths": "growlab.widths", "dashboard": "growlab.dashboard"} | {
-    name: f"growlab.analysis {name}" for name in ("paper", "paired", "figure")
+    name: f"growlab.analysis {name}" for name in ("paper", "paired", "time", "figure")
 }
 
 

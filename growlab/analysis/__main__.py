@@ -1,4 +1,4 @@
-"""`python -m growlab.analysis DIR...` prints a table of runs; `figure`, `paper` and `paired` make more of them."""
+"""`python -m growlab.analysis DIR...` prints a table of runs; `figure`, `paper`, `paired` and `time` say more."""
 
 import argparse
 import os
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; returns the exit code (2: told in one sentence on stderr)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        special = {"figure": _figure, "paper": _paper, "paired": _paired}
+        special = {"figure": _figure, "paper": _paper, "paired": _paired, "time": _time}
         if argv and argv[0] in special:
             special[argv[0]](argv[1:])
         else:
@@ -75,7 +75,8 @@ def _table(argv: Sequence[str]) -> None:
         "Print a table over finished runs, grouped by everything but the seed.",
         json=True,
         epilog="Example: growlab table runs -o table.md. Beside it: growlab figure (draw), growlab paper (methods by "
-        "networks, published values beside ours), growlab paired (methods compared seed by seed).",
+        "networks, published values beside ours), growlab paired (methods compared seed by seed), growlab time (cost "
+        "and seconds to a test score).",
     )
     arguments = parser.parse_args(argv)
     _put(write_table(_rows(arguments), _form(arguments)), arguments)
@@ -109,6 +110,31 @@ def _paired(argv: Sequence[str]) -> None:
     )
     arguments = parser.parse_args(argv)
     _put(_grid_text(paired_table(compare_pairs(_rows(arguments), arguments.against)), arguments), arguments)
+
+
+def _time(argv: Sequence[str]) -> None:
+    from growlab.analysis.time_to_score import time_to_score_table, times_to_scores
+
+    parser = _table_parser(
+        "growlab time",
+        "Time to accuracy: cost and seconds that each method takes to the test scores of a reference.",
+        epilog="Example: growlab time runs/frontier_testbed --score 70",
+    )
+    parser.add_argument(
+        "--score",
+        metavar="X",
+        type=float,
+        help="to this test score in the table's unit, such as 70 for 70 %%",
+    )
+    parser.add_argument(
+        "--against", metavar="METHOD", help="the reference; by default the fixed-size network at full width"
+    )
+    arguments = parser.parse_args(argv)
+    rows = _rows(arguments)
+    level = None if arguments.score is None else arguments.score / rows[0].metric.scale
+    _put(
+        _grid_text(time_to_score_table(times_to_scores(rows, arguments.against, level)), arguments), arguments
+    )
 
 
 def _grid_text(grid: Grid, arguments: argparse.Namespace) -> str:

@@ -35,7 +35,7 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
         UserError: the runs are of several networks or data sets, whose numbers do not compare.
     """
     rows = summarise(runs)
-    one_task(rows, "compare")
+    one_task(rows, "a comparison")
     looks = style.looks([row.group.is_fixed_size for row in rows])
     everyone = [run for row in rows for run in row.runs]
     metric = rows[0].metric

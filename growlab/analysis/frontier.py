@@ -26,7 +26,7 @@ def frontier(runs: Sequence[Run]) -> Figure:
         UserError: the runs are of several networks or data sets, whose numbers do not compare.
     """
     rows = summarise(runs)
-    one_task(rows, "frontier")
+    one_task(rows, "a frontier")
     series = series_over_budgets(rows)
     points = [point for one in series for point in one.points]
     looks = style.looks([one.is_fixed_size for one in series])

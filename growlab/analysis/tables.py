@@ -144,7 +144,7 @@ def one_task(rows: Sequence[Row], what: str) -> None:
     tasks = sorted({(row.group.model, row.group.data) for row in rows})
     if len(tasks) > 1:
         listed = ", ".join(f"{model} on {data}" for model, data in tasks)
-        raise UserError(f"{what} draws one network and data set, not {listed}: name the folders of one.")
+        raise UserError(f"{what} is of one network and data set, not {listed}: name the folders of one.")
 
 
 def _shared_overrides(group: Group, groups: Iterable[Group]) -> tuple[str, ...]:

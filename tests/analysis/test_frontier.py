@@ -154,7 +154,7 @@ def test_equal_points_are_drawn_side_by_side(tmp_path):
 def test_runs_of_different_data_are_refused(tmp_path):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", data="digits")
-    with pytest.raises(UserError, match="frontier draws one network and data set"):
+    with pytest.raises(UserError, match="a frontier is of one network and data set"):
         frontier(load_runs(tmp_path))
 
 
