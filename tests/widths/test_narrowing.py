@@ -140,3 +140,18 @@ def test_sizes_that_are_gone_or_cannot_be_read_are_none_that_follow() -> None:
     assert kept_at(module, Written("", "settings.width")) is None
     assert kept_at(module, Written("", "heads")) is None
     assert kept_at(module, Written("", "out_features")) == 4
+
+
+def test_attention_of_three_heads_narrows_to_one():
+    """What is contiguous already at one head, `contiguous()` is not called for: no other forward, and heads follow."""
+    from torchvision.models import SwinTransformer
+
+    network = SwinTransformer([2, 2], 12, [1, 2], [3, 6], [2, 2], num_classes=3).eval()
+    graph = trace(network, torch.randn(2, 3, 16, 16))
+    assert {"features.0.0", "features.2.reduction"} <= graph.groups.keys()
+    assert not {name for name in graph.fixed if "attn" in name or "reduction" in name}
+    narrow = {name: max(1, width // 3) for name, width in graph.full_widths.items()}
+    resize(network, graph, graph.full_widths, narrow)
+    assert network.features[1][0].attn.num_heads == 1 and network.features[1][0].attn.shift_size == [0, 0]
+    assert network.features[3][1].attn.num_heads == 2 and network.features[3][1].attn.shift_size == [1, 1]
+    assert network(torch.randn(5, 3, 16, 16)).shape == (5, 3)
