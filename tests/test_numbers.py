@@ -15,6 +15,7 @@ from growlab.analysis.paper_table import paper_table
 from growlab.analysis.published import published
 from growlab.analysis.results import Run, load_runs
 from growlab.analysis.tables import Row, summarise, write_table
+from growlab.analysis.time_to_score import time_to_score_table, times_to_scores
 from growlab.reproduce.quantities import first_loss
 from tests.command_line import ROOT
 
@@ -25,6 +26,7 @@ MAKERS = {
     "table.tex": lambda rows: write_table(rows, "latex"),
     "paper.md": lambda rows: paper_table(rows).markdown(),
     "paired.md": lambda rows: paired_table(compare_pairs(rows)).markdown(),
+    "time.md": lambda rows: time_to_score_table(times_to_scores(rows)).markdown(),
 }
 TABLES = sorted(path.relative_to(RESULTS) for name in MAKERS for path in RESULTS.glob(f"*/{name}"))
 # Tables over more folders than their own.
