@@ -94,7 +94,7 @@ def _paper(argv: Sequence[str]) -> None:
         "--unmeasured", action="store_true", help="show published methods without a run here as well"
     )
     arguments = parser.parse_args(argv)
-    _put(_grid_text(paper_table(_rows(arguments), arguments.unmeasured), arguments), arguments)
+    _put_grid(paper_table(_rows(arguments), arguments.unmeasured), arguments)
 
 
 def _paired(argv: Sequence[str]) -> None:
@@ -109,7 +109,7 @@ def _paired(argv: Sequence[str]) -> None:
         "--against", metavar="METHOD", help="compare all others with this one, named as in the table"
     )
     arguments = parser.parse_args(argv)
-    _put(_grid_text(paired_table(compare_pairs(_rows(arguments), arguments.against)), arguments), arguments)
+    _put_grid(paired_table(compare_pairs(_rows(arguments), arguments.against)), arguments)
 
 
 def _time(argv: Sequence[str]) -> None:
@@ -132,16 +132,14 @@ def _time(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     rows = _rows(arguments)
     level = None if arguments.score is None else arguments.score / rows[0].metric.scale
-    _put(
-        _grid_text(time_to_score_table(times_to_scores(rows, arguments.against, level)), arguments), arguments
-    )
+    _put_grid(time_to_score_table(times_to_scores(rows, arguments.against, level)), arguments)
 
 
-def _grid_text(grid: Grid, arguments: argparse.Namespace) -> str:
+def _put_grid(grid: Grid, arguments: argparse.Namespace) -> None:
     form = _form(arguments)
     if form == "json":
         raise UserError(f"{arguments.output}: this table is written as .md, .tex or .csv.")
-    return {"markdown": grid.markdown, "latex": grid.latex, "csv": grid.csv}[form]()
+    _put({"markdown": grid.markdown, "latex": grid.latex, "csv": grid.csv}[form](), arguments)
 
 
 def _figure(argv: Sequence[str]) -> None:

@@ -67,9 +67,11 @@ def times_to_scores(
         level: the score, of accuracy a fraction; if None, that of the reference at each of its budgets.
 
     Raises:
-        UserError: the rows are of several networks or data sets, or there is no such reference.
+        UserError: the rows are of several networks or data sets, there is no such reference, or the score is not finite.
     """
     one_task(rows, "the time to a score")
+    if level is not None and not math.isfinite(level):
+        raise UserError(f"a score of {level:g} is none to reach: give a number.")
     series = series_over_budgets(rows)
     reference = _reference(series, against)
     levels = [point.score for point in reference.points] if level is None else [level]
@@ -146,15 +148,17 @@ def _amount(series: Series, level: float, measure: Callable[[Point], float | Non
     if len(points) != len(series.points):
         return Amount(None)
     aim = quality(level)
-    first, last = points[0][0], points[-1][0]
-    if math.isclose(points[0][1].score, level, rel_tol=1e-9):
-        return Amount(first)
-    if quality(points[0][1].score) > aim:
-        return Amount(first, "<")
+
+    def reaches(score: float) -> bool:
+        return quality(score) >= aim or math.isclose(score, level, rel_tol=1e-9)
+
+    (first, smallest), (last, _) = points[0], points[-1]
+    if reaches(smallest.score):
+        return Amount(first, "" if math.isclose(smallest.score, level, rel_tol=1e-9) else "<")
     for (low, before), (high, behind) in pairwise(points):
-        start, end = quality(before.score), quality(behind.score)
-        if start < aim <= end:
-            share = (aim - start) / (end - start)
+        if reaches(behind.score):
+            start = quality(before.score)
+            share = min(1.0, (aim - start) / (quality(behind.score) - start))
             return Amount(math.exp(math.log(low) * (1 - share) + math.log(high) * share))
     return Amount(last, ">")
 

@@ -20,7 +20,7 @@ from growlab.widths.layout import Axis
 _NO_ARITHMETIC = frozenset(
     (
         *("getitem", "detach", "detach_", "alias", "_set_grad_enabled", "_assert_async"),
-        "contiguous",  # not called where a tensor of one head lies so already
+        "contiguous",  # torch leaves it out where a tensor is contiguous already, as of one head
         *("_enter_autocast", "_exit_autocast", "wrap_with_autocast", "wrap_with_set_grad_enabled"),
         *("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_size"),
     )

@@ -97,6 +97,17 @@ def test_a_score_between_budgets_and_beyond_them(tmp_path: Path) -> None:
     assert _of(low, "fixed-size", _accuracy(2.5, 0.5)).cost_ratio.text(lambda x: f"{x:.1f}") == "< 0.8"
 
 
+@pytest.mark.parametrize("noise", [-1e-12, 0.0, 1e-12])
+def test_a_score_as_it_was_measured_is_reached_whatever_its_last_bit(tmp_path: Path, noise: float) -> None:
+    _write(tmp_path)
+    for budget in BUDGETS:
+        level = _accuracy(budget, 1) * (1 + noise)
+        one = _of(times_to_scores(_rows(tmp_path), level=level), "fixed-size", level)
+        assert one.cost.sign == "" and one.cost.value == pytest.approx(budget)
+    with pytest.raises(UserError, match="a score of nan is none to reach"):
+        times_to_scores(_rows(tmp_path), level=math.nan)
+
+
 def test_a_curve_that_falls_counts_where_it_first_crosses(tmp_path: Path) -> None:
     for budget, accuracy in zip(BUDGETS, (0.5, 0.7, 0.6, 0.8), strict=True):
         write_run(
