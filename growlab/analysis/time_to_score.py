@@ -67,7 +67,8 @@ def times_to_scores(
         level: the score, of accuracy a fraction; if None, that of the reference at each of its budgets.
 
     Raises:
-        UserError: the rows are of several networks or data sets, there is no such reference, or the score is not finite.
+        UserError: the rows are of several networks or data sets, there is no such reference, or the score is not
+            finite.
     """
     one_task(rows, "the time to a score")
     if level is not None and not math.isfinite(level):
