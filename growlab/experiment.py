@@ -29,8 +29,9 @@ from growlab.files import remove_unfinished, write_json, write_text
 from growlab.next_commands import next_commands
 from growlab.outcome import results_row
 from growlab.pairing import make_data, make_objective
-from growlab.planning import Planned, learning_rate, left_out, optimizer_maker, plan_run, start_from
+from growlab.planning import Planned, learning_rate, left_out, optimizer_maker, plan_run
 from growlab.processes import announce, is_first, program, started_elsewhere, world_size
+from growlab.starting import continuing, start_from
 from growlab.studies.running import run_study
 from growlab.telling import tell_training
 from growlab.trainer_options import check_trainer_options, for_lightning
@@ -104,11 +105,9 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
     lightning.seed_everything(cfg.seed, verbose=False)
     planned = plan_run(cfg, data, header.get("batch_fit"))
     grower, plan = planned.grower, planned.plan
-    if cfg.start_from is not None and checkpoint is None:
-        start_from(grower, cfg.start_from)
     data.batch_size_at_epoch = plan.schedule.batch_size_at
     run_id = header.get("run_id") or secrets.token_hex(4)
-    task = _task(cfg, data, planned, run_id)
+    task = _task(cfg, data, planned, run_id, begins=checkpoint is None)
     recorder = RunRecorder(run_dir, plan.samples, cfg.log_rates_every_n_steps)
     fresh = FreshStatistics(cfg.statistics_images, getattr(data, "training_batches", None))
     with _loggers(cfg, run_id) as loggers:
@@ -204,8 +203,10 @@ def _save_pretrained(folder: Path, network: Any, data: ImageData) -> None:
         data.copy_tokenizer(folder)
 
 
-def _task(cfg: DictConfig, data: ImageData, planned: Planned, run_id: str) -> Task:
+def _task(cfg: DictConfig, data: ImageData, planned: Planned, run_id: str, begins: bool) -> Task:
     plan, maker = planned.plan, optimizer_maker(cfg)
+    if cfg.start_from is not None and begins:
+        maker = continuing(maker, start_from(planned.grower, cfg.start_from))
     objective = make_objective(cfg.objective, data)
     settings = (learning_rate(cfg, planned.grower.knows_stages), objective, deciding_settings(cfg), run_id)
     task = Task(planned.grower, plan.schedule, plan.steps, maker, *settings)

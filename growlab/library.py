@@ -134,6 +134,15 @@ def read_weights(path: str, what: str) -> Mapping[str, Tensor]:
     Raises:
         UserError: the file cannot be read, or holds no state_dict.
     """
+    return weights_in(read_saved(path, what), what)
+
+
+def read_saved(path: str, what: str) -> Any:
+    """What a file holds that `torch.save` wrote, or with the ending .safetensors; arguments as `read_weights`.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     file = Path(path).expanduser()
     try:
         if file.suffix == ".safetensors":
@@ -149,6 +158,15 @@ def read_weights(path: str, what: str) -> Mapping[str, Tensor]:
     except Exception as error:  # what damaged files raise is not one family
         reason = getattr(error, "strerror", None) or "it holds no weights that torch.load takes"
         raise UserError(f"cannot read {what} ({reason}); give the file of a state_dict.") from error
+    return content
+
+
+def weights_in(content: Any, what: str) -> Mapping[str, Tensor]:
+    """The state_dict that a file's content is, or has as `state_dict` or `model`.
+
+    Raises:
+        UserError: it holds none.
+    """
     for key in _NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]

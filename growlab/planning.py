@@ -17,7 +17,6 @@ from growlab.data import ImageData
 from growlab.errors import UserError
 from growlab.grower import Grower, no_widths, prepared
 from growlab.growth import GrowthMethod
-from growlab.library import read_weights
 from growlab.pairing import make_network
 from growlab.parts import Part
 from growlab.processes import announce, is_first, started_elsewhere, world_size
@@ -117,30 +116,6 @@ def plan_run(cfg: DictConfig, data: ImageData, known_sizes: list[dict[str, int]]
     )
     grower.check_ranks = cfg.check_ranks
     return Planned(grower, plan, cost, None if sizes is None else sizes.found)
-
-
-def start_from(grower: Grower, path: str) -> None:
-    """Let the first stage begin with the weights of a file, averages of the network too.
-
-    Args:
-        grower: whose network has not been trained yet.
-        path: of a state_dict, of a network of the seed's widths.
-
-    Raises:
-        UserError: the file cannot be read, or holds another network.
-    """
-    what = f"start_from={path}"
-    state = read_weights(path, what)
-    there = {name: list(tensor.shape) for name, tensor in state.items()}
-    for network in (grower.network, *grower.copies().values()):
-        here = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
-        for name in sorted(here.keys() | there.keys()):
-            if here.get(name) != there.get(name):
-                raise UserError(
-                    f"{what} is of another network than the first stage's: {name} is {there.get(name, 'absent')} there "
-                    f"and {here.get(name, 'absent')} here."
-                )
-        network.load_state_dict(state)
 
 
 def _graph(

@@ -73,18 +73,18 @@ RULES = {
     "sweeps": rule("analysis processes experiment training sweep_progress", packages="hydra omegaconf torch"),
     "next_commands": rule("configuration processes", packages="hydra omegaconf"),
     "outcome": rule("training", packages="hydra omegaconf"),
-    "planning": rule(
-        "widths growth triggers parts grower data training processes trainer_options pairing library"
-    ),
+    "planning": rule("widths growth triggers parts grower data training processes trainer_options pairing"),
+    "starting": rule("grower library optim", packages="torch"),
     "telling": rule("grower data planning training"),
     "callbacks": rule("training", packages="lightning hydra omegaconf"),
     "pairing": rule("training data", packages="torch hydra omegaconf"),
     "experiment": rule(
         "studies networks widths growth optim data training analysis configuration processes outcome planning "
-        "argument_types callbacks next_commands pairing telling trainer_options"
+        "argument_types callbacks next_commands pairing starting telling trainer_options"
     ),
     "plan": rule(
-        "growth triggers parts grower training analysis processes trainer_options pairing planning flops configuration",
+        "growth optim triggers parts grower training analysis processes trainer_options pairing planning flops "
+        "configuration starting",
     ),
     "plan.__main__": rule("plan processes __main__", packages="omegaconf"),
     "__main__": rule(

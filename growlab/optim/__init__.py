@@ -14,6 +14,7 @@ from growlab.optim.regional import Regional
 from growlab.optim.regions import Regions, weight_regions
 from growlab.optim.sgd import SGD
 from growlab.optim.state import Inheritance, default_inheritance, follow, running_gradients
+from growlab.optim.state_by_name import load_named_state, named_state
 
 __all__ = [
     "LARS",
@@ -32,6 +33,8 @@ __all__ = [
     "default_inheritance",
     "exempt_from_decay",
     "follow",
+    "load_named_state",
+    "named_state",
     "running_gradients",
     "weight_regions",
     "without_decay",

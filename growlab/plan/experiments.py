@@ -18,6 +18,7 @@ from growlab.files import write_text
 from growlab.plan.problem import WHOLE, Candidate
 from growlab.plan.search import Planned
 from growlab.plan.verdict import Verdict
+from growlab.starting import OPTIMIZER
 from growlab.training.checkpoints import save
 
 # Epochs that the shortest run has at least, so that stages end where they are meant to.
@@ -69,7 +70,8 @@ def write_experiments(
             start = folder.resolve() / "start" / f"{named[arm]}.pt"
             common |= {"start_from": str(start), **_NOT_WARMED}
             start.parent.mkdir(exist_ok=True)
-            save(start, dict(planned.weights[named[arm]]))
+            weights, optimizer = planned.starts[named[arm]]
+            save(start, {"state_dict": weights, OPTIMIZER: optimizer})
         texts[arm] = _text(cfg, {**common, **settings}, f"{command}{arm}")
     texts["planned"] = texts[chosen].replace(f"{command}{chosen}", f"{command}planned")
     for arm, text in texts.items():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from math import inf, isfinite
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from growlab.errors import UserError
 from growlab.flops import forward_flops
 from growlab.grower import Grower
 from growlab.growth.outputs import network_inputs
+from growlab.optim import named_state
 from growlab.plan.fit import MIN_POINTS, Measured, settled
 from growlab.plan.problem import Batch, Candidate, Problem
 from growlab.triggers import At
@@ -74,6 +75,13 @@ class Checkpoint:
     steps: int
     cost: float
     loss: float
+
+
+class Start(NamedTuple):
+    """A training that can be gone on with: weights by name, and `growlab.optim.named_state` where it can be kept."""
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Any] | None
 
 
 @dataclass
@@ -185,9 +193,14 @@ class Probe:
                 f"the budget is too small to probe: {error} (of {name}); raise schedule.budget or plan.max_cost."
             ) from error
 
-    def weights(self) -> dict[str, Tensor]:
-        """A copy of the network's state_dict, not averaged."""
-        return {name: tensor.detach().cpu().clone() for name, tensor in self.network.state_dict().items()}
+    def start(self) -> Start:
+        """What a run can begin with in its place: the network's weights, not averaged, and the optimizer's state."""
+        weights = {name: tensor.detach().cpu().clone() for name, tensor in self.network.state_dict().items()}
+        try:
+            return Start(weights, named_state(self._optimizer, self.network))
+        except ValueError:
+            # Of a kind that no file of weights may hold; `start_from` then begins it anew.
+            return Start(weights, None)
 
     # Training ----------------------------------------------------------------------------------------------
 

@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from growlab.errors import UserError
 from growlab.plan.fit import MIN_POINTS, Measured, fit
-from growlab.plan.probes import Account, Probe
+from growlab.plan.probes import Account, Probe, Start
 from growlab.plan.problem import WHOLE, Candidate, Problem, Settings
 from growlab.plan.verdict import Trial, Verdict, judge
 
@@ -43,7 +42,7 @@ class Planned:
         left_out: candidates that could not be probed, and why.
         flops: forward FLOPs of a sample relative to the full network's, by candidate.
         budget: of the run, in parts of the whole budget.
-        weights: each candidate's last ones at its best rate, before any growth.
+        starts: each candidate's last weights and optimizer state at its best rate, before any growth.
         alone: candidates that could be trained to the end as they are.
     """
 
@@ -57,7 +56,7 @@ class Planned:
     left_out: Mapping[str, str]
     flops: Mapping[str, float]
     budget: float
-    weights: Mapping[str, Mapping[str, Tensor]]
+    starts: Mapping[str, Start]
     alone: Sequence[str]
 
 
@@ -94,7 +93,7 @@ class _Search:
         self.trials: dict[str, Trial] = {}
         self.curve_of: dict[str, Measured] = {}
         self.left_out: dict[str, str] = {}
-        self.weights: dict[str, Mapping[str, Tensor]] = {}
+        self.starts: dict[str, Start] = {}
         self.best: dict[str, Probe] = {}
         self.full = self._probe(None, settings.rates[0])
         step = 3 * self.full.forward_cost * self._batch_size()
@@ -256,7 +255,7 @@ class _Search:
         kept = small.measured()
         before, cost, steps = small.evaluate(), small.cost, small.steps
         points = list(small.points)
-        self.curve_of[name], self.weights[name] = kept, small.weights()
+        self.curve_of[name], self.starts[name] = kept, small.start()
         after = small.grow()
         if after is None:
             return
@@ -299,10 +298,8 @@ class _Search:
             for probe in self.tried
         ]
         rates = {name: self.best[name].rate for name in names}
-        weights = {
-            name: self.best[name].weights() for name in names if name not in self.weights
-        } | self.weights
+        starts = {name: self.best[name].start() for name in names if name not in self.starts} | self.starts
         return Planned(
             *(settings, measured, rates, self.trials, verdict, self.account, tried, self.left_out),
-            *({WHOLE: 1.0, **self.flops}, budget, weights, alone),
+            *({WHOLE: 1.0, **self.flops}, budget, starts, alone),
         )

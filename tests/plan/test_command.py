@@ -95,7 +95,11 @@ def test_its_experiments_can_go_on_from_the_probes(cli: CommandLine, tmp_path: P
         options = ("--config-dir", str(run), f"experiment={arm}", f"hydra.run.dir={arm}")
         still = cli(*options, "optimizer.lr=0", "optimizer.weight_decay=0", cwd=tmp_path)
         assert still.code == 0, still.err
-        started = torch.load(run / "start" / f"{name}.pt", weights_only=True)
+        start = torch.load(run / "start" / f"{name}.pt", weights_only=True)
+        started, optimizer = start["state_dict"], start["optimizer"]
+        assert optimizer["class"] == "growlab.optim.sgd.SGD"
+        momentum = optimizer["state"]["classifier.weight"]["momentum_buffer"]
+        assert momentum.shape == started["classifier.weight"].shape
         ended = torch.load(tmp_path / arm / "model.pt", weights_only=True)
         assert started.keys() == ended.keys()
         learned = [

@@ -123,11 +123,16 @@ def test_averages_grow_along() -> None:
     assert probe.loss < before
 
 
-def test_the_weights_that_are_kept_are_those_before_the_trial_growth(planned: Planned) -> None:
-    assert planned.weights.keys() == planned.measured.keys()
-    shapes = {name: len(weights["0.weight"]) for name, weights in planned.weights.items()}
+def test_what_is_kept_to_start_from_is_from_before_the_trial_growth(planned: Planned) -> None:
+    assert planned.starts.keys() == planned.measured.keys()
     widths = {"full": WIDTH, "half": WIDTH // 2, "quarter": WIDTH // 4}
-    assert shapes == {name: widths[name] for name in shapes}
+    for name, (weights, optimizer) in planned.starts.items():
+        assert len(weights["0.weight"]) == widths[name]
+        assert (
+            optimizer is not None and optimizer["state"].keys() == dict(network().named_parameters()).keys()
+        )
+        for key, state in optimizer["state"].items():
+            assert state["momentum_buffer"].shape == weights[key].shape
 
 
 # Wrong input -------------------------------------------------------------------------------------------------

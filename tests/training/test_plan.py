@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 import torch
 from omegaconf import DictConfig
@@ -7,10 +5,10 @@ from omegaconf import DictConfig
 from growlab import parts
 from growlab.data import ImageData
 from growlab.errors import UserError
-from growlab.grower import Grower, prepared
+from growlab.grower import prepared
 from growlab.growth import FixedSize, GrowthMethod, PairGrowth
 from growlab.networks import CifarResNet, mlp8
-from growlab.planning import left_out, optimizer_maker, start_from
+from growlab.planning import left_out, optimizer_maker
 from growlab.training.budget import check_budget
 from growlab.training.plan import (
     Loop,
@@ -230,25 +228,6 @@ def test_a_budget_below_the_shortest_run_is_told(data: ImageData) -> None:
     least = (mlp_flops(data, 4) + mlp_flops(data, 8)) / mlp_flops(data, 8)
     with pytest.raises(UserError, match=f"shortest run of 2 stages, which costs {least:.3g} epochs of"):
         epochs_of_budget(settings, trigger, graph, cost, data)
-
-
-def test_a_first_stage_begins_with_the_weights_of_a_file(data: ImageData, tmp_path: Path) -> None:
-    begun = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        grower = Grower(
-            mlp8(data.image_shape, 10, width=8),
-            data.probe_batch(2),
-            method=PairGrowth(),
-            trigger={0: 0.5, 1: 1.0},
-        )
-        begun.append(grower)
-    one, other = begun
-    saved = {name: tensor.clone() for name, tensor in one.network.state_dict().items()}
-    assert any(not torch.equal(tensor, other.network.state_dict()[name]) for name, tensor in saved.items())
-    torch.save(saved, tmp_path / "seed.pt")
-    start_from(other, str(tmp_path / "seed.pt"))
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in other.network.state_dict().items())
 
 
 def test_a_part_is_left_out_by_its_first_argument() -> None:

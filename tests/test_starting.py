@@ -1,0 +1,108 @@
+"""Runs that begin with a file: its weights, the state of its optimizer, and files that are of something else."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from growlab import optim
+from growlab.data import ImageData
+from growlab.grower import Grower
+from growlab.growth import PairGrowth
+from growlab.networks import mlp8
+from growlab.optim import named_state
+from growlab.starting import continuing, start_from
+from tests.command_line import CommandLine
+
+
+def make(seed: int) -> Grower:
+    torch.manual_seed(seed)
+    data = ImageData("digits", limit_train=110, limit_test=10, batch_size=20)
+    data.setup()
+    network = mlp8(data.image_shape, 10, width=8)
+    return Grower(network, data.probe_batch(2), method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def trained(grower: Grower) -> torch.optim.Optimizer:
+    optimizer = sgd(grower.network.parameters())
+    grower.network(torch.randn(4, 1, 8, 8)).square().mean().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_a_first_stage_begins_with_the_weights_and_the_optimizer_of_a_file(tmp_path: Path) -> None:
+    one, other = make(0), make(1)
+    optimizer = trained(one)
+    saved = {name: tensor.clone() for name, tensor in one.network.state_dict().items()}
+    assert any(not torch.equal(tensor, other.network.state_dict()[name]) for name, tensor in saved.items())
+    taken = named_state(optimizer, one.network)
+    torch.save({"state_dict": saved, "optimizer": taken}, tmp_path / "seed.pt")
+    begun = continuing(sgd, start_from(other, str(tmp_path / "seed.pt")))(other.network.parameters())
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in other.network.state_dict().items())
+    assert taken["state"]
+    for name, parameter in other.network.named_parameters():
+        assert torch.equal(begun.state[parameter]["momentum_buffer"], taken["state"][name]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("optimizer", ["none", "foreign", "other"])
+def test_without_state_of_the_same_optimizer_it_begins_anew(
+    optimizer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = make(0), make(1)
+    state = trained(one)
+    content: dict[str, Any] = dict(one.network.state_dict())
+    if optimizer == "foreign":
+        # As many scripts save it, by number.
+        content = {"model": content, "optimizer": state.state_dict()}
+    elif optimizer == "other":
+        content = {"state_dict": content, "optimizer": {"class": "torch.optim.adam.Adam", "state": {}}}
+    torch.save(content, tmp_path / "seed.pt")
+    with caplog.at_level(logging.WARNING):
+        begun = continuing(sgd, start_from(other, str(tmp_path / "seed.pt")))(other.network.parameters())
+    assert not begun.state
+    weights = one.network.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in other.network.state_dict().items())
+    told = "left aside: it is of torch.optim.adam.Adam, not of growlab.optim.sgd.SGD" in caplog.text
+    assert told == (optimizer == "other")
+
+
+def test_a_run_takes_both_and_a_resumed_one_neither(cli: CommandLine, tmp_path: Path) -> None:
+    """Beginning with a run's own last weights and momentum is not what a resumed run does: that has its checkpoint."""
+    options = ("model=mlp5", "model.width=16", "data.limit_train=200", "data.limit_test=50", "growth=none")
+    options += (
+        "lr_adapt=none",
+        "schedule=exponential",
+        "schedule.total_epochs=2",
+        "trainer=cpu",
+        "data.validation=none",
+    )
+    first = cli(*options, "hydra.run.dir=first", cwd=tmp_path)
+    assert first.code == 0, first.err
+    weights = torch.load(tmp_path / "first" / "model.pt", weights_only=True)
+    trained = [name for name in weights if "num" not in name and "running" not in name]
+    momentum = {name: {"momentum_buffer": torch.ones_like(weights[name])} for name in trained}
+    ends = {}
+    for name, optimizer in {
+        "without": None,
+        "with": {"class": "growlab.optim.sgd.SGD", "state": momentum},
+        "adam": {"class": "growlab.optim.adam.Adam", "state": momentum},
+    }.items():
+        torch.save({"state_dict": weights, "optimizer": optimizer}, tmp_path / f"{name}.pt")
+        run = cli(*options, f"start_from={name}.pt", f"hydra.run.dir={name}", cwd=tmp_path)
+        assert run.code == 0, run.err
+        assert ("left aside" in run.out) == (name == "adam"), run.out
+        ends[name] = torch.load(tmp_path / name / "model.pt", weights_only=True)
+    assert all(torch.equal(tensor, ends["without"][key]) for key, tensor in ends["adam"].items())
+    assert any(not torch.equal(tensor, ends["without"][key]) for key, tensor in ends["with"].items())
+    # The file may be gone by the time that a run is resumed.
+    (tmp_path / "with.pt").unlink()
+    again = cli(*options, "start_from=with.pt", "hydra.run.dir=with", "ckpt_path=last", cwd=tmp_path)
+    assert again.code == 0, again.err
+    resumed = torch.load(tmp_path / "with" / "model.pt", weights_only=True)
+    assert all(torch.equal(tensor, resumed[key]) for key, tensor in ends["with"].items())
