@@ -155,3 +155,61 @@ def test_attention_of_three_heads_narrows_to_one():
     assert network.features[1][0].attn.num_heads == 1 and network.features[1][0].attn.shift_size == [0, 0]
     assert network.features[3][1].attn.num_heads == 2 and network.features[3][1].attn.shift_size == [1, 1]
     assert network(torch.randn(5, 3, 16, 16)).shape == (5, 3)
+
+
+def test_cosine_attention_whose_biases_of_keys_are_cleared_in_place_follows_the_stream():
+    """Swin V2 takes a slice of a copy of its bias and writes zeros there."""
+    from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2
+
+    network = SwinTransformer(
+        *([2, 2], 12, [1, 2], [3, 6], [2, 2]),
+        num_classes=3,
+        block=SwinTransformerBlockV2,
+        downsample_layer=PatchMergingV2,
+    ).eval()
+    graph = trace(network, torch.randn(2, 3, 16, 16))
+    assert {"features.0.0", "features.2.reduction"} <= graph.groups.keys()
+    narrow = {name: max(1, width // 3) for name, width in graph.full_widths.items()}
+    resize(network, graph, graph.full_widths, narrow)
+    attention = network.features[3][0].attn
+    assert (
+        attention.num_heads == 2 and attention.qkv.bias.shape == (24,) and attention.logit_scale.shape[0] == 2
+    )
+    assert network(torch.randn(5, 3, 16, 16)).shape == (5, 3)
+
+
+class SlicedVector(nn.Module):
+    """One vector of biases for two layers; how many are the first one's follows it, or is written into the code."""
+
+    def __init__(self, follows: bool) -> None:
+        super().__init__()
+        self.follows = follows
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(6, 4)
+        self.bias = nn.Parameter(torch.randn(12))
+        self.out = nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two = self.first(x), self.second(x)
+        rows = one.shape[1] if self.follows else 8
+        return self.out(torch.cat([one + self.bias[:rows], two + self.bias[rows:]], 1).tanh())
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_slices_of_a_vector_grow_with_what_they_are_added_to(follows: bool) -> None:
+    network = SlicedVector(follows).double()
+    x = torch.randn(5, 6, dtype=torch.float64)
+    graph = trace(network, x)
+    # A slice of so many entries takes others where the first layer is narrow.
+    assert graph.groups.keys() == ({"first", "second"} if follows else {"second"})
+    assert graph.grows("bias")
+    full = graph.full_widths
+    state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    resize(network, graph, full, {name: width // 2 for name, width in full.items()})
+    rows = 4 if follows else 8
+    kept = [*range(rows), 8, 9]
+    assert torch.equal(network.bias, state["bias"][kept])
+    one = x @ state["first.weight"][:rows].T + state["first.bias"][:rows]
+    two = x @ state["second.weight"][:2].T + state["second.bias"][:2]
+    hidden = (torch.cat([one, two], 1) + state["bias"][kept]).tanh()
+    expected = hidden @ state["out.weight"][:, kept].T + state["out.bias"]
+    assert (network(x) - expected).abs().max() < 1e-12

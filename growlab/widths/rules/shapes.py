@@ -60,10 +60,12 @@ def take_slice(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     if length == size:
         return Value(shape, x.axes, x.scale)
     tracer.atoms.settle(x.axes[dim])
-    if x.name is not None or args.get("step", 1) != 1 or not length or not isinstance(start, int):
+    table = x.name is not None and len(x.shape) > 1
+    if table or args.get("step", 1) != 1 or not length or not isinstance(start, int):
         tracer.atoms.freeze(x.axes[dim], "a slice of the channels is taken")
         name = None if x.name in tracer.buffers else x.name
         return Value(shape, (*x.axes[:dim], fixed(length), *x.axes[dim + 1 :]), x.scale, name)
+    tracer.spread(x)
     start = min(max(start + size if start < 0 else start, 0), size - length)
     sizes = [part for part in (start, length, size - start - length) if part]
     pieces = tracer.atoms.cut(x.axes[dim], sizes)
