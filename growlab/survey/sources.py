@@ -59,8 +59,9 @@ def load(
             raise UserError(f"timm is not installed: {how_to_install('timm')}.") from error
         try:
             network = timm.create_model(model, pretrained=False)
-            if network.num_classes > _NUM_CLASSES:
-                # A head of 21,841 classes is most of a small network, and no head's outputs ever grow.
+            if not 0 < network.num_classes <= _NUM_CLASSES:
+                # A head of 21,841 classes is most of a small network, and no head's outputs ever grow. Without a head
+                # (EVA-02, DINOv3) the output is the stream, and so no stream would; in training there is one.
                 network.reset_classifier(_NUM_CLASSES)
         except RuntimeError as error:
             raise UserError(f"timm has no network {model!r}: {error}.") from error
