@@ -1,6 +1,7 @@
 """growlab grows neural networks while they train: from a narrow seed to the ordinary full-width network."""
 
 import importlib
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from growlab.errors import how_to_install, needs
@@ -68,6 +69,8 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names.s
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("growlab")
     if name == "optim":
         return importlib.import_module("growlab.optim")
     if name not in _HOMES:

@@ -106,7 +106,7 @@ def plan_run(cfg: DictConfig, data: ImageData, known_sizes: list[dict[str, int]]
     _check_pretrained(cfg, plan, graph)
     grower = Grower(
         network,
-        data.probe_batch(probe_size(cfg.probe_size, data.num_train)),
+        data.probe_batch(probe_size(cfg.probe_size, data)),
         method=method,
         trigger=trigger,
         parts=parts,
@@ -139,18 +139,18 @@ def _graph(
     return prepared(network, example, method, parts, cfg.seed, list(cfg.opaque), trigger.resizes)
 
 
-def probe_size(given: int | None, num_train: int) -> int:
-    """Training samples that parity is checked on.
+def probe_size(given: int | None, data: ImageData) -> int:
+    """Training samples that parity is checked on; where none are given as many as the data say, or 32.
 
     Raises:
         UserError: there are not as many as were asked for.
     """
-    if given is not None and given > num_train:
+    if given is not None and given > data.num_train:
         raise UserError(
-            f"probe_size={given} is more than the {num_train} training samples that there are; set "
-            f"probe_size={num_train} or less."
+            f"probe_size={given} is more than the {data.num_train} training samples that there are; set "
+            f"probe_size={data.num_train} or less."
         )
-    return max(2, min(_PROBE, num_train)) if given is None else given
+    return max(2, min(getattr(data, "probe_size", _PROBE), data.num_train)) if given is None else given
 
 
 def make_parts(settings: DictConfig, data: ImageData, trigger: Trigger) -> list[Part]:

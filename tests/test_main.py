@@ -20,6 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 import growlab.__main__ as command_line
+from growlab import __version__
 from growlab.commands import COMMANDS, run_command
 from growlab.configuration import config_dir
 from growlab.errors import UserError, how_to_install
@@ -492,7 +493,7 @@ def hide(names):
     ("arguments", "code", "told"),
     [
         ((), 2, r"error: this needs hydra, which is not installed: pip install .*'hydra-core.*\."),
-        (("--version",), 0, r"^growlab \d"),
+        (("--version",), 0, rf"^growlab {re.escape(__version__)}"),
         (
             ("--help",),
             0,

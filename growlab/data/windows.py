@@ -21,6 +21,7 @@ from growlab.errors import UserError
 NO_TOKEN = -100
 # Training windows are drawn in another order each epoch, as images are that are not changed otherwise.
 _TRAINING = Augmentation()
+_PROBE_TOKENS = 512
 
 
 @dataclass
@@ -93,6 +94,11 @@ class WindowData(LightningDataModule):
         self.batch_size_at_epoch: Callable[[int], int] | None = None
         self._tokens: dict[str, np.ndarray] = {}
         self._digest: str | None = None
+
+    @property
+    def probe_size(self) -> int:
+        """Windows that growth is checked on: logits of long ones, over all tokens that are known, take much memory."""
+        return max(2, _PROBE_TOKENS // self.context)
 
     @abstractmethod
     def _sequences(self) -> dict[str, np.ndarray]:

@@ -21,6 +21,8 @@ _TIMES_ROUNDED = 8.0
 _AT_MOST = 100.0
 # The eps bound is first order in every norm; errors compound over the layers behind it.
 _BOUND_SAFETY = 10.0
+# Entries of an output that are compared at a time.
+_PIECE = 2**18
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,16 @@ def relative_error(before: Tensor, after: Tensor, factor: float = 1.0) -> float:
     """
     if before.is_complex():
         before, after = torch.view_as_real(before), torch.view_as_real(after)
-    before, after = before.double(), after.double() * factor
-    scale = float(before.abs().where(before.isfinite(), 0.0).max())
-    difference = (after - before).abs().where(before != after, 0.0)
-    return float(difference.max()) / (scale if scale > 0 else 1.0)
+    zero = torch.zeros((), dtype=torch.float64, device=before.device)
+    scale = largest = zero
+    # In pieces: a language model's logits in float64 would be many times what the network itself takes.
+    pieces = (tensor.reshape(-1).split(_PIECE) for tensor in (before, after))
+    for old, new in zip(*pieces, strict=True) if before.numel() else ():
+        old, new = old.double(), new.double() * factor
+        scale = torch.maximum(scale, old.abs().where(old.isfinite(), zero).max())
+        # Unlike Python's max, keeps NaN.
+        largest = torch.maximum(largest, (new - old).abs().where(old != new, zero).max())
+    return float(largest) / (float(scale) or 1.0)
 
 
 def rounding(model: nn.Module, output: Tensor) -> float:

@@ -97,7 +97,7 @@ def problem_of(cfg: DictConfig) -> tuple[Problem, Any]:
         batches=partial(_batches, data),
         loss=lambda output, target: objective(output, target)[0],
         held_out=_held_out(data),
-        example=data.probe_batch(probe_size(cfg.probe_size, data.num_train)),
+        example=data.probe_batch(probe_size(cfg.probe_size, data)),
         budget_samples=cfg.schedule.budget * samples,
         make_method=method,
         candidates=candidates_of(cfg, data),

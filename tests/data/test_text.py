@@ -123,3 +123,8 @@ def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
     (tmp_path / "image").write_bytes(bytes([0xFF, 0xD8, 0xFF]))
     with pytest.raises(UserError, match="not a text in UTF-8"):
         data(str(tmp_path / "image"))
+
+
+@pytest.mark.parametrize(("context", "windows"), [(8, 64), (128, 4), (256, 2), (300, 2)])
+def test_growth_is_checked_on_about_as_many_tokens_whatever_the_context(context: int, windows: int) -> None:
+    assert TextData(str(Path(__file__)), context=context).probe_size == windows

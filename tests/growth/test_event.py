@@ -328,6 +328,19 @@ def test_relative_error():
     assert math.isnan(relative_error(zeros, torch.tensor([0.0, math.nan])))
 
 
+@pytest.mark.parametrize("place", [0, 8, 2**18 - 1, 2**18, 2**19 + 36])
+def test_relative_error_of_an_output_of_many_pieces(place: int) -> None:
+    """The difference, the scale and NaN count wherever they lie; the outputs need not be contiguous."""
+    before = torch.ones(2**19 + 37)
+    before[place] = -4.0
+    after = before.clone()
+    after[-1 - place] += 3.0
+    assert relative_error(before, after) == 0.75
+    assert relative_error(before.expand(2, -1).T, after.expand(2, -1).T) == 0.75
+    after[place] = math.nan
+    assert math.isnan(relative_error(before, after))
+
+
 @pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer()])
 def test_a_head_that_starts_at_zero_grows(method):
     """Its outputs are 0 before the event and 0 up to rounding after it: no scale to be wrong by."""
