@@ -28,6 +28,7 @@ from growlab.errors import Stopped, UserError
 from growlab.files import remove_unfinished, write_json, write_text
 from growlab.next_commands import next_commands
 from growlab.outcome import results_row
+from growlab.overruled import check_overruled
 from growlab.pairing import make_data, make_objective
 from growlab.planning import Planned, learning_rate, left_out, optimizer_maker, plan_run
 from growlab.processes import announce, is_first, program, started_elsewhere, world_size
@@ -319,6 +320,7 @@ def _check(cfg: DictConfig) -> None:
     for name, part in parts.items():
         if not left_out(part):
             check_types(part, name)
+    check_overruled(cfg, HydraConfig.get().overrides.task)
     check_part(cfg.norm_anneal)
     if not 0 <= cfg.seed <= _MAX_SEED:
         raise UserError(f"seed={cfg.seed} must lie between 0 and {_MAX_SEED}.")

@@ -74,13 +74,14 @@ RULES = {
     "next_commands": rule("configuration processes", packages="hydra omegaconf"),
     "outcome": rule("training", packages="hydra omegaconf"),
     "planning": rule("widths growth triggers parts grower data training processes trainer_options pairing"),
+    "overruled": rule(packages="omegaconf"),
     "starting": rule("grower library optim", packages="torch"),
     "telling": rule("grower data planning training"),
     "callbacks": rule("training", packages="lightning hydra omegaconf"),
     "pairing": rule("training data", packages="torch hydra omegaconf"),
     "experiment": rule(
         "studies networks widths growth optim data training analysis configuration processes outcome planning "
-        "argument_types callbacks next_commands pairing starting telling trainer_options"
+        "argument_types callbacks next_commands overruled pairing starting telling trainer_options"
     ),
     "plan": rule(
         "growth optim triggers parts grower training analysis processes trainer_options pairing planning flops "
@@ -112,6 +113,7 @@ CONFIGURED = {
     "naming",
     "next_commands",
     "outcome",
+    "overruled",
     "resuming",
     "processes",
     "launcher",

@@ -1,0 +1,87 @@
+"""What is typed has an effect, or is refused."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from growlab.configuration import PRIMARY, config_dir, register_schemas
+from growlab.errors import UserError
+from growlab.overruled import check_overruled
+from tests.command_line import CommandLine
+
+EXPERIMENTS = sorted(path.stem for path in (config_dir() / "experiment").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hydra_started() -> Iterator[None]:
+    register_schemas()
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        yield
+
+
+def check(*overrides: str) -> None:
+    check_overruled(compose(PRIMARY, list(overrides)), overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ("experiment=mlp8_cifar10", "schedule.total_epochs=3"),
+            "schedule.total_epochs=3 has no effect beside schedule.epochs=[5,5,5,5,5,5,5,5,5,5], which the experiment "
+            "sets: set that, or add schedule.epochs=null.",
+        ),
+        (
+            ("experiment=testbed_cifar10", "schedule.total_epochs=3"),
+            "schedule.total_epochs=3 has no effect beside schedule.budget=3.6",
+        ),
+        (("experiment=convnet4_cifar10", "schedule.num_stages=2"), "beside schedule.epochs=[10,10,10]"),
+        (
+            ("experiment=convnet4_cifar10", "schedule.initial_fraction=0.5"),
+            "beside schedule.epochs=[10,10,10]",
+        ),
+        (
+            ("experiment=transformer_multi30k", "schedule.initial_width=0.5"),
+            "beside schedule.widths=[0.25,0.5,1.0]",
+        ),
+    ],
+)
+def test_what_was_typed_in_vain_is_told(overrides: tuple[str, ...], told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check(*overrides)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("schedule.total_epochs=3", "schedule.initial_fraction=0.3", "schedule.num_stages=2"),
+        ("experiment=mlp8_cifar10", "schedule.total_epochs=50", "schedule.num_stages=10"),
+        (
+            "experiment=mlp8_cifar10",
+            "schedule.total_epochs=3",
+            "schedule.epochs=null",
+            "schedule.widths=null",
+        ),
+        ("experiment=testbed_cifar10", "schedule.total_epochs=3", "schedule.budget=null"),
+        ("experiment=testbed_cifar10", "schedule.budget=3"),
+        ("schedule.total_epochs=3", "schedule.budget=2"),
+    ],
+)
+def test_what_counts_passes(overrides: tuple[str, ...]) -> None:
+    check(*overrides)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_experiments_do_not_contradict_themselves(experiment: str) -> None:
+    schedule = compose(PRIMARY, [f"experiment={experiment}"]).schedule
+    if schedule.get("epochs") is not None:
+        assert sum(schedule.epochs) == schedule.total_epochs
+
+
+def test_a_run_ends_before_it_begins(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli("experiment=mlp8_cifar10", "schedule.total_epochs=3", "hydra.run.dir=run", cwd=tmp_path)
+    assert outcome.code != 0 and "Traceback" not in outcome.err
+    assert outcome.err.startswith("error: schedule.total_epochs=3 has no effect beside schedule.epochs=")
