@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from growlab.analysis.comparison import compare
 from growlab.analysis.curves import learning_curves
-from growlab.analysis.frontier import frontier
+from growlab.analysis.frontier import frontier, frontier_seconds
 from growlab.analysis.layer_figures import at_end, at_start, loss_over_steps, over_training
 from growlab.analysis.region_figures import has_rate_factors, rate_factors, region_norms
 from growlab.analysis.resources import resources
@@ -22,8 +22,16 @@ from growlab.analysis.width_paths import width_paths
 from growlab.errors import UserError
 
 __all__ = [
-    *("FIGURES", "compare", "find", "frontier", "learning_curves", "network_map", "rate_factors"),
-    *("region_norms", "resources", "save", "silhouettes", "widths_over_time", "write_run_figures"),
+    *("FIGURES", "compare", "find", "frontier", "frontier_seconds", "learning_curves", "network_map"),
+    *(
+        "rate_factors",
+        "region_norms",
+        "resources",
+        "save",
+        "silhouettes",
+        "widths_over_time",
+        "write_run_figures",
+    ),
 ]
 
 Draw = Callable[[Sequence[Run], Sequence[str] | None], Figure]
@@ -76,6 +84,7 @@ FIGURES: dict[str, Draw] = {
     "norms": region_norms,
     "resources": _plain("resources", resources),
     "frontier": _plain("frontier", frontier),
+    "frontier_seconds": _plain("frontier_seconds", frontier_seconds),
     "width_paths": _plain("width_paths", width_paths),
     "width_changes_by_start": _plain("width_changes_by_start", partial(width_changes, by="start")),
     "width_changes_by_end": _plain("width_changes_by_end", partial(width_changes, by="end")),

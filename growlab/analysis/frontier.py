@@ -1,15 +1,19 @@
-"""Cost against accuracy over schedules and budgets (Yuan et al. 2023, Figure 6)."""
+"""Cost, or seconds, against accuracy over schedules and budgets (Yuan et al. 2023, Figure 6)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from statistics import stdev
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from growlab.analysis import style
 from growlab.analysis.results import Run
-from growlab.analysis.schedules import best_at_cost, series_over_budgets
-from growlab.analysis.tables import one_task, summarise
+from growlab.analysis.schedules import Point, best_at_cost, series_over_budgets
+from growlab.analysis.tables import Row, one_task, summarise
+from growlab.errors import UserError
 
 # Costs that differ by more than this factor are drawn on a logarithmic axis.
 _WIDE = 6.0
@@ -27,48 +31,70 @@ def frontier(runs: Sequence[Run]) -> Figure:
     """
     rows = summarise(runs)
     one_task(rows, "a frontier")
+    label = "training cost, in epochs of the fixed-size network at full width"
+    return _draw(rows, lambda point: point.cost, label, "cost", of_cost=True)
+
+
+def frontier_seconds(runs: Sequence[Run]) -> Figure:
+    """Wall-clock seconds of a training against test accuracy (or BLEU), else as `frontier`.
+
+    Seconds are means over seeds, bars to the left and right one sample standard deviation.
+
+    Raises:
+        UserError: the runs are of several networks or data sets, or of several machines, or have no seconds.
+    """
+    rows = summarise(runs)
+    one_task(rows, "a frontier")
+    machines = sorted({_machine(run) for row in rows for run in row.runs})
+    if len(machines) > 1:
+        raise UserError(
+            f"seconds of several machines do not compare ({'; '.join(machines)}): name runs of one, or draw frontier."
+        )
+    if any(row.seconds is None for row in rows):
+        raise UserError("runs without seconds have no place on an axis of them: draw frontier.")
+    return _draw(rows, lambda point: point.row.seconds or 0.0, "seconds of a training", "time", of_cost=False)
+
+
+def _draw(
+    rows: Sequence[Row], amount: Callable[[Point], float], label: str, what: str, *, of_cost: bool
+) -> Figure:
     series = series_over_budgets(rows)
     points = [point for one in series for point in one.points]
     looks = style.looks([one.is_fixed_size for one in series])
-    reference, metric = rows[0].reference_epochs, rows[0].metric
+    metric = rows[0].metric
     names = [f"{style.symbols(one.name)} (n={_seeds([p.row.n for p in one.points])})" for one in series]
     with style.styled():
-        names.append("best at this cost or below")
+        names.append(f"best at this {what} or below")
         columns = 1 if max(map(len, names)) > 45 else 2
         lines = -(-len(names) // columns)
         figure = style.new_figure(5.2, 3.4 + 0.16 * lines)
         axes = figure.subplots()
-        edge = best_at_cost(points)
+        edge = best_at_cost(points, amount)
         axes.plot(
-            [point.cost for point in edge],
+            [amount(point) for point in edge],
             [metric.scale * point.score for point in edge],
             drawstyle="steps-post",
             **_EDGE,
             zorder=0.5,
             gid="frontier",
         )
-        axes.set_xlabel("training cost, in epochs of the fixed-size network at full width")
+        axes.set_xlabel(label)
         axes.set_ylabel(metric.axis)
-        costs = [point.cost for point in points]
-        wide = max(costs) > _WIDE * min(costs)
-        axes.set_xscale("log" if wide else "linear")
-        percent = axes.secondary_xaxis(
-            "top", functions=(lambda x: 100 * x / reference, lambda x: x * reference / 100)
-        )
-        percent.set_xlabel(f"% of {reference:g} epochs")
-        for axis in (axes.xaxis, percent.xaxis) if wide else ():
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter(FuncFormatter(lambda cost, _: f"{cost:g}"))
-            axis.set_minor_locator(NullLocator())
+        _scale(axes, [amount(point) for point in points], rows[0].reference_epochs if of_cost else None)
         handles = [Line2D([], [], **look, markersize=4.5) for look in looks] + [Line2D([], [], **_EDGE)]
         style.legend_below(figure, handles, names, columns)
         for one, look in zip(series, looks, strict=True):
-            x, y = zip(*((point.cost, metric.scale * point.score) for point in one.points), strict=True)
+            x, y = zip(*((amount(point), metric.scale * point.score) for point in one.points), strict=True)
             axes.plot(x, y, **{**look, "marker": ""}, linewidth=1.1)
+            for point in () if of_cost else one.points:
+                at, spread = amount(point), _spread_of_seconds(point)
+                axes.hlines(
+                    metric.scale * point.score, at - spread, at + spread, look["color"], linewidth=1.1
+                )
         axes.margins(0.05)
         # Last: which points would cover each other depends on the final layout.
         points_and_looks = [
-            (point.cost, metric.scale * point.score, metric.scale * (point.row.score_std or 0.0), look)
+            (amount(point), metric.scale * point.score, metric.scale * (point.row.score_std or 0.0), look)
             for one, look in zip(series, looks, strict=True)
             for point in one.points
         ]
@@ -76,6 +102,35 @@ def frontier(runs: Sequence[Run]) -> Figure:
             note = "(points that would cover each other stand side by side)"
             axes.set_xlabel(f"{axes.get_xlabel()}\n{note}")
     return figure
+
+
+def _scale(axes: Axes, amounts: Sequence[float], reference_epochs: float | None) -> None:
+    """Logarithmic where amounts are far apart; percent of the reference above, if there is one."""
+    wide = max(amounts) > _WIDE * min(amounts)
+    axes.set_xscale("log" if wide else "linear")
+    shown: list[Any] = [axes.xaxis]
+    if reference_epochs is not None:
+        percent = axes.secondary_xaxis(
+            "top", functions=(lambda x: 100 * x / reference_epochs, lambda x: x * reference_epochs / 100)
+        )
+        percent.set_xlabel(f"% of {reference_epochs:g} epochs")
+        shown.append(percent.xaxis)
+    for axis in shown if wide else ():
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda cost, _: f"{cost:g}"))
+        axis.set_minor_locator(NullLocator())
+
+
+def _machine(run: Run) -> str:
+    known: dict[str, Any] = run.results.get("machine") or {}
+    return ", ".join(
+        [str(known.get("name", "unknown")), *(f"{v} {k}" for k, v in known.items() if k != "name")]
+    )
+
+
+def _spread_of_seconds(point: Point) -> float:
+    seconds = [run.results["seconds"] for run in point.row.runs if run.results.get("seconds") is not None]
+    return stdev(seconds) if len(seconds) > 1 else 0.0
 
 
 def _seeds(counts: Sequence[int]) -> str:

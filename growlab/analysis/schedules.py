@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ _OFF = {
     "rewarm_steps": "0",
 }
 _PREFIX = "schedule."
+_RATE = "optimizer.lr="
 _FRACTIONS = {0.5: "1/2", 0.25: "1/4", 0.125: "1/8"}
 
 
@@ -70,7 +71,8 @@ class Series:
 def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
     """Join the rows that differ by their budget only: fixed-size ones first, then the rest by name.
 
-    A name holds what distinguishes a series from the others, schedules in words.
+    A name holds what distinguishes a series from the others, schedules in words. A method that has a learning rate of
+    its own at each budget, as tuned ones have, is one series, whose name tells the rates by rising cost.
 
     Args:
         rows: rows of one network and data set, from `summarise`.
@@ -90,7 +92,7 @@ def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
     varying = {
         key for shape in grown for key in shape if len({other.get(key, _off(key)) for other in grown}) > 1
     }
-    joined: dict[tuple[bool, str], list[Point]] = defaultdict(list)
+    joined: dict[tuple[bool, str, str], dict[str, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for point, shape in zip(points, shapes, strict=True):
         group = point.row.group
         words = [
@@ -100,20 +102,44 @@ def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
         ]
         named = called(group.overrides, point.row.shared_overrides)
         own = [override for override in named if not _of_schedule(override)]
+        rate = next((override.removeprefix(_RATE) for override in own if override.startswith(_RATE)), "")
+        own = [override for override in own if not override.startswith(_RATE)]
         method = "fixed-size" if group.is_fixed_size else group.growth
         method += "" if group.lr_adapt == "none" else f" + {group.lr_adapt}"
         words = [] if group.is_fixed_size else words
-        joined[not group.is_fixed_size, ", ".join([method, *own, *words])].append(point)
+        joined[not group.is_fixed_size, ", ".join([method, *own]), "".join(f", {word}" for word in words)][
+            rate
+        ].append(point)
     return [
-        Series(name, not is_grown, tuple(sorted(members, key=lambda p: p.cost)))
-        for (is_grown, name), members in sorted(joined.items())
+        Series(name + (f", {_RATE}{rates}" if rates else "") + words, not is_grown, members)
+        for (is_grown, name, words), of_rates in sorted(joined.items())
+        for rates, members in sorted(_over_rates(of_rates))
     ]
 
 
-def best_at_cost(points: Sequence[Point]) -> list[Point]:
-    """The points that no other one beats at equal or lower cost, by rising cost."""
+def _over_rates(of_rates: dict[str, list[Point]]) -> list[tuple[str, tuple[Point, ...]]]:
+    """One series where no budget has two rates, else one for each rate."""
+    of_points = sorted(
+        ((point, rate) for rate, points in of_rates.items() for point in points),
+        key=lambda pair: pair[0].cost,
+    )
+    budgets = {_budget(point.row) for point, _ in of_points}
+    if "" not in of_rates and len(budgets) == len(of_points):
+        rates = dict.fromkeys(rate for _, rate in of_points)
+        return [("/".join(rates), tuple(point for point, _ in of_points))]
+    return [(rate, tuple(sorted(points, key=lambda point: point.cost))) for rate, points in of_rates.items()]
+
+
+def _budget(row: Row) -> str:
+    schedule: dict[str, Any] = row.runs[0].results.get("schedule") or {}
+    return json.dumps({key: schedule.get(key) for key in sorted(_LENGTH)})
+
+
+def best_at_cost(points: Sequence[Point], amount: Callable[[Point], float] | None = None) -> list[Point]:
+    """The points that no other one beats at equal or lower cost, by rising cost (or by another amount)."""
+    amount = amount or (lambda point: point.cost)
     best: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.cost, -_quality(p))):
+    for point in sorted(points, key=lambda p: (amount(p), -_quality(p))):
         if not best or _quality(point) > _quality(best[-1]):
             best.append(point)
     return best

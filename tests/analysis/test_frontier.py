@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from growlab.analysis.figures import frontier
+from growlab.analysis.figures import frontier, frontier_seconds
 from growlab.analysis.results import load_runs
 from growlab.analysis.schedules import best_at_cost, gains, series_over_budgets
 from growlab.analysis.tables import grid, summarise
@@ -55,6 +55,45 @@ def test_rows_that_differ_by_their_budget_make_one_series(runs):
     assert [point.cost for point in exponential.points] == pytest.approx([6, 12])
     assert [point.score for point in exponential.points] == pytest.approx([0.75, 0.83])
     assert [point.cost for point in linear.points] == pytest.approx([4])
+
+
+def arm(folder, name, epochs, rate, accuracy, **settings):
+    write_run(
+        folder / name,
+        stage_epochs=(epochs,),
+        cost_percent=100.0,
+        reference_epochs=epochs,
+        test_accuracy=accuracy,
+        overrides=[f"optimizer.lr={rate}"],
+        **settings,
+    )
+
+
+def test_a_method_with_a_rate_of_its_own_at_each_budget_is_one_series(tmp_path):
+    arm(tmp_path, "a", 4, 0.2, 0.70, lr_adapt="none", schedule={"budget": 4})
+    arm(tmp_path, "b", 8, 0.1, 0.78, lr_adapt="none", schedule={"budget": 8})
+    arm(tmp_path, "c", 16, 0.1, 0.80, lr_adapt="none", schedule={"budget": 16})
+    arm(tmp_path, "d", 8, 0.4, 0.75, **FIXED, schedule={"budget": 8})
+    fixed, grown = series_over_budgets(summarise(load_runs(tmp_path)))
+    assert (fixed.name, grown.name) == ("fixed-size, optimizer.lr=0.4", "ours, optimizer.lr=0.2/0.1")
+    assert [point.score for point in grown.points] == pytest.approx([0.70, 0.78, 0.80])
+
+
+def test_two_rates_at_one_budget_are_two_series(tmp_path):
+    arm(tmp_path, "a", 4, 0.2, 0.70, lr_adapt="none", schedule={"budget": 4})
+    arm(tmp_path, "b", 8, 0.1, 0.78, lr_adapt="none", schedule={"budget": 8})
+    arm(tmp_path, "c", 8, 0.2, 0.75, lr_adapt="none", schedule={"budget": 8})
+    low, high = series_over_budgets(summarise(load_runs(tmp_path)))
+    assert (low.name, high.name) == ("ours, optimizer.lr=0.1", "ours, optimizer.lr=0.2")
+    assert [point.score for point in low.points] == pytest.approx([0.78])
+    assert [point.score for point in high.points] == pytest.approx([0.70, 0.75])
+
+
+def test_the_full_network_comes_before_others_that_never_grow(tmp_path):
+    arm(tmp_path, "a", 4, 0.2, 0.70, **FIXED)
+    write_run(tmp_path / "b", **FIXED, stage_epochs=(4,), overrides=["model.width=8", "optimizer.lr=0.1"])
+    names = [one.name for one in series_over_budgets(summarise(load_runs(tmp_path)))]
+    assert names == ["fixed-size, optimizer.lr=0.2", "fixed-size, model.width=8, optimizer.lr=0.1"]
 
 
 def test_the_first_stage_s_part_of_a_training_is_of_the_shape_and_its_epochs_are_not(tmp_path):
@@ -187,3 +226,48 @@ def test_within_budgets_cost_counts_passes_over_the_data_and_arms_have_names(tmp
         assert [point.cost for point in one.points] == pytest.approx([2, 4])
     cells = {(line[1], line[0]) for line in grid(rows).rows}
     assert ("fixed-size, fewer blocks", "36") in cells and ("fixed-size", "8") in cells
+
+
+def timed(folder, name, seconds, accuracy, *, epochs=4, seed=0, threads=2, **settings):
+    write_run(
+        folder / name,
+        stage_epochs=(epochs,),
+        reference_epochs=epochs,
+        test_accuracy=accuracy,
+        seed=seed,
+        seconds=seconds,
+        machine={"name": "a machine", "threads": threads},
+        **settings,
+    )
+
+
+def test_a_frontier_over_seconds(tmp_path):
+    timed(tmp_path, "a", 10.0, 0.70, **FIXED)
+    timed(tmp_path, "b", 14.0, 0.72, seed=1, **FIXED)
+    timed(tmp_path, "c", 9.0, 0.60, lr_adapt="none")
+    figure = frontier_seconds(load_runs(tmp_path))
+    (axes,) = figure.axes
+    assert axes.get_xlabel() == "seconds of a training"
+    (edge,) = [line for line in axes.lines if line.get_gid() == "frontier"]
+    assert edge.get_xdata() == pytest.approx([9, 12]) and edge.get_ydata() == pytest.approx([60, 71])
+    # One sample standard deviation to each side, at the mean: of the method with two seeds.
+    spans = [
+        segment for lines in axes.collections for segment in lines.get_segments() if np.ptp(segment[:, 0])
+    ]
+    assert len(spans) == 1
+    assert spans[0] == pytest.approx(np.array([[12 - 8**0.5, 71], [12 + 8**0.5, 71]]))
+
+
+def test_seconds_of_two_machines_do_not_compare(tmp_path):
+    timed(tmp_path, "a", 10.0, 0.70, **FIXED)
+    timed(tmp_path, "b", 9.0, 0.60, lr_adapt="none", threads=4)
+    with pytest.raises(
+        UserError, match=r"several machines do not compare \(a machine, 2 threads; a machine, 4 threads\)"
+    ):
+        frontier_seconds(load_runs(tmp_path))
+
+
+def test_a_run_without_seconds_has_no_place(tmp_path):
+    timed(tmp_path, "a", None, 0.70, **FIXED)
+    with pytest.raises(UserError, match="runs without seconds"):
+        frontier_seconds(load_runs(tmp_path))
