@@ -85,6 +85,9 @@ bench: $(READY)  ## measure what growing and rate adaptation cost
 docs: notebooks  ## the guide, the notebooks and the API reference, into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q -f notebooks/docs/mkdocs.yml
 
+figures: $(READY)  ## draw the figures of notebooks/results anew, from the rows kept there (ARGS=llama: those of such a name)
+	$(PY) notebooks/docs/figures.py $(ARGS)
+
 notebooks: $(READY)  ## run a copy of every notebook, into build/notebooks/ (ARGS=--keep: its outputs into the notebook too)
 	$(PY) notebooks/docs/notebooks.py $(ARGS)
 

@@ -99,6 +99,7 @@ def _told(run: Run, name: str) -> dict[str, Any]:
     results = run.results
     return {
         "name": name,
+        "method": run.group.method if results else name,
         "title": f"{results['model']} on {results['data']}" if results else run.path.name,
         "facts": _facts(results),
         "curves": _curves(run),

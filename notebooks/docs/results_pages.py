@@ -1,12 +1,14 @@
 """MkDocs hook: puts the figures and tables of notebooks/results into the docs, and makes a gallery of the figures."""
 
-import re
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "notebooks" / "results"
-_COMMANDS = RESULTS / "README.md"
+sys.path.insert(0, str(Path(__file__).parent))  # a hook is loaded by its path
+
+from figures import RESULTS, kept
+
 _TOP = """# Gallery
 
 Every figure below is drawn from rows that are kept in the repository, by the command beside it (run from a checkout).
@@ -35,21 +37,23 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def gallery() -> str:
-    """The page: a heading for each folder of results, its figures, and the command of each where one is told."""
-    commands = dict(_commands(_COMMANDS.read_text(encoding="utf-8")))
+    """The page: a heading for each folder of results, its figures, what each shows, and the command that draws it."""
+    known = {one.file: one for one in kept()}
     parts = [_TOP]
     for folder in sorted({path.parent for path in RESULTS.rglob("*.png")}):
         parts.append(f"## {folder.relative_to(RESULTS)}\n\n")
         for path in sorted(folder.glob("*.png")):
             name = str(path.relative_to(RESULTS))
-            parts.append(f"![{path.stem} of {folder.name}](results/{name})\n\n")
-            if name in commands:
-                parts.append(f"```sh\n{commands[name]}\n```\n\n")
+            one = known.get(name)
+            parts.append(f"![{one.shows if one else path.stem}](results/{name})\n\n")
+            if one:
+                parts.append(f"{one.shows}\n\n")
+            parts.append(f"```sh\n{one.command if one else command_of_run(folder)}\n```\n\n")
     return "".join(parts)
 
 
-def _commands(text: str) -> list[tuple[str, str]]:
-    """Commands that write a figure below notebooks/results, by the figure."""
-    text = re.sub(r"\n\s+", " ", text)
-    found = re.findall(r"python -m growlab\.analysis figure [^`\n]*? -o notebooks/results/\S+\.png", text)
-    return [(command.rpartition("notebooks/results/")[2], command) for command in found]
+def command_of_run(folder: Path) -> str:
+    """The command of a study or of a plan, which draws its figure itself: as its folder tells."""
+    if (folder / "plan.json").exists():
+        return "python -m growlab.plan.pairs"
+    return str(json.loads((folder / "provenance.json").read_text(encoding="utf-8"))["command"])

@@ -68,6 +68,20 @@ def test_runs_of_one_name_are_told_apart_by_their_folder(tmp_path: Path) -> None
     )
 
 
+def dom(path: Path, chromium: str) -> str:
+    """What a page has become once its script has run, up to the script."""
+    command = [
+        chromium,
+        "--headless",
+        "--no-sandbox",
+        f"--user-data-dir={path.parent}",
+        "--dump-dom",
+        f"file://{path}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    return done.stdout.partition("</script>")[0]
+
+
 def test_a_curve_is_drawn_of_the_runs_that_have_it(tmp_path: Path) -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
@@ -79,17 +93,22 @@ def test_a_curve_is_drawn_of_the_runs_that_have_it(tmp_path: Path) -> None:
     other = told_of_one.replace('"val_accuracy"', '"val_rmse"')[1:-2]
     path = tmp_path / "page.html"
     path.write_text(both.replace(told_of_one[1:-2], other))
-    command = [
-        chromium,
-        "--headless",
-        "--no-sandbox",
-        f"--user-data-dir={tmp_path}",
-        "--dump-dom",
-        f"file://{path}",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
-    drawn = done.stdout.partition("</script>")[0].partition("One run")[0]
+    drawn = dom(path, chromium).partition("One run")[0]
     assert drawn.count("<path") == 1 and "NaN" not in drawn and "val rmse" in drawn
+
+
+def test_seeds_of_a_method_share_its_colour(tmp_path: Path) -> None:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no Chromium here")
+    path = tmp_path / "page.html"
+    folders = [RESULTS / "digits" / name for name in ("ours_s0", "ours_s1", "fixed_s0", "fixed_s1")]
+    path.write_text(page(load_runs(folders)))
+    drawn = dom(path, chromium).partition("One run")[0]
+    shades = re.findall(r'<path[^>]* stroke="([^"]+)"', drawn)
+    assert sorted(shades) == ["#0072B2", "#0072B2", "var(--ink)", "var(--ink)"]
+    legend = re.findall(r"<span><i[^>]*></i>([^<]*)</span>", drawn)
+    assert sorted(legend) == ["fixed-size (2 seeds)", "ours + stagewise_norm (2 seeds)"]
 
 
 def test_the_command_writes_the_page_and_says_what_is_wrong(

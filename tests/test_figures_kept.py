@@ -1,0 +1,64 @@
+"""Figures that are kept in the repository are what the rows beside them give."""
+
+import importlib.metadata
+import json
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib import image, pyplot
+
+from growlab.analysis.figures import save
+from tests.command_line import ROOT
+
+sys.path.insert(0, str(ROOT / "notebooks" / "docs"))
+from figures import RESULTS, Kept, kept
+from results_pages import command_of_run, gallery
+
+KEPT = list(kept())
+
+
+def same_matplotlib() -> bool:
+    locked = re.search(r"^matplotlib==(.*)$", (ROOT / "requirements.lock").read_text(encoding="utf-8"), re.M)
+    return locked is not None and locked[1] == importlib.metadata.version("matplotlib")
+
+
+@pytest.mark.skipif(not same_matplotlib(), reason="another matplotlib than the locked one lays out otherwise")
+@pytest.mark.parametrize("one", KEPT, ids=lambda one: one.file)
+def test_a_figure_is_what_its_rows_give(one: Kept, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        drawn = image.imread(save(one.draw(), tmp_path / "drawn.png"))
+    pyplot.close("all")
+    there = image.imread(RESULTS / one.file)
+    assert drawn.shape == there.shape
+    assert np.abs(drawn - there).mean() < 1e-4
+
+
+def test_every_figure_tells_its_command() -> None:
+    pictures = {str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.png")}
+    known = {one.file for one in KEPT}
+    assert known <= pictures
+    for file in pictures - known:
+        assert command_of_run((RESULTS / file).parent).startswith("python -m growlab")
+    page = gallery()
+    assert page.count("![") == page.count("```sh") == len(pictures)
+
+
+def test_a_command_is_one_that_the_command_line_takes(tmp_path: Path) -> None:
+    from growlab.analysis.__main__ import main
+
+    (one,) = [one for one in KEPT if one.file == "digits/silhouettes.png"]
+    words = one.command.split()
+    assert words[:2] == ["growlab", "figure"] and words[-2] == "-o"
+    drawn = tmp_path / "drawn.png"
+    assert main(["figure", words[2], str(ROOT / words[3]), "-o", str(drawn)]) == 0
+    assert np.array_equal(image.imread(drawn), image.imread(RESULTS / one.file))
+
+
+def test_studies_tell_their_own_command(tmp_path: Path) -> None:
+    (tmp_path / "provenance.json").write_text(json.dumps({"command": "python -m growlab study=x"}))
+    assert command_of_run(tmp_path) == "python -m growlab study=x"
