@@ -320,7 +320,8 @@ def _check(cfg: DictConfig) -> None:
     for name, part in parts.items():
         if not left_out(part):
             check_types(part, name)
-    check_overruled(cfg, HydraConfig.get().overrides.task)
+    hydra = HydraConfig.get()
+    check_overruled(cfg, hydra.overrides.task, is_sweep=hydra.mode == RunMode.MULTIRUN)
     check_part(cfg.norm_anneal)
     if not 0 <= cfg.seed <= _MAX_SEED:
         raise UserError(f"seed={cfg.seed} must lie between 0 and {_MAX_SEED}.")

@@ -74,7 +74,7 @@ RULES = {
     "next_commands": rule("configuration processes", packages="hydra omegaconf"),
     "outcome": rule("training", packages="hydra omegaconf"),
     "planning": rule("widths growth triggers parts grower data training processes trainer_options pairing"),
-    "overruled": rule(packages="omegaconf"),
+    "overruled": rule("planning", packages="omegaconf"),
     "starting": rule("grower library optim", packages="torch"),
     "telling": rule("grower data planning training"),
     "callbacks": rule("training", packages="lightning hydra omegaconf"),

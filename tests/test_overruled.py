@@ -11,6 +11,7 @@ from growlab.errors import UserError
 from growlab.overruled import check_overruled
 from tests.command_line import CommandLine
 
+PARTS = sorted(path.stem for path in (config_dir() / "parts").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (config_dir() / "experiment").glob("*.yaml"))
 
 
@@ -46,6 +47,15 @@ def check(*overrides: str) -> None:
             ("experiment=transformer_multi30k", "schedule.initial_width=0.5"),
             "beside schedule.widths=[0.25,0.5,1.0]",
         ),
+        (
+            ("schedule.learning_rate.shape=wsd", "schedule.learning_rate.milestones=[1,2]"),
+            "schedule.learning_rate.milestones=[1,2] has no effect with schedule.learning_rate.shape=wsd: it is of "
+            "shape=steps.",
+        ),
+        (
+            ("schedule.learning_rate.shape=cosine", "schedule.learning_rate.decay_fraction=0.3"),
+            "has no effect with schedule.learning_rate.shape=cosine: it is of shape=wsd.",
+        ),
     ],
 )
 def test_what_was_typed_in_vain_is_told(overrides: tuple[str, ...], told: str) -> None:
@@ -71,6 +81,37 @@ def test_what_was_typed_in_vain_is_told(overrides: tuple[str, ...], told: str) -
     ],
 )
 def test_what_counts_passes(overrides: tuple[str, ...]) -> None:
+    check(*overrides)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_setting_of_a_part_that_is_left_out_is_told(part: str) -> None:
+    composed = compose(PRIMARY)
+    switch = next(key for key in composed.parts[part] if key != "_target_")
+    settings = {
+        key: value
+        for key, value in composed[part].items()
+        if key not in (switch, "_target_") and value is not None
+    }
+    for key, value in settings.items():
+        typed = f"{part}.{key}={value}"
+        with pytest.raises(UserError) as caught:
+            check(typed)
+        assert str(caught.value).startswith(
+            f"{typed} has no effect: {part} is left out while {part}.{switch}=null"
+        )
+        check_overruled(compose(PRIMARY, [typed]), [typed], is_sweep=True)
+    check(f"{part}.{switch}=null")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("schedule.learning_rate.shape=steps", "schedule.learning_rate.milestones=[1]"),
+        ("schedule.learning_rate.decay_fraction=0.3",),
+    ],
+)
+def test_a_setting_of_the_shape_that_is_used_passes(overrides: tuple[str, ...]) -> None:
     check(*overrides)
 
 
