@@ -73,9 +73,10 @@ def _check_parts(cfg: DictConfig, typed: Mapping[str, str]) -> None:
             continue
         switch = next((str(key) for key in part if key != "_target_"), "")
         for key, value in settings.items():
-            if key != switch and value is not None and f"{name}.{key}" in typed:
+            full = f"{name}.{key}"
+            if key != switch and value is not None and full in typed:
                 raise UserError(
-                    f"{name}.{key}={typed[f'{name}.{key}']} has no effect: {name} is left out while {name}.{switch}=null."
+                    f"{full}={typed[full]} has no effect: {name} is left out while {name}.{switch}=null."
                 )
 
 
