@@ -18,8 +18,16 @@ _BEFORE = {
 }
 
 
-# Which shape of the learning rate each setting is of.
-_OF_SHAPE = {"milestones": "steps", "decay": "steps", "decay_fraction": "wsd", "decay_shape": "wsd"}
+_SHAPE = "schedule.learning_rate.shape"
+# Settings that one value of another setting uses, and no other value does.
+_NEEDS = {
+    "schedule.learning_rate.milestones": (_SHAPE, "steps"),
+    "schedule.learning_rate.decay": (_SHAPE, "steps"),
+    "schedule.learning_rate.decay_fraction": (_SHAPE, "wsd"),
+    "schedule.learning_rate.decay_shape": (_SHAPE, "wsd"),
+    "data.validation_fraction": ("data.validation", "split"),
+    "data.split_seed": ("data.validation", "split"),
+}
 
 
 def check_overruled(cfg: DictConfig, overrides: Sequence[str], is_sweep: bool = False) -> None:
@@ -28,8 +36,8 @@ def check_overruled(cfg: DictConfig, overrides: Sequence[str], is_sweep: bool = 
     Args:
         cfg: composed.
         overrides: of the command line.
-        is_sweep: the command line is of several runs, of which a setting may concern some only: what a shape or a part
-            does not use is let pass.
+        is_sweep: the command line is of several runs, of which a setting may concern some only: what another setting or
+            a part does not use is let pass.
 
     Raises:
         UserError: naming the setting that comes before it, or without which it is not used.
@@ -50,18 +58,16 @@ def check_overruled(cfg: DictConfig, overrides: Sequence[str], is_sweep: bool = 
                     f"experiment sets: set that, or add schedule.{other}=null."
                 )
     if not is_sweep:
-        _check_shape(cfg, typed)
+        _check_needs(cfg, typed)
         _check_parts(cfg, typed)
 
 
-def _check_shape(cfg: DictConfig, typed: Mapping[str, str]) -> None:
-    rate = cfg.schedule.get("learning_rate") or {}
-    for name, shape in _OF_SHAPE.items():
-        key = f"schedule.learning_rate.{name}"
-        if key in typed and rate.get("shape") not in (None, shape):
+def _check_needs(cfg: DictConfig, typed: Mapping[str, str]) -> None:
+    for name, (other, needed) in _NEEDS.items():
+        value = OmegaConf.select(cfg, other)
+        if name in typed and value not in (None, needed):
             raise UserError(
-                f"{key}={typed[key]} has no effect with "
-                f"schedule.learning_rate.shape={rate.shape}: it is of shape={shape}."
+                f"{name}={typed[name]} has no effect with {other}={value}: it is of {other}={needed}."
             )
 
 

@@ -50,11 +50,15 @@ def check(*overrides: str) -> None:
         (
             ("schedule.learning_rate.shape=wsd", "schedule.learning_rate.milestones=[1,2]"),
             "schedule.learning_rate.milestones=[1,2] has no effect with schedule.learning_rate.shape=wsd: it is of "
-            "shape=steps.",
+            "schedule.learning_rate.shape=steps.",
         ),
         (
             ("schedule.learning_rate.shape=cosine", "schedule.learning_rate.decay_fraction=0.3"),
-            "has no effect with schedule.learning_rate.shape=cosine: it is of shape=wsd.",
+            "has no effect with schedule.learning_rate.shape=cosine: it is of schedule.learning_rate.shape=wsd.",
+        ),
+        (
+            ("data.validation=none", "data.validation_fraction=0.3"),
+            "data.validation_fraction=0.3 has no effect with data.validation=none: it is of data.validation=split.",
         ),
     ],
 )
@@ -108,7 +112,9 @@ def test_a_setting_of_a_part_that_is_left_out_is_told(part: str) -> None:
     "overrides",
     [
         ("schedule.learning_rate.shape=steps", "schedule.learning_rate.milestones=[1]"),
-        ("schedule.learning_rate.decay_fraction=0.3",),
+        ("schedule.learning_rate.shape=wsd", "schedule.learning_rate.decay_fraction=0.3"),
+        ("data.validation=split", "data.validation_fraction=0.3", "data.split_seed=1"),
+        ("data=tokens", "data.validation_fraction=0.3"),
     ],
 )
 def test_a_setting_of_the_shape_that_is_used_passes(overrides: tuple[str, ...]) -> None:

@@ -24,7 +24,7 @@ class Check:
 
     Attributes:
         says: the statement, in words.
-        first: pattern of run folders below `notebooks/results`.
+        first: pattern of run folders below `notebooks/results`, or several with " + " between them.
         second: pattern of those that it is compared with, by seed; None where `quantity` is itself a difference.
         quantity: what is compared: "score" (the test metric), or a name of `growlab.reproduce.quantities`.
         study: two initialisations of a study's `summary.json`, in place of two folders.

@@ -168,12 +168,13 @@ def _row(network: str, name: str, override: Sequence[str]) -> Published:
 
 @cache
 def _runs(results: Path, pattern: str) -> tuple[Run, ...]:
-    """Finished runs of a pattern.
+    """Finished runs of a pattern, or of several with " + " between them.
 
     Raises:
         UserError: there is none.
     """
-    runs = [open_run(path) for path in sorted(results.glob(pattern)) if (path / "results.json").is_file()]
+    paths = [path for one in pattern.split(" + ") for path in sorted(results.glob(one))]
+    runs = [open_run(path) for path in paths if (path / "results.json").is_file()]
     if not runs:
         raise UserError(f"{results} has no runs {pattern}.")
     return tuple(runs)
