@@ -466,7 +466,7 @@ def one_sentence(outcome: Outcome) -> str:
         (("schedule.learning_rate.warmup_epochs=-1",), "must be 0 or more"),
         (("schedule.learning_rate.warmup_epochs=13",), "leaves none of 13 epochs"),
         (("schedule.learning_rate.shape=cosin",), "did you mean 'cosine'?"),
-        (("schedule.learning_rate.decay=-1",), "decay must be positive"),
+        (("schedule.learning_rate.shape=steps", "schedule.learning_rate.decay=-1"), "decay must be positive"),
         (
             ("schedule.learning_rate.clock=cost", "schedule=plateau"),
             "clock=cost needs to know before the run",
