@@ -59,6 +59,10 @@ def test_a_command_is_one_that_the_command_line_takes(tmp_path: Path) -> None:
     assert np.array_equal(image.imread(drawn), image.imread(RESULTS / one.file))
 
 
+def test_plans_tell_the_command_that_made_them() -> None:
+    assert command_of_run(RESULTS / "plan" / "p1").startswith("python -m growlab.plan experiment=")
+
+
 def test_studies_tell_their_own_command(tmp_path: Path) -> None:
     (tmp_path / "provenance.json").write_text(json.dumps({"command": "python -m growlab study=x"}))
     assert command_of_run(tmp_path) == "python -m growlab study=x"

@@ -23,15 +23,8 @@ from growlab.errors import UserError
 
 __all__ = [
     *("FIGURES", "compare", "find", "frontier", "frontier_seconds", "learning_curves", "network_map"),
-    *(
-        "rate_factors",
-        "region_norms",
-        "resources",
-        "save",
-        "silhouettes",
-        "widths_over_time",
-        "write_run_figures",
-    ),
+    *("rate_factors", "region_norms", "resources", "save", "silhouettes", "widths_over_time"),
+    "write_run_figures",
 ]
 
 Draw = Callable[[Sequence[Run], Sequence[str] | None], Figure]

@@ -1,5 +1,6 @@
 """MkDocs hook: puts the figures and tables of notebooks/results into the docs, and makes a gallery of the figures."""
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -55,5 +56,7 @@ def gallery() -> str:
 def command_of_run(folder: Path) -> str:
     """The command of a study or of a plan, which draws its figure itself: as its folder tells."""
     if (folder / "plan.json").exists():
-        return "python -m growlab.plan.pairs"
+        with (folder.parent / "pairs.csv").open(encoding="utf-8", newline="") as file:
+            overrides = {line["pair"]: line["overrides"] for line in csv.DictReader(file)}
+        return f"python -m growlab.plan {overrides[folder.name]} trainer=cpu num_threads=1"
     return str(json.loads((folder / "provenance.json").read_text(encoding="utf-8"))["command"])
