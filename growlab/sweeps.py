@@ -34,7 +34,7 @@ def check_selection(cfg: DictConfig) -> None:
         return
     if not _holds_out(cfg):
         raise UserError(
-            "a sweeper that selects needs images that are neither trained on nor tested on: set "
+            "a sweeper that selects needs samples that are neither trained on nor tested on: set "
             "data.validation=split."
         )
     directions = _directions()
@@ -71,7 +71,9 @@ def _directions() -> list[str]:
 
 def _holds_out(cfg: DictConfig) -> bool:
     data = cfg.get("data") or {}
-    return data.get("validation") == "split" or bool((data.get("split") or {}).get("validation"))
+    # Text always holds a part out, and has no such choice.
+    always = "validation_fraction" in data and "validation" not in data
+    return always or data.get("validation") == "split" or bool((data.get("split") or {}).get("validation"))
 
 
 def has_finished(cfg: DictConfig, run_dir: Path) -> bool:

@@ -10,15 +10,16 @@ from growlab.errors import UserError
 _LENGTH = "schedule.total_epochs=N says how many epochs a run has, trainer.limit_train_batches=N how many steps each"
 _TRIAL = "to try a run out set trainer.limit_train_batches=1, a step an epoch that reaches every growth event"
 _FIXED = "growlab sets it itself"
+_UNVALIDATED = "data.validation=none (data.split.validation=0 with data=custom)"
 # Whether they are given as `trainer.NAME` or `+trainer.NAME`.
 INSTEAD = {
     **dict.fromkeys(("max_epochs", "min_epochs", "max_steps", "min_steps"), _LENGTH),
     "fast_dev_run": _TRIAL,
     "overfit_batches": _TRIAL,
-    "limit_val_batches": "data.validation=none leaves validation out",
+    "limit_val_batches": f"{_UNVALIDATED} leaves validation out",
     "limit_test_batches": "data.limit_test=N tests on fewer images",
-    "check_val_every_n_epoch": "validation follows every epoch; data.validation=none leaves it out",
-    "val_check_interval": "validation follows every epoch; data.validation=none leaves it out",
+    "check_val_every_n_epoch": f"validation follows every epoch; {_UNVALIDATED} leaves it out",
+    "val_check_interval": f"validation follows every epoch; {_UNVALIDATED} leaves it out",
     "logger": "logger=csv, logger=tensorboard or logger=wandb chooses where numbers go",
     "default_root_dir": "hydra.run.dir=FOLDER is where a run's files go",
     "enable_checkpointing": "checkpoints are what resuming needs; checkpoint.every_minutes=null makes one an epoch",

@@ -66,19 +66,26 @@ class Selection:
         max_length: longer sentences (in tokens, of either side) are left out of training.
         limit_train: use only so many training pairs, the first ones.
         limit_test: likewise of validation and test.
-        validation: whether to validate on the validation set.
+        validation: "split", on the validation set, if there is one; or "none". True and False are the same.
 
     Raises:
-        UserError: a number is too small.
+        UserError: a number is too small, or `validation` something else.
     """
 
     max_length: int = 175
     limit_train: int | None = None
     limit_test: int | None = None
-    validation: bool = True
+    validation: bool | str = "split"
 
     def __post_init__(self) -> None:
         check_numbers(1, max_length=self.max_length, limit_train=self.limit_train, limit_test=self.limit_test)
+        if self.validation not in (True, False, "split", "none"):
+            raise UserError(f"data.validation={self.validation} is unknown; choose split or none.")
+
+    @property
+    def validates(self) -> bool:
+        """Whether the validation set is used."""
+        return self.validation in (True, "split")
 
 
 class TranslationData(LightningDataModule):
@@ -141,7 +148,7 @@ class TranslationData(LightningDataModule):
             return
         root = default_root(self.name) if self.root is None else Path(self.root).expanduser()
         pairs = open_pairs(root, self.name, self.preparation)
-        splits = ["train", "test", *(["valid"] if self.selection.validation and pairs.has("valid") else [])]
+        splits = ["train", "test", *(["valid"] if self.selection.validates and pairs.has("valid") else [])]
         sides = {split: pairs.read(split) for split in splits}
         lengths_N = _longer(sides["train"])
         kept_N = np.flatnonzero(lengths_N <= self.selection.max_length)[: self.selection.limit_train]

@@ -74,6 +74,8 @@ def _seeds(text: str) -> list[int]:
 
 def _run(arguments: argparse.Namespace) -> None:
     known = registry()
+    if arguments.output is not None and arguments.page is None:
+        raise UserError("-o goes with --page; tables and figures of NAME go beside the runs, where --runs says.")
     if arguments.page is not None:
         from growlab.reproduce.page import page
 
@@ -123,20 +125,27 @@ def _everything(known: Registry, arguments: argparse.Namespace) -> None:
 
 def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, minutes: float) -> None:
     place = Place(arguments.runs, arguments.data, device(known.papers[item.paper]))
-    for name in item.data:
-        place.root(known, name)
-    left = missing(item, place, arguments.seeds)
+    absent = place.without_data(known, item.data)
+    if item.data and len(absent) == len(item.data):
+        raise UserError(next(iter(absent.values())))
+    left = [job for job in missing(item, place, arguments.seeds) if job.data not in absent]
     print(f"{item.title}\n{item.claim}")
+    for name, sentence in absent.items():
+        waiting = sum(job.data == name for job in item.jobs(arguments.seeds))
+        print(f"{waiting} run{'' if waiting == 1 else 's'} left out: {sentence}", file=sys.stderr)
     if left:
         _forecast(known, item, place, left)
     if arguments.dry_run:
         return
-    finished = train(left, place, known, minutes)
+    finished, failed = train(left, place, known, minutes)
     jobs = item.jobs(arguments.seeds)
     print(f"{sum(map(place.done, jobs))} of {len(jobs)} runs are there")
-    if finished < len(left):
+    if finished + len(failed) < len(left):
         print("the same command goes on")
     _tell(item, place)
+    if failed:
+        these = f"{len(failed)} runs" if len(failed) > 1 else "1 run"
+        raise UserError(f"{these} failed, for reasons that stand above: {'; '.join(failed)}.")
 
 
 def _forecast(known: Registry, item: Item, place: Place, left: Sequence[Job]) -> None:

@@ -120,8 +120,8 @@ class Registry:
     Attributes:
         items: by name, in the papers' order.
         papers: title and overrides on a GPU (`gpu`) of each paper.
-        data: number of training samples (`num_train`) of each data set, other names of its folder (`also`), and
-            whether it comes with growlab (`built_in`).
+        data: number of training samples (`num_train`) of each data set, other names of its folder with the number that
+            lies there (`also`), and whether it comes with growlab (`built_in`).
     """
 
     items: dict[str, Item]

@@ -17,6 +17,7 @@ class CharacterPrediction(TokenPrediction):
     """
 
     metric_names: Sequence[str] = (*TokenPrediction.metric_names, "bits_per_character")
+    compared_by = ("bits_per_character", False)
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         """Mean loss, accuracy, perplexity and bits per character."""

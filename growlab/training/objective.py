@@ -181,6 +181,7 @@ class TokenPrediction(SumObjective):
     """
 
     metric_names: Sequence[str] = ("loss", "accuracy", "perplexity")
+    compared_by: tuple[str, bool] = ("perplexity", False)
     uneven = True
 
     def __init__(self, label_smoothing: float = 0.0, padding: int = -100) -> None:

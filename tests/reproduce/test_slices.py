@@ -6,12 +6,16 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 
+from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.errors import UserError
+from growlab.overruled import check_overruled
 from growlab.reproduce import slices
 from growlab.reproduce.__main__ import main
 from growlab.reproduce.registry import Job, registry
-from growlab.reproduce.slices import Place, command, train
+from growlab.reproduce.slices import Place, command, measuring, network_of, train
 from tests.parts_here import needs
 
 REGISTRY = registry()
@@ -47,20 +51,28 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 def test_a_slice_ends_in_time_and_the_next_goes_on(counting: Place) -> None:
     started = time.monotonic()
-    assert train(JOBS, counting, REGISTRY, minutes=0.5 / 60) == 0
+    assert train(JOBS, counting, REGISTRY, minutes=0.5 / 60) == (0, [])
     assert time.monotonic() - started < 10
     state = counting.runs / JOBS[0].folder / "state"
     assert 0 <= int(state.read_text()) < 8 and not counting.done(JOBS[0])
-    assert train(JOBS[:1], counting, REGISTRY, minutes=1) == 1
+    assert train(JOBS[:1], counting, REGISTRY, minutes=1) == (1, [])
     assert json.loads((state.parent / "results.json").read_text()) == 8
-    assert train(JOBS, counting, REGISTRY, minutes=0.1 / 60) == 0
+    assert train(JOBS, counting, REGISTRY, minutes=0.1 / 60) == (0, [])
 
 
-def test_a_run_that_fails_is_told(counting: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = [sys.executable, "-c", "import sys; sys.exit(2)"]
-    monkeypatch.setattr(slices, "command", lambda *_: failing)
-    with pytest.raises(UserError, match=r"digits/seed=0 failed \(exit code 2\)"):
-        train(JOBS, counting, REGISTRY, minutes=1)
+def test_a_run_that_fails_is_told_and_leaves_the_others_alone(
+    counting: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, failing = slices.command, [sys.executable, "-c", "import sys; sys.exit(2)"]
+    monkeypatch.setattr(slices, "command", lambda job, *at: failing if job is JOBS[1] else whole(job, *at))
+    assert train(JOBS, counting, REGISTRY, minutes=1) == (2, ["digits/seed=1"])
+    assert "digits/seed=1 failed (exit code 2)" in capsys.readouterr().out
+    monkeypatch.setattr("growlab.reproduce.__main__._forecast", lambda *_: None)
+    monkeypatch.setattr("growlab.reproduce.__main__.train", lambda *_: (0, ["a/seed=0", "a/seed=1"]))
+    assert main(["isotropic_depth", "--runs", str(counting.runs)]) == 2
+    told = capsys.readouterr()
+    assert told.err == "error: 2 runs failed, for reasons that stand above: a/seed=0; a/seed=1.\n"
+    assert "of 6 runs are there" in told.out and "the same command goes on" in told.out
 
 
 @needs("hypernets")
@@ -99,6 +111,7 @@ def test_missing_data_and_wrong_words_are_told_in_a_sentence(
         (["table3", "--minutes", "0"], "0 is no number of minutes above 0"),
         (["table3", "--minutes", "soon"], "--minutes"),
         (["table3", "--seeds", "a"], "a is no list of seeds such as 0,1"),
+        (["table3", "-o", "table.md"], "-o goes with --page"),
     ):
         assert main(words) == 2
         error = capsys.readouterr().err
@@ -117,6 +130,46 @@ def test_the_list_counts_what_is_there(
     assert "2 of   9 in runs; kept: 0 of 9" in out and "not run; it takes 9 runs of 160 epochs" in out
     assert main(["--list"]) == 0
     assert capsys.readouterr().out.count(" in runs; kept: ") == len(REGISTRY.items)
+
+
+NETWORKS = sorted(
+    {
+        (job.data, network_of(job))
+        for item in REGISTRY.items.values()
+        for job in item.jobs()
+        if job.data is not None and item.minutes is None
+    }
+)
+
+
+@pytest.mark.parametrize(("data", "network"), NETWORKS, ids=lambda value: str(value)[:60])
+def test_the_steps_that_are_measured_are_a_run_that_can_be_had(data: str, network: tuple[str, ...]) -> None:
+    """What is typed of any network of the registry composes, is in force and fits its data."""
+    typed = measuring(network)
+    register_schemas()
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose(PRIMARY, overrides=[*typed, "name=measured", "data.root=somewhere"])
+    check_overruled(cfg, [*typed, "data.root=somewhere"])
+    assert instantiate(cfg.data).name.removesuffix("_incremental") == data
+    assert cfg.data.get("incremental") is None
+    assert cfg.schedule.total_epochs == 2 and cfg.schedule.epochs is None and cfg.schedule.get("budget") is None
+
+
+def test_data_that_is_missing_leaves_out_its_runs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data" / "mnist10k").mkdir(parents=True)
+    (tmp_path / "data" / "mnist10k" / "train.parquet").touch()
+    taken: list[Job] = []
+    monkeypatch.setattr("growlab.reproduce.__main__._forecast", lambda *_: None)
+    monkeypatch.setattr("growlab.reproduce.__main__.train", lambda jobs, *_: taken.extend(jobs) or (0, []))
+    assert main(["isotropic_data_sets", "--data", str(tmp_path / "data"), "--runs", str(tmp_path)]) == 0
+    every = REGISTRY.items["isotropic_data_sets"].jobs()
+    assert [job.folder for job in taken] == [job.folder for job in every if job.data in ("digits", "mnist")]
+    told = capsys.readouterr().err
+    assert told.count("\n") == 2 and "12 runs left out: cifar10 is not in" in told and "fashion_mnist" in told
+    place = Place(tmp_path, tmp_path / "data", ())
+    assert place.num_train(REGISTRY, "mnist") == 8000 and place.num_train(REGISTRY, "digits") == 1437
 
 
 @pytest.mark.slow
