@@ -89,7 +89,7 @@ def _width_axis(axes: Axes, least: int, most: int) -> None:
 
 def _tasks(runs: Sequence[Run]) -> list[tuple[int, str]]:
     """When the classes change, and to which, if all runs agree on it: `data.class_schedule` of their configurations."""
-    schedules = [_class_schedule(run.path / "config.yaml") for run in runs]
+    schedules = [class_schedule(run.path / "config.yaml") for run in runs]
     if not schedules[0] or any(schedule != schedules[0] for schedule in schedules):
         return []
     return [
@@ -101,7 +101,8 @@ def _tasks(runs: Sequence[Run]) -> list[tuple[int, str]]:
     ]
 
 
-def _class_schedule(path: Path) -> dict[int, list[int]]:
+def class_schedule(path: Path) -> dict[int, list[int]]:
+    """The classes from each epoch on, as a run's configuration says; none where it does not."""
     if not path.is_file():
         return {}
     content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}

@@ -8,7 +8,7 @@ import pandas
 from growlab.analysis.layer_figures import read
 from growlab.analysis.metrics import metric_of
 from growlab.analysis.results import Run
-from growlab.analysis.width_paths import path_of
+from growlab.analysis.width_paths import class_schedule, path_of
 from growlab.errors import UserError
 
 
@@ -37,6 +37,31 @@ def train_loss_change(run: Run) -> float:
 def last_width(run: Run) -> float:
     """Channels of all groups in the last epoch."""
     return float(path_of(run)[-1])
+
+
+def width_gained(run: Run) -> float:
+    """Channels that came while there were more classes than before: mean over those parts of `data.class_schedule`."""
+    return _width_changes(run, more=True)
+
+
+def width_given_back(run: Run) -> float:
+    """Channels that went while there were fewer classes than before, likewise."""
+    return -_width_changes(run, more=False)
+
+
+def _width_changes(run: Run, more: bool) -> float:
+    """Mean change of width from the end of one set of classes to the end of the next, where these are more or fewer."""
+    classes = class_schedule(run.path / "config.yaml")
+    starts = sorted(classes)
+    path = path_of(run)
+    ends = [float(path[after - 1]) for after in (*starts[1:], len(path))]
+    counts = [len(classes[start]) for start in starts]
+    changes = [
+        ends[index] - ends[index - 1]
+        for index in range(1, len(starts))
+        if (counts[index] > counts[index - 1]) == more
+    ]
+    return sum(changes) / len(changes) if changes else math.nan
 
 
 def jump(run: Run) -> float:
@@ -84,6 +109,8 @@ QUANTITIES: dict[str, tuple[Callable[[Run], float], str]] = {
     "first_loss": (first_loss, "loss"),
     "train_loss_change": (train_loss_change, "loss"),
     "last_width": (last_width, "neurons"),
+    "width_gained": (width_gained, "neurons"),
+    "width_given_back": (width_given_back, "neurons"),
     "jump": (jump, "points"),
     "log_seconds": (log_seconds, "(logarithm of seconds)"),
     "new_rate_factor": (new_rate_factor, ""),

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from growlab.analysis.results import open_run
 from growlab.errors import UserError
 from growlab.reproduce.page import Standing, page, standings
+from growlab.reproduce.quantities import width_gained, width_given_back
 from growlab.reproduce.registry import Check, Item, Rows, registry
 from growlab.reproduce.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, _runs, outcome
 from tests.analysis.fake_runs import write_run
@@ -133,3 +135,13 @@ def test_an_entry_counts_whole_rows_and_shortened_ones(tmp_path: Path) -> None:
 def test_a_study_that_has_not_run_is_of_no_number_of_epochs() -> None:
     study = next(one for one in standings(registry(), None) if one.item.name == "isotropic_invariance")
     assert study.verdict == "not run; it takes 1 run"
+
+
+def test_widths_are_counted_where_classes_come_and_go(tmp_path: Path) -> None:
+    """3 channels for two classes, 9 at the end of four, 4 at the end of three; without such a task there is no number."""
+    group = {"channels": "layer", "full_width": 9, "widths": [2, 3, 8, 9, 7, 4]}
+    run = open_run(write_run(tmp_path / "run", stage_epochs=[1] * 6, groups={"layer": group}))
+    assert math.isnan(width_gained(run)) and math.isnan(width_given_back(run))
+    task = "data: {class_schedule: {0: [0, 1], 2: [0, 1, 2, 3], 4: [2, 5, 7]}}"
+    (run.path / "config.yaml").write_text(task, encoding="utf-8")
+    assert (width_gained(run), width_given_back(run)) == (6.0, 5.0)
