@@ -5,11 +5,17 @@ import re
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import get_class
+from omegaconf import OmegaConf
 
 from growlab.analysis import load_runs
+from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.errors import UserError
 from growlab.files import FAILURE, write_json
-from growlab.sweeps import conclude, forget_failure
+from growlab.sweeps import check_selection, conclude, forget_failure, objective
 from tests.command_line import CommandLine
 from tests.test_experiment import SHORT
 
@@ -97,3 +103,44 @@ def test_failures_of_one_reason_are_told_once(tmp_path: Path) -> None:
         f"{tmp_path / '0'} and 2 more failed: too short.",
         f"{tmp_path / '1'} failed: too wide.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "holds_out", "metric"),
+    [
+        (("experiment=digits",), True, ("accuracy", 1.0)),
+        (("experiment=digits", "data.validation=test"), False, None),
+        (("experiment=gpt_char", "data.path=text"), True, ("bits_per_character", -1.0)),
+        (("experiment=llama_text", "data.path=text"), True, ("bits_per_byte", -1.0)),
+        (("experiment=transformer_multi30k",), True, ("perplexity", -1.0)),
+        (("experiment=transformer_multi30k", "data.validation=none"), False, None),
+    ],
+)
+def test_a_search_selects_by_what_each_kind_of_data_holds_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides, holds_out: bool, metric
+) -> None:
+    """The metric that tables compare such runs by, on validation; negative where lower is better."""
+    register_schemas()
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose(PRIMARY, overrides=[*overrides, "name=given"])
+    sweeper = {"_target_": "OptunaSweeper", "direction": "maximize"}
+    job = OmegaConf.create({"mode": RunMode.MULTIRUN, "sweeper": sweeper})
+    monkeypatch.setattr(HydraConfig, "get", lambda: job)
+    kind = get_class(cfg.objective._target_)
+    name, higher_is_better = kind.compared_by
+    values = {f"val_{each}": number for number, each in enumerate(kind.metric_names, 2)}
+    write_json(
+        tmp_path / "results.json",
+        {
+            "metric": {"name": name, "higher_is_better": higher_is_better},
+            **values,
+            "train_cost_percent": 50.0,
+        },
+    )
+    if not holds_out:
+        with pytest.raises(UserError, match=r"neither trained on nor tested on: set data\.validation=split"):
+            check_selection(cfg)
+        assert objective(cfg, tmp_path) is None
+        return
+    check_selection(cfg)
+    assert objective(cfg, tmp_path) == metric[1] * values[f"val_{metric[0]}"]

@@ -75,7 +75,9 @@ def _seeds(text: str) -> list[int]:
 def _run(arguments: argparse.Namespace) -> None:
     known = registry()
     if arguments.output is not None and arguments.page is None:
-        raise UserError("-o goes with --page; tables and figures of NAME go beside the runs, where --runs says.")
+        raise UserError(
+            "-o goes with --page; tables and figures of NAME go beside the runs, where --runs says."
+        )
     if arguments.page is not None:
         from growlab.reproduce.page import page
 

@@ -138,7 +138,7 @@ def test_a_study_that_has_not_run_is_of_no_number_of_epochs() -> None:
 
 
 def test_widths_are_counted_where_classes_come_and_go(tmp_path: Path) -> None:
-    """3 channels for two classes, 9 at the end of four, 4 at the end of three; without such a task there is no number."""
+    """3 channels for two classes, 9 at the end of four, 4 at the end of three; no number without such a task."""
     group = {"channels": "layer", "full_width": 9, "widths": [2, 3, 8, 9, 7, 4]}
     run = open_run(write_run(tmp_path / "run", stage_epochs=[1] * 6, groups={"layer": group}))
     assert math.isnan(width_gained(run)) and math.isnan(width_given_back(run))

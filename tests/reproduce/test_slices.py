@@ -10,7 +10,6 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
 from growlab.configuration import PRIMARY, config_dir, register_schemas
-from growlab.errors import UserError
 from growlab.overruled import check_overruled
 from growlab.reproduce import slices
 from growlab.reproduce.__main__ import main
@@ -152,7 +151,9 @@ def test_the_steps_that_are_measured_are_a_run_that_can_be_had(data: str, networ
     check_overruled(cfg, [*typed, "data.root=somewhere"])
     assert instantiate(cfg.data).name.removesuffix("_incremental") == data
     assert cfg.data.get("incremental") is None
-    assert cfg.schedule.total_epochs == 2 and cfg.schedule.epochs is None and cfg.schedule.get("budget") is None
+    assert (
+        cfg.schedule.total_epochs == 2 and cfg.schedule.epochs is None and cfg.schedule.get("budget") is None
+    )
 
 
 def test_data_that_is_missing_leaves_out_its_runs_alone(
