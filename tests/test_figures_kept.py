@@ -15,6 +15,7 @@ from growlab.analysis.figures import save
 from tests.command_line import ROOT
 
 sys.path.insert(0, str(ROOT / "notebooks" / "docs"))
+import drawings
 from figures import RESULTS, Kept, kept
 from results_pages import command_of_run, gallery
 
@@ -66,3 +67,21 @@ def test_plans_tell_the_command_that_made_them() -> None:
 def test_studies_tell_their_own_command(tmp_path: Path) -> None:
     (tmp_path / "provenance.json").write_text(json.dumps({"command": "python -m growlab study=x"}))
     assert command_of_run(tmp_path) == "python -m growlab study=x"
+
+
+@pytest.mark.skipif(not same_matplotlib(), reason="another matplotlib than the locked one lays out otherwise")
+@pytest.mark.parametrize("name", drawings.ALL)
+def test_a_drawing_is_what_growlab_does(name: str, tmp_path: Path) -> None:
+    """If growing changes, so does its picture: `make figures ARGS=NAME`."""
+    number = re.compile(r"-?\d+\.\d+")
+    now, kept = (
+        path.read_text(encoding="utf-8")
+        for path in (
+            drawings.write(drawings.ALL[name], tmp_path / "now.svg"),
+            drawings.DRAWINGS / f"{name}.svg",
+        )
+    )
+    assert number.sub("#", now) == number.sub("#", kept)
+    assert np.allclose(
+        *([float(one) for one in number.findall(text)] for text in (now, kept)), rtol=0, atol=0.05
+    )

@@ -1,6 +1,6 @@
-"""Draws the figures of notebooks/results anew, from the rows beside them: `make figures`.
+"""Draws the figures of notebooks/results anew, from the rows beside them, and the docs' drawings: `make figures`.
 
-`notebooks/results/figures.yaml` says which figure each is and of which folders.
+`notebooks/results/figures.yaml` says which figure each is and of which folders. The docs show them as SVG (`drawn`).
 """
 
 import glob
@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import drawings
 import yaml
-from matplotlib import pyplot
+from matplotlib import pyplot, rc_context
 from matplotlib.figure import Figure
 
+from growlab.analysis import style
 from growlab.analysis.figures import FIGURES, save
 from growlab.analysis.results import load_runs
 
@@ -56,6 +58,26 @@ def kept() -> Iterator[Kept]:
         yield Kept(file, entry["figure"], tuple(of), entry["shows"])
 
 
+def drawn(one: Kept) -> Path:
+    """The figure as SVG, below build/figures: drawn anew where its rows or growlab's figures are newer.
+
+    Its letters are paths: a reader may not have the font.
+    """
+    path = (ROOT / "build" / "figures" / one.file).with_suffix(".svg")
+    folders = [Path(folder) for each in one.folders for folder in glob.glob(str(ROOT / each))]
+    sources = [
+        file for folder in folders for file in folder.rglob("*") if file.suffix in (".json", ".csv", ".yaml")
+    ]
+    sources += (ROOT / "growlab" / "analysis").glob("*.py")
+    if not path.exists() or path.stat().st_mtime < max(file.stat().st_mtime for file in sources):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure = one.draw()
+        with style.styled(), rc_context({"svg.fonttype": "path"}):
+            figure.savefig(path, format="svg", metadata={"Date": None})
+        pyplot.close("all")
+    return path
+
+
 def _quiet(sentence: str) -> None:
     """Some runs are there twice, in figures of two folders."""
 
@@ -67,3 +89,6 @@ if __name__ == "__main__":
             save(one.draw(), RESULTS / one.file)
             pyplot.close("all")
             print(one.file)
+    for name, draw in drawings.ALL.items():
+        if not wanted or any(part in name for part in wanted):
+            print(drawings.write(draw, drawings.DRAWINGS / f"{name}.svg").name)

@@ -1,14 +1,18 @@
-"""MkDocs hook: puts the figures and tables of notebooks/results into the docs, and makes a gallery of the figures."""
+"""MkDocs hook: puts the figures and tables of notebooks/results into the docs, and makes a gallery of the figures.
+
+Figures that are drawn from rows are shown as SVG, drawn when the docs are built.
+"""
 
 import csv
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # a hook is loaded by its path
 
-from figures import RESULTS, kept
+from figures import RESULTS, drawn, kept
 
 _TOP = """# Gallery
 
@@ -33,8 +37,19 @@ def on_files(files: Any, config: Any) -> Any:
             files.append(File.generated(config, name, content=title + path.read_text(encoding="utf-8")))
         else:
             files.append(File.generated(config, name, abs_src_path=str(path)))
+    for one in kept():
+        name = f"results/{Path(one.file).with_suffix('.svg')}"
+        files.append(File.generated(config, name, abs_src_path=str(drawn(one))))
     files.append(File.generated(config, "gallery.md", content=gallery()))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Show the SVG in place of each PNG that is drawn from rows; files of the repository name the PNG."""
+    for one in kept():
+        stem = f"results/{Path(one.file).with_suffix('')}"
+        markdown = re.sub(rf"(\]\((?:\.\./)*{re.escape(stem)})\.png\)", r"\1.svg)", markdown)
+    return markdown
 
 
 def gallery() -> str:
