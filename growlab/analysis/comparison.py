@@ -36,7 +36,7 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
     """
     rows = summarise(runs)
     one_task(rows, "a comparison")
-    looks = style.looks([row.group.is_fixed_size for row in rows])
+    looks = style.looks([row.group.method for row in rows])
     everyone = [run for row in rows for run in row.runs]
     metric = rows[0].metric
     if all(run.held_out(metric.key) is None and run.curve(f"train_{metric.key}") is None for run in everyone):

@@ -60,7 +60,7 @@ def _draw(
 ) -> Figure:
     series = series_over_budgets(rows)
     points = [point for one in series for point in one.points]
-    looks = style.looks([one.is_fixed_size for one in series])
+    looks = style.looks([one.points[0].row.group.method for one in series])
     metric = rows[0].metric
     names = [f"{style.symbols(one.name)} (n={_seeds([p.row.n for p in one.points])})" for one in series]
     with style.styled():

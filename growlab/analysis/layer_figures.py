@@ -63,12 +63,9 @@ def loss_over_steps(runs: Sequence[Run]) -> Figure:
     with style.styled():
         figure = style.new_figure(7.0, 2.9)
         left, right = figure.subplots(1, 2)
-        for index, (run, name) in enumerate(zip(runs, labels(runs), strict=True)):
+        for look, (run, name) in zip(_looks(labels(runs)), zip(runs, labels(runs), strict=True), strict=True):
             table = read(run)
-            look = {
-                "color": style.PALETTE[index % len(style.PALETTE)],
-                "linestyle": style.DASHES[index % len(style.DASHES)],
-            }
+            marker = look.pop("marker")
             held_out, losses = table[table["quantity"] == "loss"], run.curve("train_loss")
             enough = losses is not None and len(losses) >= _FEWEST_EPOCHS
             strength = {"linewidth": 0.8, "alpha": 0.4} if enough else {}
@@ -78,7 +75,6 @@ def loss_over_steps(runs: Sequence[Run]) -> Figure:
                 ends = run.metrics["step"].to_numpy(dtype=float)
                 middles = ends - np.diff(ends, prepend=0.0) / 2
                 line = {} if enough else {"linestyle": "none"}
-                marker = style.MARKERS[index % len(style.MARKERS)]
                 left.plot(middles, losses, **(look | line), marker=marker)
             rows = table[table["quantity"] == "accuracy"]
             share = rows["mean"].to_numpy()
@@ -129,6 +125,14 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return names
 
 
+def _looks(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Those of the methods, and dashes in turn: lines of hypernetworks often lie on one another."""
+    return [
+        look | {"linestyle": style.DASHES[index % len(style.DASHES)]}
+        for index, look in enumerate(style.looks(names))
+    ]
+
+
 def _histograms(runs: Sequence[Run], quantity: str, at_end: bool) -> Figure:
     """A panel of histograms a run, and one of the standard deviations of all, which a histogram's axis hides."""
     tables = [_of_step(run, quantity, at_end) for run in runs]
@@ -156,12 +160,7 @@ def _histograms(runs: Sequence[Run], quantity: str, at_end: bool) -> Figure:
                     texts.append(text)
         order = sorted(range(len(texts)), key=lambda index: layers.index(texts[index]))
         last = panels[len(runs)]
-        for index, (table, name) in enumerate(zip(tables, names, strict=True)):
-            look = {
-                "color": style.PALETTE[index % len(style.PALETTE)],
-                "linestyle": style.DASHES[index % len(style.DASHES)],
-                "marker": style.MARKERS[index % len(style.MARKERS)],
-            }
+        for look, table, name in zip(_looks(names), tables, names, strict=True):
             positive = table["std"].where(table["std"] > 0)
             last.plot([layers.index(layer) for layer in table.index], positive, **look, label=name)
         last.set_xticks(range(len(layers)), layers, rotation=20, ha="right")

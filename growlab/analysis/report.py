@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from growlab.analysis import style
 from growlab.analysis.figures import write_run_figures
 from growlab.analysis.results import Run, load_runs, open_run
 from growlab.command_parser import CommandParser
@@ -54,8 +55,11 @@ def page(runs: Sequence[Run]) -> str:
         runs: finished ones.
     """
     template = files("growlab.analysis").joinpath("report.html").read_text(encoding="utf-8")
+    methods = list(dict.fromkeys(map(_method, runs)))
+    colours = {name: look["color"] for name, look in zip(methods, style.looks(methods), strict=True)}
     content = json.dumps(
-        [_told(run, name) for run, name in zip(runs, _names(runs), strict=True)], allow_nan=False
+        [_told(run, name, colours[_method(run)]) for run, name in zip(runs, _names(runs), strict=True)],
+        allow_nan=False,
     )
     # Inside a script, `</` would end it.
     return template.replace("/*RUNS*/[]", content.replace("</", "<\\/"))
@@ -94,12 +98,17 @@ def _names(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _told(run: Run, name: str) -> dict[str, Any]:
+def _method(run: Run) -> str:
+    return run.group.method if run.results else run.path.name
+
+
+def _told(run: Run, name: str, colour: str) -> dict[str, Any]:
     """What the page shows of a run, in numbers that JSON knows."""
     results = run.results
     return {
         "name": name,
-        "method": run.group.method if results else name,
+        "method": _method(run),
+        "colour": colour,
         "title": f"{results['model']} on {results['data']}" if results else run.path.name,
         "facts": _facts(results),
         "curves": _curves(run),

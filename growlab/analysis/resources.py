@@ -62,12 +62,13 @@ def resources(runs: Sequence[Run]) -> Figure:
 def _bars(axes: Axes, quantity: str, runs: Sequence[Run]) -> list[Any]:
     width = 0.8 / len(runs)
     handles = []
+    looks = style.looks([run.group.method for run in runs])
     for i, run in enumerate(runs):
         values = _column(run, quantity)
         assert values is not None
         places = np.arange(len(values)) + (i - (len(runs) - 1) / 2) * width
         look = {
-            "facecolor": style.PALETTE[i % len(style.PALETTE)],
+            "facecolor": looks[i]["color"],
             "hatch": style.HATCHES[i % len(style.HATCHES)],
             "edgecolor": "white",
             "linewidth": 0.4,

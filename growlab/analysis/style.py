@@ -32,6 +32,30 @@ HATCHES = ("", "////", "....", "xxxx")
 # Born in stage 0, 1, ...: an order, so a map of growing lightness that survives grey print.
 STAGE_MAP = "viridis"
 
+# The colour of a method, the same in all figures, by what its name has in it; the first that fits counts.
+_HOMES = (
+    ("grown in depth and", 3),
+    ("grown in depth", 2),
+    ("resolution", 6),
+    (r"^ours \+", 0),
+    ("^ours", 4),
+    ("^net2net", 1),
+    ("^pairs", 5),
+    ("^random", 7),
+    ("^firefly_split", 6),
+    ("^firefly", 2),
+    ("^splitting", 3),
+    # Initialisations of hypernetworks.
+    (r"\bhyperfan_in\b", 0),
+    (r"\bhyperfan_out\b", 1),
+    (r"\bkaiming_", 2),
+    (r"\bxavier_", 3),
+)
+# Networks that never grow, and those whose weights no hypernetwork emits.
+_FIXED = ("fixed-size", "classical")
+# Of a network that never grows and is not the full one, or does not train as long.
+_LESS = ("fewer blocks", "equal_flops", "width_multiple", "depth_multiple", "resolution.sizes")
+
 # gid of the artists that mark growth events: found by tests and by whoever restyles an SVG.
 EVENT = "growth-event"
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -120,20 +144,56 @@ def legend_below(
         legend.remove()
 
 
-def looks(fixed_size: Sequence[bool]) -> list[dict[str, Any]]:
-    """Colour, dashes and marker of each curve: black and grey for fixed-size ones, the palette for the others."""
-    found: list[dict[str, Any]] = []
-    num_fixed = num_grown = 0
-    for i, is_fixed in enumerate(fixed_size):
-        if is_fixed:
-            colour, dashes = FIXED_SIZE[num_fixed % len(FIXED_SIZE)], DASHES[num_fixed % len(DASHES)]
-            num_fixed += 1
-        else:
-            colour = PALETTE[num_grown % len(PALETTE)]
-            dashes = DASHES[num_grown // len(PALETTE) % len(DASHES)]
-            num_grown += 1
-        found.append({"color": colour, "linestyle": dashes, "marker": MARKERS[i % len(MARKERS)]})
-    return found
+def looks(methods: Sequence[str]) -> list[dict[str, Any]]:
+    """Colour, dashes and marker of each curve: a method has the same ones in every figure.
+
+    Black is the full network that never grows, grey a smaller or shorter one, the palette is for the others. Where two
+    curves of a figure belong to one colour, or to none, the later one gets the next that is free.
+
+    Args:
+        methods: names as `Group.method` has them.
+
+    Example:
+        >>> [look["color"] for look in looks(["net2net", "fixed-size", "net2net, optimizer.lr=0.1"])]
+        ['#D55E00', '#000000', '#0072B2']
+    """
+    places: dict[int, tuple[bool, int, int]] = {}
+    taken: set[tuple[bool, int, int]] = set()
+    homes = [_home(method) for method in methods]
+    firsts = {home: index for index, home in reversed(list(enumerate(homes))) if home is not None}
+    wanted = set(firsts)
+    for index, home in enumerate(homes):
+        if home is not None and firsts[home] == index:
+            places[index] = (*home, 0)
+            taken.add(places[index])
+    for index, method in enumerate(methods):
+        if index not in places:
+            fixed = method.startswith(_FIXED)
+            free = (
+                (fixed, colour, turn)
+                for turn in itertools.count()
+                for colour in range(len(FIXED_SIZE if fixed else PALETTE))
+                if (fixed, colour, turn) not in taken and (turn > 0 or (fixed, colour) not in wanted)
+            )
+            places[index] = next(free)
+            taken.add(places[index])
+    return [_look(*places[index]) for index in range(len(methods))]
+
+
+def _home(method: str) -> tuple[bool, int] | None:
+    """Whether a method is of fixed size, and its colour."""
+    if method.startswith(_FIXED):
+        return True, int(any(word in method for word in _LESS))
+    return next(((False, colour) for start, colour in _HOMES if re.search(start, method)), None)
+
+
+def _look(fixed: bool, colour: int, turn: int) -> dict[str, Any]:
+    marker = (colour if fixed else len(FIXED_SIZE) + colour) + turn
+    return {
+        "color": (FIXED_SIZE if fixed else PALETTE)[colour],
+        "linestyle": DASHES[turn % len(DASHES)],
+        "marker": MARKERS[marker % len(MARKERS)],
+    }
 
 
 def symbols(text: str) -> str:
