@@ -1,11 +1,14 @@
 """How figures look: size, palette, growth events, labels that do not touch each other."""
 
+import csv
 import io
 import itertools
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -26,35 +29,12 @@ from growlab.files import write_atomically
 # fixed-size networks.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#44AA99")
 FIXED_SIZE = ("#000000", "#777777")
+_GREYS = ("black", "grey")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h", "<", ">")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 HATCHES = ("", "////", "....", "xxxx")
 # Born in stage 0, 1, ...: an order, so a map of growing lightness that survives grey print.
 STAGE_MAP = "viridis"
-
-# The colour of a method, the same in all figures, by what its name has in it; the first that fits counts.
-_HOMES = (
-    ("grown in depth and", 3),
-    ("grown in depth", 2),
-    ("resolution", 6),
-    (r"^ours \+", 0),
-    ("^ours", 4),
-    ("^net2net", 1),
-    ("^pairs", 5),
-    ("^random", 7),
-    ("^firefly_split", 6),
-    ("^firefly", 2),
-    ("^splitting", 3),
-    # Initialisations of hypernetworks.
-    (r"\bhyperfan_in\b", 0),
-    (r"\bhyperfan_out\b", 1),
-    (r"\bkaiming_", 2),
-    (r"\bxavier_", 3),
-)
-# Networks that never grow, and those whose weights no hypernetwork emits.
-_FIXED = ("fixed-size", "classical")
-# Of a network that never grows and is not the full one, or does not train as long.
-_LESS = ("fewer blocks", "equal_flops", "width_multiple", "depth_multiple", "resolution.sizes")
 
 # gid of the artists that mark growth events: found by tests and by whoever restyles an SVG.
 EVENT = "growth-event"
@@ -147,8 +127,9 @@ def legend_below(
 def looks(methods: Sequence[str]) -> list[dict[str, Any]]:
     """Colour, dashes and marker of each curve: a method has the same ones in every figure.
 
-    Black is the full network that never grows, grey a smaller or shorter one, the palette is for the others. Where two
-    curves of a figure belong to one colour, or to none, the later one gets the next that is free.
+    Black is the full network that never grows, grey a smaller or shorter one, the palette is for the others; `colours.csv`
+    says which has which, by its name. Where two curves of a figure belong to one colour, or to none, the later one gets
+    the next that is free.
 
     Args:
         methods: names as `Group.method` has them.
@@ -157,42 +138,40 @@ def looks(methods: Sequence[str]) -> list[dict[str, Any]]:
         >>> [look["color"] for look in looks(["net2net", "fixed-size", "net2net, optimizer.lr=0.1"])]
         ['#D55E00', '#000000', '#0072B2']
     """
-    places: dict[int, tuple[bool, int, int]] = {}
-    taken: set[tuple[bool, int, int]] = set()
     homes = [_home(method) for method in methods]
-    firsts = {home: index for index, home in reversed(list(enumerate(homes))) if home is not None}
-    wanted = set(firsts)
+    firsts = {home: index for index, home in reversed(list(enumerate(homes)))}
+    taken = {(home, 0) for home in firsts if home is not None}
+    found = []
     for index, home in enumerate(homes):
-        if home is not None and firsts[home] == index:
-            places[index] = (*home, 0)
-            taken.add(places[index])
-    for index, method in enumerate(methods):
-        if index not in places:
-            fixed = method.startswith(_FIXED)
-            free = (
-                (fixed, colour, turn)
-                for turn in itertools.count()
-                for colour in range(len(FIXED_SIZE if fixed else PALETTE))
-                if (fixed, colour, turn) not in taken and (turn > 0 or (fixed, colour) not in wanted)
-            )
-            places[index] = next(free)
-            taken.add(places[index])
-    return [_look(*places[index]) for index in range(len(methods))]
+        place = (home, 0) if home is not None and firsts[home] == index else _next_free(home, taken)
+        taken.add(place)
+        found.append(_look(*place))
+    return found
 
 
-def _home(method: str) -> tuple[bool, int] | None:
-    """Whether a method is of fixed size, and its colour."""
-    if method.startswith(_FIXED):
-        return True, int(any(word in method for word in _LESS))
-    return next(((False, colour) for start, colour in _HOMES if re.search(start, method)), None)
+def _home(method: str) -> str | None:
+    """The colour that a method's name says, as `colours.csv` has it."""
+    return next((colour for pattern, colour in _homes() if re.search(pattern, method)), None)
 
 
-def _look(fixed: bool, colour: int, turn: int) -> dict[str, Any]:
-    marker = (colour if fixed else len(FIXED_SIZE) + colour) + turn
+@cache
+def _homes() -> list[tuple[str, str]]:
+    text = resources.files("growlab.analysis").joinpath("colours.csv").read_text(encoding="utf-8")
+    return [(line["method"], line["colour"]) for line in csv.DictReader(text.splitlines())]
+
+
+def _next_free(home: str | None, taken: Collection[tuple[str, int]]) -> tuple[str, int]:
+    """A colour and a turn through the dashes: where a network never grows another turn, else another colour first."""
+    own = [home] if home is not None and home in _GREYS else [str(index) for index in range(len(PALETTE))]
+    return next((colour, turn) for turn in itertools.count() for colour in own if (colour, turn) not in taken)
+
+
+def _look(colour: str, turn: int) -> dict[str, Any]:
+    marker = _GREYS.index(colour) if colour in _GREYS else len(_GREYS) + int(colour)
     return {
-        "color": (FIXED_SIZE if fixed else PALETTE)[colour],
+        "color": FIXED_SIZE[_GREYS.index(colour)] if colour in _GREYS else PALETTE[int(colour)],
         "linestyle": DASHES[turn % len(DASHES)],
-        "marker": MARKERS[marker % len(MARKERS)],
+        "marker": MARKERS[(marker + turn) % len(MARKERS)],
     }
 
 

@@ -35,7 +35,7 @@ def test_black_is_the_full_network(less: str) -> None:
 
 
 def test_no_two_curves_look_alike() -> None:
-    many = [f"ours, schedule.num_stages={n}" for n in range(20)] + [f"fixed-size, a={n}" for n in range(5)]
+    many = [f"ours, schedule.num_stages={n}" for n in range(20)] + [f"fixed-size, a={n}" for n in range(4)]
     found = looks(many)
     assert len({(look["color"], str(look["linestyle"])) for look in found}) == len(many)
     few = looks([*(f"method{n}" for n in range(len(PALETTE))), "fixed-size", "fixed-size, fewer blocks"])
