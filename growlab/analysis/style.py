@@ -127,9 +127,9 @@ def legend_below(
 def looks(methods: Sequence[str]) -> list[dict[str, Any]]:
     """Colour, dashes and marker of each curve: a method has the same ones in every figure.
 
-    Black is the full network that never grows, grey a smaller or shorter one, all others have the palette. `colours.csv`
-    says which has which, by its name. Where two curves of a figure belong to one colour, or to none, the later one gets
-    the next that is free.
+    Black is the full network that never grows, grey a smaller or shorter one, all others have the palette;
+    `colours.csv` says which has which, by its name. Where two curves of a figure belong to one colour, or to none, the
+    later one gets the next that is free.
 
     Args:
         methods: names as `Group.method` has them.
