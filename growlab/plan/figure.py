@@ -20,7 +20,7 @@ def draw(planned: Planned) -> Figure:
     """Held-out loss over cost on the left, and over this machine's seconds on the right."""
     curves = laws(planned)
     names = list(planned.measured)
-    looks = style.looks([name == WHOLE for name in names])
+    looks = style.looks(["fixed-size" if name == WHOLE else name for name in names])
     # The grown run's own colour.
     colours = [look["color"] for look in looks]
     spare = [colour for colour in style.PALETTE if colour != _GROWN]
