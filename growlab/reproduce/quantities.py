@@ -34,6 +34,14 @@ def train_loss_change(run: Run) -> float:
     return float(losses[-1] - losses[0])
 
 
+def last_train_loss(run: Run) -> float:
+    """The training loss of the last epoch."""
+    losses = run.curve("train_loss")
+    if losses is None:
+        raise UserError(f"{run.path} has no training loss over epochs.")
+    return float(losses[-1])
+
+
 def last_width(run: Run) -> float:
     """Channels of all groups in the last epoch."""
     return float(path_of(run)[-1])
@@ -107,6 +115,7 @@ def new_rate_factor(run: Run) -> float:
 QUANTITIES: dict[str, tuple[Callable[[Run], float], str]] = {
     "score": (score, ""),
     "first_loss": (first_loss, "loss"),
+    "last_train_loss": (last_train_loss, "loss"),
     "train_loss_change": (train_loss_change, "loss"),
     "last_width": (last_width, "neurons"),
     "width_gained": (width_gained, "neurons"),
