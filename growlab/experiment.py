@@ -50,6 +50,7 @@ from growlab.training.fresh_statistics import FreshStatistics
 from growlab.training.layer_statistics import layer_statistics
 from growlab.training.library_messages import plain_errors, quiet_libraries
 from growlab.training.loggers import WandbRecords, close_loggers, run_name
+from growlab.training.memory import keep_freed
 from growlab.training.plan import Plan, carried_out
 from growlab.training.rank_check import RankCheck
 from growlab.training.saving import SaveCheckpoints
@@ -103,6 +104,7 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
     checkpoint, header = _resume(cfg, run_dir)
     data = _data(cfg, ending)
     torch.set_num_threads(cfg.num_threads or _NUM_THREADS)
+    keep_freed()
     lightning.seed_everything(cfg.seed, verbose=False)
     planned = plan_run(cfg, data, header.get("batch_fit"))
     grower, plan = planned.grower, planned.plan

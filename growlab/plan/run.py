@@ -18,6 +18,7 @@ from growlab.plan.report import content, paragraph, table
 from growlab.plan.search import plan
 from growlab.processes import program
 from growlab.training.library_messages import plain_errors, quiet_libraries
+from growlab.training.memory import keep_freed
 
 
 def run(cfg: DictConfig) -> None:
@@ -36,6 +37,7 @@ def run(cfg: DictConfig) -> None:
         settings = settings_of(cfg)
         if cfg.num_threads:
             torch.set_num_threads(cfg.num_threads)
+        keep_freed()
         problem, data = problem_of(cfg)
         ending.callback(data.teardown, "test")
         planned = plan(problem, settings, lambda line: print(line, file=sys.stderr, flush=True))

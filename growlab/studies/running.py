@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from growlab.errors import UserError
 from growlab.files import write_json, write_text
+from growlab.training.memory import keep_freed
 from growlab.training.provenance import git_commit, machine, versions
 
 
@@ -27,6 +28,7 @@ def run_study(cfg: DictConfig, run_dir: Path) -> None:
         raise UserError(f"study={cfg.study} is no study: give it a _target_ and its arguments, or null.")
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
+    keep_freed()
     torch.manual_seed(cfg.seed)
     overrides = HydraConfig.get().overrides.task
     provenance = {

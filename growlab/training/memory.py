@@ -1,6 +1,7 @@
 """How much memory training takes: of a GPU, of this process, of tensors."""
 
 import ctypes
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3), from malloc.h
+_LARGEST_KEPT = 2**30  # bytes; mallopt takes an int
 _RESET_PEAK = "5\n"  # what proc(5) has to be written into clear_refs
 
 
@@ -87,6 +90,22 @@ def _return_freed() -> None:
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def keep_freed() -> None:
+    """Let the C library keep freed memory for the next step instead of handing it back to the system; glibc alone can.
+
+    By default it maps every block above 32 MiB anew, and the system clears its pages at each first touch: half the
+    time of a step where the gradients of large weights come and go. Settings of the environment (MALLOC_...,
+    GLIBC_TUNABLES) stand.
+    """
+    chosen = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if chosen or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    mallopt: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
+        mallopt(_M_TRIM_THRESHOLD, _LARGEST_KEPT)
 
 
 class LiveTensors(TorchDispatchMode):

@@ -1,6 +1,11 @@
 """What training takes of memory: of this process, here."""
 
+import ctypes
 import json
+import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +44,34 @@ def test_the_peak_is_of_what_was_held_since_the_reset() -> None:
     held = torch.ones(32 * MIB, dtype=torch.uint8)
     assert 24 * MIB < memory.bytes() - before < 56 * MIB
     assert "RAM" in memory.measure and len(held)
+
+
+@pytest.mark.parametrize(
+    "chosen", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.check=0"}]
+)
+def test_large_blocks_are_kept_for_the_next_step(chosen: dict[str, str]) -> None:
+    program = (
+        "import resource, torch\n"
+        "from growlab.training.memory import keep_freed\n"
+        "keep_freed()\n"
+        "for _ in range(5):\n"
+        "    torch.ones(64 * 2**20, dtype=torch.uint8)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(10):\n"
+        "    torch.ones(64 * 2**20, dtype=torch.uint8)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"
+    )
+    if not hasattr(ctypes.CDLL(None), "mallopt"):
+        pytest.skip("this system's C library has no mallopt")
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **chosen},
+    )
+    faults, pages = int(ended.stdout), 10 * 64 * 2**20 // resource.getpagesize()
+    assert faults < pages / 2000 if not chosen else faults > pages / 1000, "what was chosen outside stands"
 
 
 def test_where_nothing_is_measured_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
