@@ -5,6 +5,7 @@ import gc
 import io
 import itertools
 import logging
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -261,11 +262,57 @@ def test_resumed_at_any_step_it_is_the_uninterrupted_run(make, network) -> None:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(("network", "optimizer", "grower"))))
-def test_parts_of_a_checkpoint_load_in_any_order(order) -> None:
-    make = OPTIMIZERS["groups"]
+@pytest.mark.parametrize("kind", ["groups", "factored"])
+def test_parts_of_a_checkpoint_load_in_any_order(kind, order) -> None:
+    # Adafactor's state has rows and columns, no tensor of a weight's shape.
+    make = OPTIMIZERS.get(kind, lambda network: torch.optim.Adafactor(network.parameters()))
     file = Loop(make, normed).train(7).saved()
     resumed = Loop(make, normed).train(1).resume(file, (*order, "rate"))
     assert resumed.train().everything() == Loop(make, normed).train().everything()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("network", "average", "grower"))))
+@pytest.mark.parametrize("network", [mlp, normed])
+def test_an_average_loads_in_any_order(network, order) -> None:
+    def made() -> tuple[Loop, dict[str, nn.Module]]:
+        loop = Loop(network=network)
+        average = torch.optim.swa_utils.AveragedModel(loop.network)
+        loop.grower.follow(average)
+        return loop, {"network": loop.network, "average": average, "grower": loop.grower}
+
+    # In the middle of a stage, where normalisations are weighted.
+    loop, parts = made()
+    loop.train(STEPS + 1)
+    states = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+    wanted = parts["average"].eval()(PROBE)
+    _, again = made()
+    for name in order:
+        again[name].load_state_dict(copy.deepcopy(states[name]))
+    assert torch.equal(again["average"].eval()(PROBE), wanted)
+    assert again["average"].state_dict().keys() == states["average"].keys()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("optimizer_first", [True, False])
+def test_a_copy_of_everything_is_a_run_of_its_own(make, optimizer_first: bool) -> None:
+    loop, first = Loop(make, normed).train(STEPS + 1), Loop(make, normed).train(STEPS + 1)
+    loop.rate = first.rate = None
+    names = ("optimizer", "grower", "network") if optimizer_first else ("network", "grower", "optimizer")
+    twin = Loop(make, normed)
+    copies = copy.deepcopy([getattr(loop, name) for name in names])
+    vars(twin).update(zip(names, copies, strict=True))
+    twin.done, twin.rate = loop.done, None
+    gc.collect()
+    untouched = loop.everything()
+    for one in (twin, first):
+        one.rate = torch.optim.lr_scheduler.StepLR(one.optimizer, 99)
+        one.train()
+    assert twin.everything() == first.everything() and loop.everything() == untouched
+    # What the copy loads is the copy's.
+    twin.network.load_state_dict(Loop(make, normed).network.state_dict())
+    assert twin.grower.state.stage == 0 and loop.everything() == untouched
+    twin.grower.finish()
+    assert loop.everything() == untouched
 
 
 def test_a_state_dict_brings_widths_ages_and_multipliers() -> None:
@@ -523,12 +570,44 @@ def test_the_grower_may_go_before_the_network() -> None:
         (lambda: Loop(trigger=Decided()).train(), "does not decide"),
         (lambda: Loop().grower.follow(nn.Linear(2, 2)), "cannot grow along"),
         (lambda: Loop().grower.follow("adam"), "cannot follow"),
+        (lambda: Loop().grower.follow(state="keep"), "optimizer_state must be one of auto, inherit"),
+        (lambda: Loop(parts=Part()), r"must be a list of parts"),
         (lambda: Loop(network=normed, anneal_steps=50).train().grower.finish(), "47 more optimizer steps"),
     ],
 )
 def test_what_cannot_be_is_told_in_a_sentence(act, sentence) -> None:
     with pytest.raises(UserError, match=sentence):
         act()
+
+
+def test_an_optimizer_that_cannot_follow_is_told_before_anything_has_grown() -> None:
+    loop = Loop(lambda network: torch.optim.Adafactor(network.parameters()))
+    plain = torch.optim.Adam(loop.network.parameters())
+    loop.grower.follow(plain, loop.optimizer, state="inherit")
+    loop.train(STEPS)
+    before, held = loop.everything(), plain.state_dict()
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"Adafactor's 'row_var' of 0.weight is \(4, 1\)"):
+            loop.grower.step(epoch=1)
+        assert loop.everything() == before and plain.state_dict() == held and loop.grower.state.stage == 0
+    loop.grower.follow(loop.optimizer, state="reset")
+    assert [event.stage for event in loop.grower.step(epoch=1)] == [1]
+
+
+def test_a_finished_network_grows_no_more() -> None:
+    loop = Loop().train(STEPS)
+    loop.grower.finish()
+    keys = loop.network.state_dict().keys()
+    assert loop.grower.step(epoch=3) == [] and loop.network.state_dict().keys() == keys
+    assert loop.network[0].out_features == 4
+    loop.grower.reopen()
+    assert [event.stage for event in loop.grower.step(epoch=3)] == [1, 2]
+
+
+def test_a_grower_is_not_pickled() -> None:
+    for copied in (pickle.dumps, copy.copy):
+        with pytest.raises(TypeError, match=r"save its state_dict\(\)"):
+            copied(Loop().grower)
 
 
 @pytest.mark.parametrize("anneal_steps", [1, 2, 3])

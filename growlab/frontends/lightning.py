@@ -24,9 +24,9 @@ from growlab.frontends.averages import averages, shapes_of
 from growlab.frontends.ending import end, finish
 from growlab.frontends.example import captured
 from growlab.frontends.samples import few_samples
+from growlab.frontends.saving import Saving, hold_plain_networks, put_back_networks
 from growlab.grower import Grower
 from growlab.grower.loading import bring
-from growlab.grower.plain import make_plain, plain_state_dict, put_back
 from growlab.growth import GrowthEvent, GrowthMethod, Schedule, restore
 from growlab.optim import Inheritance
 from growlab.parts.part import Part
@@ -141,7 +141,8 @@ class Growth(GrowthSteps):
         self._network, *self._copies = network if isinstance(network, tuple) else (network,)
         self._example, self._trigger = example, as_trigger(trigger)
         self._make = partial(Grower, method=method, parts=parts, seed=seed, anneal_steps=anneal_steps)
-        self._planted, self._shapes, self._module = False, dict[str, torch.Size](), nn.Module()
+        self._planted, self._ended, self._shapes = False, False, dict[str, torch.Size]()
+        self._saving: Saving | None = None
 
     @property
     def state_key(self) -> str:
@@ -163,8 +164,13 @@ class Growth(GrowthSteps):
             # Lightning calls it next, and asks that a second call does nothing.
             pl_module.configure_model()
         self._open(pl_module, stage, partial(self._seen, trainer, pl_module, stage))
-        self._module, self._shapes = pl_module, shapes_of(self._find(pl_module, self._network))
+        self._shapes = shapes_of(self._find(pl_module, self._network))
         if stage == "fit":
+            self._ended = False
+            if self._saving is not None:
+                # The fit before ended with an error, behind which nothing is torn down.
+                self._saving.remove()
+            self._saving = Saving(pl_module, partial(self._on_save, pl_module))
             self._change_batch_sizes(trainer)
 
     def _open(self, module: LightningModule, stage: str, seen: Callable[[nn.Module], Any]) -> Grower:
@@ -208,13 +214,19 @@ class Growth(GrowthSteps):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave an ordinary network behind, and say so if it is not at the end of its growth."""
         assert self.grower is not None
+        self._ended = True
         end(self.grower)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave an ordinary network behind that was evaluated at a checkpoint's weights."""
+        """Leave an ordinary network behind that was evaluated at a checkpoint's weights, or had no step left to do."""
+        assert self.grower is not None
+        if self._saving is not None:
+            self._saving.remove()
+            self._saving = None
         if stage != "fit":
-            assert self.grower is not None
             finish(self.grower)
+        elif not self._ended:
+            end(self.grower)
 
     # Checkpoints -------------------------------------------------------------------------------------------
 
@@ -226,32 +238,13 @@ class Growth(GrowthSteps):
         """Go on from a checkpoint; the module has loaded its weights already."""
         assert self.grower is not None
         self.grower.load_state_dict(state_dict)
-        put_back(self._module, state_dict.get(_KEPT, {}))
+        put_back_networks(self.grower, state_dict.get(_KEPT, {}))
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Let the checkpoint hold a plain network of its widths, which `load_from_checkpoint` takes at full width.
-
-        What training goes on with in its place is kept beside the state of growth. While normalisations over channels
-        are no plain ones, the checkpoint is left alone, and has entries that no plain network takes.
-        """
+    def _on_save(self, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         assert self.grower is not None
-        grower, state, kept = self.grower, checkpoint["state_dict"], dict[str, Tensor]()
-        names = {module: name for name, module in pl_module.named_modules()}
-        for network in (grower.network, *(copy for copy in grower.copies().values() if copy in names)):
-            prefix = names[network] and f"{names[network]}."
-            try:
-                plain, own = plain_state_dict(grower, network)
-            except UserError:
-                return
-            kept |= {prefix + key: tensor for key, tensor in own.items()}
-            for key in network.state_dict().keys() - plain.keys():
-                state.pop(prefix + key, None)
-            # A module may leave entries out of its state_dict.
-            state.update({prefix + key: plain[key] for key in own if prefix + key in state})
-            make_plain(getattr(state, "_metadata", {}).get(names[network], {}))
-        checkpoint["callbacks"][self.state_key][_KEPT] = kept
+        kept = hold_plain_networks(self.grower, module, checkpoint)
+        if "callbacks" in checkpoint:
+            checkpoint["callbacks"][self.state_key][_KEPT] = kept
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

@@ -11,9 +11,10 @@ _PROBE = 8  # samples that growth is checked on
 
 def few_samples(loaders: Any) -> Any:
     """A batch of a few samples; a loader's sampler and workers are left alone where it has a dataset to index."""
-    if isinstance(loaders, DataLoader) and not isinstance(loaders.dataset, IterableDataset):
-        number = min(_PROBE, len(loaders.dataset))  # type: ignore[arg-type]
-        return loaders.collate_fn([loaders.dataset[index] for index in range(number)])
+    if isinstance(loaders, DataLoader) and loaders.batch_sampler is not None:
+        batch = _indexed(loaders)
+        if batch is not None:
+            return batch
     # Resumable loaders know where they are, and are not to begin later for it.
     combined = CombinedLoader(loaders, "max_size_cycle")
     places = [
@@ -23,3 +24,15 @@ def few_samples(loaders: Any) -> Any:
     for loader, place in places:
         loader.load_state_dict(place)
     return batch
+
+
+def _indexed(loader: DataLoader[Any]) -> Any:
+    """The first samples of a dataset by their numbers; None: it has no such, and its sampler gives other keys."""
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    try:
+        number = min(_PROBE, len(loader.dataset))  # type: ignore[arg-type]
+        return loader.collate_fn([loader.dataset[index] for index in range(number)])
+    except Exception:
+        # What is wrong with the data themselves shows when the loader is read.
+        return None

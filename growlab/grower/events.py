@@ -47,6 +47,10 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
         given = {**widths, **{g: before[g] for part in run.parts for g in part.groups if g in before}}
     else:
         widths = given = {**before, **widths}
+    try:
+        run.followers.check(before, widths)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     gradients = run.gradients() if method.wants_gradients else {}
     copies = run.copies()
     for network in (run.network, *copies.values()):

@@ -1,6 +1,7 @@
 """The engine: a network that grows in anyone's training."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from growlab.growth.attached import attach, detach
 from growlab.growth.outputs import network_inputs
 from growlab.optim import Inheritance, Regions, weight_regions
 from growlab.optim.followers import Followers
+from growlab.optim.state import check_inheritance
 from growlab.parts.part import Part
 from growlab.triggers import Clock, Run, Training, Trigger, Widths, as_trigger
 from growlab.widths import WidthGraph
@@ -82,6 +84,8 @@ class Grower:
         self.network: nn.Module = getattr(network, "_orig_mod", network)
         if not isinstance(method, GrowthMethod):
             raise UserError(f"method={method!r} must be a growth method, such as growlab.VarianceTransfer().")
+        if isinstance(parts, Part):
+            raise UserError(f"parts={parts!r} must be a list of parts: [{parts!r}].")
         self.method, self.trigger, self.parts = method, as_trigger(trigger), tuple(parts)
         self.seed, self.check_ranks = seed, True
         self.clock, self.events, self.training = Clock(), list[dict[str, Any]](), Training()
@@ -125,8 +129,12 @@ class Grower:
                 computes them.
 
         Raises:
-            UserError: it is neither, or a module of other tensors.
+            UserError: it is neither, or a module of other tensors; or there is no such `state`.
         """
+        try:
+            check_inheritance(state)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         for given in followers:
             inner = getattr(given, "optimizer", None)  # of accelerate's and Fabric's wrappers
             follower = inner if isinstance(inner, Optimizer) else given
@@ -188,7 +196,7 @@ class Grower:
     ) -> list[GrowthEvent]:
         """Grow as far as the trigger says at this moment; call it before the batch that the moment lies before.
 
-        Asked twice at the same moment it does nothing, so that a resumed run may ask again.
+        Asked twice at the same moment it does nothing, so that a resumed run may ask again; nor does it after `finish`.
 
         Args:
             epoch: that begins, from 0.
@@ -205,11 +213,12 @@ class Grower:
         told: dict[str, Any] = {"epoch": epoch, "step": step, "cost": cost}
         self.clock = replace(self.clock, **{name: value for name, value in told.items() if value is not None})
         events = list[GrowthEvent]()
-        while True:
+        while self._open:
             widths, part = self._due()
             if widths is None:
-                return events
+                break
             events.append(carry_out(self, widths, part))
+        return events
 
     def finish(self) -> nn.Module:
         """End growth: the network is an ordinary one that computes the same, and its hooks are gone.
@@ -233,6 +242,7 @@ class Grower:
         for network in (self.network, *copies):
             detach(network)
         self.followers.release()
+        self._open = False
         return self.network
 
     def withdraw(self) -> None:
@@ -242,11 +252,29 @@ class Grower:
         adopt(self, recognised(self, self.full_graph.axes, GrowthState(0, full, births)))
         detach(self.network)
         self.followers.release()
+        self._open = False
 
     def reopen(self) -> None:
         """Bring the hooks back that `finish` took away, so that checkpoints of earlier stages load again."""
         for network in (self.network, *self.copies().values()):
             attach(network, self.graph, self.state, self, self.probe())
+        self._open = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Grower":
+        """A grower of a copy of the network, which copies of the optimizers follow where they are copied along."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        vars(twin).update({name: deepcopy(value, memo) for name, value in vars(self).items()})
+        twin.followers.rebind(twin, memo)
+        if twin._open:
+            twin.reopen()
+        return twin
+
+    def __reduce__(self) -> Any:
+        """Refuse."""
+        raise TypeError(
+            "a Grower cannot be pickled or copied flatly: save its state_dict() beside the network's."
+        )
 
     # Checkpoints -------------------------------------------------------------------------------------------
 

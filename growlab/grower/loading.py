@@ -43,12 +43,11 @@ def arrive(
         return
     if network is run.network:
         adopt(run, known)
-    elif own is not run.state:
-        bring(run, network, known)
-        vars(own).update(vars(known))
-        restore(network, run.graph_at(known), known)
     else:
         bring(run, network, known)
+        if own is not run.state:
+            vars(own).update(vars(known))
+        restore(network, run.graph_at(known), known)
 
 
 def adopt(run: "Grower", state: GrowthState) -> None:

@@ -3,7 +3,7 @@
 import copy
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from growlab.errors import UserError
 from growlab.optim.regional import Regional
 from growlab.optim.regions import Regions
-from growlab.optim.state import Inheritance, follow, running_gradients
+from growlab.optim.state import Inheritance, check_following, follow, running_gradients
 from growlab.widths import Carry, WidthGraph
 
 
@@ -25,6 +25,11 @@ class Owner(Protocol):
     network: nn.Module
     graph: WidthGraph
     seed_widths: dict[str, int]
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """What may change how many parameters the network has."""
+        ...
 
     def regions(self) -> dict[str, Regions]:
         """Which elements of which parameters came with which stage, by name."""
@@ -48,8 +53,11 @@ class Followers:
         self._owner = weakref.ref(owner)
         self._known: list[weakref.ref[Optimizer]] = []
         self._inheritance: dict[int, Inheritance] = {}
+        self._announced: set[int] = set()
         self._handles: list[RemovableHandle] = []
         self._past: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        # By the id of an optimizer: what it is to load once the network has as many parameters.
+        self._awaited: dict[int, dict[str, Any]] = {}
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -76,11 +84,29 @@ class Followers:
         )
         if not any(known is optimizer for known in self.optimizers):
             self._known.append(weakref.ref(optimizer))
-            if not announced:
+            if announced:
+                self._announced.add(id(optimizer))
+            else:
                 self._handles.append(optimizer.register_step_pre_hook(partial(self._step, False)))
             self._handles.append(optimizer.register_step_post_hook(partial(self._step, True)))
+            self._handles.append(optimizer.register_load_state_dict_pre_hook(self._await_network))
         self._inheritance[id(optimizer)] = inheritance
         self.relabel(optimizer)
+
+    def check(self, before: Mapping[str, int], after: Mapping[str, int]) -> None:
+        """Refuse an event that an optimizer could not follow, before the network grows.
+
+        Raises:
+            ValueError: an optimizer has state that cannot follow.
+        """
+        graph = self._run.graph
+        places = {
+            id(parameter): (name, parameter)
+            for name, parameter in self._run.network.named_parameters()
+            if name in graph.axes and graph.changes(name, before, after)
+        }
+        for optimizer in self.optimizers:
+            check_following(optimizer, places, self._inheritance[id(optimizer)])
 
     def carry(
         self,
@@ -124,8 +150,22 @@ class Followers:
             )
             if past.keys() != now.keys() and any(id(p) in own for p in _parameters(optimizer)):
                 order_parameters(optimizer, past, now)
+            awaited = self._awaited.get(id(optimizer))
+            if awaited is not None and _sizes(awaited) == _sizes(optimizer.state_dict()):
+                optimizer.load_state_dict(self._awaited.pop(id(optimizer)))
             self.relabel(optimizer)
         self.forget(past)
+
+    def _await_network(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Put off loading a state of other numbers of parameters until the network has them; it may load later."""
+        self._awaited.pop(id(optimizer), None)
+        now = optimizer.state_dict()
+        saved, own = _sizes(state), _sizes(now)
+        owner = self._owner()
+        if owner is None or not owner.parts or saved == own or len(saved) != len(own):
+            return None
+        self._awaited[id(optimizer)] = state
+        return now
 
     def forget(self, past: Mapping[str, Tensor]) -> None:
         """Note which of these parameters, by name, are no longer the network's."""
@@ -158,14 +198,36 @@ class Followers:
         """Tell the owner that an optimizer is about to step."""
         self._step(False, optimizer)
 
+    def rebind(self, owner: Owner, memo: dict[int, Any]) -> None:
+        """Follow a copy of the owner, with the copies of the optimizers.
+
+        Args:
+            owner: the copy.
+            memo: of `copy.deepcopy`, which is copying both.
+        """
+        self._owner, followers = weakref.ref(owner), self.optimizers
+        about, awaited = self._inheritance, self._awaited
+        self._known, self._handles, self._past, self._inheritance, self._awaited = [], [], {}, {}, {}
+        for known in followers:
+            # Its hooks are not copied.
+            own = copy.deepcopy(known, memo)
+            self.add(own, about[id(known)], id(known) in self._announced)
+            if id(known) in awaited:
+                self._awaited[id(own)] = awaited[id(known)]
+
     def release(self) -> None:
         """Take the hooks off all optimizers."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._known = [], []
+        self._handles, self._known, self._awaited = [], [], {}
 
     def _step(self, after: bool, optimizer: Optimizer, *_: Any) -> None:
         owner = self._owner()
+        if (awaited := self._awaited.get(id(optimizer))) is not None:
+            raise UserError(
+                f"{type(optimizer).__name__} was given the state of {sum(_sizes(awaited))} parameters, and holds "
+                f"{sum(_sizes(optimizer.state_dict()))}: let the network and the Grower load their state too."
+            )
         if owner is not None and optimizer is self._leading():
             owner.on_step(after)
 
@@ -183,7 +245,8 @@ def exchange(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> None:
     """Let an optimizer track other parameters in place of those that it has: a loaded network's, at other widths.
 
     State that fits the new parameter stays (the optimizer's own state was loaded before the network); other state is
-    of the old one and goes.
+    of the old one and goes. A tensor fits that has the parameter's shape, or for each of its dimensions one of the
+    parameter's lengths, as Adafactor's rows and columns have.
 
     Args:
         optimizer: any `torch.optim.Optimizer`; groups stay the same objects.
@@ -199,8 +262,13 @@ def exchange(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> None:
             optimizer.state[new] = state
 
 
+def _sizes(state: Mapping[str, Any]) -> list[int]:
+    """Number of parameters in each group of an optimizer's state_dict."""
+    return [len(group["params"]) for group in state["param_groups"]]
+
+
 def _fits(value: Any, parameter: Tensor) -> bool:
-    return not isinstance(value, Tensor) or value.numel() == 1 or value.shape == parameter.shape
+    return not isinstance(value, Tensor) or all(length in (1, *parameter.shape) for length in value.shape)
 
 
 def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:

@@ -68,8 +68,7 @@ def follow(
             `inheritance`.
             The optimizer is then as before.
     """
-    if inheritance not in INHERITANCES:
-        raise ValueError(f"optimizer_state must be one of {', '.join(INHERITANCES)}, not {inheritance!r}.")
+    check_inheritance(inheritance)
     places = {id(old): (name, new) for name, (old, new) in replaced.items()}
     if inheritance == "auto":
         inheritance = default_inheritance(optimizer, carry)
@@ -77,8 +76,7 @@ def follow(
             log.warning("%s; the optimizer's state begins anew at this growth event.", told)
             inheritance = "reset"
     rule = carry if inheritance == "inherit" and carry is not None else Carry()
-    if inheritance != "reset" and (told := _cannot_follow(optimizer, places)):
-        raise ValueError(f"{told}; set optimizer_state=reset.")
+    check_following(optimizer, places, inheritance)
     states: dict[Tensor, dict[str, Any]] = {}
     # An optimizer around another one shares its groups, which may be the grown network's already.
     for param in () if inheritance == "reset" else tuple(optimizer.state):
@@ -110,6 +108,33 @@ def follow(
     if isinstance(optimizer, torch.optim.LBFGS):
         # It counts its parameters' elements once.
         optimizer._numel_cache = None
+
+
+def check_inheritance(inheritance: str) -> None:
+    """Refuse an unknown name.
+
+    Raises:
+        ValueError: it is none of `INHERITANCES`.
+    """
+    if inheritance not in INHERITANCES:
+        raise ValueError(f"optimizer_state must be one of {', '.join(INHERITANCES)}, not {inheritance!r}.")
+
+
+def check_following(
+    optimizer: torch.optim.Optimizer, places: Mapping[int, tuple[str, Tensor]], inheritance: Inheritance
+) -> None:
+    """Refuse state that cannot be carried through an event where parameters are replaced.
+
+    Args:
+        optimizer: any.
+        places: by the `id` of a parameter that is replaced, its name and the new one.
+        inheritance: see `follow`.
+
+    Raises:
+        ValueError: it is neither shaped like its parameter nor a number, and is not to be reset.
+    """
+    if inheritance not in ("reset", "auto") and (told := _cannot_follow(optimizer, places)):
+        raise ValueError(f"{told}; set optimizer_state=reset.")
 
 
 def _cannot_follow(optimizer: torch.optim.Optimizer, places: Mapping[int, tuple[str, Tensor]]) -> str:

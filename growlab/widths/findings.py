@@ -184,8 +184,14 @@ class Findings:
             if self._grows(axis) and all(run.atom is None or run.atom in names for run in axis)
         ]
 
-    def _pin_what_no_module_puts_out(self, output_class: int) -> None:
-        """Outputs beside others are scaled where modules put them out: a bare parameter's cannot be."""
+    def _pin_what_is_more_than_an_output(self, output_class: int) -> None:
+        """Outputs beside others are scaled where modules put them out.
+
+        A bare parameter's cannot be, nor what another layer or norm reads: a factor would reach its output twice.
+        """
+        if self._scale(output_class) in {self._scale(x.scale_in) for x in (*self._layers, *self._norms)}:
+            self.scales.pin(output_class)
+            return
         modules = dict(self._model.named_modules())
         names = canonical_names(self._model)
         for layer in self._layers:

@@ -75,7 +75,7 @@ class Tracer(Recorder):
                 self.atoms.freeze(axis, "the network's output")
         self._tie_heads_to_streams()
         if not self._program.call_spec.out_spec.is_leaf():
-            self._pin_what_no_module_puts_out(output_class)
+            self._pin_what_is_more_than_an_output(output_class)
         graph = self._collect(output_class)
         self.calls = [
             Call(

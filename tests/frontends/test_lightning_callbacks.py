@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -14,10 +15,22 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from growlab.errors import UserError
 from growlab.growth import VarianceTransfer
-from tests.frontends.lightning_runs import IMAGES, Loader, Plain, Save, body, growth, outcome, trainer_of
+from tests.frontends.lightning_runs import (
+    IMAGES,
+    LABELS,
+    SIZE,
+    Loader,
+    Plain,
+    Save,
+    body,
+    growth,
+    outcome,
+    trainer_of,
+)
 from tests.parts_here import averages, needs
 
 pytestmark = [
@@ -92,14 +105,94 @@ def test_a_checkpoint_at_full_width_is_a_plain_networks(layer_multipliers: bool,
     loaded = Convolutions.load_from_checkpoint(tmp_path / "epoch=3.ckpt")
     expected = module.eval().network(IMAGES)
     # Something was left to multiply: else this would say nothing.
-    kept = torch.load(tmp_path / "epoch=3.ckpt", weights_only=True)["callbacks"][callback.state_key]["kept"]
-    assert kept and any((kept[k] != t).any() for k, t in module.state_dict().items() if k in kept)
+    kept = torch.load(tmp_path / "epoch=3.ckpt", weights_only=True)["callbacks"][callback.state_key]["kept"][
+        ""
+    ]
+    assert kept and any((kept[k] != t).any() for k, t in module.network.state_dict().items() if k in kept)
     assert torch.allclose(loaded.eval().network(IMAGES), expected, atol=1e-6)
     # And training goes on from it as if it had not been touched.
     again, resumed = Convolutions(), growth(**settings)
     continued = trainer_of(tmp_path, resumed)
     continued.fit(again, Loader(), ckpt_path=tmp_path / "epoch=1.ckpt")
     assert outcome(again, resumed, continued) == outcome(module, callback, trainer)
+
+
+@pytest.mark.parametrize("layer_multipliers", [True, False])
+@pytest.mark.parametrize("average", [None, "ema"])
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_whatever_a_checkpoint_holds_is_plain(
+    weights_only: bool, average: str | None, layer_multipliers: bool, tmp_path: Path
+) -> None:
+    """Callbacks are not asked about weights alone; Lightning's averages put theirs in place of the module's."""
+    saved = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, save_weights_only=weights_only)
+    settings = {
+        "method": VarianceTransfer(layer_multipliers=layer_multipliers),
+        "trigger": {0: 0.5, 1: 0.75, 2: 1.0},
+    }
+    seen, others = [], [AVERAGES[average]()] if average else []
+
+    class Looking(Convolutions):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            """The network that the checkpoint is about, as it computes at this moment."""
+            copy = others[0]._average_model.module if others and not weights_only else self
+            with torch.no_grad():
+                seen.append(copy.network.eval()(IMAGES))
+            copy.network.train()
+
+    module, callback = Looking(), growth(**settings)
+    trainer = trainer_of(tmp_path, callback, *others, saved, enable_checkpointing=True)
+    trainer.fit(module, Loader())
+    assert "on_save_checkpoint" not in vars(module)
+    path = tmp_path / "epoch=3.ckpt"
+    loaded = Convolutions.load_from_checkpoint(path)
+    assert torch.allclose(loaded.eval().network(IMAGES), seen[3], atol=1e-6)
+    for epoch in range(4):
+        stage = growth(**settings, example=IMAGES).load(Convolutions(), tmp_path / f"epoch={epoch}.ckpt")
+        assert torch.allclose(stage.eval().network(IMAGES), seen[epoch], atol=1e-6), epoch
+    if weights_only:
+        return
+    # And training goes on from it as if it had not been touched.
+    for epoch in (0, 1, 2):
+        again, resumed = Convolutions(), growth(**settings)
+        continued = trainer_of(tmp_path, resumed, *([AVERAGES[average]()] if average else []))
+        continued.fit(again, Loader(), ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
+        assert outcome(again, resumed, continued) == outcome(module, callback, trainer)
+
+
+def test_a_run_that_had_ended_ends_as_an_ordinary_network(tmp_path: Path) -> None:
+    """Lightning calls no hook at the end of training where nothing is left to train."""
+    saved = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    settings = {"method": VarianceTransfer(), "trigger": {0: 0.5, 1: 0.75, 2: 1.0}}
+    module = Convolutions()
+    trainer_of(tmp_path, growth(**settings), saved, enable_checkpointing=True).fit(module, Loader())
+    again = Convolutions()
+    trainer_of(tmp_path, growth(**settings)).fit(again, Loader(), ckpt_path=tmp_path / "epoch=3.ckpt")
+    assert again.state_dict().keys() == Convolutions().state_dict().keys()
+    assert torch.allclose(again.eval().network(IMAGES), module.eval().network(IMAGES), atol=1e-6)
+
+
+class Keyed(Dataset[Any]):
+    """Samples that are asked for by name, or batches that are ready."""
+
+    def __init__(self, ready: bool) -> None:
+        self.ready = ready
+
+    def __len__(self) -> int:
+        return len(IMAGES) // SIZE if self.ready else len(IMAGES)
+
+    def __getitem__(self, key: Any) -> Any:
+        index = key if self.ready else int(key.removeprefix("image"))
+        rows = slice(SIZE * index, SIZE * (index + 1)) if self.ready else index
+        return IMAGES[rows], LABELS[rows]
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_loaders_whose_samples_have_no_numbers(ready: bool, tmp_path: Path) -> None:
+    keys = [f"image{index}" for index in range(len(IMAGES))]
+    options = {"batch_size": None} if ready else {"batch_size": SIZE, "sampler": keys}
+    module, callback = Plain(), growth()
+    trainer_of(tmp_path, callback).fit(module, DataLoader(Keyed(ready), **options))
+    assert len(callback.grower.events) == 2 and module.network[0].out_features == 8
 
 
 class WithTarget(Plain):

@@ -174,3 +174,42 @@ def test_a_layer_that_another_map_follows_is_not_the_last(follow: str, last: dic
     torch.manual_seed(0)
     graph = trace(Tail(follow), torch.randn(4, 5, 6))
     assert graph.last_layers == last
+
+
+class Returning(nn.Module):
+    """Returns what its last layer puts out, and in some forms what that layer or a norm reads as well."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norm, self.head, self.form = nn.BatchNorm1d(16), nn.Linear(16, 3), form
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.third(F.relu(self.second(F.relu(self.first(x)))))
+        if self.form == "only logits":
+            logits = self.head(h)
+            return {"logits": logits, "loss": logits.square().mean()}
+        if self.form == "hidden":
+            return {"logits": self.head(F.relu(h)), "energy": h.mean(1)}
+        if self.form == "normed":
+            return {"logits": self.head(F.relu(self.norm(h))), "energy": h.mean(1)}
+        return {"hidden": h, "again": self.third(h), "logits": self.head(h)}
+
+
+@pytest.mark.parametrize("method", PRESERVING)
+@pytest.mark.parametrize("form", ["only logits", "hidden", "normed", "layer twice"])
+def test_all_outputs_stay_also_where_layers_read_them(form: str, method: str) -> None:
+    torch.manual_seed(0)
+    network, x = Returning(form).double(), torch.randn(16, 6, dtype=torch.float64)
+    grower = Grower(network, x, method=METHODS[method].make(0.0), trigger={0: 0.25, 1: 0.5, 2: 1.0})
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        network.train()(x)
+    network.eval()
+    before = network(x)
+    for epoch in (1, 2):
+        grower.step(epoch=epoch)
+        torch.testing.assert_close(network.eval()(x), before, rtol=1e-9, atol=1e-10)
+    grower.finish()
+    torch.testing.assert_close(network.eval()(x), before, rtol=1e-9, atol=1e-10)

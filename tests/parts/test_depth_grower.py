@@ -1,5 +1,6 @@
 """Depth in a plain loop: with every method, optimizer and average, resumed at any step."""
 
+import itertools
 import re
 from typing import Any
 
@@ -115,6 +116,30 @@ def test_resumed_at_any_step_it_is_the_uninterrupted_run(name: str) -> None:
     assert list(whole.grower.finish().state_dict()) == list(
         RUNS[name].get("network", layer_normed)().state_dict()
     )
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("network", "optimizer", "grower"))))
+def test_parts_of_a_checkpoint_load_in_any_order(order: tuple[str, ...]) -> None:
+    """An optimizer that comes first waits for the blocks that its state is of."""
+
+    def made() -> Loop:
+        return Loop(OPTIMIZERS["momentum"], layer_normed, parts=[Depth()])
+
+    file = made().train(STEPS + 1).saved()
+    resumed = made().resume(file, (*order, "rate"))
+    assert resumed.train().everything() == made().train().everything()
+
+
+def test_an_optimizer_that_waits_for_its_network_does_not_step() -> None:
+    def made() -> Loop:
+        return Loop(OPTIMIZERS["momentum"], layer_normed, parts=[Depth()])
+
+    late, early = made().train(STEPS + 1), made()
+    early.optimizer.load_state_dict(late.optimizer.state_dict())
+    with pytest.raises(UserError, match=r"SGD was given the state of \d+ parameters, and holds \d+"):
+        early.train()
+    early.optimizer.load_state_dict(made().optimizer.state_dict())
+    assert early.train().done == STEPS * EPOCHS
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -3,7 +3,6 @@
 import ctypes
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -46,20 +45,17 @@ def test_the_peak_is_of_what_was_held_since_the_reset() -> None:
     assert "RAM" in memory.measure and len(held)
 
 
-@pytest.mark.parametrize(
-    "chosen", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.check=0"}]
-)
+@pytest.mark.parametrize("chosen", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}])
 def test_large_blocks_are_kept_for_the_next_step(chosen: dict[str, str]) -> None:
     program = (
         "import resource, torch\n"
         "from growlab.training.memory import keep_freed\n"
+        "def faults():\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    torch.ones(64 * 2**20, dtype=torch.uint8)\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
         "keep_freed()\n"
-        "for _ in range(5):\n"
-        "    torch.ones(64 * 2**20, dtype=torch.uint8)\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "for _ in range(10):\n"
-        "    torch.ones(64 * 2**20, dtype=torch.uint8)\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"
+        "print(min(faults() for _ in range(20)))"
     )
     if not hasattr(ctypes.CDLL(None), "mallopt"):
         pytest.skip("this system's C library has no mallopt")
@@ -70,8 +66,8 @@ def test_large_blocks_are_kept_for_the_next_step(chosen: dict[str, str]) -> None
         check=True,
         env={**os.environ, **chosen},
     )
-    faults, pages = int(ended.stdout), 10 * 64 * 2**20 // resource.getpagesize()
-    assert faults < pages / 2000 if not chosen else faults > pages / 1000, "what was chosen outside stands"
+    # Of 16,384 pages, or of 32 large ones.
+    assert int(ended.stdout) >= 32 if chosen else int(ended.stdout) < 8, "what was chosen outside stands"
 
 
 def test_where_nothing_is_measured_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
