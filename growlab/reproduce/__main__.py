@@ -9,7 +9,14 @@ from growlab.command_parser import CommandParser
 from growlab.errors import UserError
 from growlab.files import write_text
 from growlab.reproduce.registry import Item, Job, Registry, registry
-from growlab.reproduce.slices import Place, device, measured_seconds, missing, train
+from growlab.reproduce.slices import (
+    Place,
+    device,
+    measured_seconds,
+    missing,
+    runs_at_once,
+    train,
+)
 
 _RESULTS = Path("notebooks", "results")
 
@@ -42,6 +49,12 @@ def _parser() -> CommandParser:
         "--list", action="store_true", help="say of each entry how many rows there are, and stop"
     )
     parser.add_argument("--minutes", type=_minutes, default=60.0, help="end after so many (60)")
+    parser.add_argument(
+        "--at-once",
+        type=_number,
+        metavar="N",
+        help="train so many runs at the same time (several small ones on a GPU, one on a CPU)",
+    )
     parser.add_argument("--seeds", type=_seeds, metavar="0,1", help="these seeds alone")
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="folder above the data sets' ($GROWLAB_DATA)"
@@ -63,6 +76,12 @@ def _minutes(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no number of minutes above 0")
     return value
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of runs above 0")
+    return int(text)
 
 
 def _seeds(text: str) -> list[int]:
@@ -126,7 +145,9 @@ def _everything(known: Registry, arguments: argparse.Namespace) -> None:
 
 
 def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, minutes: float) -> None:
-    place = Place(arguments.runs, arguments.data, device(known.papers[item.paper]))
+    paper = known.papers[item.paper]
+    place = Place(arguments.runs, arguments.data, device(paper), _RESULTS / "unfinished")
+    at_once = arguments.at_once or runs_at_once(item, paper)
     absent = place.without_data(known, item.data)
     if item.data and len(absent) == len(item.data):
         raise UserError(next(iter(absent.values())))
@@ -136,10 +157,10 @@ def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, minut
         waiting = sum(job.data == name for job in item.jobs(arguments.seeds))
         print(f"{waiting} run{'' if waiting == 1 else 's'} left out: {sentence}", file=sys.stderr)
     if left:
-        _forecast(known, item, place, left)
+        _forecast(known, item, place, left, min(at_once, len(left)))
     if arguments.dry_run:
         return
-    finished, failed = train(left, place, known, minutes)
+    finished, failed = train(left, place, known, minutes, at_once)
     jobs = item.jobs(arguments.seeds)
     print(f"{sum(map(place.done, jobs))} of {len(jobs)} runs are there")
     if finished + len(failed) < len(left):
@@ -150,12 +171,13 @@ def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, minut
         raise UserError(f"{these} failed, for reasons that stand above: {'; '.join(failed)}.")
 
 
-def _forecast(known: Registry, item: Item, place: Place, left: Sequence[Job]) -> None:
+def _forecast(known: Registry, item: Item, place: Place, left: Sequence[Job], at_once: int) -> None:
     number = f"{len(left)} run{'' if len(left) == 1 else 's'} to go"
+    number += f", {at_once} at the same time" if at_once > 1 else ""
     if item.minutes is not None:
         print(f"{number}, {item.minutes:g} minutes of one CPU core each")
         return
-    hours = measured_seconds(left, place, known) / 3600
+    hours = measured_seconds(left, place, known, at_once) / 3600
     told = f"{hours:.1f} hours" if hours >= 1 else f"{max(60 * hours, 1):.0f} minutes"
     print(f"{number}: {told} here at most, by a few steps at full width", flush=True)
 

@@ -101,6 +101,7 @@ class Item:
     rows: tuple[Rows, ...] = ()
     figures: tuple[str, ...] = ()
     minutes: float | None = None
+    gpu_runs: int | None = None
     checks: tuple[Check, ...] = ()
 
     def jobs(self, seeds: Sequence[int] | None = None) -> list[Job]:
@@ -119,7 +120,8 @@ class Registry:
 
     Attributes:
         items: by name, in the papers' order.
-        papers: title and overrides on a GPU (`gpu`) of each paper.
+        papers: title of each paper, overrides on a GPU (`gpu`) and on a CPU that multiplies in bfloat16
+            (`cpu_bfloat16`), and how many runs a GPU trains at the same time (`gpu_runs`).
         data: number of training samples (`num_train`) of each data set, other names of its folder with the number that
             lies there (`also`), and whether it comes with growlab (`built_in`).
     """

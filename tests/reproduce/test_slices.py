@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ signal.signal(signal.SIGTERM, save)
 while done < last:
     time.sleep(0.1)
     done += 1
+print("counted to", done, file=sys.stderr)
 (folder / "results.json").write_text(json.dumps(done))
 """
 
@@ -57,6 +59,73 @@ def test_a_slice_ends_in_time_and_the_next_goes_on(counting: Place) -> None:
     assert train(JOBS[:1], counting, REGISTRY, minutes=1) == (1, [])
     assert json.loads((state.parent / "results.json").read_text()) == 8
     assert train(JOBS, counting, REGISTRY, minutes=0.1 / 60) == (0, [])
+
+
+def test_several_runs_train_at_the_same_time(counting: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    started = time.monotonic()
+    assert train(JOBS, counting, REGISTRY, minutes=1, at_once=3) == (3, [])
+    ended = [(counting.runs / job.folder / "results.json").stat().st_mtime for job in JOBS]
+    # One takes 0.8 s at least.
+    assert max(ended) - min(ended) < 0.8 or time.monotonic() - started < 2.4
+    told = capfd.readouterr()
+    assert all(f"{job.folder}: counted to 8\n" in told.err for job in JOBS)
+
+
+def test_a_slice_of_several_runs_saves_them_all(counting: Place) -> None:
+    assert train(JOBS, counting, REGISTRY, minutes=0.5 / 60, at_once=2) == (0, [])
+    states = [counting.runs / job.folder / "state" for job in JOBS]
+    assert [state.exists() for state in states] == [True, True, False]
+    assert train(JOBS, counting, REGISTRY, minutes=1, at_once=2) == (3, [])
+
+
+def test_what_another_machine_has_begun_goes_on(counting: Place, tmp_path: Path) -> None:
+    kept = tmp_path / "unfinished" / JOBS[0].folder
+    kept.mkdir(parents=True)
+    (kept / "state").write_text("7")
+    place = replace(counting, begun=tmp_path / "unfinished")
+    started = time.monotonic()
+    assert train(JOBS[:1], place, REGISTRY, minutes=1) == (1, [])
+    assert time.monotonic() - started < 0.8 or sys.platform != "linux"
+    assert (kept / "state").read_text() == "7" and not (kept / "results.json").exists()
+    # What has gone on here is not overwritten.
+    (place.runs / JOBS[0].folder / "results.json").unlink()
+    (place.runs / JOBS[0].folder / "state").write_text("8")
+    assert train(JOBS[:1], place, REGISTRY, minutes=1) == (1, [])
+    assert json.loads((place.runs / JOBS[0].folder / "results.json").read_text()) == 8
+
+
+def test_a_run_that_has_begun_keeps_its_precision(tmp_path: Path) -> None:
+    place = Place(tmp_path / "runs", None, ("trainer=cpu", "trainer.precision=bf16-mixed"))
+    begun, other = JOBS[:2]
+    (place.runs / begun.folder).mkdir(parents=True)
+    (place.runs / begun.folder / "config.yaml").write_text("trainer: {precision: 32-true}\n")
+    assert "trainer.precision=32-true" in command(begun, place, REGISTRY)
+    assert "trainer.precision=bf16-mixed" not in command(begun, place, REGISTRY)
+    assert "trainer.precision=bf16-mixed" in command(other, place, REGISTRY)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "precision"),
+    [({"avx2": True}, []), ({"avx512_bf16": True}, ["x"]), ({"amx_bf16": True}, ["x"]), ({}, [])],
+)
+def test_a_processor_that_multiplies_in_bfloat16_does(
+    capabilities: dict[str, bool], precision: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities)
+    assert slices.device({"cpu_bfloat16": ["x"]}) == ("trainer=cpu", *precision)
+    assert slices.device({}) == ("trainer=cpu",)
+
+
+def test_a_gpu_trains_several_small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_once(name: str) -> int:
+        item = REGISTRY.items[name]
+        return slices.runs_at_once(item, REGISTRY.papers[item.paper])
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert at_once("table2") == 4 and at_once("table4") == 1
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert at_once("table2") == at_once("table4") == 1
 
 
 def test_a_run_that_fails_is_told_and_leaves_the_others_alone(
@@ -109,6 +178,7 @@ def test_missing_data_and_wrong_words_are_told_in_a_sentence(
         (["tabel3"], "there is nothing to reproduce that is called tabel3; did you mean table3?"),
         (["table3", "--minutes", "0"], "0 is no number of minutes above 0"),
         (["table3", "--minutes", "soon"], "--minutes"),
+        (["table3", "--at-once", "0"], "0 is no number of runs above 0"),
         (["table3", "--seeds", "a"], "a is no list of seeds such as 0,1"),
         (["table3", "-o", "table.md"], "-o goes with --page"),
     ):
