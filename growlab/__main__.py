@@ -35,7 +35,7 @@ except ModuleNotFoundError as missing:
 from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.errors import Stopped, UserError
 from growlab.explain import explain
-from growlab.processes import ProcessFailed, apart, end_with_parent, is_first, report
+from growlab.processes import ProcessFailed, apart, end_with_parent, is_first, name_of, report
 from growlab.resuming import resume_override
 
 
@@ -201,9 +201,8 @@ def main(job: Callable[[DictConfig], Any] = _job, more: Sequence[str] = ()) -> i
     overrides: list[str] = []
     try:
         overrides, multirun = _read_arguments()
-        sys.argv += [
-            one for one in more if not any(o.startswith(one.partition("=")[0] + "=") for o in overrides)
-        ]
+        given = set(map(name_of, overrides))
+        sys.argv += [one for one in more if name_of(one) not in given]
         register_schemas()
         OmegaConf.register_new_resolver("growlab.commands", described, replace=True)
         OmegaConf.register_new_resolver("growlab.settings_of_plan", _settings_of_plan, replace=True)

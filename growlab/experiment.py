@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import lightning
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -31,7 +33,16 @@ from growlab.outcome import results_row
 from growlab.overruled import check_overruled
 from growlab.pairing import make_data, make_objective
 from growlab.planning import Planned, learning_rate, left_out, optimizer_maker, plan_run
-from growlab.processes import announce, is_first, program, started_elsewhere, world_size
+from growlab.processes import (
+    announce,
+    in_folder,
+    is_first,
+    name_of,
+    program,
+    started_elsewhere,
+    world_size,
+)
+from growlab.run_folder import forget_results, held_alone
 from growlab.starting import continuing, start_from
 from growlab.studies.running import run_study
 from growlab.telling import tell_training
@@ -40,6 +51,7 @@ from growlab.training import GrowthCallback, GrowthProgress, RunRecorder, Task
 from growlab.training.anneal import check_part
 from growlab.training.checkpoints import (
     AtomicCheckpointIO,
+    differences,
     last_checkpoint,
     read_header,
     save,
@@ -84,6 +96,8 @@ def run(cfg: DictConfig) -> None:
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
         with plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
+            if is_first():
+                ending.enter_context(held_alone(run_dir))
             if cfg.study is None:
                 _run(cfg, run_dir, ending)
             else:
@@ -94,9 +108,9 @@ def run(cfg: DictConfig) -> None:
 
 
 def _resume_command(run_dir: Path) -> str:
-    replaced = ("ckpt_path=", "hydra.run.dir=")
-    overrides = [o for o in HydraConfig.get().overrides.task if not o.startswith(replaced)]
-    return f"{program()} {shlex.join([*overrides, 'ckpt_path=last', f'hydra.run.dir={run_dir}'])}"
+    replaced = ("ckpt_path", "hydra.run.dir")
+    overrides = [o for o in HydraConfig.get().overrides.task if name_of(o) not in replaced]
+    return f"{program()} {shlex.join([*overrides, 'ckpt_path=last', in_folder(run_dir)])}"
 
 
 def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
@@ -128,11 +142,10 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
         growth = GrowthCallback(grower, str(cfg.optimizer_state), plan.schedule.batch_size_at, on_event)
         layers = layer_statistics(cfg.log_layers_every_n_steps, data, grower, run_dir)
         rank_check = RankCheck(cfg.check_ranks)
-        callbacks = [growth, progress, recorder, records, rank_check, *layers, fresh, saving]
+        begin = LambdaCallback(on_fit_start=partial(_begin, cfg, run_dir, checkpoint))
+        callbacks = [begin, growth, progress, recorder, records, rank_check, *layers, fresh, saving]
         trainer = _trainer(cfg, run_dir, loggers, callbacks, [writer], plan, data)
         tell_training(grower, task, data, planned, recorder, trainer)
-        if trainer.is_global_zero:
-            write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
         if cfg.compile:
             # Not torch.compile(network), which would put a prefix before the names of all weights.
             task.network.compile()
@@ -156,6 +169,16 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
         print_results(results, run_dir)
         if HydraConfig.get().mode == RunMode.RUN:
             print(next_commands(cfg))
+
+
+def _begin(
+    cfg: DictConfig, run_dir: Path, checkpoint: Path | None, trainer: lightning.Trainer, _: Any
+) -> None:
+    """Take the folder for this run, which nothing has refused."""
+    if trainer.is_global_zero:
+        if checkpoint is None or other_settings(cfg, run_dir):
+            forget_results(run_dir)
+        write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
 
 
 def _data(cfg: DictConfig, ending: contextlib.ExitStack) -> ImageData:
@@ -299,6 +322,14 @@ def _checkpoint_to_resume(cfg: DictConfig, run_dir: Path) -> Path | None:
     if told and is_first():
         print(told, file=sys.stderr)
     return path
+
+
+def other_settings(cfg: DictConfig, run_dir: Path) -> list[str]:
+    """What decides a run's numbers and is otherwise in the run that the folder holds; none where it holds no run."""
+    written = run_dir / "config.yaml"
+    if not written.exists():
+        return []
+    return differences(deciding_settings(OmegaConf.load(written)), deciding_settings(cfg))
 
 
 def deciding_settings(cfg: DictConfig) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -40,7 +41,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from growlab.errors import Stopped, UserError
 from growlab.files import CHECKPOINT_FOLDER
-from growlab.processes import ProcessFailed, quoted, run_id
+from growlab.processes import ProcessFailed, in_folder, quoted, run_id
 
 # How long the others may take to end by themselves once one process has failed.
 _GRACE_SEC = 5.0
@@ -200,8 +201,8 @@ class _Agent(LocalElasticAgent):
             after = f" (restarts so far: {self._restarts})" * bool(self._restarts)
             return _Killed(
                 f"process {rank} of {number} was ended by {signal.Signals(-code).name} (out of memory, or from "
-                f"outside){', and the others with it' * (number > 1)}; go on with ckpt_path=last "
-                f"hydra.run.dir={self._run_dir}{after}."
+                f"outside){', and the others with it' * (number > 1)}{after}; go on with: "
+                f"ckpt_path=last {shlex.quote(in_folder(self._run_dir))}"
             )
         if found:
             return ProcessFailed(min(found, key=lambda one: one["extraInfo"]["timestamp"])["message"])

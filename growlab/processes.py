@@ -7,6 +7,7 @@ and devices may differ from job to job. This module does without torch: most of 
 
 import atexit
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -28,6 +29,8 @@ from growlab.files import write_json
 _RUN_ID, _ERROR_FILE = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
 _OURS = "growlab-"
 _POLL_SEC = 0.1
+# A path that Hydra reads as it is where it stands unquoted.
+_PLAIN = re.compile(r"[\w.@%+-]*/[\w./@%+-]*", re.ASCII)
 
 
 class ProcessFailed(RuntimeError):
@@ -197,10 +200,30 @@ def report(code: int, reason: str) -> bool:
     return started_by_growlab()
 
 
+def name_of(override: str) -> str:
+    """What an override of the command line sets: `a` of `a=1`, `+a=1` and `++a=1`."""
+    return override.lstrip("+").partition("=")[0]
+
+
+def in_folder(path: Path) -> str:
+    """The override that sends a run into a folder."""
+    return path_override("hydra.run.dir", path)
+
+
+def path_override(name: str, path: Path) -> str:
+    """An override whose value is a path, quoted where Hydra would stumble over it."""
+    text = str(path)
+    return f"{name}={text if _PLAIN.fullmatch(text) else quoted(path)}"
+
+
 def quoted(path: Path) -> str:
     """A path as the value of an override."""
-    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'"
+    # Of backslashes those alone are doubled that stand before a quote.
+    return "'" + re.sub(r"(\\*)(?:(')|$)", _escaped, str(path)) + "'"
+
+
+def _escaped(found: "re.Match[str]") -> str:
+    return 2 * found[1] + (r"\'" if found[2] else "")
 
 
 def apart(overrides: Sequence[str], multirun: bool) -> list[str]:
@@ -219,5 +242,5 @@ def apart(overrides: Sequence[str], multirun: bool) -> list[str]:
     else:
         own = {"hydra.run.dir": quoted(folder)}
     own |= {"hydra.output_subdir": "null", "hydra/job_logging": "none"}
-    given = {override.partition("=")[0] for override in overrides}
+    given = set(map(name_of, overrides))
     return [f"{name}={value}" for name, value in own.items() if name not in given]

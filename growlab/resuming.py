@@ -7,6 +7,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from growlab.configuration import PRIMARY, config_dir
 from growlab.errors import UserError
+from growlab.processes import in_folder, name_of
 
 _LAST = "ckpt_path=last"
 _RUN_DIR = "hydra.run.dir"
@@ -28,7 +29,8 @@ def resume_override(overrides: list[str], multirun: bool = False) -> str | None:
         UserError: the experiment has no run yet, or the sweep's folder is not given.
     """
     named = _SWEEP_DIR if multirun else _RUN_DIR
-    if _LAST not in overrides or any(override.startswith(f"{named}=") for override in overrides):
+    given = {name_of(override): override.partition("=")[2] for override in overrides}
+    if given.get("ckpt_path") != "last" or named in given:
         return None
     if multirun:
         raise UserError(f"{_LAST} with -m needs to know which sweep: add {_SWEEP_DIR}=FOLDER.")
@@ -43,4 +45,4 @@ def resume_override(overrides: list[str], multirun: bool = False) -> str | None:
             f"{_LAST}, but {folder} holds no earlier run of this experiment; leave ckpt_path out, or name the "
             f"run's folder with {_RUN_DIR}=FOLDER."
         )
-    return f"{_RUN_DIR}={max(runs, key=lambda run: (run / 'config.yaml').stat().st_mtime)}"
+    return in_folder(max(runs, key=lambda run: (run / "config.yaml").stat().st_mtime))

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from growlab.errors import UserError
 from growlab.files import FAILURE, write_json
@@ -86,11 +86,9 @@ def has_finished(cfg: DictConfig, run_dir: Path) -> bool:
     if HydraConfig.get().mode != RunMode.MULTIRUN or not results.exists() or not written.exists():
         return False
     # Imported here: a sweep that starts anew need not wait for torch.
-    from growlab.experiment import deciding_settings
-    from growlab.training.checkpoints import differences
+    from growlab.experiment import other_settings
 
-    other = differences(deciding_settings(OmegaConf.load(written)), deciding_settings(cfg))
-    if other:
+    if other := other_settings(cfg, run_dir):
         raise UserError(
             f"{run_dir} holds the result of other settings, with {other[0]}: choose another hydra.sweep.dir, or remove "
             "that folder."

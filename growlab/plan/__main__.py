@@ -16,7 +16,7 @@ from growlab.processes import announce
 
 # By pairs unless told otherwise: that seed begins as its constructor drew it, as a smaller network that stays does.
 _BY_PAIRS = ("growth=pairs", "lr_adapt=none")
-_MORE = ("plan=default", "hydra.run.dir=runs/${name}_plan/${now:%Y-%m-%d_%H-%M-%S}")
+_MORE = ("plan=default", "hydra.run.dir=runs/${name}_plan/${now:%Y-%m-%d_%H-%M-%S_%f}")
 
 
 def _job(cfg: DictConfig) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from growlab.errors import UserError
-from growlab.processes import announce
+from growlab.processes import announce, in_folder, path_override
 from growlab.reproduce.registry import Item, Job, Registry, experiment
 
 # Steps that are measured, in the second of two epochs: the first one starts kernels and caches.
@@ -108,10 +108,10 @@ def command(job: Job, place: Place, registry: Registry) -> list[str]:
     experiment, _, folder = job.folder.partition("/")
     return [
         *(sys.executable, "-m", "growlab", "-m", f"experiment={job.experiment}", *job.overrides),
-        *([] if root is None else [f"data.root={root.resolve()}"]),
+        *([] if root is None else [path_override("data.root", root.resolve())]),
         *([] if job.is_study else [*_on_device(job, place), "ckpt_path=last"]),
         "hydra.sweeper.params=null",
-        f"hydra.sweep.dir={(place.runs / experiment).resolve()}",
+        path_override("hydra.sweep.dir", (place.runs / experiment).resolve()),
         f"hydra.sweep.subdir='{folder}'",
     ]
 
@@ -171,8 +171,8 @@ def _samples_per_sec(
         lines = [
             [
                 *(sys.executable, "-m", "growlab", *measuring(network)),
-                *([] if root is None else [f"data.root={root.resolve()}"]),
-                *(*place.device, *_share_of_cores(at_once), f"hydra.run.dir={own}"),
+                *([] if root is None else [path_override("data.root", root.resolve())]),
+                *(*place.device, *_share_of_cores(at_once), in_folder(own)),
             ]
             for own in places
         ]

@@ -1,0 +1,72 @@
+"""A run's folder: one process writes to it at a time, and what an earlier run left there is not taken for its own."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from growlab.errors import UserError
+
+# What a run writes at its end.
+_RESULTS = ("results.json", "report.html", "model*.pt", "pretrained*")
+_HELD: set[int] = set()
+
+
+@contextlib.contextmanager
+def held_alone(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
+    """Hold a folder that one process writes to at a time; the system lets it go with the process, however that ends.
+
+    Args:
+        folder: that is there.
+        wait_sec: for a process that is about to end.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    _HELD.add(descriptor)
+    try:
+        _lock(descriptor, folder, time.monotonic() + wait_sec)
+        yield
+    finally:
+        _HELD.discard(descriptor)
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path, last: float) -> None:
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > last:
+                raise UserError(
+                    f"another process is at work in {folder}: wait for its end, or name another folder with "
+                    "hydra.run.dir=FOLDER."
+                ) from None
+            time.sleep(0.1)
+        except OSError:
+            # Some network file systems cannot.
+            return
+
+
+def _let_go() -> None:
+    """Processes that a run has forked may outlive it by a moment, and are not to hold what it held."""
+    for descriptor in _HELD:
+        os.close(descriptor)
+    _HELD.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def forget_results(folder: Path) -> None:
+    """Remove what an earlier run has left at its end: a run that is stopped leaves none, and is not taken for it."""
+    for path in [path for pattern in _RESULTS for path in folder.glob(pattern)]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
