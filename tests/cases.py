@@ -270,6 +270,24 @@ class ChannelNorms(nn.Module):
         return self.classifier(self.rms(torch.cat([self.hidden(x), self.other(x)], 1)))
 
 
+class SampleNorms(nn.Module):
+    """Norms by statistics of each sample: with weights, with running averages, with neither, by a group a channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 6, 1)
+        self.tracked = nn.InstanceNorm2d(6, affine=True, track_running_stats=True)
+        self.conv, self.plain = nn.Conv2d(6, 5, 3, padding=1), nn.InstanceNorm2d(5)
+        self.conv2, self.single = nn.Conv2d(5, 7, 1), nn.GroupNorm(7, 7)
+        self.line, self.affine = nn.Conv1d(7, 8, 3), nn.InstanceNorm1d(8, affine=True)
+        self.classifier = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.leaky_relu(self.plain(self.conv(F.leaky_relu(self.tracked(self.stem(x))))))
+        x = torch.tanh(self.single(self.conv2(x))).flatten(2)
+        return self.classifier(F.leaky_relu(self.affine(self.line(x))).mean(2))
+
+
 @dataclass(frozen=True)
 class NetworkCase:
     """A small network.
@@ -337,6 +355,7 @@ NETWORKS = {
     "transformer": NetworkCase(TransformerLayer, (6, 5), {"embed": 8, "mlp.0": 9}),
     "attention": NetworkCase(CausalAttention, (6, 5), {"embed": 8, "q": 5}),
     "channel norms": NetworkCase(ChannelNorms, (2, 3, 3), {"stem": 6, "conv": 7, "hidden": 5, "other": 9}),
+    "sample norms": NetworkCase(SampleNorms, (2, 5, 5), {"stem": 6, "conv": 5, "conv2": 7, "line": 8}),
     "decoder": NetworkCase(Decoder, (2, 5, 5), {"encode": 6, "decode": 5, "shuffled": 3}),
     "heads": NetworkCase(Heads, (6, 5), {"qkv": 4, "out": 7}),
     "wrn no norm": NetworkCase(

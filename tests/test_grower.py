@@ -565,7 +565,7 @@ def test_the_grower_may_go_before_the_network() -> None:
         (lambda: At({0: 1.0}, unit="hours"), "epoch, step, cost"),
         (lambda: At({0: 1.0}, batch_sizes=[1, 2]), "2 batch sizes"),
         (lambda: Loop(trigger={0: {"nothing": 2}}), "no width group 'nothing', only 0, 3"),
-        (lambda: Loop(trigger={0: {"0": 0}}), "leaves no channel"),
+        (lambda: Loop(trigger={0: {"0": 0}}), "the width 0 of group '0' must be a whole number from 1"),
         (lambda: Loop(trigger={0: 1.0, 1: 0.5}).train(), "only widens"),
         (lambda: Loop(trigger=Decided()).train(), "does not decide"),
         (lambda: Loop().grower.follow(nn.Linear(2, 2)), "cannot grow along"),

@@ -1,6 +1,7 @@
 """bert2BERT's advanced knowledge initialisation (Chen et al., ACL 2022)."""
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from growlab.growth.method import Expansion, Growth, GrowthMethod
 from growlab.growth.net2net import replicas, replicate
-from growlab.widths import Carry, Part, grid
+from growlab.widths import Carry, Layer, Part, grid
 
 
 class Bert2Bert(GrowthMethod):
@@ -18,8 +19,8 @@ class Bert2Bert(GrowthMethod):
 
         W'_l[i] = U(W_l)[i] for old rows i,    W'_l[i] = U(W_(l+1))[pi(i)] for new ones
 
-    (Section 3.3, AKI). Biases follow their rows. Embeddings, norm parameters, layers of the last block and layers
-    without a like in a next one take their own rows, which is the paper's FPI.
+    (Section 3.3, AKI). A bias follows its weight's rows. Embeddings, norm parameters, layers of the last block and
+    layers without a like in a next one take their own rows, which is the paper's FPI.
 
     **Preserves** nothing: units of the next block read the stream of this one. It is near to it where adjacent blocks
     do alike, which is the paper's argument; the receipt shows by how much outputs move. Where no block has a like it is
@@ -35,11 +36,7 @@ class Bert2Bert(GrowthMethod):
         """Compute every tensor at the new widths."""
         sources, counts = replicas(expansion)
         tensors = {name: replicate(expansion, name, sources, counts) for name in expansion.old}
-        affine = {name for layer in expansion.graph.layers for name in (layer.weight, layer.bias)}
-        above = {name: _above(expansion, name) for name in expansion.old if name in affine}
-        taken = {
-            name: upper for name, upper in above.items() if upper is not None and expansion.changes(name)
-        }
+        taken = _rows_of_the_next_block(expansion)
         for name, upper in taken.items():
             as_own = replace(expansion, old={**expansion.old, name: expansion.old[upper]})
             tensors[name] = _with_old_rows(
@@ -62,12 +59,32 @@ def _with_old_rows(expansion: Expansion, name: str, own: Tensor, upper: Tensor) 
     return result
 
 
-def _above(expansion: Expansion, name: str) -> str | None:
-    """The tensor at the same place of the next block: the outermost number of its path, one more, leads to it."""
+def _rows_of_the_next_block(expansion: Expansion) -> dict[str, str]:
+    """For each tensor that takes new rows from another one, that one: a layer's weight, and with it its bias."""
+    layers, taken = expansion.graph.layers, {}
+    for layer in layers:
+        alike = [other for other in layers if _kind(other) == _kind(layer)]
+        upper = _above(expansion, layer.weight, {other.weight for other in alike})
+        if upper is None or not expansion.changes(layer.weight):
+            continue
+        taken[layer.weight] = upper
+        biases = {other.bias for other in alike if other.weight == upper}
+        upper = None if layer.bias is None else _above(expansion, layer.bias, biases)
+        if layer.bias is not None and upper is not None and expansion.changes(layer.bias):
+            taken[layer.bias] = upper
+    return {name: taken[name] for name in expansion.old if name in taken}
+
+
+def _kind(layer: Layer) -> tuple[bool, bool]:
+    return layer.depthwise, layer.transposed
+
+
+def _above(expansion: Expansion, name: str, layers: Collection[str | None]) -> str | None:
+    """Of layers' tensors, that of the next block: the outermost number of the path, one more, leads to it."""
     for number in re.finditer(r"(?<=\.)\d+(?=\.)", f".{name}"):
         start, end = number.start() - 1, number.end() - 1
         upper = f"{name[:start]}{int(number[0]) + 1}{name[end:]}"
-        if upper in expansion.old and _form(expansion, upper) == _form(expansion, name):
+        if upper in layers and upper in expansion.old and _form(expansion, upper) == _form(expansion, name):
             return upper
     return None
 

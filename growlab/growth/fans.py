@@ -27,7 +27,7 @@ class Fans:
         into: weights of the producers, then their biases: a channel's entries are what it is computed by.
         out: weights of the consumers: a channel's entries are what is made of it.
         depthwise: layers that map each channel by its own filter.
-        norms: batch normalisations of the channels.
+        norms: batch and instance normalisations of the channels.
     """
 
     group: str

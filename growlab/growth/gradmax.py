@@ -28,8 +28,8 @@ _ENOUGH, _LEAST = 0.99, 1e-3
 class GradMax(DataDriven):
     """Add neurons that leave the function alone and get the largest gradient.
 
-    Where no batch normalisation takes the new channels, what leads into them is zero and what leads out of them, Z,
-    maximises the norm of the gradient of what leads into them. With f(0) = 0, f'(0) = 1 that gradient is Z^T G,
+    Where no batch or instance normalisation takes the new channels, what leads into them is zero and what leads out of
+    them, Z, maximises the norm of the gradient of what leads into them. With f(0) = 0, f'(0) = 1 that is Z^T G,
 
         G = E[dL/dz_next h^T]        [entries that lead out, entries that lead in]
 
@@ -37,7 +37,7 @@ class GradMax(DataDriven):
     singular vectors u_1, ..., u_k of G (Eq. 11), each as long as `scale` times the mean of the old ones: of all Z with
     orthogonal columns of these lengths c it has the largest gradient, c sqrt(sigma_1^2 + ... + sigma_k^2).
 
-    Behind a batch normalisation such channels would be blown up by 1 / sqrt(eps) in the first step. There what leads
+    Behind such a normalisation these channels would be blown up by 1 / sqrt(eps) in the first step. There what leads
     out is zero, and what leads in maximises the norm of the gradient of what leads out, by `steps` steps of normalised
     gradient ascent from drawn weights at their usual length ("GradMaxOpt"); `zero="fan_out"` does so everywhere.
 
@@ -53,7 +53,7 @@ class GradMax(DataDriven):
 
     Args:
         batches: see `DataDriven`.
-        zero: "fan_in", "fan_out", or "auto": "fan_out" where a batch normalisation takes the channels.
+        zero: "fan_in", "fan_out", or "auto": "fan_out" where a batch or instance normalisation takes the channels.
         scale: length of new entries relative to the mean of the old ones.
         steps: of ascent, two passes each.
         rate: length of an ascent step relative to the weights, falling linearly to 0.

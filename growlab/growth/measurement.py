@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from growlab import ranks
 from growlab.errors import UserError
-from growlab.growth.outputs import buffers_kept, main_output, quietly
+from growlab.growth.outputs import buffers_kept, main_output, network_inputs, quietly
 from growlab.growth.surrogates import twice_differentiable
 from growlab.growth.weighted_norms import carried_weights, weigh
 from growlab.widths import Carry, WidthGraph, replace_tensors, restore_tensors, tensors_of
@@ -91,14 +91,10 @@ class Measurement:
     ) -> None:
         if not batches:
             raise ValueError("growth.batches must be at least 1.")
-        parameter = next(model.parameters())
         self.model, self.graph, self.cost = model, graph, Cost()
         self.near_zero = near_zero
         self._norm_weights = dict(norm_weights or {})
-        self._batches = [
-            tuple(x.to(parameter.device, parameter.dtype if x.is_floating_point() else None) for x in batch)
-            for batch in batches
-        ]
+        self._batches = [network_inputs(tuple(batch), model) for batch in batches]
         self._loss, self._average, self.share = loss, average, share
 
     def told(self) -> dict[str, Any]:

@@ -181,7 +181,8 @@ class NewWeights:
         """A tensor of the new shape, every entry as a new one: drawn, or a norm's or bias's default.
 
         Tensors of other kinds (bare parameters and buffers) are drawn with the mean and deviation of their old entries,
-        between the smallest and the largest of them: a forward may take their root.
+        between the smallest and the largest of them: a forward may take their root. Of complex numbers that holds for
+        real and imaginary parts.
         """
         shape, source = expansion.new_shape(name), expansion.generator(name)
         if name in expansion.layers:
@@ -192,10 +193,17 @@ class NewWeights:
         old = expansion.deciding.get(name)
         if old is None or any(name in (layer.bias, layer.offset) for layer in expansion.graph.layers):
             return torch.zeros(shape)
-        old = old.detach().float().cpu()
-        spread = float(old.std()) if old.numel() > 1 else 0.0
-        drawn = _normal(shape, source) * spread + float(old.mean())
-        return drawn.clamp_(float(old.min()), float(old.max())) if old.numel() else drawn
+        if old.is_complex():
+            return torch.complex(_like(old.real, shape, source), _like(old.imag, shape, source))
+        return _like(old, shape, source)
+
+
+def _like(old: Tensor, shape: tuple[int, ...], source: torch.Generator) -> Tensor:
+    """Numbers of the mean and the deviation of others, between the smallest and the largest of them."""
+    old = old.detach().float().cpu()
+    spread = float(old.std()) if old.numel() > 1 else 0.0
+    drawn = _normal(shape, source) * spread + float(old.mean())
+    return drawn.clamp_(float(old.min()), float(old.max())) if old.numel() else drawn
 
 
 def _emitted(shape: tuple[int, ...], source: torch.Generator) -> Tensor:

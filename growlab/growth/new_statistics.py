@@ -1,4 +1,4 @@
-"""Statistics that new channels of batch normalisation begin with: those of the batch that parity is measured on.
+"""Statistics that new channels of batch and instance normalisation begin with: those of parity's batch.
 
 At their defaults, mean 0 and variance 1, eval mode does not normalise new channels until running averages have found
 them: they get larger from layer to layer, in a deep network until what they leave of the output is rounding.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from growlab.growth.method import Expansion, Growth
 
-#: Mean and variance of each channel, by the name of the batch normalisation that they enter.
+#: Mean and variance of each channel, by the name of the normalisation that they enter.
 Moments = Mapping[str, tuple[Tensor, Tensor]]
 
 

@@ -4,11 +4,14 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
 from growlab.errors import UserError
@@ -23,7 +26,7 @@ class Outputs:
         eval: in eval mode.
         train: in train mode, dropout left out; of a network that draws other random numbers there, with the mean of
             each draw in its place.
-        variances: batch variance at the input of each batch normalisation in train mode, by module name.
+        variances: variance at the input of each batch or instance normalisation in train mode, by module name.
     """
 
     eval: Tensor
@@ -51,7 +54,7 @@ def observe(
     Args:
         model: the network.
         probe: its positional inputs, or the only one.
-        norms: batch normalisations whose input variance is wanted.
+        norms: batch and instance normalisations whose input variance is wanted.
         between: called between train and eval mode with the mean and the unbiased variance of what enters `norms`, by
             module name, [channels], means over the calls of each.
     """
@@ -60,13 +63,7 @@ def observe(
 
     def record(name: str) -> Any:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            x = inputs[0].detach()
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
-            dims = [d for d in range(x.dim()) if d != 1]
-            # In two passes: as exact as `Tensor.var` over several dimensions and ten times as fast.
-            mean = x.mean(dims, keepdim=True)
-            variance = (x - mean).square_().mean(dims)
-            moments.setdefault(name, []).append((mean.flatten(), variance, x.numel() // mean.numel()))
+            moments.setdefault(name, []).append(_moments(module, inputs[0].detach()))
 
         return hook
 
@@ -75,7 +72,7 @@ def observe(
     hooks = [
         module.register_forward_pre_hook(record(norm.name))
         for norm in norms
-        if isinstance(module := known.get(norm.name), nn.modules.batchnorm._BatchNorm)
+        if isinstance(module := known.get(norm.name), (_BatchNorm, _InstanceNorm))
     ]
     try:
         with quietly(model) as draws:
@@ -94,6 +91,24 @@ def observe(
         for hook in hooks:
             hook.remove()
     return Outputs(evaluated, train, {name: calls[-1][1] for name, calls in moments.items()})
+
+
+def _moments(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Mean and variance of each channel of what enters a normalisation, and of how many values each is.
+
+    Instance normalisation takes them of each sample: here they are means over the samples.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    dims = [d for d in range(x.dim()) if d != 1]
+    if isinstance(module, _InstanceNorm):
+        x = x[None] if x.dim() == module._get_no_batch_dim() else x
+        dims = list(range(2, x.dim()))
+    # In two passes: as exact as `Tensor.var` over several dimensions and ten times as fast.
+    mean = x.mean(dims, keepdim=True)
+    variance, count = (x - mean).square_().mean(dims), x.numel() // mean.numel()
+    if isinstance(module, _InstanceNorm):
+        mean, variance = mean.mean(0), variance.mean(0)
+    return mean.flatten(), variance, count
 
 
 def _unbiased(calls: Sequence[tuple[Tensor, Tensor, int]]) -> tuple[Tensor, Tensor]:
@@ -267,13 +282,22 @@ def _full_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(matmul)
 
 
+def device_and_precision(network: nn.Module) -> tuple[torch.device | None, torch.dtype | None]:
+    """Where a network is, and the type of its first parameter of real numbers; None where it has nothing to tell."""
+    first = next(chain(network.parameters(), network.buffers()), None)
+    real = next(
+        (parameter.dtype for parameter in network.parameters() if parameter.is_floating_point()), None
+    )
+    return None if first is None else first.device, real
+
+
 def network_inputs(example: Tensor | tuple[Any, ...], network: nn.Module) -> tuple[Any, ...]:
     """Inputs as the network takes them: on its device, numbers in its precision, indices as they are."""
-    parameter = next(network.parameters())
+    device, precision = device_and_precision(network)
 
     def moved(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.to(parameter.device, parameter.dtype if value.is_floating_point() else None)
+        return value.to(device, precision if value.is_floating_point() else None)
 
     return tuple(map(moved, example if isinstance(example, tuple) else (example,)))

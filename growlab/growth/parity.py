@@ -110,7 +110,7 @@ def relative_error(before: Tensor, after: Tensor, factor: float = 1.0) -> float:
 def rounding(model: nn.Module, output: Tensor) -> float:
     """Relative output error that the least precise of the parameters and the output explains."""
     dtypes = {output.dtype, *(p.dtype for p in model.parameters())}
-    return max(ROUNDING.get(dtype, 0.0) for dtype in dtypes)
+    return max(ROUNDING.get(dtype.to_real(), 0.0) for dtype in dtypes)
 
 
 def rounding_measured(model: nn.Module, probe: tuple[Any, ...], outputs: Outputs) -> tuple[float, float]:

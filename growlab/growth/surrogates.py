@@ -1,6 +1,7 @@
 """What activations and norms are taken for while growth methods measure: derivatives that the real ones lack."""
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -90,12 +91,14 @@ def smooth(beta: float) -> TorchFunctionMode:
 
 
 class IdentityNorms(TorchFunctionMode):
-    """Batch normalisations let new channels pass as they are, so that what lies behind them is seen in its scale.
+    """Batch and instance normalisations let new channels pass, so that what lies behind is seen in its scale.
 
     Args:
         new: from a norm's running mean and its weight (what there is of them) to which of its channels are new,
             [channels]; None for a norm that is as it is.
     """
+
+    _KINDS = frozenset({F.batch_norm, F.instance_norm, F.group_norm})
 
     def __init__(self, new: Callable[[Tensor | None, Tensor | None], Tensor | None]) -> None:
         super().__init__()
@@ -129,9 +132,7 @@ class IdentityNorms(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func is not F.batch_norm:
+        if func not in self._KINDS:
             return result
-        x, mean, _, weight = [*args, *[None] * 4][:4]
-        weight = kwargs.get("weight", weight)
-        mean = kwargs.get("running_mean", mean)
-        return self._passed(x, result, mean, weight)
+        given = signature(func).bind(*args, **kwargs).arguments
+        return self._passed(given["input"], result, given.get("running_mean"), given.get("weight"))

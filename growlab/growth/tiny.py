@@ -5,7 +5,8 @@ from math import sqrt
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from growlab.growth.data_driven import DataDriven, padded, upright
 from growlab.growth.fans import Fans, Slot, View
@@ -37,7 +38,8 @@ class Tiny(DataDriven):
     dW, and ReLU passes half of what they were worked out for.
     **Departs from the paper**: N is measured in the network with candidates whose outgoing weights are 1 in one
     entry and whose incoming weights are zero, so that it passes pooling and flattening in between. A batch
-    normalisation of new channels starts as the identity on the batches. All layers move at once, with one gamma.
+    normalisation of new channels starts as the identity on the batches, an instance normalisation as what is nearest
+    to it: statistics are of each sample. All layers move at once, with one gamma.
 
     Args:
         batches: see `DataDriven`.
@@ -86,6 +88,14 @@ class Tiny(DataDriven):
             for fans in groups
             for layer in (*fans.producers, *fans.consumers)
             if not usual(modules.get(layer.name))
+        }
+        if refused:
+            return Growth({}), refused
+        refused = {
+            fans.group: f"{norm.name} normalises each sample, and is no module of torch that does nothing else"
+            for fans in groups
+            for norm in fans.norms
+            if norm.per_sample and not isinstance(modules.get(norm.name), (_InstanceNorm, nn.GroupNorm))
         }
         if refused:
             return Growth({}), refused
@@ -194,21 +204,27 @@ def solved(square: Tensor, product: Tensor) -> Tensor:
 def _statistics(
     data: Measurement, tensors: Mapping[str, Tensor], groups: Sequence[Fans]
 ) -> dict[str, Tensor]:
-    """Mean and variance over the batches of what each norm reads, "mean NORM" and "var NORM"."""
-    names = list(dict.fromkeys(norm.name for fans in groups for norm in fans.norms))
-    if not names:
+    """Mean and variance over the batches of what each norm reads, "mean NORM" and "var NORM".
+
+    The variance is that within each sample where the norm takes it so.
+    """
+    norms = {norm.name: norm for fans in groups for norm in fans.norms}
+    if not norms:
         return {}
 
     def visit(parameters: Mapping[str, Tensor], loss: Tensor, seen: Mapping[str, Seen]) -> dict[str, Tensor]:
         found = {}
-        for name in names:
+        for name, norm in norms.items():
             x = seen[name].x.double().movedim(1, 0).flatten(1)
             found[f"mean {name}"], found[f"square {name}"] = x.mean(1), x.square().mean(1)
+            if norm.per_sample:
+                found[f"var {name}"] = seen[name].x.double().flatten(2).var(2, correction=0).mean(0)
         return found
 
-    found = data.run(tensors, visit, watched=names, gradients=False)
-    for name in names:
-        found[f"var {name}"] = (found.pop(f"square {name}") - found[f"mean {name}"].square()).clamp(min=0)
+    found = data.run(tensors, visit, watched=list(norms), gradients=False)
+    for name in norms:
+        variance = (found.pop(f"square {name}") - found[f"mean {name}"].square()).clamp(min=0)
+        found.setdefault(f"var {name}", variance)
     return found
 
 

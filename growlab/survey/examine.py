@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_map_only
 
 from growlab.flops import forward_flops
@@ -153,7 +155,7 @@ def examine(
     if not graph.groups:
         return report
     # Samples meet in batch statistics only: without them one will do.
-    inputs = inputs if graph.norms else sample
+    inputs = sample if all(norm.per_sample for norm in graph.norms) else inputs
     double = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
     probe = _probe(network, graph, widths[0], double)
     report.probe = [list(x.shape) for x in probe if isinstance(x, Tensor)]
@@ -300,7 +302,7 @@ def _roughen(network: nn.Module, probe: tuple[Any, ...]) -> None:
 
 
 def _take_statistics(network: nn.Module, probe: tuple[Any, ...]) -> None:
-    norms = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    norms = [m for m in network.modules() if isinstance(m, (_BatchNorm, _InstanceNorm))]
     momenta = [norm.momentum for norm in norms]
     # Nothing else in train mode: layers that are dropped at random would leave statistics of other activations.
     network.eval()

@@ -13,6 +13,7 @@ from growlab.data import ImageData
 from growlab.errors import UserError
 from growlab.files import write_text
 from growlab.grower import Grower
+from growlab.growth.outputs import device_and_precision
 from growlab.training.task import Task
 
 LAYER_COLUMNS = ("step", "layer", "quantity", "mean", "std", "low", "high", "counts")
@@ -117,9 +118,8 @@ class LayerStatistics(Callback):
 
         hooks = [module.register_forward_hook(keep(name)) for name, module in layers.items()]
         modes = {module: module.training for module in task.network.modules()}
-        parameter = next(task.network.parameters())
-        x = self._images.to(parameter.device, parameter.dtype)
-        y = self._labels.to(parameter.device)
+        device, precision = device_and_precision(task.network)
+        x, y = self._images.to(device, precision), self._labels.to(device)
         task.network.eval()
         try:
             # Every weight is computed once, so that the gradient is by the very tensor that the layer used.

@@ -1,7 +1,8 @@
 """Triggers that know every stage beforehand: given widths at given moments, a schedule, no growth."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from math import isfinite
 from numbers import Real
 from typing import Any
 
@@ -47,37 +48,43 @@ class At(Trigger):
                 f"a trigger is a growlab.Trigger, a schedule, or moments and widths such as {{0: 0.25, 10: 1.0}}, not "
                 f"{widths!r}."
             )
+        for moment in widths:
+            if not _is_number(moment):
+                raise UserError(
+                    f"a trigger's moment {moment!r} must be a finite number, such as 10 in {{0: 0.25, 10: 1.0}}."
+                )
         self.starts = tuple(sorted(widths))
         if not self.starts or self.starts[0] != 0:
             raise UserError("a trigger's first stage must begin at 0, such as {0: 0.25, 10: 1.0}.")
         self._widths = tuple(widths[start] for start in self.starts)
         for width in self._widths:
-            if not isinstance(width, Mapping) and not (isinstance(width, Real) and 0 < float(width) <= 1):
+            if not isinstance(width, Mapping) and not (_is_number(width) and 0 < width <= 1):
                 raise UserError(f"a width of {width!r} is no fraction of full width: above 0 and at most 1.")
-        if batch_sizes is not None and len(batch_sizes) != len(self.starts):
-            raise UserError(
-                f"{len(batch_sizes)} batch sizes do not fit {len(self.starts)} stages; give one each."
-            )
         self.unit = unit
         self.resizes = any(isinstance(width, Mapping) or width != 1 for width in self._widths)
-        self.batch_sizes = None if batch_sizes is None else tuple(batch_sizes)
+        self.batch_sizes = None if batch_sizes is None else self._checked(batch_sizes)
+
+    def _checked(self, batch_sizes: Sequence[int]) -> tuple[int, ...]:
+        sizes = tuple(batch_sizes) if isinstance(batch_sizes, Iterable) else ()
+        if not sizes or not all(_is_whole(size) and size > 0 for size in sizes):
+            raise UserError(
+                f"batch_sizes={batch_sizes!r} of a trigger must be whole numbers above 0, one a stage."
+            )
+        if len(sizes) != len(self.starts):
+            raise UserError(f"{len(sizes)} batch sizes do not fit {len(self.starts)} stages; give one each.")
+        return tuple(map(int, sizes))
 
     def forecast(self, graph: WidthGraph) -> list[Widths]:
         """Width of each group at every stage.
 
         Raises:
-            UserError: there is no such group.
+            UserError: there is no such group, or it has no such width.
         """
         stages: list[Widths] = []
         for width in self._widths:
             before = stages[-1] if stages else graph.full_widths
             if isinstance(width, Mapping):
-                unknown = sorted(set(width) - set(graph.groups))
-                if unknown:
-                    raise UserError(
-                        f"the network has no width group {unknown[0]!r}, only {', '.join(graph.groups) or 'none'}."
-                    )
-                stages.append({**before, **width})
+                stages.append({**before, **_widths_of_groups(width, graph)})
             else:
                 fraction = exact(width)
                 given = Schedule((1,), (fraction,), (1,)).widths(graph)[0]
@@ -110,6 +117,28 @@ class At(Trigger):
         """Widths of the next stage, once its moment has come."""
         stage = run.state.scheduled_stage
         return self.forecast(run.graph)[stage + 1] if stage < self.stage_at(run.clock) else None
+
+
+def _widths_of_groups(widths: Mapping[str, Any], graph: WidthGraph) -> dict[str, int]:
+    for name, width in widths.items():
+        if name not in graph.groups:
+            raise UserError(
+                f"the network has no width group {name!r}, only {', '.join(graph.groups) or 'none'}."
+            )
+        full = graph.groups[name].full_width
+        if not _is_whole(width) or not 1 <= width <= full:
+            raise UserError(
+                f"the width {width!r} of group {name!r} must be a whole number from 1 to its full width {full}."
+            )
+    return {name: int(width) for name, width in widths.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return _is_number(value) and value == int(value)
 
 
 class Scheduled(At):
@@ -145,9 +174,9 @@ class Never(Trigger):
     knows_stages = True
 
     def __init__(self, width: Number = 1, depth: float = 1.0) -> None:
-        if not width > 0:
+        if not (_is_number(width) and width > 0):
             raise UserError(f"a width of {width} relative to full width must be above 0.")
-        if not 0 <= depth <= 1:
+        if not (_is_number(depth) and 0 <= depth <= 1):
             raise UserError(f"growth.depth_multiple={depth} must be a part of the blocks, from 0 to 1.")
         self._width, self.depth = width, depth
         self.resizes = width != 1

@@ -189,7 +189,8 @@ class Findings:
 
         A bare parameter's cannot be, nor what another layer or norm reads: a factor would reach its output twice.
         """
-        if self._scale(output_class) in {self._scale(x.scale_in) for x in (*self._layers, *self._norms)}:
+        read = [*(layer.scale_in for layer in self._layers), *(norm.scale_in for norm in self._norms)]
+        if self._scale(output_class) in set(map(self._scale, read)):
             self.scales.pin(output_class)
             return
         modules = dict(self._model.named_modules())

@@ -82,13 +82,14 @@ class Written:
 
 @dataclass(frozen=True)
 class Norm:
-    """A batch normalisation, whose statistics follow the scale of its input.
+    """A normalisation by statistics of each channel's own: batch normalisation, or instance normalisation.
 
     Attributes:
         name: module path.
         weight, bias, running_mean, running_var: tensor names, or None where the module has none.
         eps: added to the variance.
         scale_in: scale class of the input. The output's scale never depends on it.
+        per_sample: statistics are of each sample, as those of instance normalisation; else they are of the batch.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Norm:
     running_var: str | None
     eps: float
     scale_in: int
+    per_sample: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class WidthGraph:
         axes: one Axis a dimension for each parameter and buffer that has a growing axis or belongs to a layer
             or norm.
         layers: affine maps in forward order.
-        norms: batch normalisations in forward order.
+        norms: batch and instance normalisations in forward order.
         unit_classes: scale classes that must keep their scale (inputs, outputs of norms, operands of
             functions that are not positively homogeneous).
         output_class: scale class of the network's output.

@@ -253,8 +253,10 @@ class Recorder(Findings):
         self._attentions.append((query.axes[-1], query.linear_in))
         return True
 
-    def record_norm(self, node: Any, names: Mapping[str, str | None], eps: float, x: Value) -> None:
-        """Record a normalisation by batch statistics."""
+    def record_norm(
+        self, node: Any, names: Mapping[str, str | None], eps: float, x: Value, per_sample: bool = False
+    ) -> None:
+        """Record a normalisation by statistics of each channel, over the batch or over each sample."""
         known = next((name for name in names.values() if name is not None), None)
         name = node.name if known is None else known.rpartition(".")[0]
         used = {tensor for tensor in names.values() if tensor is not None}
@@ -264,7 +266,7 @@ class Recorder(Findings):
                 self.scales.union(other.scale_in, x.scale)
             if used and used == theirs - {None}:
                 return
-        self._norms.append(Norm(name=name, eps=float(eps), scale_in=x.scale, **names))
+        self._norms.append(Norm(name=name, eps=float(eps), scale_in=x.scale, per_sample=per_sample, **names))
 
     def record_channel_norm(
         self, node: Any, axis: Runs, names: Mapping[str, str | None], mean_over: int | None = None

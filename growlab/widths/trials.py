@@ -126,7 +126,7 @@ class Trials:
                     setattr(holder, attribute, content)
 
     def _sizes(self) -> list[Any]:
-        with torch.no_grad(), Shapes(detailed=True) as mode:
+        with _unwarned(), torch.no_grad(), Shapes(detailed=True) as mode:
             self._model.eval()(*self._inputs)
         return mode.details
 
@@ -139,7 +139,8 @@ class Trials:
         return next(iter(self._full_calls), None)
 
     def _calls(self) -> list[Seen]:
-        return run_calls(self._model.eval(), self._inputs)
+        with _unwarned():
+            return run_calls(self._model.eval(), self._inputs)
 
     @contextmanager
     def _narrow(self, graph: WidthGraph, widths: Mapping[str, int]) -> Iterator[None]:
@@ -170,11 +171,17 @@ class Trials:
     def _run(self, training: bool) -> tuple[list[torch.Size], list[Any]]:
         """Shapes of the outputs, and the functions that were called on the way."""
         self._model.train(training)
-        with warnings.catch_warnings(), torch.no_grad(), Shapes() as mode:
-            # Of widths that it is tried at, some of which the network is never trained at.
-            warnings.simplefilter("ignore")
+        with _unwarned(), torch.no_grad(), Shapes() as mode:
             outputs = self._model(*self._inputs)
         return [x.shape for x in tensors_in(outputs)], mode.calls
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Without warnings: of widths that a network is tried at, some of which it is never trained at."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _trial_widths(graph: WidthGraph) -> list[dict[str, int]]:
@@ -243,11 +250,12 @@ def _computed(model: nn.Module) -> dict[int, Any]:
 
 
 def tensors_in(outputs: Any) -> list[Tensor]:
-    """All tensors in what a network returns."""
+    """All tensors in what a network returns, in containers and in what torch's pytrees know as one."""
     if isinstance(outputs, Tensor):
         return [outputs]
     if isinstance(outputs, Mapping):
         outputs = list(outputs.values())
-    if isinstance(outputs, (list, tuple)):
-        return [tensor for output in outputs for tensor in tensors_in(output)]
-    return []
+    if not isinstance(outputs, (list, tuple)):
+        leaves = tree_leaves(outputs)
+        outputs = [] if len(leaves) == 1 and leaves[0] is outputs else leaves
+    return [tensor for output in outputs for tensor in tensors_in(output)]

@@ -22,8 +22,8 @@ def conv(activation: nn.Module) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(24, 3))
 
 
-def normed() -> nn.Sequential:
-    layers = nn.Conv2d(2, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
+def normed(norm: nn.Module | None = None) -> nn.Sequential:
+    layers = nn.Conv2d(2, 6, 3, bias=False), norm or nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(6, 3))
 
 
@@ -207,6 +207,20 @@ def test_behind_batch_norm_ascent_beats_random_draws_and_the_function_stays() ->
     # The optimum of each channel alone: no draw of both is past it.
     assert float(norms.max()) <= found
     assert float(norms.median()) < 0.8 * found
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [nn.InstanceNorm2d(6, affine=True), nn.InstanceNorm2d(6, track_running_stats=True), nn.GroupNorm(6, 6)],
+)
+def test_behind_a_norm_of_each_sample_what_leads_out_is_zero(norm: nn.Module) -> None:
+    """Channels of zeros would be divided by sqrt(eps), as behind batch normalisation."""
+    run = started(normed(norm), (2, 5, 5), GradMax(steps=2))
+    before = run.network(run.batches[0][0])
+    event, _ = run.grow({"0": 5})
+    torch.testing.assert_close(run.network(run.batches[0][0]), before, rtol=1e-12, atol=1e-12)
+    assert event.report["groups"]["0"]["zero"] == "fan_out"
+    assert not run.network[5].weight[:, 3:].any() and run.network[0].weight[3:].all()
 
 
 def test_refused_where_no_gradient_reaches_new_channels() -> None:

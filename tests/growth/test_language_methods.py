@@ -227,6 +227,33 @@ def test_new_rows_of_bert2bert_are_those_of_the_next_block() -> None:
     assert event.parity_tolerance_eval is None and event.parity_error_eval > 1e-6
 
 
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)),
+        (nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 2)),
+        # Biases that are as long as one another, of weights that are not.
+        (nn.Linear(4, 16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2)),
+        # Weights of one shape that do not do the same.
+        (nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 16, 1), nn.Conv2d(16, 16, 1, groups=16), nn.Flatten()),
+    ],
+)
+def test_without_a_like_in_a_next_block_bert2bert_is_net2net(layers: tuple[nn.Module, ...]) -> None:
+    tail = [nn.Linear(64, 2)] if isinstance(layers[-1], nn.Flatten) else []
+    grown, x = {}, torch.randn(8, 4, dtype=torch.float64)
+    for method in (Bert2Bert(), Net2Net()):
+        network = copy.deepcopy(nn.Sequential(*layers, *tail)).double()
+        graph = trace(network, x)
+        halves = {name: group.full_width // 2 for name, group in graph.groups.items()}
+        state = plant(network, graph, method, halves, seed=0)
+        roughen(network)
+        event = grow(network, graph, method, state, graph.full_widths, 0, (x,))
+        assert event.report == {} and event.parity_error_eval < 1e-12
+        grown[method.name] = network.state_dict()
+    for name, tensor in grown["Net2Net"].items():
+        assert torch.equal(grown["Bert2Bert"][name], tensor), name
+
+
 def test_blocks_that_are_alike_make_bert2bert_exact() -> None:
     """AKI's new units are those that FPI would copy, where the next block has the same weights."""
     network, graph = whole()

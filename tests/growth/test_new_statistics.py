@@ -1,4 +1,4 @@
-"""What statistics new channels of batch normalisation begin with."""
+"""What statistics new channels of batch and instance normalisation begin with."""
 
 import copy
 from pathlib import Path
@@ -84,6 +84,37 @@ def test_new_channels_begin_with_the_statistics_of_the_batch(method, shared):
         # Of a pair both have the same.
         assert torch.equal(module.running_var[4:6], module.running_var[6:8])
     assert event.parity_error_eval < 1e-5
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_new_channels_of_instance_normalisation_begin_with_statistics_of_samples(dims):
+    """Means over the samples, as torch's own running averages have them."""
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    norm = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[dims - 1](8, track_running_stats=True)
+    network = nn.Sequential(conv(3, 8, 2), norm, conv(8, 2, 1)).double()
+    x = torch.randn(4, 3, *[4] * dims, dtype=torch.float64) * torch.arange(1, 5).view(4, *[1] * (dims + 1))
+    graph, method = trace(network, x), PairGrowth()
+    state = plant(network, graph, method, {"0": 4}, seed=0)
+    before = norm.running_var.clone()
+    grow(network, graph, method, state, graph.full_widths, 0, x)
+    seen = copy.deepcopy(norm).train()
+    seen.reset_running_stats()
+    seen.momentum = 1.0
+    seen(network[0](x))
+    for kind in ("running_mean", "running_var"):
+        torch.testing.assert_close(getattr(norm, kind)[4:], getattr(seen, kind)[4:])
+    assert torch.equal(norm.running_var[:4], before) and not torch.equal(norm.running_var[4:], before)
+    assert torch.equal(norm.running_mean[:4], torch.zeros_like(before))
+
+
+def test_statistics_of_a_sample_without_a_batch():
+    network = nn.Sequential(nn.Conv2d(3, 8, 1), nn.InstanceNorm2d(8, track_running_stats=True)).double()
+    network.append(nn.Conv2d(8, 2, 1).double())
+    x = torch.randn(3, 8, 5, dtype=torch.float64)
+    graph = trace(network, x)
+    state = plant(network, graph, PairGrowth(), {"0": 4}, seed=0)
+    grow(network, graph, PairGrowth(), state, graph.full_widths, 0, x)
+    torch.testing.assert_close(network[1].running_mean[4:], network[0](x).mean((1, 2))[4:])
 
 
 def test_copies_keep_the_statistics_of_what_they_are_copies_of():

@@ -60,6 +60,41 @@ def test_variance(rule: str) -> None:
         assert abs(float(drawn.mean())) < 5 * sqrt(expected / drawn.numel())
 
 
+class Normed(torch.nn.Sequential):
+    """Two layers around a normalisation."""
+
+    def __init__(self, norm: torch.nn.Module, dims: int) -> None:
+        conv = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)[dims - 1]
+        super().__init__(conv(3, 8, 1), norm, conv(8, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("norm", "dims"),
+    [
+        *((torch.nn.BatchNorm2d, 2), (lambda width: torch.nn.GroupNorm(1, width), 2)),
+        (lambda width: torch.nn.GroupNorm(width, width), 2),
+        *(
+            (lambda width, norm=norm, kept=kept: norm(width, affine=True, track_running_stats=kept), dims)
+            for dims, norm in enumerate(
+                (torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d), start=1
+            )
+            for kept in (False, True)
+        ),
+    ],
+)
+def test_new_channels_of_a_norm_begin_at_its_defaults(norm, dims: int) -> None:
+    """Whatever its weights and biases have become."""
+    network, x = Normed(norm(8), dims), torch.randn(4, 3, *[4] * dims)
+    graph = trace(network, x)
+    state = plant(network, graph, RandomGrowth(), {"0": 4}, seed=0)
+    with torch.no_grad():
+        network[1].weight.copy_(torch.tensor([1.5, 1.6, 1.7, 1.8]))
+        network[1].bias.copy_(torch.tensor([0.5, 0.6, 0.7, 0.8]))
+    grow(network, graph, RandomGrowth(), state, graph.full_widths, 0, (x,))
+    assert network[1].weight.tolist() == pytest.approx([1.5, 1.6, 1.7, 1.8, 1, 1, 1, 1])
+    assert network[1].bias.tolist() == pytest.approx([0.5, 0.6, 0.7, 0.8, 0, 0, 0, 0])
+
+
 @pytest.mark.parametrize("method", [PairGrowth, RandomGrowth, VarianceTransfer])
 @pytest.mark.parametrize("rule", RULES[1:])
 def test_methods_draw_with_it(method: type, rule: str) -> None:

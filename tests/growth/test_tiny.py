@@ -24,8 +24,8 @@ def conv() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(20, 3))
 
 
-def normed() -> nn.Sequential:
-    layers = nn.Conv2d(2, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True)
+def normed(norm: nn.Module | None = None) -> nn.Sequential:
+    layers = nn.Conv2d(2, 6, 3, padding=1, bias=False), norm or nn.BatchNorm2d(6), nn.ReLU(inplace=True)
     return nn.Sequential(*layers, nn.Conv2d(6, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
 
 
@@ -166,6 +166,48 @@ def test_a_norm_lets_new_channels_pass_on_the_batches() -> None:
         run.network.train(training)
         before = run.network[0](x)
         torch.testing.assert_close(run.network[1](before)[:, 3:], before[:, 3:])
+
+
+def test_an_instance_norm_lets_new_channels_pass_by_the_means_over_the_samples() -> None:
+    norm = nn.InstanceNorm2d(6, affine=True, track_running_stats=True)
+    run = started(normed(norm), (2, 6, 6), Tiny(amplitudes=[1.0]), num_batches=1)
+    run.grow({"0": 5})
+    before = run.network[0](run.batches[0][0])
+    torch.testing.assert_close(run.network[1].eval()(before)[:, 3:], before[:, 3:])
+    before = before[:, 3:]
+    weight, bias = run.network[1].weight[3:], run.network[1].bias[3:]
+    torch.testing.assert_close(weight**2, before.var((2, 3), correction=0).mean(0) + norm.eps)
+    torch.testing.assert_close(bias, before.mean((0, 2, 3)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda eps: nn.BatchNorm2d(6, eps=eps),
+        lambda eps: nn.InstanceNorm2d(6, eps=eps, affine=True),
+        lambda eps: nn.InstanceNorm2d(6, eps=eps, track_running_stats=True),
+        lambda eps: nn.GroupNorm(6, 6, eps=eps),
+    ],
+)
+def test_what_is_measured_passes_norms_that_would_divide_zeros_by_the_root_of_eps(make) -> None:
+    products = [measured(started(normed(make(eps)), (2, 6, 6), Tiny()), "0")[2] for eps in (1e-6, 1e-9)]
+    torch.testing.assert_close(*products, rtol=1e-3, atol=1e-6)
+
+
+class Inside(nn.Module):
+    """Instance normalisation that is called by a module which computes something before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.weight = nn.Parameter(torch.ones(6, 1, 1)), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.instance_norm(x * self.scale, weight=self.weight)
+
+
+def test_an_instance_norm_that_reads_something_unknown_is_refused() -> None:
+    with pytest.raises(UserError, match="1 normalises each sample, and is no module of torch"):
+        started(normed(Inside()), (2, 6, 6), Tiny()).grow({"0": 5})
 
 
 def test_shared_channels_are_refused_and_may_grow_by_pairs() -> None:

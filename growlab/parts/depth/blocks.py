@@ -14,7 +14,7 @@ from torch import nn
 
 from growlab.errors import UserError
 from growlab.growth.method import Expansion, GrowthMethod
-from growlab.growth.outputs import observe, positional
+from growlab.growth.outputs import device_and_precision, observe, positional
 from growlab.growth.parity import compare
 from growlab.growth.state import ParityError
 from growlab.parts.depth.absent import Absent
@@ -148,7 +148,7 @@ class Blocks:
         Returns:
             What stood there.
         """
-        block, example = self.blocks[name], next(network.parameters())
+        block = self.blocks[name]
         before = [network.get_submodule(path) for path in block.paths]
         modules = (
             copy.deepcopy(self._modules[name])
@@ -156,7 +156,7 @@ class Blocks:
             else [copy.deepcopy(source.get_submodule(path)) for path in block.paths]
         )
         for path, module in zip(block.paths, modules, strict=True):
-            network.set_submodule(path, module.to(example.device, example.dtype).train(network.training))
+            network.set_submodule(path, _placed(module, network).train(network.training))
         for own, other in self._tied[name].items():
             owner, _, attribute = own.rpartition(".")
             setattr(network.get_submodule(owner), attribute, network.get_parameter(other))
@@ -302,6 +302,12 @@ class Blocks:
         if self.full.groups[inside].full_width != self.full.groups[source].full_width:
             raise UserError(f"the block {block.name} changes the number of channels and cannot be left out.")
         return {inside: source}
+
+
+def _placed(module: nn.Module, network: nn.Module) -> nn.Module:
+    """The module on a network's device and in its precision; complex numbers stay complex."""
+    device, precision = device_and_precision(network)
+    return module._apply(lambda x: x.to(device, precision if x.is_floating_point() else None))
 
 
 def _kept(graph: WidthGraph, keep: Callable[[str], bool]) -> WidthGraph:

@@ -12,17 +12,22 @@ if TYPE_CHECKING:
 _FEWEST_IN_A_GROUP = 4
 
 
-@rule("batch_norm")
-def batch_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Statistics per channel over the batch: they follow the scale of the input."""
-    x = args["input"]
+def _of_each_channel(tracer: "Tracer", args: Arguments) -> dict[str, str | None]:
+    """Names of a normalisation's tensors, which have an entry for each channel of its input."""
     names = {}
     for role in ("weight", "bias", "running_mean", "running_var"):
         value = args.get(role)
         names[role] = None if value is None else value.name
         if value is not None:
-            tracer.parameter_axis(value, "out", x.axes[1])
-    tracer.record_norm(node, names, args["eps"], x)
+            tracer.parameter_axis(value, "out", args["input"].axes[1])
+    return names
+
+
+@rule("batch_norm")
+def batch_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Statistics per channel over the batch: they follow the scale of the input."""
+    x = args["input"]
+    tracer.record_norm(node, _of_each_channel(tracer, args), args["eps"], x)
     return Value(x.shape, x.axes, tracer.scales.new(unit=True))
 
 
@@ -31,9 +36,7 @@ def instance_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Statistics per channel and sample."""
     x = args["input"]
     tracer.note_size(node, x.shape[1], x.axes[1])
-    for role in ("weight", "bias", "running_mean", "running_var"):
-        if args.get(role) is not None:
-            tracer.parameter_axis(args[role], "out", x.axes[1])
+    tracer.record_norm(node, _of_each_channel(tracer, args), args["eps"], x, per_sample=True)
     tracer.scales.pin(x.scale)
     return Value(x.shape, x.axes, tracer.scales.new(unit=True))
 
@@ -77,14 +80,11 @@ def group_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         else:
             (one,) = tracer.atoms.new(within)
             tracer.atoms.unify(x.axes[1], (Run(one.atom, groups),), f"group_norm of {groups} groups")
-    names = {"weight": None, "bias": None}
-    for role in names:
-        if args.get(role) is not None:
-            tracer.parameter_axis(args[role], "out", x.axes[1])
-            names[role] = args[role].name
+    names = _of_each_channel(tracer, args)
     if within > 1:
-        tracer.record_channel_norm(node, x.axes[1], names)
+        tracer.record_channel_norm(node, x.axes[1], {role: names[role] for role in ("weight", "bias")})
     else:
+        tracer.record_norm(node, names, args["eps"], x, per_sample=True)
         tracer.record_other_norm(node)
     tracer.scales.pin(x.scale)
     return Value(x.shape, x.axes, tracer.scales.new(unit=True))

@@ -1,0 +1,105 @@
+"""What a network is run on, and what of its output is compared."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from growlab import Grower
+from growlab.growth import GradMax, Net2Net, PairGrowth, RandomGrowth
+from growlab.growth.outputs import network_inputs
+from growlab.growth.parity import ROUNDING, rounding
+from growlab.parts import Depth
+
+X = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Spectral(nn.Module):
+    """Its first parameter is complex: a filter over frequencies for each channel."""
+
+    def __init__(self, width: int = 8, frequencies: int = 5) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(frequencies, width, dtype=torch.cfloat))
+        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        return self.down(torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=x.shape[1], dim=1))
+
+
+class Turned(nn.Module):
+    """All its parameters are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(4, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def in_double(network: nn.Module) -> nn.Module:
+    return network._apply(lambda x: x.to(torch.complex128 if x.is_complex() else torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("network", "dtype"),
+    [
+        (Spectral(), torch.float32),
+        (in_double(Spectral()), torch.float64),
+        (Turned(), torch.float32),
+        (nn.Identity(), torch.float32),
+        (nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)).double(), torch.float64),
+    ],
+    ids=["complex first", "complex first, in double", "complex alone", "no parameters", "double"],
+)
+def test_numbers_take_the_precision_of_real_parameters(network: nn.Module, dtype: torch.dtype) -> None:
+    given = (torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.cfloat), "kept")
+    number, index, turned, text = network_inputs(given, network)
+    assert (number.dtype, index.dtype, turned.dtype) == (dtype, torch.int64, torch.cfloat)
+    assert text == "kept"
+
+
+def test_whole_numbers_among_the_parameters_are_no_precision() -> None:
+    network = nn.Sequential(nn.Linear(4, 2))
+    network[0].weight = nn.Parameter(torch.ones(2, 4, dtype=torch.int8), requires_grad=False)
+    assert network_inputs(torch.full((2,), 0.5), network)[0].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("method", [Net2Net(), PairGrowth(), RandomGrowth(), GradMax()], ids=lambda m: m.name)
+def test_a_network_whose_first_parameter_is_complex_grows(method) -> None:
+    torch.manual_seed(0)
+    network = in_double(Spectral())
+    grower = Grower(network, X, method=method, trigger={0: 0.5, 1: 1.0})
+    grower.look_at(lambda number: [(X, torch.zeros(4))] * number, lambda y, _: (y - 0.3).square().mean())
+    before = network.filter.detach().clone()
+    (event,) = grower.step(epoch=1)
+    assert event.parity_error_eval < 1e-12 or not method.preserves
+    assert torch.equal(network.filter[:, :4], before)
+    # New entries are complex too, whoever draws them.
+    assert network.filter.shape == (5, 8) and bool((network.filter[:, 4:].imag != 0).all())
+
+
+class Block(nn.Module):
+    """A residual block with a filter over frequencies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(5, 8, dtype=torch.cfloat))
+        self.down = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=x.shape[1], dim=1))
+
+
+def test_a_block_that_comes_in_keeps_its_complex_numbers() -> None:
+    network = nn.Sequential(nn.Linear(4, 8), Block(), Block(), nn.Linear(8, 2))
+    grower = Grower(network, X, method=PairGrowth(), trigger={0: 1.0, 1: 1.0}, parts=[Depth()])
+    grower.step(epoch=1)
+    for name in ("1", "2"):
+        assert network.get_submodule(name).filter.dtype == torch.cfloat
+        assert bool(network.get_submodule(name).filter.imag.any())
+
+
+def test_complex_parameters_round_as_their_real_parts_do() -> None:
+    assert rounding(Turned(), torch.zeros(2, dtype=torch.cfloat)) == ROUNDING[torch.float32]
+    assert rounding(in_double(Turned()), torch.zeros(2, dtype=torch.cdouble)) == ROUNDING[torch.float64]

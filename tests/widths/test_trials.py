@@ -1,0 +1,89 @@
+"""What a network returns, as trials and growth events find its tensors in it."""
+
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from growlab import Grower
+from growlab.growth import Net2Net, PairGrowth
+from growlab.widths import tensors_in
+
+A, B, C = (torch.full((1,), float(number)) for number in range(3))
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Out:
+    """Registered as a container below."""
+
+    logits: Any
+    extra: Any
+
+
+@dataclass
+class Unknown:
+    """Registered nowhere."""
+
+    logits: Any
+
+
+register_dataclass(Out)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "wanted"),
+    [
+        (A, [A]),
+        ([A, (B, [C])], [A, B, C]),
+        ({"z": A, "a": [B], "n": None, "m": 3}, [A, B]),
+        (OrderedDict(z=A, a=B), [A, B]),
+        (UserDict(z=A, a={"y": B}), [A, B]),
+        (Pair(B, {"a": A}), [B, A]),
+        (CausalLMOutputWithPast(loss=C, logits=A, hidden_states=(B, A)), [C, A, B, A]),
+        (Out(B, {"z": A, "a": UserDict(c=C)}), [B, A, C]),
+        ((Out(A, None), [Out(C, "text")]), [A, C]),
+        (Unknown(A), []),
+        (None, []),
+        (3.0, []),
+    ],
+)
+def test_tensors_in_containers_in_their_order(outputs: Any, wanted: list[Tensor]) -> None:
+    found = tensors_in(outputs)
+    assert len(found) == len(wanted) and all(one is two for one, two in zip(found, wanted, strict=True))
+
+
+class Returns(nn.Module):
+    """Logits and a loss in a container of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(4, 16), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Out:
+        logits = self.out(torch.relu(self.hidden(x)))
+        return Out(logits, logits.mean())
+
+
+@pytest.mark.parametrize("method", [Net2Net(), PairGrowth()])
+def test_a_network_that_returns_a_registered_dataclass_grows(method) -> None:
+    network, x = Returns().double(), torch.randn(8, 4, dtype=torch.float64)
+    grower = Grower(network, x, method=method, trigger={0: 0.5, 1: 1.0})
+    before = network(x).logits
+    (event,) = grower.step(epoch=1)
+    assert event.parity_error_eval < 1e-12
+    torch.testing.assert_close(network(x).logits, before)
+
+
+def test_trials_warn_of_nothing() -> None:
+    """Of widths that a network is only tried at: torch warns where `num_features` is not what comes in."""
+    network = nn.Sequential(nn.Conv2d(2, 6, 1), nn.InstanceNorm2d(6), nn.Conv2d(6, 8, 1), nn.GroupNorm(8, 8))
+    network.append(nn.Conv2d(8, 2, 1))
+    grower = Grower(network, torch.randn(2, 2, 4, 4), method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
+    assert set(grower.graph.groups) == {"0", "2"}
+    grower.step(epoch=1)
