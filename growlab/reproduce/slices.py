@@ -21,6 +21,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from growlab.errors import UserError
+from growlab.files import CHECKPOINT_FOLDER
 from growlab.processes import announce, in_folder, path_override
 from growlab.reproduce.registry import Item, Job, Registry, experiment
 
@@ -100,6 +101,11 @@ class Place:
         """Whether a job has left its result."""
         folder = self.runs / job.folder
         return (folder / "results.json").is_file() or (job.is_study and (folder / "summary.json").is_file())
+
+    def has_begun(self, job: Job) -> bool:
+        """Whether a job has left a state to go on from, here or elsewhere."""
+        places = (self.runs, self.begun) if self.begun is not None else (self.runs,)
+        return any((folder / job.folder / CHECKPOINT_FOLDER).is_dir() for folder in places)
 
 
 def command(job: Job, place: Place, registry: Registry) -> list[str]:
@@ -302,5 +308,6 @@ def runs_at_once(item: Item, about: Mapping[str, Any]) -> int:
 
 
 def missing(item: Item, place: Place, seeds: Sequence[int] | None) -> list[Job]:
-    """Jobs of an entry that have no result yet."""
-    return [job for job in item.jobs(seeds) if not place.done(job)]
+    """Jobs of an entry that have no result yet, those that have begun first."""
+    left = [job for job in item.jobs(seeds) if not place.done(job)]
+    return sorted(left, key=lambda job: not place.has_begun(job))

@@ -15,7 +15,7 @@ from growlab.overruled import check_overruled
 from growlab.reproduce import slices
 from growlab.reproduce.__main__ import main
 from growlab.reproduce.registry import Job, registry
-from growlab.reproduce.slices import Place, command, measuring, network_of, train
+from growlab.reproduce.slices import Place, command, measuring, missing, network_of, train
 from tests.parts_here import needs
 
 REGISTRY = registry()
@@ -92,6 +92,19 @@ def test_what_another_machine_has_begun_goes_on(counting: Place, tmp_path: Path)
     (place.runs / JOBS[0].folder / "state").write_text("8")
     assert train(JOBS[:1], place, REGISTRY, minutes=1) == (1, [])
     assert json.loads((place.runs / JOBS[0].folder / "results.json").read_text()) == 8
+
+
+def test_what_has_begun_goes_first(tmp_path: Path) -> None:
+    item = REGISTRY.items["table7"]
+    jobs = item.jobs()
+    here, there, done = jobs[3], jobs[5], jobs[4]
+    place = Place(tmp_path / "runs", None, (), tmp_path / "unfinished")
+    (place.runs / here.folder / "checkpoints").mkdir(parents=True)
+    (tmp_path / "unfinished" / there.folder / "checkpoints").mkdir(parents=True)
+    (place.runs / done.folder / "checkpoints").mkdir(parents=True)
+    (place.runs / done.folder / "results.json").touch()
+    others = [job for job in jobs if job not in (here, there, done)]
+    assert missing(item, place, None) == [here, there, *others]
 
 
 def test_a_run_that_has_begun_keeps_its_precision(tmp_path: Path) -> None:
