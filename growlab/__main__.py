@@ -32,6 +32,7 @@ except ModuleNotFoundError as missing:
     # `pip install --no-deps growlab` beside a torch that is there already.
     sys.exit(run_without(missing))
 
+from growlab.choices import check_choices
 from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.errors import Stopped, UserError
 from growlab.explain import explain
@@ -115,6 +116,7 @@ def _read_arguments() -> tuple[list[str], bool]:
             action.version = f"growlab {version('growlab')}"  # type: ignore[attr-defined]
     parser.error = complain  # type: ignore[method-assign, assignment]
     arguments = parser.parse_args()
+    check_choices(arguments.overrides, config_dir(), arguments.config_dir)
     return list(arguments.overrides), bool(arguments.multirun)
 
 

@@ -3,6 +3,7 @@
 Groups such as `data` and `model` are open: any class may stand there, so Hydra knows no types of theirs.
 """
 
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from omegaconf import MISSING
 
 from growlab.errors import UserError
 
+_COMPUTING = ("growlab", "lightning", "torch")
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
@@ -22,14 +24,19 @@ def check_types(settings: Any, name: str = "") -> None:
     """Refuse values that the constructors of growlab would take for something else, or fail on much later.
 
     Args:
-        settings: nested plain containers; of those with a `_target_` in growlab every value is checked.
+        settings: nested plain containers; of those with a `_target_` in growlab every value is checked, and nan and
+            infinity are refused, but where a `_target_` of others than growlab, Lightning and torch takes them.
         name: of the settings, in front of those inside.
 
     Raises:
-        UserError: a value has another type than its parameter.
+        UserError: a value has another type than its parameter, or is not finite.
     """
     if isinstance(settings, Mapping):
         hints = _hints(settings.get("_target_"))
+        if _is_ours(settings.get("_target_")):
+            # Before those inside, which may refer to them.
+            for key, value in settings.items():
+                _check_finite(value, f"{name}.{key}" if name else str(key))
         for key, value in settings.items():
             full_name = f"{name}.{key}" if name else str(key)
             # A value that is missing is told by what needs it.
@@ -41,6 +48,18 @@ def check_types(settings: Any, name: str = "") -> None:
     elif isinstance(settings, list):
         for index, value in enumerate(settings):
             check_types(value, f"{name}[{index}]")
+
+
+def _is_ours(target: Any) -> bool:
+    """Whether numbers of a target go to growlab, Lightning or torch, which compute with them; those of no target do."""
+    return not isinstance(target, str) or target.partition(".")[0] in _COMPUTING
+
+
+def _check_finite(value: Any, name: str) -> None:
+    """Refuse nan and infinity; comparisons let nan pass."""
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, float) and not math.isfinite(number):
+            raise UserError(f"{name} must be a finite number, not {number}.")
 
 
 def _hints(target: Any) -> dict[str, Any]:
@@ -86,10 +105,21 @@ def _fits_one(value: Any, hint: Any) -> bool:
     if issubclass(origin, Mapping):
         return isinstance(value, Mapping)
     if issubclass(origin, Sequence):
+        if not isinstance(value, list):
+            return False
+        if _length(hint) not in (None, len(value)):
+            return False
         items = [arg for arg in typing.get_args(hint) if arg is not Ellipsis]
-        return isinstance(value, list) and (not items or all(any(_fits(v, i) for i in items) for v in value))
+        return not items or all(any(_fits(v, i) for i in items) for v in value)
     # An object: made from a `_target_` of its own.
     return isinstance(value, Mapping)
+
+
+def _length(hint: Any) -> int | None:
+    """Entries of a tuple that has so many of them; None: any number."""
+    items = typing.get_args(hint)
+    fixed = typing.get_origin(hint) is tuple and Ellipsis not in items
+    return len(items) if fixed else None
 
 
 def _wanted(hint: Any) -> Iterator[str]:
@@ -103,6 +133,9 @@ def _wanted(hint: Any) -> Iterator[str]:
             yield "text"
         elif isinstance(origin, type) and issubclass(origin, Sequence):
             inside = [arg for arg in typing.get_args(one) if arg in _NAMES]
-            yield "a list" + (f" with {_NAMES[inside[0]]} in each place" if inside else "")
+            length = _length(one)
+            yield ("a list" if length is None else f"a list of {length} values") + (
+                f" with {_NAMES[inside[0]]} in each place" if inside else ""
+            )
         else:
             yield "a mapping" if origin in (dict, Mapping) else "a mapping with a _target_"

@@ -7,9 +7,11 @@ user's and deserves its traceback.
 
 import errno
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from traceback import walk_tb
 
 import yaml
 from hydra.errors import (
@@ -91,7 +93,7 @@ def _sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def _then(text: str, label: str, names: Iterable[str]) -> str:
+def then(text: str, label: str, names: Iterable[str]) -> str:
     """The text and then the valid names, as one line: `text. Label: a, b` or `question? Label: a, b`."""
     listed = choices(names)
     return f"{_sentence(text)} {label}: {listed}" if listed else text
@@ -108,13 +110,18 @@ def _tell(error: BaseException, overrides: Sequence[str], conf: Path | None) -> 
         case InstantiationException():
             return _constructor(error, overrides)
         case OmegaConfBaseException():
-            return _value(error, overrides)
+            return _not_there(error, overrides, conf) or _value(error, overrides)
         case CompactHydraException():
             return str(error)
         case yaml.MarkedYAMLError():
             return _yaml(error, conf)
         case OSError() if error.errno in _DISK and error.filename is not None:
             return f"cannot use {error.filename}: {error.strerror}"
+        case OSError() if error.filename is not None and _raised_by_hydra(error):
+            return (
+                f"cannot make {error.filename}: {error.strerror}; hydra.run.dir=FOLDER, of a sweep "
+                "hydra.sweep.dir=FOLDER, chooses another folder"
+            )
         case ValueError() if _raised_by_hydra(error):
             return _hydra_value_error(error, overrides, conf)
     # Lightning's word for arguments that cannot work here, such as a GPU that is not there.
@@ -130,7 +137,7 @@ def _missing_option(error: MissingConfigException, overrides: Sequence[str]) -> 
     asked = any(re.fullmatch(rf"\+*{re.escape(group)}(@.*)?=.*", override) for override in overrides)
     where = "" if asked else " (asked for by a configuration file)"
     options = list(error.options or ())
-    text = _then(f"there is no {group} '{name}'{where}{did_you_mean(name, options)}", "Choices", options)
+    text = then(f"there is no {group} '{name}'{where}{did_you_mean(name, options)}", "Choices", options)
     if group in ("hydra/launcher", "hydra/sweeper"):
         text += f"; more come with {how_to_install('ray' if name == 'ray' else 'sweeps')}"
     return text
@@ -159,7 +166,7 @@ def _composition(
         where = re.match(r"In '([^']+)':", text)
         return (f"in {where[1]}.yaml: " if where else "") + _unknown_name(inner, conf)
     if inner is not None:
-        return _value(inner, overrides)
+        return _not_there(inner, overrides, conf) or _value(inner, overrides)
     if sweep := re.match(r"Ambiguous value for argument '([^=]+)=(.*)'$", text.splitlines()[0]):
         name, values = sweep.groups()
         advice = f"add -m for a run with each, or write {name}=[{values}] for a list"
@@ -172,7 +179,7 @@ def _composition(
         return f"{twice[1]} is chosen already: leave out the + before it"
     if choose := re.match(r"You must specify '([^']+)'", text):
         options = [line.strip() for line in text.splitlines() if line.startswith("\t")]
-        return _then(f"{choose[1]} must be chosen with {choose[1]}=OPTION", "Choices", options)
+        return then(f"{choose[1]} must be chosen with {choose[1]}=OPTION", "Choices", options)
     if gone := re.match(r"Could not delete from config\. (.*)", text):
         return f"nothing to delete: {gone[1]}"
     if group := re.match(r"Could not override '([^']+)'", text):
@@ -193,11 +200,11 @@ def _unknown_name(error: OmegaConfBaseException, conf: Path | None) -> str:
     if not near and isinstance(parent, DictConfig):
         near = _elsewhere(parent._get_root(), key)
     if where:
-        text = _then(f"{where} has no '{key}'{near}", "It has", siblings)
+        text = then(f"{where} has no '{key}'{near}", "It has", siblings)
         addable = "_target_" in siblings and OmegaConf.get_type(parent) is dict
         return f"{text}; +{full_key}=... passes on one that is not listed" if addable else text
     values = [name for name in siblings if name not in groups and name != "hydra"]
-    return _then(_then(f"there is no '{key}'{near}", "Groups", groups), "Values", values)
+    return then(then(f"there is no '{key}'{near}", "Groups", groups), "Values", values)
 
 
 def _full_names(root: DictConfig, prefix: str = "") -> Iterator[str]:
@@ -226,6 +233,31 @@ def _groups(conf: Path | None) -> list[str]:
     return sorted(entry.name for entry in conf.iterdir() if entry.is_dir() and entry.name != "hydra")
 
 
+def _not_there(error: OmegaConfBaseException, overrides: Sequence[str], conf: Path | None) -> str | None:
+    """A key that the command line has deleted, or whose part it has left out; None for others."""
+    text = _first_lines(str(error))
+    if isinstance(error, InterpolationKeyError):
+        missing = re.search(r"'([^']+)'", text)
+        name = missing[1] if missing else ""
+    elif isinstance(error, MissingMandatoryValue):
+        name = error.full_key or text.rpartition(" ")[2]
+    elif isinstance(error, ConfigAttributeError | ConfigKeyError):
+        name = error.full_key or ""
+    else:
+        return None
+    for override in overrides:
+        deleted = override.removeprefix("~").partition("=")[0]
+        if override.startswith("~") and f"{name}.".startswith(f"{deleted}."):
+            return f"{name} is needed and has no value, for {override} takes it away: leave that out"
+    part = name.partition(".")[0]
+    if not isinstance(error, MissingMandatoryValue) or conf is None:
+        return None
+    if not (conf / "parts" / f"{part}.yaml").is_file():
+        return None
+    typed = next((o for o in overrides if o.startswith("parts=")), "the configuration's parts")
+    return f"{part} is a part that {typed} leaves out: add it to that list"
+
+
 def _value(error: OmegaConfBaseException, overrides: Sequence[str]) -> str | None:
     """A wrong type, a missing value or a reference to nothing; None for a key our own code got wrong."""
     text = _first_lines(str(error))
@@ -238,6 +270,8 @@ def _value(error: OmegaConfBaseException, overrides: Sequence[str]) -> str | Non
         return f"{name} refers to '{missing[1]}', which does not exist" if missing else f"{name}: {text}"
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
         return None
+    if "does not support deletion" in text:
+        return f"{name} cannot be left out: give {name}=VALUE instead of ~{name}"
     if isinstance(error, ValidationError):
         given = next((o for o in overrides if o.lstrip("+").startswith(f"{name}.")), None)
         if given:
@@ -250,7 +284,7 @@ def _value(error: OmegaConfBaseException, overrides: Sequence[str]) -> str | Non
         if wrong := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", text):
             options = wrong[2].split(", ")
             near = did_you_mean(wrong[1], options)
-            return _then(f"{name} cannot be '{wrong[1]}'{near}", "Choices", options)
+            return then(f"{name} cannot be '{wrong[1]}'{near}", "Choices", options)
         if "is not Optional" in text:
             return f"{name} must not be null"
         if wrong := re.match(r"Invalid value assigned: (\w+) is not a ListConfig", text):
@@ -334,16 +368,15 @@ def _hydra_value_error(error: ValueError, overrides: Sequence[str], conf: Path |
         if conf is not None and (conf / group).is_dir():
             options = [file.stem for file in (conf / group).glob("*.yaml")]
             if value not in options:
-                return _then(f"there is no {group} '{value}'", "Choices", options)
+                return then(f"there is no {group} '{value}'", "Choices", options)
     return _first_lines(str(error))
 
 
 def _raised_by_hydra(error: BaseException) -> bool:
-    """Whether the innermost frame is Hydra's own code, so that neither growlab nor a library has failed."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("hydra.")
+    """Whether Hydra's own code has failed, or a call of its to Python's library, and neither growlab nor a package."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    outside = [name for name in modules if name.partition(".")[0] not in sys.stdlib_module_names]
+    return bool(outside) and outside[-1].startswith("hydra.")
 
 
 def _first_lines(text: str) -> str:

@@ -154,11 +154,12 @@ def probe_size(given: int | None, data: ImageData) -> int:
 
 
 def make_parts(settings: DictConfig, data: ImageData, trigger: Trigger) -> list[Part]:
-    """The parts of `conf/parts` that are not left out, and those that the data need."""
-    given = [hydra.utils.instantiate(part) for part in settings.values() if not left_out(part)]
-    wrong = [part for part in given if not isinstance(part, Part)]
-    if wrong:
-        raise UserError(f"parts must be growlab.parts.Part, not {type(wrong[0]).__name__}.")
+    """The parts of `conf/parts` and of the user's own that are not left out, and those that the data need.
+
+    Raises:
+        UserError: an entry is no part, or a depth is given to a network without blocks that come in.
+    """
+    given = [_make_part(str(name), part) for name, part in settings.items() if not left_out(part)]
     of_data = getattr(data, "parts", list)()
     if isinstance(trigger, Never) and trigger.depth < 1 and not any(part.grows for part in given):
         raise UserError(
@@ -168,10 +169,29 @@ def make_parts(settings: DictConfig, data: ImageData, trigger: Trigger) -> list[
     return [part for part in (*given, *of_data) if part.applies(trigger)]
 
 
-def left_out(part: Mapping[str, Any] | None) -> bool:
-    """Whether a part's settings leave it out: its first argument is null."""
-    arguments = [] if part is None else [value for key, value in part.items() if key != "_target_"]
-    return part is None or bool(arguments and arguments[0] is None)
+def _make_part(name: str, settings: Any) -> Part:
+    """The part that the configuration has under a name.
+
+    Raises:
+        UserError: it is none.
+    """
+    if not isinstance(settings, Mapping) or "_target_" not in settings:
+        raise UserError(
+            f"parts.{name} is no part: give it a _target_, a growlab.parts.Part, and its arguments."
+        )
+    part = hydra.utils.instantiate(settings)
+    if not isinstance(part, Part):
+        raise UserError(f"parts.{name} makes a {type(part).__name__}, not a growlab.parts.Part.")
+    part.name_by_key(name)
+    return part
+
+
+def left_out(part: Any) -> bool:
+    """Whether a part's settings leave it out: they are null, or the first argument is."""
+    if not isinstance(part, Mapping):
+        return part is None
+    arguments = [value for key, value in part.items() if key != "_target_"]
+    return bool(arguments) and arguments[0] is None
 
 
 class _FoundSizes:
@@ -271,6 +291,11 @@ def optimizer_maker(cfg: DictConfig) -> Callable[[Any], torch.optim.Optimizer]:
         UserError: the optimizer does not take its settings, or not the rates of regions.
     """
     make, adaptation = hydra.utils.instantiate(cfg.optimizer), hydra.utils.instantiate(cfg.lr_adapt)
+    if not callable(make):
+        raise UserError(
+            "optimizer makes no function of parameters: choose one with optimizer=NAME, or give it a _target_ and "
+            "_partial_=true."
+        )
 
     def told(parameters: Any) -> torch.optim.Optimizer:
         try:

@@ -1,6 +1,7 @@
 """Options of Lightning's Trainer that a growing run does not take, and what to set in place of each."""
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 from omegaconf import DictConfig, open_dict
@@ -65,11 +66,15 @@ def check_trainer_options(trainer: Mapping[str, Any]) -> None:
         if name in INSTEAD:
             raise UserError(refused(str(name)))
     accumulate = trainer.get("accumulate_grad_batches", 1)
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise UserError(f"trainer.accumulate_grad_batches={_told(accumulate)} must be at least 1.")
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise UserError(
+            f"trainer.accumulate_grad_batches={_told(accumulate)} must be at least 1, a whole number."
+        )
     for name in ("limit_train_batches", "gradient_clip_val"):
         value = trainer.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        # Not `value < 0`, which is false of nan.
+        if value is not None and not (is_number and 0 <= value < inf):
             raise UserError(f"trainer.{name}={_told(value)} must be a number from 0, or null.")
 
 

@@ -1,5 +1,7 @@
 """Values of open groups are checked against what takes them."""
 
+from math import inf, nan
+
 import pytest
 
 from growlab.argument_types import check_types
@@ -29,6 +31,33 @@ def test_a_value_of_another_type_is_refused(given: dict, told: str) -> None:
     with pytest.raises(UserError) as raised:
         check_types({"data": {**DATA, **given}})
     assert str(raised.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"growth": {"gain": nan}, "gain": nan}, "gain must be a finite number, not nan."),
+        ({"schedule": {"widths": [0.5, inf]}}, "schedule.widths must be a finite number, not inf."),
+        ({"optimizer": {"_target_": "torch.optim.SGD", "lr": nan}}, "optimizer.lr must be a finite number"),
+        (
+            {"ema": {"_target_": "growlab.parts.averages.Averages", "decay": nan}},
+            "ema.decay must be a finite",
+        ),
+        ({"data": {**DATA, "validation_fraction": -inf}}, "data.validation_fraction must be a finite number"),
+        (
+            {"optimizer": {"_target_": "growlab.optim.Adam", "betas": [0.9]}},
+            "optimizer.betas must be a list of 2 values, not [0.9].",
+        ),
+    ],
+)
+def test_numbers_that_comparisons_let_pass_and_lists_too_short_are_refused(given: dict, told: str) -> None:
+    with pytest.raises(UserError) as raised:
+        check_types(given)
+    assert str(raised.value).startswith(told)
+
+
+def test_the_users_own_code_may_take_nan() -> None:
+    check_types({"data": {"source": {"_target_": "mine.Table", "missing": nan, "most": [inf]}}})
 
 
 def test_what_fits_and_what_nobody_knows_passes() -> None:

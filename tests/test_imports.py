@@ -54,6 +54,7 @@ RULES = {
     "argument_types": rule(packages="hydra omegaconf"),
     "trainer_options": rule(packages="omegaconf"),
     "explain": rule("commands trainer_options", packages="hydra omegaconf yaml"),
+    "choices": rule("configuration explain", packages="hydra yaml"),
     "library": rule(packages="torch torchvision timm safetensors"),
     "widths.__main__": rule("survey", packages=""),
     "survey": rule("networks widths growth parts analysis flops", packages="torch"),
@@ -66,7 +67,8 @@ RULES = {
     "dashboard": rule(packages="wandb_workspaces"),
     # It finds the modules of commands by name, when one is asked for.
     "commands": rule(packages=""),
-    "resuming": rule("configuration", packages="hydra omegaconf"),
+    "resuming": rule("configuration processes", packages="hydra omegaconf"),
+    "run_folder": rule(packages=""),
     "processes": rule(packages="omegaconf torch"),
     "launcher": rule("processes", packages="hydra torch"),
     "sweep_progress": rule("processes", packages="hydra"),
@@ -81,7 +83,7 @@ RULES = {
     "pairing": rule("training data", packages="torch hydra omegaconf"),
     "experiment": rule(
         "studies networks widths growth optim data training analysis configuration processes outcome planning "
-        "argument_types callbacks next_commands overruled pairing starting telling trainer_options"
+        "argument_types callbacks next_commands overruled pairing run_folder starting telling trainer_options"
     ),
     "plan": rule(
         "growth optim triggers parts grower training analysis processes trainer_options pairing planning flops "
@@ -89,7 +91,7 @@ RULES = {
     ),
     "plan.__main__": rule("plan processes __main__", packages="omegaconf"),
     "__main__": rule(
-        "commands configuration explain experiment launcher resuming processes sweeps",
+        "choices commands configuration explain experiment launcher resuming processes sweeps",
         packages="hydra omegaconf",
     ),
     "__init__": rule("frontends grower growth parts triggers widths", packages=""),
@@ -109,6 +111,7 @@ CONFIGURED = {
     "configuration",
     "configs",
     "signatures",
+    "choices",
     "explain",
     "naming",
     "next_commands",

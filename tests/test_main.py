@@ -218,6 +218,11 @@ GROUPS = "Groups: experiment, growth, part, schedule. Values: needed, refers, se
         ("+growth=ours", "growth is chosen already: leave out the + before it."),
         ("~nothing", "nothing to delete: 'nothing' does not exist."),
         (
+            "~growth",
+            "~growth takes away what a run needs: choose with growth=NAME. Choices: none, net2net, ours, pairs.",
+        ),
+        ("~seed", "~seed takes away what a run needs: give seed=VALUE instead, or leave it as it is."),
+        (
             "experiment=wrong_group",
             "there is no growth 'pears' (asked for by a configuration file); did you mean 'pairs'? "
             "Choices: none, net2net, ours, pairs.",
@@ -300,6 +305,32 @@ def test_a_failure_in_the_job_that_the_user_can_mend(
 ) -> None:
     outcome = growlab(*override.split(), job=job or (lambda cfg: hydra.utils.instantiate(cfg.part)))
     assert (outcome.code, outcome.err) == (2, f"error: {sentence}\n")
+
+
+@pytest.mark.parametrize("arguments", ["hydra.run.dir={}", "hydra.run.dir={}/below", "-m hydra.sweep.dir={}"])
+def test_a_folder_that_cannot_be_made(
+    growlab: Callable[..., Outcome], tmp_path: Path, arguments: str
+) -> None:
+    (tmp_path / "file").touch()
+    outcome = growlab(*arguments.format(tmp_path / "file").split())
+    assert outcome.code == 2 and outcome.err.count("\n") == 1
+    assert re.match(
+        rf"error: cannot (make|use) {tmp_path / 'file'}.*: (File exists|Not a directory)", outcome.err
+    )
+
+
+def test_a_folder_that_cannot_be_made_for_want_of_its_parent(growlab: Callable[..., Outcome]) -> None:
+    outcome = growlab("hydra.run.dir=/proc/growlab")
+    assert outcome.code == 2
+    assert outcome.err == (
+        "error: cannot make /proc/growlab: No such file or directory; hydra.run.dir=FOLDER, of a sweep "
+        "hydra.sweep.dir=FOLDER, chooses another folder.\n"
+    )
+
+
+def test_a_file_that_the_job_misses_keeps_its_traceback(growlab: Callable[..., Outcome]) -> None:
+    outcome = growlab(job=lambda cfg: Path("/nowhere/at/all").read_text())
+    assert outcome.code == 1 and outcome.err.startswith("Traceback")
 
 
 def test_a_target_that_does_not_exist(growlab: Callable[..., Outcome]) -> None:

@@ -67,10 +67,9 @@ def metric_of(results: Iterable[Mapping[str, Any]]) -> Metric:
     for metric in (BLEU, BITS):
         if results and all(row.get(f"test_{metric.key}") is not None for row in results):
             return metric
-    named = {
-        tuple((row.get("metric") or {"name": "accuracy", "higher_is_better": True}).values())
-        for row in results
-    }
+    default = {"name": "accuracy", "higher_is_better": True}
+    metrics = [row.get("metric") or default for row in results]
+    named = {(str(metric["name"]), bool(metric["higher_is_better"])) for metric in metrics}
     if len(named) == 1 and (ACCURACY.key, True) not in named:
         ((key, higher_is_better),) = named
         return Metric(key, key.replace("_", " "), higher_is_better=higher_is_better, digits=".4g")

@@ -144,7 +144,9 @@ def _curves(run: Run) -> dict[str, list[float | None]]:
     epochs = [float(epoch) + 1 for epoch in run.metrics["epoch"]]
     if "seconds" in curves:
         curves["time"] = curves["seconds"].cumsum()
-    by_stage = {stage["stage"]: stage["flops_per_sample"] for stage in run.results.get("stages") or ()}
+    by_stage = {
+        stage.get("stage"): stage.get("flops_per_sample") for stage in run.results.get("stages") or ()
+    }
     stages = [int(stage) for stage in run.metrics["stage"]]
     if by_stage and all(by_stage.get(stage) for stage in stages):
         # Relative to the whole run: what an epoch costs goes with the forward FLOPs of its stage.

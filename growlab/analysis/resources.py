@@ -25,8 +25,9 @@ def resources(runs: Sequence[Run]) -> Figure:
     Raises:
         UserError: none of the runs grows, or the grown ones differ in their stages' epochs.
     """
-    grown = [run for run in runs if len(run.results["stages"]) > 1]
-    fixed = [run for run in runs if len(run.results["stages"]) == 1 and run.keeps_full_width]
+    stages = [len(run.results.get("stages") or ()) for run in runs]
+    grown = [run for run, number in zip(runs, stages, strict=True) if number > 1]
+    fixed = [run for run, number in zip(runs, stages, strict=True) if number == 1 and run.keeps_full_width]
     if not grown:
         raise UserError("resources compares stages: name at least one run that grows.")
     lengths = {tuple(stage["epochs"] for stage in run.results["stages"]) for run in grown}
@@ -104,7 +105,7 @@ def _lines(axes: Axes, quantity: str, runs: Sequence[Run], epochs: Sequence[int]
 
 
 def _column(run: Run, quantity: str) -> list[float] | None:
-    values = [stage[quantity] for stage in run.results["stages"]]
+    values = [stage.get(quantity) for stage in run.results["stages"]]
     if any(value is None for value in values):
         return None
     return [value / (_GIB if quantity == "peak_memory_bytes" else 1) for value in values]

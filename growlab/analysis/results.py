@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from growlab.analysis.results_form import check_form
 from growlab.errors import UserError
 from growlab.files import FAILURE
 
@@ -19,18 +20,6 @@ if TYPE_CHECKING:
 
 # Folders that hold no runs and can be large.
 _PRUNED = {"checkpoints", "figures", "wandb", "tensorboard", "__pycache__", "node_modules"}
-_NUMBER = (int, float)
-_REQUIRED: dict[str, tuple[type, ...]] = {
-    "model": (str,),
-    "data": (str,),
-    "growth": (str,),
-    "lr_adapt": (str,),
-    "seed": (int,),
-    "epochs": (int,),
-    "train_cost_percent": (*_NUMBER, type(None)),
-    "test_loss": (*_NUMBER, type(None)),
-    "seconds": (*_NUMBER, type(None)),
-}
 # Overrides that say who ran it, where and on what, or that the other fields of a group already tell.
 _NOT_A_DIFFERENCE = {
     *("name", "seed", "ckpt_path", "data.root", "data.download", "data.num_workers", "data.in_memory"),
@@ -195,7 +184,10 @@ class Run:
             return {"events": [], "groups": {}}
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            return {"events": list(content["events"]), "groups": dict(content.get("groups") or {})}
+            events, groups = list(content["events"]), dict(content.get("groups") or {})
+            if not all(isinstance(row, dict) for row in (*events, *groups.values())):
+                raise ValueError("a growth event or a group is no mapping")
+            return {"events": events, "groups": groups}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not a growth history; restore it or leave out this run.") from error
 
@@ -338,17 +330,7 @@ def _read_results(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError("it is torn or not JSON.") from error
-    if not isinstance(content, dict):
-        raise ValueError("it is not the result of a growlab run.")
-    for key, kinds in _REQUIRED.items():
-        value = content.get(key, ...)
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise ValueError(f"it is not the result of a growlab run ({key} is missing or of another kind).")
-    if not isinstance(content.get("reference_epochs"), (int, float, type(None))):
-        raise ValueError("it is not the result of a growlab run (reference_epochs is not a number).")
-    if not isinstance(content.get("overrides") or [], list):
-        raise ValueError("it is not the result of a growlab run (overrides is not a list).")
-    return content
+    return check_form(content)
 
 
 def _read_table(path: Path, columns: tuple[str, ...]) -> "pandas.DataFrame":

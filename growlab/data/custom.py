@@ -48,7 +48,7 @@ class Split:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.validation, self.test) < 0 or self.validation + self.test >= 1:
+        if not (self.validation >= 0 and self.test >= 0 and self.validation + self.test < 1):
             raise UserError(
                 f"data.split.validation={self.validation} and data.split.test={self.test} must be at least 0 and leave "
                 "something to train on."

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from growlab import ranks
 from growlab.errors import UserError
 from growlab.grower.events import carry_out
+from growlab.grower.following import let_follow, told_apart
 from growlab.grower.loading import adopt, arrive, recognised
 from growlab.grower.plain import plain_state_dict
 from growlab.grower.preparing import knows_stages, measurement, prepared, seed_widths
@@ -28,7 +29,6 @@ from growlab.growth.attached import attach, detach
 from growlab.growth.outputs import network_inputs
 from growlab.optim import Inheritance, Regions, weight_regions
 from growlab.optim.followers import Followers
-from growlab.optim.state import check_inheritance
 from growlab.parts.part import Part
 from growlab.triggers import Clock, Run, Training, Trigger, Widths, as_trigger
 from growlab.widths import WidthGraph
@@ -84,9 +84,7 @@ class Grower:
         self.network: nn.Module = getattr(network, "_orig_mod", network)
         if not isinstance(method, GrowthMethod):
             raise UserError(f"method={method!r} must be a growth method, such as growlab.VarianceTransfer().")
-        if isinstance(parts, Part):
-            raise UserError(f"parts={parts!r} must be a list of parts: [{parts!r}].")
-        self.method, self.trigger, self.parts = method, as_trigger(trigger), tuple(parts)
+        self.method, self.trigger, self.parts = method, as_trigger(trigger), told_apart(parts)
         self.seed, self.check_ranks = seed, True
         self.clock, self.events, self.training = Clock(), list[dict[str, Any]](), Training()
         self._anneal_steps = anneal_steps
@@ -131,34 +129,7 @@ class Grower:
         Raises:
             UserError: it is neither, or a module of other tensors; or there is no such `state`.
         """
-        try:
-            check_inheritance(state)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        for given in followers:
-            inner = getattr(given, "optimizer", None)  # of accelerate's and Fabric's wrappers
-            follower = inner if isinstance(inner, Optimizer) else given
-            if isinstance(follower, Optimizer):
-                # SAM, Lookahead and the like hold the optimizer that steps, with groups that they share.
-                self.follow(*(o for o in vars(follower).values() if isinstance(o, Optimizer)), state=state)
-                self.followers.add(follower, state, announced)
-            elif isinstance(follower, nn.Module):
-                copy = getattr(follower, "module", follower)
-                if any(copy is known for known in self._modules):
-                    continue
-                shapes = [{n: t.shape for n, t in m.state_dict().items()} for m in (copy, self.network)]
-                if shapes[0] != shapes[1]:
-                    raise UserError(
-                        f"{type(follower).__name__} cannot grow along: its tensors are not those of the network as it "
-                        "is now; copy the network after the Grower was made."
-                    )
-                self._modules.append(copy)
-                attach(copy, self.graph, self.state, self, self.probe())
-            else:
-                raise UserError(
-                    f"{type(follower).__name__} cannot follow a network: give torch.optim.Optimizers, or modules that "
-                    "are averages of the network."
-                )
+        self._modules += let_follow(self, followers, state, announced)
 
     def look_at(
         self,

@@ -1,5 +1,6 @@
 """The interface of parts: hooks that do nothing by default."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ class Part:
     """A feature beside growing, such as averaged weights.
 
     Attributes:
-        name: its key in states and in receipts.
+        name: its key in states and in receipts; a part of a configuration whose class does not say it has its key
+            there, any other its class's name in snake case.
         groups: width groups that it widens itself (`widen`); the growth method leaves their widths alone.
         grows: it enlarges the network, also one without width groups.
         method: of the events that it asks for by itself (`decide`), which change its own groups alone; None: it asks
@@ -27,7 +29,7 @@ class Part:
         one_group: optimizers have to hold all parameters in one group, since it adds some.
     """
 
-    name: str
+    _name: str = ""
     groups: Sequence[str] = ()
     grows: bool = False
     method: GrowthMethod | None = None
@@ -35,10 +37,23 @@ class Part:
     num_copies: int = 0
     one_group: bool = False
 
+    @property
+    def name(self) -> str:
+        """Its key in states and in receipts; a class may say it as an attribute."""
+        return self._name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
+
     @classmethod
     def examine(cls, network: nn.Module, example: tuple[Any, ...]) -> list[str]:
         """What it would find in a network, in lines for a person; the network stays as it is."""
         return []
+
+    def name_by_key(self, key: str) -> None:
+        """Take a configuration's key as name, unless the part has one of its own."""
+        self._name = self._name or key
 
     def applies(self, trigger: Trigger) -> bool:
         """Whether it has anything to do in a run with such a trigger; else it is left out."""

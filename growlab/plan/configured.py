@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 import hydra
@@ -47,8 +48,8 @@ def check(cfg: DictConfig) -> None:
         raise UserError(
             "a plan needs a budget: schedule.budget=N, in epochs of the full network (parts of one are fine)."
         )
-    if not cfg.schedule.budget > 0:
-        raise UserError(f"schedule.budget={cfg.schedule.budget} must be above 0.")
+    if not 0 < cfg.schedule.budget < inf:
+        raise UserError(f"schedule.budget={cfg.schedule.budget} must be a number above 0.")
     if cfg.study is not None:
         raise UserError("a study is no training of one network, so there is nothing to plan.")
     if cfg.data.get("incremental") is not None or cfg.data.get("class_schedule"):

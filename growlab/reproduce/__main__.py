@@ -8,7 +8,7 @@ from pathlib import Path
 from growlab.command_parser import CommandParser
 from growlab.errors import UserError
 from growlab.files import write_text
-from growlab.reproduce.registry import Item, Job, Registry, registry
+from growlab.reproduce.registry import UNFINISHED, Item, Job, Registry, registry
 from growlab.reproduce.slices import (
     Place,
     device,
@@ -146,7 +146,7 @@ def _everything(known: Registry, arguments: argparse.Namespace) -> None:
 
 def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, minutes: float) -> None:
     paper = known.papers[item.paper]
-    place = Place(arguments.runs, arguments.data, device(paper), _RESULTS / "unfinished")
+    place = Place(arguments.runs, arguments.data, device(paper), _RESULTS / UNFINISHED)
     at_once = arguments.at_once or runs_at_once(item, paper)
     absent = place.without_data(known, item.data)
     if item.data and len(absent) == len(item.data):

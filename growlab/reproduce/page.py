@@ -1,6 +1,7 @@
 """The page of the docs that holds every table and figure of the papers against our rows."""
 
-from collections.abc import Iterable, Sequence
+import csv
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 from growlab.analysis.paper_table import paper_table
 from growlab.analysis.results import Run, open_run
 from growlab.analysis.tables import summarise
-from growlab.reproduce.registry import Item, Registry, Rows
+from growlab.reproduce.registry import UNFINISHED, Item, Registry, Rows
 from growlab.reproduce.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, Outcome, outcome, signed
 
 _INTRODUCTION = """# The papers, line by line
@@ -22,7 +23,8 @@ it in `notebooks/results`, what the paper says and what our rows say. This page 
 and a test makes it again. A difference is the first less the second over equal seeds, with Student's 95 % interval, not
 corrected for the number of comparisons. A statement *holds* or is *contradicted* where the interval says so, else it is
 *undecided*; *one run* has no interval. Most rows of the first paper are of 8 to 16 epochs where it trains for 160 or
-200: they decide nothing about its tables, and say so. `python -m growlab.reproduce NAME` trains what is missing.
+200: they decide nothing about its tables, and say so. `python -m growlab.reproduce NAME` trains what is missing, and
+goes on with what has begun.
 """
 
 
@@ -60,14 +62,24 @@ class Standing:
 
     @property
     def rows_text(self) -> str:
-        """How many of the runs are there, and how many shorter ones."""
+        """How many of the runs are there, how many shorter ones, and which have begun."""
         shorter = [run for rows, runs in self.kept if not rows.whole for run in runs]
         parts = [f"{self.num_whole} of {self.num_needed}"]
         if shorter:
             epochs = sorted({run.results["epochs"] for run in shorter})
             of = f"{epochs[0]}" if len(epochs) == 1 else f"{epochs[0]} to {epochs[-1]}"
             parts.append(f"{len(shorter)} shortened ({of} epochs)")
+        if begun := list(self._begun()):
+            parts.append(f"{len(begun)} begun ({', '.join(begun)})")
         return "; ".join(parts)
+
+    def _begun(self) -> Iterator[str]:
+        """How far each run is whose state is kept to go on from."""
+        for job in self.item.jobs() if self.results is not None else ():
+            path = self.results / UNFINISHED / job.folder / "metrics.csv"
+            if path.is_file():
+                with path.open(encoding="utf-8") as file:
+                    yield f"{len(list(csv.DictReader(file)))} of {job.epochs} epochs"
 
     @property
     def verdict(self) -> str:

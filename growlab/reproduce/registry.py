@@ -14,6 +14,8 @@ import yaml
 from growlab.configuration import config_dir
 from growlab.errors import UserError
 
+# In the folder of the rows: runs like those in `runs`, with the state that they go on from.
+UNFINISHED = "unfinished"
 # Overrides that are no part of a job's folder, as in `hydra.job.config.override_dirname` of conf/config.yaml.
 _NOT_IN_FOLDER = ("experiment=", "data.root=", "ckpt_path=")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from omegaconf import OmegaConf
+import yaml
 
 from growlab.errors import UserError
 from growlab.files import CHECKPOINT_FOLDER
@@ -127,7 +127,7 @@ def _on_device(job: Job, place: Place) -> list[str]:
     known = place.runs / job.folder / "config.yaml"
     chosen = list(place.device)
     if known.is_file():
-        precision = OmegaConf.load(known).trainer.precision
+        precision = yaml.safe_load(known.read_text(encoding="utf-8"))["trainer"]["precision"]
         chosen = [word for word in chosen if not word.startswith("trainer.precision=")]
         chosen.append(f"trainer.precision={precision}")
     return chosen

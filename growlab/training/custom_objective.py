@@ -1,6 +1,7 @@
 """Any loss of torch or one's own as an objective, with metrics of torchmetrics."""
 
 import copy
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -217,4 +218,7 @@ def _number(name: str, metric: Metric) -> float:
 
 
 def _name(called: Any) -> str:
+    # `_partial_=true` wraps the user's function.
+    while isinstance(called, functools.partial):
+        called = called.func
     return getattr(called, "__name__", type(called).__name__)

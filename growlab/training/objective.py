@@ -10,6 +10,9 @@ from torch.nn import functional as F
 
 from growlab.errors import UserError
 
+# The target that torch's cross-entropy leaves out.
+_IGNORED = -100
+
 
 class Objective(Protocol):
     """A loss and the metrics that go with it.
@@ -149,8 +152,10 @@ class Classification(SumObjective):
         try:
             loss = F.cross_entropy(logits, target, label_smoothing=self.label_smoothing)
         except IndexError as error:
+            classes = logits.shape[1]
+            beyond = target[((target < 0) & (target != _IGNORED)) | (target >= classes)]
             raise UserError(
-                f"class {int(target.max())} has no output: the network has {logits.shape[1]}, counted from 0."
+                f"class {int(beyond[0])} has no output: the network has {classes}, counted from 0."
             ) from error
         correct = (logits.detach().argmax(1) == target).sum()
         count = torch.tensor(len(target)).to(correct)

@@ -43,7 +43,7 @@ class SavePolicy:
     def __post_init__(self) -> None:
         if self.every_n_steps is not None and self.every_n_steps < 1:
             raise UserError(f"checkpoint.every_n_steps={self.every_n_steps} must be at least 1, or null.")
-        if self.every_minutes is not None and self.every_minutes <= 0:
+        if self.every_minutes is not None and not self.every_minutes > 0:
             raise UserError(f"checkpoint.every_minutes={self.every_minutes} must be positive, or null.")
         for name in self.signals:
             if name not in signal.Signals.__members__ or name in _FORBIDDEN:

@@ -74,7 +74,7 @@ class TrialSteps:
         self._stage: int | None = None
         self._step: _Step | None = None
         given = run.max_memory_gib
-        if given is not None and given <= 0:
+        if given is not None and not given > 0:
             raise UserError(f"schedule.max_memory_gib_per_device={given} must be positive.")
         if run.device.type == "cuda":
             free = torch.cuda.mem_get_info(run.device)[0] * _FREE_PART

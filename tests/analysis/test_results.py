@@ -7,6 +7,8 @@ import sys
 import numpy as np
 import pytest
 
+from growlab.analysis.__main__ import main as table
+from growlab.analysis.report import main as report
 from growlab.analysis.results import distinguishing_overrides, load_runs, open_run
 from growlab.errors import UserError
 
@@ -46,6 +48,51 @@ def test_torn_and_foreign_results_are_named_and_skipped(tmp_path):
         load_runs([torn.parent, tmp_path / "good"])
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("schedule", 3),
+        ("schedule", {"budget": "long"}),
+        ("schedule", {"learning_rate": 1}),
+        ("stages", "abc"),
+        ("stages", [3]),
+        ("stages", [{"stage": 0}]),
+        ("metric", "accuracy"),
+        ("metric", {"name": "loss"}),
+        ("machine", "mine"),
+        ("versions", [1]),
+        ("overrides", 3),
+        ("reference_epochs", "ten"),
+        ("parity_max_error", "none"),
+        ("test_accuracy", "good"),
+        ("epochs", 0),
+        ("seed", True),
+    ],
+)
+def test_results_of_another_form_are_named_and_skipped(tmp_path, capsys, field, value):
+    write_run(tmp_path / "good")
+    write_run(tmp_path / "fixed", growth="none", lr_adapt="none")
+    wrong = write_run(tmp_path / "wrong") / "results.json"
+    wrong.write_text(json.dumps({**json.loads(wrong.read_text()), field: value}))
+    reports = []
+    assert [run.path.name for run in load_runs(tmp_path, reports.append)] == ["fixed", "good"]
+    (told,) = reports
+    assert told.startswith(f"skipped {wrong}: it is not the result of a growlab run ({field}")
+    assert open_run(wrong.parent).results == {}
+    assert table([str(tmp_path)]) == 0
+    assert report([str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
+    assert capsys.readouterr().err.count("warning: skipped") == 2
+
+
+def test_fields_that_older_runs_lack_may_be_absent(tmp_path):
+    path = write_run(tmp_path / "old") / "results.json"
+    content = json.loads(path.read_text())
+    for field in ("stages", "schedule", "machine", "versions", "overrides", "parity_max_error"):
+        del content[field]
+    path.write_text(json.dumps({**content, "test_bleu_signature": "nrefs:1"}))
+    assert len(load_runs(tmp_path)) == 1 and table([str(tmp_path)]) == 0
+
+
 def test_no_runs_is_one_sentence_that_counts_the_unfinished(tmp_path):
     write_run(tmp_path / "killed", finished=False)
     with pytest.raises(UserError, match=r"no finished run under .* \(1 unfinished\)"):
@@ -75,6 +122,14 @@ def test_unreadable_metrics_name_the_file(tmp_path, content):
 def test_torn_growth_history_names_the_file(tmp_path):
     run = open_run(write_run(tmp_path))
     (tmp_path / "growth.json").write_text('{"events": [')
+    with pytest.raises(UserError, match=r"growth\.json"):
+        _ = run.events
+
+
+@pytest.mark.parametrize("content", [{"events": [3]}, {"events": "abc"}, {"events": [], "groups": {"a": 3}}])
+def test_a_growth_history_of_another_form_names_the_file(tmp_path, content):
+    run = open_run(write_run(tmp_path))
+    (tmp_path / "growth.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"growth\.json"):
         _ = run.events
 

@@ -3,6 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
+import torch
+
+from growlab.errors import UserError
+from growlab.grower import Grower
+from growlab.growth import PairGrowth
+from growlab.networks import mlp5
+from growlab.parts import Part
 from tests.command_line import CommandLine
 from tests.runs import MLP
 
@@ -29,6 +37,56 @@ class Counted(Part):
 """
 
 
+BARE = """
+from growlab.parts import Part
+
+class BarePart(Part):
+    pass
+"""
+
+
+def test_a_part_without_a_name_has_its_key_in_the_configuration(cli: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "my_parts.py").write_text(BARE)
+    one, two = (f"+parts.{name}._target_=my_parts.BarePart" for name in ("one", "two"))
+    outcome = cli(*MLP, one, two, "hydra.run.dir=run", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    (saved,) = (tmp_path / "run").glob("checkpoints/last*")
+    state = torch.load(saved, weights_only=True)
+    assert "'parts': {'one': {}, 'two': {}}" in str(state)
+
+
+def test_a_part_is_called_after_its_class_where_nothing_else_says_its_name() -> None:
+    class GradientNoise(Part):
+        pass
+
+    class Named(Part):
+        name = "own"
+
+    part, named = GradientNoise(), Named()
+    assert part.name == "gradient_noise"
+    for each in (part, named):
+        each.name_by_key("key")
+    assert (part.name, named.name) == ("key", "own")
+
+
+def test_two_parts_of_one_name_are_refused() -> None:
+    with pytest.raises(UserError, match="two parts are called part, the key of their states"):
+        Grower(
+            mlp5((1, 4, 4), 3, width=4),
+            torch.randn(4, 1, 4, 4),
+            method=PairGrowth(),
+            trigger={0: 0.5, 1: 1.0},
+            parts=[Part(), Part()],
+        )
+
+
+@pytest.mark.parametrize("entry", ["+parts.x=3", "+parts.x.y=3", "+parts.x=[1]"])
+def test_what_is_no_part_is_refused(cli: CommandLine, tmp_path: Path, entry: str) -> None:
+    outcome = cli(*MLP, entry, cwd=tmp_path)
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[-1].startswith("error: parts.x is no part: give it a _target_")
+
+
 def test_a_part_of_the_users_own_sees_steps_and_events_and_resumes(cli: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "my_parts.py").write_text(PART)
     command = (
@@ -43,4 +101,4 @@ def test_a_part_of_the_users_own_sees_steps_and_events_and_resumes(cli: CommandL
     events = json.loads((tmp_path / "run" / "growth.json").read_text())["events"]
     assert [event["counted_steps"] - event["step"] for event in events] == [100, 100]
     refused = cli(*MLP, "+parts.wrong._target_=fractions.Fraction", cwd=tmp_path)
-    assert refused.code == 2 and "parts must be growlab.parts.Part, not Fraction" in refused.err
+    assert refused.code == 2 and "parts.wrong makes a Fraction, not a growlab.parts.Part" in refused.err

@@ -129,6 +129,10 @@ def test_an_entry_counts_whole_rows_and_shortened_ones(tmp_path: Path) -> None:
     assert (standing.num_whole, standing.num_needed) == (3, 9)
     assert standing.rows_text == "3 of 9; 3 shortened (16 epochs)"
     assert standing.verdict == "reproduced; it takes 6 runs of 160 epochs"
+    begun = tmp_path / "unfinished" / item.jobs()[4].folder
+    begun.mkdir(parents=True)
+    (begun / "metrics.csv").write_text("epoch,loss\n0,2.0\n1,1.0\n")
+    assert Standing(item, tmp_path).rows_text == "3 of 9; 3 shortened (16 epochs); 1 begun (2 of 160 epochs)"
 
 
 @needs("isotropic")

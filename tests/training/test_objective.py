@@ -1,5 +1,6 @@
 """What is trained for: losses against torch's, metrics that add up over batches, one weight for every token."""
 
+import functools
 import math
 import re
 from typing import Any
@@ -217,3 +218,20 @@ def test_a_class_without_an_output_and_a_metric_of_many_numbers_are_sentences() 
     output, target = drawn((12, 3), (12,), classes=3)
     with pytest.raises(UserError, match=r"gives \[3\] numbers, not a single one; set its average"):
         several.metrics(several(output, target)[1].tolist())
+
+
+@pytest.mark.parametrize(
+    ("classes", "told"), [([-1, 0, 1], "class -1"), ([-100, 1, 2], "class 2"), ([0, 7, 1], "class 7")]
+)
+def test_the_class_without_an_output_is_named(classes: list[int], told: str) -> None:
+    with pytest.raises(UserError, match=rf"^{told} has no output: the network has 2, counted from 0\.$"):
+        Classification()(torch.zeros(3, 2), torch.tensor(classes))
+
+
+def test_a_function_that_configurations_wrap_is_named_itself() -> None:
+    def apart(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).abs()
+
+    objective = CustomObjective(functools.partial(functools.partial(apart)))
+    with pytest.raises(UserError, match=r"objective\.loss \(apart\) returns \[3\]"):
+        objective(torch.zeros(3), torch.ones(3))

@@ -70,7 +70,8 @@ class Hypernet:
             if getattr(self, name) not in known:
                 raise UserError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}.")
         numbers = [self.embedding_features, *self.hidden_features, self.chunk_channels or 1]
-        if min(numbers) < 1 or self.noise < 0 or min(self.gain, self.output_gain) <= 0:
+        gains = self.gain > 0 and self.output_gain > 0
+        if min(numbers) < 1 or not self.noise >= 0 or not gains:
             raise UserError("a hypernetwork's sizes and gains must be positive and its noise not negative.")
         if self.sharing == "network" and self.initialisation == "constant_embedding":
             raise UserError(

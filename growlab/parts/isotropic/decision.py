@@ -82,7 +82,7 @@ class Widths:
             neurons_per_event=self.neurons_per_event,
             min_width=self.min_width,
         )
-        if self.scaffold < 0 or self.threshold < 0:
+        if self.scaffold < 0 or not self.threshold >= 0:
             raise ValueError("growth.scaffold and growth.threshold must not be negative.")
         if self.max_width is not None and self.max_width < self.min_width:
             raise ValueError(f"growth.max_width={self.max_width} is below growth.min_width={self.min_width}.")

@@ -1,0 +1,91 @@
+"""Choices of the command line that Hydra lets pass: parts that do not exist, and runs without what they need."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.errors import HydraException
+
+from growlab.configuration import PRIMARY
+from growlab.errors import UserError
+from growlab.explain import did_you_mean, then
+
+# Groups that a run does without.
+_SPARED = ("experiment", "method", "plan", "callbacks")
+# The group whose options may be missing, since a part's file may be taken away.
+_OPTIONAL = "parts"
+_SEARCHPATH = "hydra.searchpath"
+
+
+def check_choices(overrides: Sequence[str], conf: Path, more: str | None = None) -> None:
+    """Refuse parts that do not exist, and the deletion of a group or value of `config.yaml` that a run needs.
+
+    Args:
+        overrides: of the command line; those that cannot be read are left to Hydra.
+        conf: the folder of configurations.
+        more: a folder of the user's own beside it.
+
+    Raises:
+        UserError: naming the nearest valid names, or what to write instead.
+    """
+    folders = [conf, *([] if more is None else [Path(more)])]
+    for override in _read(overrides):
+        name = override.key_or_group
+        if override.is_delete():
+            _check_deletion(name, conf)
+        elif name == _OPTIONAL and not any(one.startswith(f"{_SEARCHPATH}=") for one in overrides):
+            options = sorted(file.stem for folder in folders for file in (folder / name).glob("*.yaml"))
+            for part in _words(override.value()):
+                if part not in options:
+                    told = f"there is no part '{part}'{did_you_mean(part, options)}"
+                    raise UserError(then(told, "Choices", options))
+
+
+def _read(overrides: Sequence[str]) -> Iterator[Override]:
+    parser = OverridesParser.create()
+    for text in overrides:
+        try:
+            yield parser.parse_override(text)
+        except HydraException:
+            continue
+
+
+def _words(value: Any) -> Iterator[str]:
+    """The names in a choice, in a list of them, and in all that a sweep goes through."""
+    if isinstance(value, ChoiceSweep):
+        value = value.list
+    if isinstance(value, list):
+        for one in value:
+            yield from _words(one)
+    elif value is not None and not isinstance(value, Mapping):
+        yield str(getattr(value, "text", value))
+
+
+def _check_deletion(name: str, conf: Path) -> None:
+    content = yaml.safe_load((conf / f"{PRIMARY}.yaml").read_text(encoding="utf-8"))
+    groups = {
+        str(key).removeprefix("optional ")
+        for entry in content.pop("defaults")
+        if isinstance(entry, Mapping)
+        for key in entry
+    } - set(_SPARED)
+    if name == _OPTIONAL and name in groups:
+        raise UserError(f"~{name} takes away what a run needs: write {name}=[] for a run without parts")
+    if name in groups:
+        options = [file.stem for file in (conf / name).glob("*.yaml")]
+        told = f"~{name} takes away what a run needs: choose with {name}=NAME"
+        raise UserError(then(told, "Choices", options))
+    if name in content and name not in ("hydra", *_SPARED):
+        raise UserError(f"~{name} takes away what a run needs: {_instead(name, content[name])}")
+
+
+def _instead(name: str, default: Any) -> str:
+    """How a value is set that was to be deleted."""
+    if isinstance(default, Mapping) and default:
+        return f"set its values instead: {', '.join(f'{name}.{key}' for key in default)}"
+    if default is None:
+        return f"write {name}=null instead"
+    return f"give {name}=VALUE instead, or leave it as it is"
