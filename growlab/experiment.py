@@ -23,7 +23,6 @@ from torch import nn
 
 from growlab.analysis.report import write_run_report
 from growlab.analysis.run_table import print_results
-from growlab.argument_types import check_types
 from growlab.callbacks import completed, user_callbacks
 from growlab.data import ImageData
 from growlab.errors import Stopped, UserError
@@ -32,7 +31,7 @@ from growlab.next_commands import next_commands
 from growlab.outcome import results_row
 from growlab.overruled import check_overruled
 from growlab.pairing import make_data, make_objective
-from growlab.planning import Planned, learning_rate, left_out, optimizer_maker, plan_run
+from growlab.planning import Planned, check_settings, learning_rate, optimizer_maker, plan_run
 from growlab.processes import (
     announce,
     in_folder,
@@ -347,12 +346,7 @@ def deciding_settings(cfg: DictConfig) -> dict[str, Any]:
 def _check(cfg: DictConfig) -> None:
     """Refuse what would only fail later."""
     check_trainer_options(cfg.trainer)
-    settings = OmegaConf.to_container(cfg, resolve=True)
-    parts = settings.pop("parts") or {}
-    check_types({name: value for name, value in settings.items() if name not in parts})
-    for name, part in parts.items():
-        if not left_out(part):
-            check_types(part, name)
+    check_settings(cfg)
     hydra = HydraConfig.get()
     check_overruled(cfg, hydra.overrides.task, is_sweep=hydra.mode == RunMode.MULTIRUN)
     check_part(cfg.norm_anneal)

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from growlab.argument_types import check_types
 from growlab.data import ImageData
 from growlab.errors import UserError
 from growlab.grower import Grower, no_widths, prepared
@@ -151,6 +152,20 @@ def probe_size(given: int | None, data: ImageData) -> int:
             f"probe_size={data.num_train} or less."
         )
     return max(2, min(getattr(data, "probe_size", _PROBE), data.num_train)) if given is None else given
+
+
+def check_settings(cfg: DictConfig) -> None:
+    """Refuse values of other types than their parameters, and numbers that are not finite.
+
+    Raises:
+        UserError: naming the first.
+    """
+    settings = OmegaConf.to_container(cfg, resolve=True)
+    parts = settings.pop("parts") or {}
+    check_types({name: value for name, value in settings.items() if name not in parts})
+    for name, part in parts.items():
+        if not left_out(part):
+            check_types(part, name)
 
 
 def make_parts(settings: DictConfig, data: ImageData, trigger: Trigger) -> list[Part]:

@@ -75,7 +75,9 @@ RULES = {
     "sweeps": rule("analysis processes experiment training sweep_progress", packages="hydra omegaconf torch"),
     "next_commands": rule("configuration processes", packages="hydra omegaconf"),
     "outcome": rule("training", packages="hydra omegaconf"),
-    "planning": rule("widths growth triggers parts grower data training processes trainer_options pairing"),
+    "planning": rule(
+        "argument_types widths growth triggers parts grower data training processes trainer_options pairing"
+    ),
     "overruled": rule("planning", packages="omegaconf"),
     "starting": rule("grower library optim", packages="torch"),
     "telling": rule("grower data planning training"),
@@ -83,7 +85,7 @@ RULES = {
     "pairing": rule("training data", packages="torch hydra omegaconf"),
     "experiment": rule(
         "studies networks widths growth optim data training analysis configuration processes outcome planning "
-        "argument_types callbacks next_commands overruled pairing run_folder starting telling trainer_options"
+        "callbacks next_commands overruled pairing run_folder starting telling trainer_options"
     ),
     "plan": rule(
         "growth optim triggers parts grower training analysis processes trainer_options pairing planning flops "

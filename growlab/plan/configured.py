@@ -17,7 +17,7 @@ from growlab.growth import FixedSize, GrowthMethod, PairGrowth, WidthDecision
 from growlab.pairing import make_data, make_network, make_objective
 from growlab.parts import Part
 from growlab.plan.problem import Batch, Candidate, Problem, Settings
-from growlab.planning import make_parts, optimizer_maker, probe_size
+from growlab.planning import check_settings, make_parts, optimizer_maker, probe_size
 from growlab.trainer_options import check_trainer_options, for_lightning
 from growlab.triggers import At
 
@@ -50,6 +50,7 @@ def check(cfg: DictConfig) -> None:
         )
     if not 0 < cfg.schedule.budget < inf:
         raise UserError(f"schedule.budget={cfg.schedule.budget} must be a number above 0.")
+    check_settings(cfg)
     if cfg.study is not None:
         raise UserError("a study is no training of one network, so there is nothing to plan.")
     if cfg.data.get("incremental") is not None or cfg.data.get("class_schedule"):
