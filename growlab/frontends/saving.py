@@ -45,12 +45,14 @@ class Saving:
     def remove(self) -> None:
         """Leave the module its own hook."""
         self._then = None
-        if vars(self._module).get("on_save_checkpoint") is not self:
-            return
-        if self._own is None:
-            del self._module.on_save_checkpoint
-        else:
-            self._module.on_save_checkpoint = self._own
+        # Of two networks that grow, the one that stands in front may go first.
+        while (
+            isinstance(first := vars(self._module).get("on_save_checkpoint"), Saving) and first._then is None
+        ):
+            if first._own is None:
+                del self._module.on_save_checkpoint
+            else:
+                self._module.on_save_checkpoint = first._own
 
 
 def hold_plain_networks(grower: Grower, module: LightningModule, checkpoint: dict[str, Any]) -> Kept:

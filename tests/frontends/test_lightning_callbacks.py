@@ -171,6 +171,50 @@ def test_a_run_that_had_ended_ends_as_an_ordinary_network(tmp_path: Path) -> Non
     assert torch.allclose(again.eval().network(IMAGES), module.eval().network(IMAGES), atol=1e-6)
 
 
+class Two(L.LightningModule):
+    """Two networks that grow, and a hook of the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.asked = (
+            body(),
+            nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3)),
+            0,
+        )
+        self.ends = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.ends and self.current_epoch:
+            raise RuntimeError("the data are gone")
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.asked += 1
+
+
+def test_two_networks_in_a_checkpoint_are_plain_also_after_an_error(tmp_path: Path) -> None:
+    # Without annealed normalisations, so that every checkpoint is plain.
+    examples = {"first": IMAGES, "second": torch.randn(SIZE, 3)}
+    callbacks = [growth(name, example=example, anneal_steps=1) for name, example in examples.items()]
+    module = Two()
+    module.ends = True
+    with pytest.raises(RuntimeError, match="the data are gone"):
+        trainer_of(tmp_path, *callbacks).fit(module, Loader())
+    module.ends = False
+    saved = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    trainer_of(tmp_path, *callbacks, saved, enable_checkpointing=True).fit(module, Loader())
+    assert "on_save_checkpoint" not in vars(module) and module.asked == 4
+    loaded = Two.load_from_checkpoint(tmp_path / "epoch=3.ckpt")
+    assert torch.allclose(loaded.eval()(IMAGES), module.eval()(IMAGES), atol=1e-6)
+
+
 class Keyed(Dataset[Any]):
     """Samples that are asked for by name, or batches that are ready."""
 
