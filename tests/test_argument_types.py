@@ -6,6 +6,7 @@ import pytest
 
 from growlab.argument_types import check_types
 from growlab.errors import UserError
+from tests.parts_here import needs
 
 DATA = {"_target_": "growlab.data.ImageData", "name": "digits"}
 
@@ -39,9 +40,10 @@ def test_a_value_of_another_type_is_refused(given: dict, told: str) -> None:
         ({"growth": {"gain": nan}, "gain": nan}, "gain must be a finite number, not nan."),
         ({"schedule": {"widths": [0.5, inf]}}, "schedule.widths must be a finite number, not inf."),
         ({"optimizer": {"_target_": "torch.optim.SGD", "lr": nan}}, "optimizer.lr must be a finite number"),
-        (
+        pytest.param(
             {"ema": {"_target_": "growlab.parts.averages.Averages", "decay": nan}},
             "ema.decay must be a finite",
+            marks=needs("averages"),
         ),
         ({"data": {**DATA, "validation_fraction": -inf}}, "data.validation_fraction must be a finite number"),
         (

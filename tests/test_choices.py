@@ -10,6 +10,7 @@ from growlab.choices import check_choices
 from growlab.configuration import config_dir, register_schemas
 from growlab.errors import UserError
 from growlab.explain import explain
+from tests.parts_here import needs
 
 CONF = config_dir()
 SPARED = {"experiment", "method", "plan", "callbacks"}
@@ -73,6 +74,7 @@ def test_a_group_comes_with_its_choices() -> None:
     assert "adamw" in str(raised.value)
 
 
+@needs("averages")
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [

@@ -439,7 +439,7 @@ def one_sentence(outcome: Outcome) -> str:
             "optimizer.betas must be a list of 2 values, not [0.9].",
         ),
         (("~optimizer._target_",), "optimizer makes no function of parameters: choose one"),
-        (("parts=[depth]", "ema.decay=0.9"), "ema is a part that parts=[depth] leaves out"),
+        (("parts=[]", "ema.decay=0.9"), "ema is a part that parts=[] leaves out"),
         (("trainer.max_epochs=3",), "schedule.total_epochs=N says how many epochs"),
         (("+trainer.max_epochs=3",), "schedule.total_epochs=N says how many epochs"),
         (("+trainer.max_steps=3",), "trainer.limit_train_batches=N how many steps each"),

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from growlab import Grower
+from growlab import Grower, parts
 from growlab.growth import GradMax, Net2Net, PairGrowth, RandomGrowth
 from growlab.growth.outputs import network_inputs
 from growlab.growth.parity import ROUNDING, rounding
-from growlab.parts import Depth
+from tests.parts_here import needs
 
 X = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1))
 
@@ -91,9 +91,10 @@ class Block(nn.Module):
         return x + self.down(torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=x.shape[1], dim=1))
 
 
+@needs("depth")
 def test_a_block_that_comes_in_keeps_its_complex_numbers() -> None:
     network = nn.Sequential(nn.Linear(4, 8), Block(), Block(), nn.Linear(8, 2))
-    grower = Grower(network, X, method=PairGrowth(), trigger={0: 1.0, 1: 1.0}, parts=[Depth()])
+    grower = Grower(network, X, method=PairGrowth(), trigger={0: 1.0, 1: 1.0}, parts=[parts.Depth()])
     grower.step(epoch=1)
     for name in ("1", "2"):
         assert network.get_submodule(name).filter.dtype == torch.cfloat

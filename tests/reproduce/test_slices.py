@@ -141,6 +141,7 @@ def test_a_gpu_trains_several_small_networks(monkeypatch: pytest.MonkeyPatch) ->
     assert at_once("table2") == at_once("table4") == 1
 
 
+@needs("isotropic", "depth")
 def test_a_run_that_fails_is_told_and_leaves_the_others_alone(
     counting: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +240,7 @@ def test_the_steps_that_are_measured_are_a_run_that_can_be_had(data: str, networ
     )
 
 
+@needs("isotropic")
 def test_data_that_is_missing_leaves_out_its_runs_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,6 +258,7 @@ def test_data_that_is_missing_leaves_out_its_runs_alone(
     assert place.num_train(REGISTRY, "mnist") == 8000 and place.num_train(REGISTRY, "digits") == 1437
 
 
+@needs("isotropic")
 @pytest.mark.slow
 def test_real_runs_are_measured_stopped_and_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
