@@ -85,7 +85,16 @@ def hold_plain_networks(grower: Grower, module: LightningModule, checkpoint: dic
 
 
 def put_back_networks(grower: Grower, kept: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Undo what plain weights have done to growing networks that loaded them."""
+    """Undo what plain weights have done to growing networks that loaded them.
+
+    Raises:
+        UserError: they are of a version that kept them in another form.
+    """
+    if any(isinstance(entry, Tensor) for entry in kept.values()):
+        raise UserError(
+            "the checkpoint was written by an earlier version of growlab: its weights can be loaded, its training goes "
+            "on with that version alone."
+        )
     for name, network in _networks(grower).items():
         put_back(network, kept.get(name, {}))
 
