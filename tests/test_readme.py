@@ -117,8 +117,9 @@ def test_what_several_devices_run_is_a_configuration(line: str, cli: CommandLine
 
 @pytest.fixture(scope="module")
 def trained(cli: CommandLine, folder: Path) -> Path:
-    """The folder after two runs, which other commands go on from or compare."""
-    assert cli(*SMALL, cwd=folder).code == cli(*SMALL, "growth=net2net", cwd=folder).code == 0
+    """The folder after three runs, which other commands go on from or compare."""
+    for more in (["method=fixed_size"], [], ["growth=net2net"]):
+        assert cli(*SMALL, *more, cwd=folder).code == 0
     return folder
 
 
