@@ -57,7 +57,8 @@ def test_what_a_killed_process_has_forked_does_not_hold_its_folder(tmp_path: Pat
     with holder(tmp_path, "forks") as process:
         process.kill()
         process.wait()
-        with held_alone(tmp_path, wait_sec=0.2):
+        # The forked one sleeps for a minute.
+        with held_alone(tmp_path, wait_sec=20.0):
             pass
 
 
