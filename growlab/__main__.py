@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +33,7 @@ except ModuleNotFoundError as missing:
     # `pip install --no-deps growlab` beside a torch that is there already.
     sys.exit(run_without(missing))
 
-from growlab.choices import check_choices
+from growlab.choices import check_choices, check_parts_of_job
 from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.errors import Stopped, UserError
 from growlab.explain import explain
@@ -71,6 +72,7 @@ def _job(cfg: DictConfig) -> Any:
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
+        check_parts_of_job()
         sweeps.check_selection(cfg)
         if not processes.started_elsewhere() and sweeps.has_finished(cfg, run_dir):
             print(f"finished before: {run_dir}")
@@ -95,8 +97,8 @@ def _job(cfg: DictConfig) -> Any:
         raise
 
 
-def _read_arguments() -> tuple[list[str], bool]:
-    """The overrides on the command line and whether they make a sweep, after checking options as Hydra will.
+def _read_arguments() -> Namespace:
+    """The command line, after checking options as Hydra will.
 
     Raises:
         UserError: an option that does not exist or does not fit.
@@ -117,7 +119,16 @@ def _read_arguments() -> tuple[list[str], bool]:
     parser.error = complain  # type: ignore[method-assign, assignment]
     arguments = parser.parse_args()
     check_choices(arguments.overrides, config_dir(), arguments.config_dir)
-    return list(arguments.overrides), bool(arguments.multirun)
+    return arguments
+
+
+def _with_more(argv: list[str], overrides: list[str], more: list[str]) -> list[str]:
+    """The command line with more overrides beside its own: options between overrides are not understood."""
+    last = len(argv)
+    if overrides:
+        ends = range(last, 0, -1)
+        last = next((end for end in ends if argv[end - len(overrides) : end] == overrides), last)
+    return [*argv[:last], *more, *argv[last:]]
 
 
 def _fail(error: BaseException, overrides: list[str], with_traceback: bool) -> int:
@@ -202,17 +213,18 @@ def main(job: Callable[[DictConfig], Any] = _job, more: Sequence[str] = ()) -> i
     os.environ["HYDRA_FULL_ERROR"] = "1"
     overrides: list[str] = []
     try:
-        overrides, multirun = _read_arguments()
+        arguments = _read_arguments()
+        overrides, multirun = list(arguments.overrides), bool(arguments.multirun)
         given = set(map(name_of, overrides))
-        sys.argv += [one for one in more if name_of(one) not in given]
+        added = [one for one in more if name_of(one) not in given]
         register_schemas()
         OmegaConf.register_new_resolver("growlab.commands", described, replace=True)
         OmegaConf.register_new_resolver("growlab.settings_of_plan", _settings_of_plan, replace=True)
-        sys.argv += _help_page(more)
-        folder = resume_override(overrides, multirun)
-        if folder is not None:
-            sys.argv.append(folder)
-        sys.argv += apart([*overrides, folder or ""], multirun)
+        added += _help_page(more)
+        folder = resume_override(overrides, multirun, arguments.config_dir, arguments.config_name or PRIMARY)
+        added += [] if folder is None else [folder]
+        added += apart([*overrides, folder or ""], multirun)
+        sys.argv = _with_more(sys.argv, overrides, added)
         end_with_parent()
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=PRIMARY)(job)()
     except JobFailed as failed:

@@ -1,15 +1,16 @@
 """Choices of the command line that Hydra lets pass: parts that do not exist, and runs without what they need."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 
-from growlab.configuration import PRIMARY
+from growlab.configuration import PRIMARY, SEARCHPATH
 from growlab.errors import UserError
 from growlab.explain import did_you_mean, then
 
@@ -17,7 +18,6 @@ from growlab.explain import did_you_mean, then
 _SPARED = ("experiment", "method", "plan", "callbacks")
 # The group whose options may be missing, since a part's file may be taken away.
 _OPTIONAL = "parts"
-_SEARCHPATH = "hydra.searchpath"
 
 
 def check_choices(overrides: Sequence[str], conf: Path, more: str | None = None) -> None:
@@ -36,12 +36,53 @@ def check_choices(overrides: Sequence[str], conf: Path, more: str | None = None)
         name = override.key_or_group
         if override.is_delete():
             _check_deletion(name, conf)
-        elif name == _OPTIONAL and not any(one.startswith(f"{_SEARCHPATH}=") for one in overrides):
-            options = sorted(file.stem for folder in folders for file in (folder / name).glob("*.yaml"))
-            for part in _words(override.value()):
-                if part not in options:
-                    told = f"there is no part '{part}'{did_you_mean(part, options)}"
-                    raise UserError(then(told, "Choices", options))
+        elif name == _OPTIONAL and not any(one.startswith(f"{SEARCHPATH}=") for one in overrides):
+            _check_parts(_words(override.value()), folders)
+
+
+def check_parts_of_job() -> None:
+    """Refuse parts that do not exist and are asked for behind the command line: by a sweep, or in an experiment's file.
+
+    Raises:
+        UserError: naming the file, and the nearest valid name.
+    """
+    job = HydraConfig.get()
+    sources = [one for one in job.runtime.config_sources if one.path not in ("", "hydra.conf")]
+    if any(one.schema != "file" for one in sources):
+        return  # a package of the user's own may have parts too
+    folders = [Path(one.path) for one in sources]
+    for override in _read(job.overrides.task):
+        if override.key_or_group == _OPTIONAL and not override.is_delete():
+            _check_parts(_words(override.value()), folders)
+    for group in ("experiment", "method"):
+        for file, parts in _parts_in_files(group, job.runtime.choices.get(group), folders):
+            _check_parts(parts, folders, f"{file}: ")
+
+
+def _check_parts(parts: Iterable[str], folders: Sequence[Path], where: str = "") -> None:
+    options = sorted({file.stem for folder in folders for file in (folder / _OPTIONAL).glob("*.yaml")})
+    for part in parts:
+        if part not in options:
+            told = f"{where}there is no part '{part}'{did_you_mean(part, options)}"
+            raise UserError(then(told, "Choices", options))
+
+
+def _parts_in_files(
+    group: str, choice: str | None, folders: Sequence[Path]
+) -> Iterator[tuple[Path, list[str]]]:
+    """The parts that a choice's file asks for, and the files that it begins with: of each its path and names."""
+    found = (folder / group / f"{choice}.yaml" for folder in folders)
+    file = next((path for path in found if path.is_file()), None)
+    if file is None:
+        return
+    content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    for entry in content.get("defaults", []) if isinstance(content, Mapping) else []:
+        if isinstance(entry, str) and entry != "_self_":
+            yield from _parts_in_files(group, entry, folders)
+        elif isinstance(entry, Mapping):
+            for key, value in entry.items():
+                if str(key).removeprefix("override ").removeprefix("optional ") == f"/{_OPTIONAL}":
+                    yield file, list(_words(value))
 
 
 def _read(overrides: Sequence[str]) -> Iterator[Override]:

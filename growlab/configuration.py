@@ -7,6 +7,9 @@ from growlab.errors import UserError
 PRIMARY = "config"
 """Name of the primary configuration: `conf/config.yaml`."""
 
+SEARCHPATH = "hydra.searchpath"
+"""The override that names more folders of configurations."""
+
 
 def config_dir(package: Path | None = None) -> Path:
     """Absolute path of `conf/`: inside the package in a wheel, beside it in a checkout or editable install.
@@ -37,3 +40,19 @@ def register_schemas() -> None:
     from growlab import configs
 
     configs.register(config_dir())
+
+
+def search_options() -> list[str]:
+    """Where this job's configuration was found, if not in `conf/` alone: what another command needs to find it too.
+
+    Returns:
+        `--config-name`, `--config-dir` and `hydra.searchpath` as they were given; they go before overrides.
+    """
+    from hydra.core.hydra_config import HydraConfig
+
+    job = HydraConfig.get()
+    options = [] if job.job.config_name == PRIMARY else ["--config-name", job.job.config_name]
+    for source in job.runtime.config_sources:
+        if source.provider == "command-line":
+            options += ["--config-dir", source.path]
+    return [*options, *(one for one in job.overrides.hydra if one.lstrip("+").startswith(f"{SEARCHPATH}="))]

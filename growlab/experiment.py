@@ -24,6 +24,7 @@ from torch import nn
 from growlab.analysis.report import write_run_report
 from growlab.analysis.run_table import print_results
 from growlab.callbacks import completed, user_callbacks
+from growlab.configuration import search_options
 from growlab.data import ImageData
 from growlab.errors import Stopped, UserError
 from growlab.files import remove_unfinished, write_json, write_text
@@ -109,7 +110,7 @@ def run(cfg: DictConfig) -> None:
 def _resume_command(run_dir: Path) -> str:
     replaced = ("ckpt_path", "hydra.run.dir")
     overrides = [o for o in HydraConfig.get().overrides.task if name_of(o) not in replaced]
-    return f"{program()} {shlex.join([*overrides, 'ckpt_path=last', in_folder(run_dir)])}"
+    return f"{program()} {shlex.join([*search_options(), *overrides, 'ckpt_path=last', in_folder(run_dir)])}"
 
 
 def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:

@@ -122,6 +122,9 @@ def _tell(error: BaseException, overrides: Sequence[str], conf: Path | None) -> 
                 f"cannot make {error.filename}: {error.strerror}; hydra.run.dir=FOLDER, of a sweep "
                 "hydra.sweep.dir=FOLDER, chooses another folder"
             )
+        case AssertionError() if any("hydra.sweeper.params." in one for one in overrides):
+            # OmegaConf asserts that a value is not put inside what is null.
+            return "the experiment sweeps over nothing that hydra.sweeper.params could change: write NAME=A,B with -m"
         case ValueError() if _raised_by_hydra(error):
             return _hydra_value_error(error, overrides, conf)
     # Lightning's word for arguments that cannot work here, such as a GPU that is not there.

@@ -39,6 +39,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from growlab.configuration import search_options
 from growlab.errors import Stopped, UserError
 from growlab.files import CHECKPOINT_FOLDER
 from growlab.processes import ProcessFailed, in_folder, quoted, run_id
@@ -239,9 +240,6 @@ def _checkpoints(run_dir: Path) -> set[tuple[int, int]]:
 def _command_line(run_dir: Path, more: Sequence[str]) -> Iterator[str]:
     """The job as the command of a process that is one of several: no sweep, and nothing that Hydra leaves twice."""
     hydra = HydraConfig.get()
-    yield from ("-m", "growlab", "--config-name", hydra.job.config_name)
-    for source in hydra.runtime.config_sources:
-        if source.provider == "command-line":
-            yield from ("--config-dir", source.path)
-    yield from (*hydra.overrides.task, *more, f"hydra.run.dir={quoted(run_dir)}")
+    yield from ("-m", "growlab", *search_options(), *hydra.overrides.task, *more)
+    yield f"hydra.run.dir={quoted(run_dir)}"
     yield from ("hydra.mode=RUN", "hydra.output_subdir=null")

@@ -7,7 +7,7 @@ import shutil
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from growlab.configuration import config_dir
+from growlab.configuration import config_dir, search_options
 from growlab.processes import program
 
 # Overrides that the command which compares has its own of, or that belong to one run.
@@ -44,14 +44,14 @@ def _comparison(cfg: DictConfig) -> tuple[str, str]:
     """The run beside the full network stopped at its cost, where the two can be compared; else other seeds."""
     job = HydraConfig.get()
     growth, schedule = (job.runtime.choices.get(group) for group in ("growth", "schedule"))
-    given = list(job.overrides.task)
+    given, where = list(job.overrides.task), search_options()
     kept = [override for override in given if not override.startswith(_OWN)]
     by_schedule = schedule in _SCHEDULES and cfg.schedule.budget is None
     # Beside a part that was asked for, a run stopped at equal cost is not the comparison.
     parts = {"parts", *(path.stem for path in (config_dir() / "parts").glob("*.yaml"))}
     has_part = any(re.split(r"[.=]", override.lstrip("+"))[0] in parts for override in given)
     if growth == "ours" and by_schedule and not has_part:
-        sweep = shlex.join([*kept, "method=ours,equal_flops", "seed=0,1"])
+        sweep = shlex.join([*where, *kept, "method=ours,equal_flops", "seed=0,1"])
         return f"-m {sweep}", "against a fixed-size network of equal cost"
     again = [override for override in given if not override.startswith(_ONE_RUN)]
-    return f"-m {shlex.join([*again, 'seed=0,1,2'])}", "the same from three seeds"
+    return f"-m {shlex.join([*where, *again, 'seed=0,1,2'])}", "the same from three seeds"

@@ -6,6 +6,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from growlab.configuration import search_options
 from growlab.training import RunRecorder, Task
 from growlab.training.plan import Plan
 from growlab.training.provenance import git_commit, machine, versions
@@ -66,7 +67,7 @@ def results_row(
         "stages": stages,
         "schedule": OmegaConf.to_container(cfg.schedule, resolve=True, enum_to_str=True),
         "overrides": overrides,
-        "command": shlex.join(["python", "-m", "growlab", *overrides]),
+        "command": shlex.join(["python", "-m", "growlab", *search_options(), *overrides]),
         "git_commit": git_commit(),
         "versions": versions(),
         "machine": machine(task.device),

@@ -216,7 +216,7 @@ def path_override(name: str, path: Path) -> str:
     return f"{name}={text if _PLAIN.fullmatch(text) else quoted(path)}"
 
 
-def quoted(path: Path) -> str:
+def quoted(path: Path | str) -> str:
     """A path as the value of an override."""
     # Of backslashes those alone are doubled that stand before a quote.
     return "'" + re.sub(r"(\\*)(?:(')|$)", _escaped, str(path)) + "'"

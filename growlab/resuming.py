@@ -1,25 +1,31 @@
 """Which run `ckpt_path=last` means."""
 
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from growlab.configuration import PRIMARY, config_dir
+from growlab.configuration import PRIMARY, SEARCHPATH, config_dir
 from growlab.errors import UserError
-from growlab.processes import in_folder, name_of
+from growlab.processes import in_folder, name_of, quoted
 
 _LAST = "ckpt_path=last"
 _RUN_DIR = "hydra.run.dir"
 _SWEEP_DIR = "hydra.sweep.dir"
 
 
-def resume_override(overrides: list[str], multirun: bool = False) -> str | None:
+def resume_override(
+    overrides: list[str], multirun: bool = False, more: str | None = None, primary: str = PRIMARY
+) -> str | None:
     """The override that sends a run back into the folder of the run that it resumes.
 
     Args:
         overrides: those given on the command line.
         multirun: whether they make a sweep, each of whose jobs goes on in its own folder below the sweep's.
+        more: a folder of configurations of the user's own, beside `conf/`.
+        primary: name of the primary configuration.
 
     Returns:
         `hydra.run.dir=FOLDER` of the newest run of the experiment if `ckpt_path=last` is asked for without a
@@ -35,7 +41,7 @@ def resume_override(overrides: list[str], multirun: bool = False) -> str | None:
     if multirun:
         raise UserError(f"{_LAST} with -m needs to know which sweep: add {_SWEEP_DIR}=FOLDER.")
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose(PRIMARY, overrides=overrides, return_hydra_config=True)
+        cfg = compose(primary, overrides=_found(overrides, more), return_hydra_config=True)
     # `hydra:` interpolations, such as the experiment's name, are resolved from here.
     HydraConfig.instance().set_config(cfg)
     folder = Path(cfg.hydra.run.dir).parent
@@ -46,3 +52,14 @@ def resume_override(overrides: list[str], multirun: bool = False) -> str | None:
             f"run's folder with {_RUN_DIR}=FOLDER."
         )
     return in_folder(max(runs, key=lambda run: (run / "config.yaml").stat().st_mtime))
+
+
+def _found(overrides: list[str], more: str | None) -> list[str]:
+    """The overrides, with the folder among those that are searched; `compose` has no `--config-dir`."""
+    if more is None:
+        return overrides
+    given = next((one for one in overrides if name_of(one) == SEARCHPATH), f"{SEARCHPATH}=[]")
+    others: Any = OverridesParser.create().parse_override(given).value()
+    folders = [f"file://{Path(more).resolve()}", *(getattr(one, "text", one) for one in others)]
+    searched = f"{SEARCHPATH}=[{','.join(map(quoted, folders))}]"
+    return [*(one for one in overrides if one != given), searched]

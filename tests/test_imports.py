@@ -45,7 +45,9 @@ RULES = {
     "fairseq_library": rule(packages="hydra"),
     "analysis": rule("widths"),
     "training": rule("widths growth optim triggers parts grower analysis flops data frontends"),
-    "studies": rule("widths parts networks growth analysis flops training", packages="torch hydra omegaconf"),
+    "studies": rule(
+        "widths parts networks growth analysis flops training configuration", packages="torch hydra omegaconf"
+    ),
     "translation": rule("fairseq_library data training", packages="torch"),
     "signatures": rule(packages="omegaconf"),
     "configs": rule("naming signatures", packages="hydra omegaconf"),
@@ -70,11 +72,11 @@ RULES = {
     "resuming": rule("configuration processes", packages="hydra omegaconf"),
     "run_folder": rule(packages=""),
     "processes": rule(packages="omegaconf torch"),
-    "launcher": rule("processes", packages="hydra torch"),
+    "launcher": rule("configuration processes", packages="hydra torch"),
     "sweep_progress": rule("processes", packages="hydra"),
     "sweeps": rule("analysis processes experiment training sweep_progress", packages="hydra omegaconf torch"),
     "next_commands": rule("configuration processes", packages="hydra omegaconf"),
-    "outcome": rule("training", packages="hydra omegaconf"),
+    "outcome": rule("configuration training", packages="hydra omegaconf"),
     "planning": rule(
         "argument_types widths growth triggers parts grower data training processes trainer_options pairing"
     ),
@@ -91,7 +93,7 @@ RULES = {
         "growth optim triggers parts grower training analysis processes trainer_options pairing planning flops "
         "configuration starting",
     ),
-    "plan.__main__": rule("plan processes __main__", packages="omegaconf"),
+    "plan.__main__": rule("plan choices processes __main__", packages="omegaconf"),
     "__main__": rule(
         "choices commands configuration explain experiment launcher resuming processes sweeps",
         packages="hydra omegaconf",

@@ -249,6 +249,10 @@ GROUPS = "Groups: experiment, growth, part, schedule. Values: needed, refers, se
             "-m hydra.sweeper.max_batch_size=1,2",
             "hydra.sweeper.max_batch_size takes its list in quotes: \"hydra.sweeper.max_batch_size='1,2'\".",
         ),
+        (
+            "-m hydra.sweeper.params.seed='1,2'",
+            "the experiment sweeps over nothing that hydra.sweeper.params could change: write NAME=A,B with -m.",
+        ),
         ("--run --cfg job", None),
         ("-m seed=0,1 growth=netnet", None),
         ("a==b", None),

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from growlab.__main__ import JobFailed
 from growlab.__main__ import main as composed
+from growlab.choices import check_parts_of_job
 from growlab.processes import announce
 
 # By pairs unless told otherwise: that seed begins as its constructor drew it, as a smaller network that stays does.
@@ -25,6 +26,7 @@ def _job(cfg: DictConfig) -> None:
     from growlab.plan.run import run
 
     try:
+        check_parts_of_job()
         run(cfg)
     except Exception as error:
         raise JobFailed(error) from None

@@ -8,6 +8,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from growlab.configuration import search_options
 from growlab.errors import UserError
 from growlab.files import write_json, write_text
 from growlab.training.memory import keep_freed
@@ -30,9 +31,9 @@ def run_study(cfg: DictConfig, run_dir: Path) -> None:
         torch.set_num_threads(cfg.num_threads)
     keep_freed()
     torch.manual_seed(cfg.seed)
-    overrides = HydraConfig.get().overrides.task
+    given = [*search_options(), *HydraConfig.get().overrides.task]
     provenance = {
-        "command": shlex.join(["python", "-m", "growlab", *overrides]),
+        "command": shlex.join(["python", "-m", "growlab", *given]),
         "git_commit": git_commit(),
         "versions": versions(),
         "machine": machine(torch.device("cpu")),
