@@ -57,8 +57,8 @@ def follow(
         graph: the network's width graph.
         widths_before: width of each group before.
         widths_after: and after.
-        inheritance: "reset" forgets all state. "zero_new" carries state to the old entries' places as it is, with
-            zeros at new entries. "inherit" carries it by the method's rule: first moments as the gradient,
+        inheritance: "reset" forgets all state. "zero_new" carries state to the old entries' places as it is; at new
+            entries is what the optimizer begins with, zeros for most. "inherit" carries it by the method's rule: first moments as the gradient,
             second moments as its square; state of unknown meaning as "zero_new". "auto": `default_inheritance`, and
             "reset", with a warning, where state cannot be carried (Adafactor's factors, L-BFGS's directions).
         carry: the method's rule, from the growth event; None for old entries as they are.
@@ -77,6 +77,7 @@ def follow(
             inheritance = "reset"
     rule = carry if inheritance == "inherit" and carry is not None else Carry()
     check_following(optimizer, places, inheritance)
+    settings = {param: group for group in optimizer.param_groups for param in group["params"]}
     states: dict[Tensor, dict[str, Any]] = {}
     # An optimizer around another one shares its groups, which may be the grown network's already.
     for param in () if inheritance == "reset" else tuple(optimizer.state):
@@ -93,6 +94,15 @@ def follow(
                 moved = chosen.carried(value, name, graph, widths_before, widths_after, power or 0)
                 if isinstance(optimizer, LARS) and inheritance == "inherit":
                     moved = optimizer.inherited(param, new, value, moved)
+                begins = _begins_with(optimizer, key, settings.get(param, {}))
+                if begins:
+                    there = chosen.carried(
+                        torch.ones_like(value), name, graph, widths_before, widths_after, 0
+                    )
+                    moved = torch.where(there == 0, begins, moved)
+                if key == "ax" and isinstance(optimizer, torch.optim.ASGD):
+                    # The average of weights, which this event may have rescaled, begins again.
+                    moved = new.detach()
                 states[new][key] = torch.empty_like(new, dtype=value.dtype).copy_(moved)
             else:
                 states[new][key] = value
@@ -189,6 +199,17 @@ def _power(optimizer: torch.optim.Optimizer, key: str) -> int | None:
     if key.endswith(("_sq", "_var")) or "square" in key or "variance" in key:
         return 2
     return 1 if "momentum" in key or key.startswith(("exp_avg", "grad")) or key.endswith("_grad") else None
+
+
+def _begins_with(optimizer: torch.optim.Optimizer, key: str, settings: Mapping[str, Any]) -> float:
+    """What state of this name holds before the first step, if not 0."""
+    if isinstance(optimizer, torch.optim.Rprop) and key == "step_size":
+        return float(settings.get("lr", optimizer.defaults["lr"]))
+    if isinstance(optimizer, torch.optim.Adagrad) and key == "sum":
+        return float(
+            settings.get("initial_accumulator_value", optimizer.defaults["initial_accumulator_value"])
+        )
+    return 0.0
 
 
 def _holds_tensors(value: Any) -> bool:

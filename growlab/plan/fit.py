@@ -25,10 +25,10 @@ _LEAST_ERROR = 0.004
 _INDEPENDENT = 0.45
 # By so much steeper than at first that noise does not make it so.
 _STEEPER = 1.3
-# Relative; noise and averaging do less.
-_RISE = 0.05
 # Trusted multiple of a curve that does not fall as by a law.
 _UNSTEADY = 2.0
+#: Relative rise of a loss that is one; noise and averaging do less.
+RISE = 0.05
 #: Checkpoints that a curve has at least.
 MIN_POINTS = 4
 
@@ -42,6 +42,9 @@ class Measured:
         loss: held-out loss at each.
         seconds_per_cost: seconds that training takes for each unit of cost.
         steady: whether the loss falls as by a law, see `settled`; else it is hardly trusted beyond what was probed.
+
+    Raises:
+        ValueError: there are too few checkpoints, or a loss is below 0.
     """
 
     cost: tuple[float, ...]
@@ -52,6 +55,8 @@ class Measured:
     def __post_init__(self) -> None:
         if len(self.cost) != len(self.loss) or len(self.cost) < MIN_POINTS:
             raise ValueError(f"a curve needs at least {MIN_POINTS} checkpoints, not {len(self.cost)}.")
+        if min(self.loss) < 0:
+            raise ValueError(f"a law is fitted to losses of at least 0, not {min(self.loss):g}.")
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ def settled(cost: Sequence[float], loss: Sequence[float]) -> tuple[int, bool]:
         steepest = int(np.argmax(slopes))
         if slopes[steepest] >= _STEEPER * max(slopes[0], 0.0):
             first, forced = min(steepest, len(x) - MIN_POINTS), steepest > len(x) - MIN_POINTS
-    rises = bool((np.diff(y[first:]) > _RISE).any())
+    rises = bool((np.diff(y[first:]) > RISE).any())
     return first, not (forced or rises)
 
 
@@ -167,7 +172,7 @@ class _Grid:
         self.b = np.maximum(num, 1e-12) / den  # [draws, limits, exponents]
         squares = np.einsum("dp,lp->dl", weights, above**2)[:, :, None]
         residual = np.maximum(squares - 2 * self.b * num + self.b**2 * den, 0.0)
-        floor = (_LEAST_ERROR * loss.min()) ** 2
+        floor = max(_LEAST_ERROR * loss.min(), 1e-12) ** 2
         self.variance = residual / max(1, len(cost) - 2) + floor
         # Marginal over an unknown variance (Student's t), of so many independent points.
         self.log = -0.5 * _INDEPENDENT * len(cost) * np.log(residual / len(cost) + floor)

@@ -24,7 +24,7 @@ from growlab.flops import forward_flops
 from growlab.grower import Grower
 from growlab.growth.outputs import network_inputs
 from growlab.optim import named_state
-from growlab.plan.fit import MIN_POINTS, Measured, settled
+from growlab.plan.fit import MIN_POINTS, RISE, Measured, settled
 from growlab.plan.problem import Batch, Candidate, Problem
 from growlab.triggers import At
 
@@ -169,6 +169,13 @@ class Probe:
         return median(steps) / self._step_cost if steps else 0.0
 
     @property
+    def rises(self) -> bool:
+        """Whether training breaks down, or its loss is above what it has been by more than noise."""
+        return self.broken or (
+            len(self.points) > 1 and self.loss > (1 + RISE) * min(p.loss for p in self.points)
+        )
+
+    @property
     def finite(self) -> list[Checkpoint]:
         """Its checkpoints with a finite loss."""
         return [point for point in self.points if isfinite(point.loss)]
@@ -204,11 +211,17 @@ class Probe:
 
     # Training ----------------------------------------------------------------------------------------------
 
-    def train(self, cost: float = inf, steps: float = inf, spend: float = inf) -> bool:
+    def train(self, cost: float = inf, steps: float = inf, spend: float = inf, wary: bool = False) -> bool:
         """Train to a cost, a number of steps or an amount spent in all, whichever comes first, and evaluate at its end.
 
+        Args:
+            cost: training, in parts of the budget.
+            steps: of the optimizer.
+            spend: with evaluations.
+            wary: end where the loss rises.
+
         Returns:
-            Whether it got there: False where the account had no more, or training broke down.
+            Whether it got there: False where the account had no more, training broke down, or the loss rose.
         """
         due = self._next_checkpoint()
         while self.cost < cost and self.steps < steps and not self.broken:
@@ -223,6 +236,8 @@ class Probe:
             if self.steps >= due:
                 self.evaluate()
                 due = self._next_checkpoint()
+                if wary and self.rises:
+                    return False
         self.evaluate()
         return not self.broken
 
@@ -292,6 +307,11 @@ class Probe:
                 total, seen = total + value * _size(batch), seen + _size(batch)
         self._pay(self.evaluation_cost * seen, False)
         self.account.seconds += time.perf_counter() - began
+        if total < 0:
+            raise UserError(
+                f"a plan needs a loss that is never below 0, and this one's held-out loss is {total / seen:.3g}: laws "
+                "of falling losses are fitted to it; add the constant that makes its lowest possible value 0."
+            )
         return total / seen if isfinite(total) else inf
 
     def _held_out(self) -> Iterator[Batch]:

@@ -226,8 +226,7 @@ class _Search:
         """Train every candidate for as much; returns the one with the lowest loss, as far as can be seen ahead."""
         cost = _FOR_EACH_OTHER * self.settings.max_cost
         for name in self.candidates:
-            self.best[name].train(spend=max(cost, self.best[name].spent))
-            self._tell(name, self.best[name])
+            self._train(name, spend=max(cost, self.best[name].spent))
         if all(self._has_curve(name) for name in self.candidates):
             measured = {name: self.best[name].measured() for name in self.candidates}
             curves = fit(measured, next(iter(measured)), self.settings.multiple)
@@ -235,17 +234,30 @@ class _Search:
             return min(curves, key=lambda name: float(np.median(curves[name].loss(ahead))))
         return min(self.candidates, key=lambda name: self.best[name].loss)
 
+    def _train(self, name: str, **until: float) -> None:
+        """Train on at the best rate; where the loss rises, at the next lower one, if that does better."""
+        probe = self.best[name]
+        lower = [rate for rate in self.settings.rates if rate < probe.rate]
+        probe.train(**until, wary=bool(lower))
+        self._tell(name, probe)
+        if not (lower and probe.rises):
+            return
+        other = self._at(name, max(lower))
+        self.tried += [other] * (not any(other is one for one in self.tried))
+        other.train(**until)
+        self._tell(name, other)
+        if other.loss < probe.loss:
+            self.best[name] = other
+
     def extend(self, best: str) -> None:
         """The full network as far as it must be trusted, and then the best candidate with what is left."""
         settings = self.settings
-        self.best[WHOLE].train(cost=1.001 / settings.multiple)
-        self._tell(WHOLE, self.best[WHOLE])
+        self._train(WHOLE, cost=1.001 / settings.multiple)
         step = 3 * self._batch_size() * self.full.forward_cost
         trial = 2 * self.samples * self.full.forward_cost + _LEAST_TRIAL * step
         left = self.account.limit - self.account.spent - max(_FOR_TRIAL * settings.max_cost, trial)
         cost = 1.001 / settings.multiple
-        self.best[best].train(cost=cost, spend=self.best[best].spent + max(0.0, left))
-        self._tell(best, self.best[best])
+        self._train(best, cost=cost, spend=self.best[best].spent + max(0.0, left))
 
     def try_growth(self, name: str) -> None:
         """Grow the best candidate's network, and train on as the full one with what is left."""

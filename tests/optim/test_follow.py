@@ -202,6 +202,36 @@ def test_optimizers_growlab_does_not_know_keep_their_state(name, method):
     assert any(not torch.equal(a, b) for a, b in zip(old, run.network.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("inheritance", ["inherit", "zero_new"])
+@pytest.mark.parametrize(
+    ("make", "key", "begins"),
+    [
+        (lambda p: torch.optim.Rprop(p, 0.03), "step_size", 0.03),
+        (lambda p: torch.optim.Rprop([{"params": list(p), "lr": 0.02}], 0.5), "step_size", 0.02),
+        (lambda p: torch.optim.Adagrad(p, 0.01, initial_accumulator_value=0.1), "sum", 0.1),
+        (lambda p: torch.optim.Adagrad(p, 0.01), "sum", 0.0),
+    ],
+)
+def test_new_entries_have_the_state_that_the_optimizer_begins_with(make, key, begins, inheritance):
+    run = Run(make, VarianceTransfer(), inheritance, regional=False).steps(3)
+    rows, columns = run.state_of("4.weight")[key].shape
+    run.grow()
+    state = run.state_of("4.weight")[key]
+    assert state.shape[0] > rows and state.shape[1] > columns
+    assert torch.equal(state[rows:], torch.full_like(state[rows:], begins))
+    assert torch.equal(state[:rows, columns:], torch.full_like(state[:rows, columns:], begins))
+    assert not (state[:rows, :columns] == begins).all()
+
+
+def test_averaged_weights_of_asgd_begin_again_at_the_grown_ones():
+    run = Run(lambda p: torch.optim.ASGD(p, 0.01, t0=1), VarianceTransfer(), "inherit", regional=False).steps(
+        5
+    )
+    assert not torch.equal(run.state_of("4.weight")["ax"], dict(run.network.named_parameters())["4.weight"])
+    run.grow()
+    assert torch.equal(run.state_of("4.weight")["ax"], dict(run.network.named_parameters())["4.weight"])
+
+
 @pytest.mark.parametrize(
     "make",
     [
