@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from growlab.analysis import style
 from growlab.analysis.metrics import ACCURACY
 from growlab.analysis.results import Run
-from growlab.analysis.tables import Row, one_task, summarise
+from growlab.analysis.tables import Row, one_task, summarise, told_apart
 
 _EQUAL_COST = 0.5  # percentage points within which costs have nothing to tell
 
@@ -43,7 +43,8 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
         metric = ACCURACY
     held_out = all(run.held_out(metric.key) is not None for run in everyone)
     num_epochs = max(row.group.epochs for row in rows)
-    names = [_legend_name(row, rows) for row in rows]
+    told = zip(told_apart(rows), rows, strict=True)
+    names = [f"{name} (n={len(row.runs)})" for name, row in told]
     num_columns = min(len(rows), 3 if max(map(len, names)) < 38 else 2)
     with style.styled():
         num_lines = math.ceil(len(rows) / num_columns)
@@ -79,11 +80,6 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
     if out is not None:
         style.save(figure, out)
     return figure
-
-
-def _legend_name(row: Row, rows: Sequence[Row]) -> str:
-    several = len({other.group.epochs for other in rows}) > 1
-    return row.method + (f", {row.group.epochs} epochs" if several else "") + f" (n={len(row.runs)})"
 
 
 def _mark_all_growth(axes: Axes, rows: Sequence[Row], looks: Sequence[dict[str, Any]]) -> None:

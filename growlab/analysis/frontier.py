@@ -122,10 +122,13 @@ def _scale(axes: Axes, amounts: Sequence[float], reference_epochs: float | None)
 
 
 def _machine(run: Run) -> str:
-    known: dict[str, Any] = run.results.get("machine") or {}
-    return ", ".join(
-        [str(known.get("name", "unknown")), *(f"{v} {k}" for k, v in known.items() if k != "name")]
-    )
+    known = dict(run.machine)
+    several = [
+        f"{known.pop(key)} {word}" for key, word in (("world_size", "processes"), ("num_nodes", "machines"))
+    ]
+    first = str(known.pop("device", known.pop("name", "unknown")))
+    told = [word for word in several if not word.startswith("1 ")]
+    return ", ".join([first, *(f"{value} {key}" for key, value in known.items()), *told])
 
 
 def _spread_of_seconds(point: Point) -> float:

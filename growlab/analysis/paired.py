@@ -10,7 +10,7 @@ from scipy.stats import t as student_t
 
 from growlab.analysis.grid import Grid
 from growlab.analysis.metrics import Metric
-from growlab.analysis.tables import Row
+from growlab.analysis.tables import Row, told_apart
 from growlab.errors import UserError
 
 
@@ -48,13 +48,18 @@ def compare_pairs(rows: Sequence[Row], against: str | None = None) -> list[Compa
 
     Args:
         rows: from `summarise`.
-        against: the method's name, as the table prints it, that all others are compared with.
+        against: a method's name, as the tables print it, that all others are compared with.
 
     Raises:
         UserError: no row has that name, or no two rows are of one network, data set and metric.
     """
-    if against is not None and all(row.method != against for row in rows):
-        names = ", ".join(dict.fromkeys(row.method for row in rows))
+    names_of = dict(zip(map(id, rows), told_apart(rows), strict=True))
+
+    def is_named(row: Row) -> bool:
+        return against in (row.method, names_of[id(row)])
+
+    if against is not None and not any(map(is_named, rows)):
+        names = ", ".join(names_of.values())
         raise UserError(f"there is no method {against} among the runs; choose one of: {names}.")
     comparisons = []
     for one, other in itertools.combinations(rows, 2):
@@ -63,9 +68,9 @@ def compare_pairs(rows: Sequence[Row], against: str | None = None) -> list[Compa
         # The better one comes first, so that most differences are gains; the named one comes second.
         pair = sorted((one, other), key=lambda row: -row.metric.quality(row.score_mean))
         if against is not None:
-            if against not in (one.method, other.method):
+            if not (is_named(one) or is_named(other)):
                 continue
-            pair = [other, one] if one.method == against else [one, other]
+            pair = [other, one] if is_named(one) else [one, other]
         comparisons.append(Comparison(pair[0], pair[1], _differences(*pair)))
     if not comparisons:
         names = ", ".join(dict.fromkeys(row.method for row in rows))
@@ -80,6 +85,8 @@ def paired_table(comparisons: Sequence[Comparison], level: float = 0.95) -> Grid
     """One line a comparison: common seeds, mean difference (accuracy in percentage points), confidence interval."""
     several = len({(c.row.group.model, c.row.group.data) for c in comparisons}) > 1
     head = ["network", "data"] if several else []
+    compared = list({id(row): row for one in comparisons for row in (one.row, one.against)}.values())
+    names_of = dict(zip(map(id, compared), told_apart(compared), strict=True))
     rows = []
     for one in comparisons:
         interval = one.interval(level)
@@ -90,7 +97,7 @@ def paired_table(comparisons: Sequence[Comparison], level: float = 0.95) -> Grid
         else:
             said = f"{_points(one, interval[0])} to {_points(one, interval[1])}"
         where = [one.row.group.model, one.row.group.data] if several else []
-        names = [_name(one.row, one.against), _name(one.against, one.row)]
+        names = [names_of[id(one.row)], names_of[id(one.against)]]
         mean = "" if one.mean is None else _points(one, one.mean)
         if interval is not None and (interval[0] > 0 or interval[1] < 0):
             mean = f"**{mean}**"
@@ -115,17 +122,12 @@ def _task(row: Row) -> tuple[str, str, Metric]:
 
 def _differences(one: Row, other: Row) -> tuple[float, ...]:
     scores = [
-        {run.results["seed"]: run.results[f"test_{row.metric.key}"] for run in row.runs}
+        {run.results["seed"]: run.results.get(f"test_{row.metric.key}") for run in row.runs}
         for row in (one, other)
     ]
     common = sorted(set(scores[0]) & set(scores[1]))
     pairs = [(scores[0][seed], scores[1][seed]) for seed in common]
     return tuple(a - b for a, b in pairs if a is not None and b is not None and math.isfinite(a - b))
-
-
-def _name(row: Row, other: Row) -> str:
-    same = row.method == other.method
-    return f"{row.method}, {row.group.epochs} epochs" if same else row.method
 
 
 def _points(comparison: Comparison, difference: float) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from growlab.analysis.grid import Grid
 from growlab.analysis.published import Published, published, published_for
-from growlab.analysis.tables import Row
+from growlab.analysis.tables import Row, told_apart
 
 
 def paper_table(rows: Sequence[Row], unmeasured: bool = False) -> Grid:
@@ -17,7 +17,7 @@ def paper_table(rows: Sequence[Row], unmeasured: bool = False) -> Grid:
         unmeasured: also show methods that were published for these networks and have no run here.
     """
     tasks = list(dict.fromkeys((row.group.model, row.group.data) for row in rows))
-    names = _names(rows)
+    names = told_apart(rows)
     cells: dict[str, dict[tuple[str, str], tuple[Row | None, Published | None]]] = {}
     for row, name in zip(rows, names, strict=True):
         task = (row.group.model, row.group.data)
@@ -44,18 +44,6 @@ def paper_table(rows: Sequence[Row], unmeasured: bool = False) -> Grid:
         caption=_caption(rows, [found for line in cells.values() for _, found in line.values() if found]),
         groups=[("", 1), *((f"{m} on {d}" if models.count(m) > 1 else m, 4) for m, d in tasks)],
     )
-
-
-def _names(rows: Sequence[Row]) -> list[str]:
-    """Method names; with the optimizer or the epochs where two rows of one network would share a name."""
-    names = [row.method for row in rows]
-    for add in (lambda row: row.group.optimizer, lambda row: f"{row.group.epochs} epochs"):
-        keys = [(row.group.model, row.group.data, name) for row, name in zip(rows, names, strict=True)]
-        twice = {name for model, data, name in keys if keys.count((model, data, name)) > 1}
-        names = [
-            f"{name}, {add(row)}" if name in twice else name for row, name in zip(rows, names, strict=True)
-        ]
-    return names
 
 
 def _best(line: Sequence[tuple[Row | None, Published | None]]) -> tuple[float | None, float | None]:

@@ -50,7 +50,16 @@ _CALLED = {
     ("depth.blocks=auto", "schedule.initial_width=0.5"): "grown in depth and from 1/2 of the width",
     ("depth.blocks=auto", "schedule.initial_width=1"): "grown in depth",
 }
-_NOT_A_DIFFERENCE_BELOW = ("hydra.", "hydra/", "trainer.", "logger.")
+_NOT_A_DIFFERENCE_BELOW = ("hydra.", "hydra/", "logger.", "trainer.strategy.")
+# Of Lightning's options those that say where and how fast; others, such as clipping, change what is trained.
+_NOT_A_DIFFERENCE |= {
+    f"trainer.{name}"
+    for name in (
+        *("accelerator", "devices", "num_nodes", "strategy", "max_restarts", "precision", "benchmark"),
+        *("deterministic", "profiler", "detect_anomaly", "inference_mode", "enable_autolog_hparams"),
+        "model_registry",
+    )
+}
 
 Report = Callable[[str], None]
 
@@ -127,7 +136,18 @@ class Run:
     @property
     def reference_passes(self) -> float:
         """The same in passes over the training data, also where epochs are parts of them (`schedule.budget`)."""
-        return (self.results.get("schedule") or {}).get("budget") or self.reference_epochs
+        return self.budget or self.reference_epochs
+
+    @property
+    def budget(self) -> float | None:
+        """Passes over the training data whose cost at full width was there for the run; None: not `schedule.budget`."""
+        return (self.results.get("schedule") or {}).get("budget")
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """What its seconds were measured on: the device's name, threads, and how many devices and machines."""
+        devices = {name: self.results.get(name) or 1 for name in ("world_size", "num_nodes")}
+        return {**(self.results.get("machine") or {}), **devices}
 
     @property
     def keeps_full_width(self) -> bool:
@@ -143,7 +163,9 @@ class Run:
         Raises:
             UserError: the file is missing or is not such a table.
         """
-        return _read_table(self.path / "metrics.csv", ("epoch", "step", "stage"))
+        table = _read_table(self.path / "metrics.csv", ("epoch", "step", "stage"))
+        # An epoch that was trained again counts as it was trained last.
+        return table.drop_duplicates("epoch", keep="last", ignore_index=True)
 
     def curve(self, column: str) -> "numpy.ndarray | None":
         """A column of `metrics` as floats, one an epoch (nan where absent); None if it holds no number."""
@@ -265,8 +287,9 @@ def load_runs(
 def distinguishing_overrides(overrides: Iterable[str]) -> tuple[str, ...]:
     """The Hydra overrides that make a run another method, sorted and spelled alike.
 
-    The seed, places, hardware, loggers and what `Group` holds in fields of its own are left out;
-    `trainer.compile` and the like are kept, because compiled and eager seconds must not share a row.
+    The seed, places, hardware, loggers and what `Group` holds in fields of its own are left out. What changes the
+    training is kept, such as `trainer.gradient_clip_val`, and so is `compile`: compiled and eager seconds must not
+    share a row.
     """
     kept: dict[str, str] = {}
     meant = [part for override in overrides for part in _MEANS.get(str(override), (str(override),))]
@@ -274,8 +297,7 @@ def distinguishing_overrides(overrides: Iterable[str]) -> tuple[str, ...]:
         key, equals, value = override.partition("=")
         deleted = key.startswith("~")
         key = key.lstrip("+~").strip()
-        compiled = key.rpartition(".")[2] == "compile"
-        if not compiled and (key in _NOT_A_DIFFERENCE or key.startswith(_NOT_A_DIFFERENCE_BELOW)):
+        if key in _NOT_A_DIFFERENCE or key.startswith(_NOT_A_DIFFERENCE_BELOW):
             continue
         # Hydra's rule: of two overrides of one key, the later one holds.
         kept[key] = f"~{key}" if deleted else f"{key}={_spelling(value)}" if equals else key

@@ -39,6 +39,8 @@ _OFF = {
     "warmup_fraction": "0.0",
     "rewarm_steps": "0",
 }
+# What a table has columns of beside the method, where rows differ in it.
+_FIELDS = ("optimizer", "precision", "experiment")
 _PREFIX = "schedule."
 _RATE = "optimizer.lr="
 _FRACTIONS = {0.5: "1/2", 0.25: "1/4", 0.125: "1/8"}
@@ -92,6 +94,7 @@ def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
     varying = {
         key for shape in grown for key in shape if len({other.get(key, _off(key)) for other in grown}) > 1
     }
+    apart = [field for field in _FIELDS if len({getattr(point.row.group, field) for point in points}) > 1]
     joined: dict[tuple[bool, str, str], dict[str, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for point, shape in zip(points, shapes, strict=True):
         group = point.row.group
@@ -104,6 +107,7 @@ def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
         own = [override for override in named if not _of_schedule(override)]
         rate = next((override.removeprefix(_RATE) for override in own if override.startswith(_RATE)), "")
         own = [override for override in own if not override.startswith(_RATE)]
+        own += [getattr(group, field) for field in apart]
         method = "fixed-size" if group.is_fixed_size else group.growth
         method += "" if group.lr_adapt == "none" else f" + {group.lr_adapt}"
         words = [] if group.is_fixed_size else words

@@ -99,6 +99,11 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
             # Of one network and data set, but with another objective.
             metric = metric_of(run.results for run in members)
         scores = _finite(run.results.get(f"test_{metric.key}") for run in members)
+        if 0 < len(scores) < len(members):
+            report(
+                f"{len(members) - len(scores)} of {len(members)} runs of {group.method} have no finite test "
+                f"{metric.name}: its row is of the others."
+            )
         reference_epochs = epochs[group.model, group.data]
         # Each run's record has its own reference; rows are comparable only against one.
         costs = [
@@ -127,24 +132,54 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
 
 def _length(run: Run) -> float:
     """Epochs that a run's cost may be relative to; with a budget those of the budget, however many it trained for."""
-    given = run.reference_passes
-    return given if given != run.reference_epochs else max(given, run.group.epochs)
+    return run.budget or max(run.reference_epochs, run.group.epochs)
 
 
 def one_task(rows: Sequence[Row], what: str) -> None:
-    """Refuse rows of several networks or data sets, whose numbers do not compare.
+    """Refuse rows of several networks or data sets, or judged by several metrics, whose numbers do not compare.
 
     Args:
         rows: the rows.
         what: what is to be made of them, for the sentence.
 
     Raises:
-        UserError: naming the networks and data sets.
+        UserError: naming them.
     """
     tasks = sorted({(row.group.model, row.group.data) for row in rows})
     if len(tasks) > 1:
         listed = ", ".join(f"{model} on {data}" for model, data in tasks)
         raise UserError(f"{what} is of one network and data set, not {listed}: name the folders of one.")
+    metrics = sorted({row.metric for row in rows})
+    if len(metrics) > 1:
+        listed = " and ".join(metric.name for metric in metrics)
+        raise UserError(f"{what} is of runs judged by one metric, not {listed}: name the folders of one.")
+
+
+def told_apart(rows: Sequence[Row]) -> list[str]:
+    """The rows' methods; with what else tells apart two rows of one network and data that would share a name.
+
+    Args:
+        rows: from `summarise`.
+
+    Returns:
+        A name for each: the method, and where needed optimizer, epochs, precision and experiment.
+    """
+    names = [row.method for row in rows]
+    for field, word in (
+        ("optimizer", "{}"),
+        ("epochs", "{} epochs"),
+        ("precision", "{}"),
+        ("experiment", "{}"),
+    ):
+        seen: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+        for row, name in zip(rows, names, strict=True):
+            seen[row.group.model, row.group.data, name].add(_column(row, field))
+        shared = {name for (_, _, name), values in seen.items() if len(values) > 1}
+        names = [
+            f"{name}, {word.format(_column(row, field))}" if name in shared else name
+            for row, name in zip(rows, names, strict=True)
+        ]
+    return names
 
 
 def _shared_overrides(group: Group, groups: Iterable[Group]) -> tuple[str, ...]:
@@ -262,7 +297,7 @@ def _distance(group: Group, other: Group) -> int:
 def _seconds_by_machine(runs: Sequence[Run]) -> dict[str, float]:
     seconds: dict[str, list[float]] = defaultdict(list)
     for run in runs:
-        machine = json.dumps(run.results.get("machine"), sort_keys=True)
+        machine = json.dumps(run.machine, sort_keys=True)
         seconds[machine] += [s for s in _finite([run.results["seconds"]]) if s > 0]
     return {machine: statistics.fmean(values) for machine, values in seconds.items() if values}
 

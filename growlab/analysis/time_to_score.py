@@ -76,7 +76,7 @@ def times_to_scores(
     series = series_over_budgets(rows)
     reference = _reference(series, against)
     levels = [point.score for point in reference.points] if level is None else [level]
-    timed = len({str(run.results.get("machine")) for row in rows for run in row.runs}) == 1
+    timed = len({str(run.machine) for row in rows for run in row.runs}) == 1
     found = []
     for each in levels:
         own = [_amount(reference, each, measure) for measure in (_cost, _seconds)]

@@ -19,16 +19,17 @@ from growlab.files import write_text
 log = logging.getLogger(__name__)
 
 EXTENSIONS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
-TEST_FOLDERS = ("test", "val", "valid", "validation")
+# What parts are called, in any case.
+_TRAIN, _TEST, _VAL = ("train", "training"), ("test", "testing"), ("val", "valid", "validation")
 
 
 def find_folders(root: Path) -> dict[str, Path]:
     """Return {"train": folder, "test": folder} as far as they are there; empty without `train/<class>/`."""
-    if not any(path.is_dir() for path in _entries(root / "train")):
+    train = _called(root, _TRAIN)
+    if train is None or not any(path.is_dir() for path in _entries(train)):
         return {}
-    folders = {"train": root / "train"}
-    test = next((root / name for name in TEST_FOLDERS if (root / name).is_dir()), None)
-    return {**folders, "test": test} if test else folders
+    test = _called(root, _TEST + _VAL)
+    return {"train": train, "test": test} if test else {"train": train}
 
 
 def all_folders(root: Path) -> dict[str, Path]:
@@ -40,7 +41,7 @@ def all_folders(root: Path) -> dict[str, Path]:
         UserError: there are no class folders.
     """
     if folders := find_folders(root):
-        val = next((root / name for name in TEST_FOLDERS[1:] if (root / name).is_dir()), None)
+        val = _called(root, _VAL)
         return {**folders, "val": val} if val is not None and val != folders.get("test") else folders
     classes = [path for path in _entries(root) if path.is_dir() and next(_image_names(path), None)]
     if len(classes) < 2:
@@ -48,7 +49,24 @@ def all_folders(root: Path) -> dict[str, Path]:
             f"{root} holds no folders of images, one for each of two classes or more: looked for train/<class>/*.png "
             "(and val/, test/) and for <class>/*.png."
         )
+    parts = [path.name for path in classes if path.name.lower() in _TRAIN + _TEST + _VAL]
+    if parts:
+        raise UserError(
+            f"{root} holds {parts[0]}/ beside class folders: is it a class or a part? Put the class folders of what is "
+            "trained on below train/, or give that folder another name."
+        )
     return {"train": root}
+
+
+def _called(root: Path, names: Sequence[str]) -> Path | None:
+    """The folder that has the first of these names, as it is spelt or else in another case."""
+    there = [path for path in _entries(root) if path.is_dir()]
+    order = sorted(
+        (names.index(path.name.lower()), path.name not in names, path)
+        for path in there
+        if path.name.lower() in names
+    )
+    return order[0][-1] if order else None
 
 
 def open_folders(

@@ -143,6 +143,7 @@ class Growth(GrowthSteps):
         self._make = partial(Grower, method=method, parts=parts, seed=seed, anneal_steps=anneal_steps)
         self._planted, self._ended, self._shapes = False, False, dict[str, torch.Size]()
         self._saving: Saving | None = None
+        self._put_back_batches: Callable[[], None] = lambda: None
 
     @property
     def state_key(self) -> str:
@@ -160,6 +161,17 @@ class Growth(GrowthSteps):
                 f"{type(strategy).__name__} does not go with growth, which needs every parameter whole on each device; "
                 "take strategy='ddp'."
             )
+        # No public name; tests/training/test_distributed.py notices when it goes.
+        if getattr(strategy, "_start_method", "popen") != "popen":
+            raise UserError(
+                "processes that are forked or spawned hand the network back in the shapes that it had before, and "
+                "training that ends before its last stage would be lost: take strategy='ddp' in a script."
+            )
+        if getattr(self._trigger, "unit", None) == "cost":
+            raise UserError(
+                "Lightning tells of epochs and steps alone, so a trigger with unit='cost' would never grow; give it "
+                "unit='step', or announce costs to a growlab.Grower in your own loop."
+            )
         if is_overridden("configure_model", pl_module):
             # Lightning calls it next, and asks that a second call does nothing.
             pl_module.configure_model()
@@ -170,13 +182,16 @@ class Growth(GrowthSteps):
             if self._saving is not None:
                 # The fit before ended with an error, behind which nothing is torn down.
                 self._saving.remove()
+                self._put_back_batches()
             self._saving = Saving(pl_module, partial(self._on_save, pl_module))
             self._change_batch_sizes(trainer)
 
     def _open(self, module: LightningModule, stage: str, seen: Callable[[nn.Module], Any]) -> Grower:
         network = self._find(module, self._network)
         known = self.grower
-        if known is not None and known.network is getattr(network, "_orig_mod", network):
+        # A method that holds weights in another way has left an ordinary network, which was only evaluated.
+        anew = known is not None and known.method.holds_otherwise and not self._planted
+        if known is not None and not anew and known.network is getattr(network, "_orig_mod", network):
             known.reopen()
             if stage != "fit" or self._planted:
                 return known
@@ -223,10 +238,12 @@ class Growth(GrowthSteps):
         if self._saving is not None:
             self._saving.remove()
             self._saving = None
-        if stage != "fit":
-            finish(self.grower)
-        elif not self._ended:
+        self._put_back_batches()
+        if stage == "fit" and not self._ended and trainer.global_step:
             end(self.grower)
+        elif stage != "fit" or not self._ended:
+            # Evaluated, or searched for a learning rate and not trained.
+            finish(self.grower)
 
     # Checkpoints -------------------------------------------------------------------------------------------
 
@@ -280,6 +297,9 @@ class Growth(GrowthSteps):
         grower = self._open(module, "test", partial(self._told, module))
         content = torch.load(path, map_location=module.device, weights_only=True)
         module.load_state_dict(content["state_dict"])
+        saved = content.get("callbacks", {}).get(self.state_key, {}).get("parts", {})
+        for part in grower.parts:
+            part.load_meaning(saved.get(part.name, {}))
         grower.finish()
         return module
 
@@ -350,14 +370,24 @@ class Growth(GrowthSteps):
         uneven = [size for size in sizes if size % trainer.world_size]
         if uneven:
             raise UserError(f"a batch of {uneven[0]} does not divide among {trainer.world_size} processes.")
-        original = inspect.unwrap(data.train_dataloader)
+        own, every = vars(data), trainer.reload_dataloaders_every_n_epochs
+        before = {name: own[name] for name in ("train_dataloader", "batch_size") if name in own}
+        original = data.train_dataloader
 
         @wraps(original)
         def train_dataloader() -> Any:
-            stage = self._trigger.stage_at(Clock(epoch=trainer.current_epoch))
+            now = Clock(epoch=trainer.current_epoch, step=trainer.global_step)
+            stage = self._trigger.stage_at(now)
             data.batch_size = sizes[stage or 0] // trainer.world_size
             return original()
 
+        def put_back() -> None:
+            for name in ("train_dataloader", "batch_size"):
+                own.pop(name, None)
+            own.update(before)
+            trainer.reload_dataloaders_every_n_epochs = every
+
+        self._put_back_batches = put_back
         data.train_dataloader = train_dataloader
         trainer.reload_dataloaders_every_n_epochs = 1
 

@@ -1,6 +1,7 @@
 """Growth in Hugging Face's Trainer: a callback for any model that it trains."""
 
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -67,11 +68,11 @@ class Growth(TrainerCallback, ExportableState):
         optimizer_state: Inheritance = "auto",
         anneal_steps: int = 100,
     ) -> None:
-        self._network, self._example = network, example
+        self._network, self._example, self._trigger = network, example, as_trigger(trigger)
         self._make = partial(
             Grower,
             method=method,
-            trigger=as_trigger(trigger),
+            trigger=self._trigger,
             parts=parts,
             seed=seed,
             anneal_steps=anneal_steps,
@@ -79,6 +80,7 @@ class Growth(TrainerCallback, ExportableState):
         self._optimizer_state = optimizer_state
         self.grower: Grower | None = None
         self._wrapper: DistributedDataParallel | None = None
+        self._mark = ""
 
     def on_init_end(
         self,
@@ -109,6 +111,11 @@ class Growth(TrainerCallback, ExportableState):
                 "restore_callback_states_from_checkpoint makes callbacks anew from plain arguments, which a method is "
                 "not; leave it out, as Growth restores itself."
             )
+        if getattr(self._trigger, "unit", None) == "cost":
+            raise UserError(
+                "the Trainer tells of epochs and steps alone, so a trigger with unit='cost' would never grow; give it "
+                "unit='step'."
+            )
         if model is None:
             raise UserError("growth needs the Trainer's model: give it as model=, not as model_init=.")
         network = model.get_submodule(self._network)
@@ -138,7 +145,7 @@ class Growth(TrainerCallback, ExportableState):
             )
         saved = self._saved_in(state)
         if state.global_step and saved:
-            self._resume(self.grower, saved, _folder(args, state))
+            self._resume(self.grower, saved, _resumed(args, state))
         if optimizer is not None:
             # accelerate's optimizer is a wrapper.
             self.grower.follow(getattr(optimizer, "optimizer", optimizer), state=self._optimizer_state)
@@ -187,7 +194,8 @@ class Growth(TrainerCallback, ExportableState):
         else:
             kept = {}
         if kept or self.grower.parts:
-            torch.save({"kept": kept, "parts": self.grower.state_dict()["parts"]}, folder / _FILE)
+            beside = {"kept": kept, "parts": self.grower.state_dict()["parts"], "mark": self._mark}
+            torch.save(beside, folder / _FILE)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -212,26 +220,30 @@ class Growth(TrainerCallback, ExportableState):
         end(self.grower)
 
     def state(self) -> dict[str, Any]:
-        """State of growth but for its parts, for the checkpoint's trainer_state.json."""
+        """State of growth but for its parts, for the checkpoint's trainer_state.json; `on_save` is called behind it."""
         if self.grower is None:
             return {"args": {}, "attributes": {}}
         saved = self.grower.state_dict()
         del saved["parts"]
-        return {"args": {}, "attributes": saved}
+        self._mark = secrets.token_hex(8)
+        return {"args": {}, "attributes": {**saved, "mark": self._mark}}
 
     def _saved_in(self, state: TrainerState) -> dict[str, Any]:
         saved: dict[str, Any] = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
         return saved
 
     def _resume(self, grower: Grower, saved: Mapping[str, Any], folder: Path) -> None:
-        path = folder / _FILE
-        if grower.parts and not path.is_file():
-            raise UserError(
-                f"the state of {', '.join(part.name for part in grower.parts)} is not in {path}; "
-                "resume from a checkpoint in the Trainer's output_dir."
-            )
+        path, mark = folder / _FILE, saved.get("mark")
         beside = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
-        grower.load_state_dict({**saved, "parts": beside.get("parts", {})})
+        if mark is not None and beside.get("mark", mark) != mark:
+            beside = {}
+        parts = beside.get("parts", {part.name: part.state_dict() for part in grower.parts})
+        grower.load_state_dict({**saved, "parts": parts})
+        if not beside and (grower.parts or _multiplied(grower)):
+            raise UserError(
+                f"{path} is missing or of another run, and training cannot go on without it: resume from a checkpoint "
+                "in the Trainer's output_dir, or give its folder as TrainingArguments(resume_from_checkpoint=...) too."
+            )
         put_back(grower.network, beside.get("kept", {}))
 
     def _step(self, state: TrainerState) -> None:
@@ -246,6 +258,20 @@ class Growth(TrainerCallback, ExportableState):
                 f"{event.num_params:,}",
                 event.parity_error_eval,
             )
+
+
+def _resumed(args: TrainingArguments, state: TrainerState) -> Path:
+    """The checkpoint that is resumed from, as far as callbacks are told."""
+    given = args.resume_from_checkpoint
+    return Path(given) if isinstance(given, str) and Path(given).is_dir() else _folder(args, state)
+
+
+def _multiplied(grower: Grower) -> bool:
+    """Whether weights of a plain network differ from those that training goes on with."""
+    try:
+        return bool(plain_state_dict(grower, grower.network)[1])
+    except UserError:
+        return False
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:

@@ -95,6 +95,7 @@ class Grower:
             # A network that keeps its widths need not be one whose widths can be found.
             graph = prepared(self.network, self.probe(), method, self.parts, seed, grows=self.trigger.resizes)
         past, self.full_graph, self.graph = dict(self.network.named_parameters()), graph, graph
+        self._full_names = set(self.network.state_dict())
         self.seed_widths = seed_widths(self.trigger, graph, self.parts)
         share = self.trigger.share(0, self.seed_widths)
         for part in self.parts:
@@ -220,7 +221,7 @@ class Grower:
         """Leave the network at the widths that it was traced at, without hooks; new channels are zero."""
         full = self.full_graph.full_widths
         births = {group: [0] * width for group, width in full.items()}
-        adopt(self, recognised(self, self.full_graph.axes, GrowthState(0, full, births)))
+        adopt(self, recognised(self, self._full_names, GrowthState(0, full, births)))
         detach(self.network)
         self.followers.release()
         self._open = False

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from growlab.errors import UserError
 from growlab.grower.preparing import forecast
 from growlab.growth import GrowthState, restore
 from growlab.growth.attached import state_of
@@ -24,6 +25,11 @@ def arrive(
 
     Tensors that are not the network's are left to `load_state_dict` to complain about.
     """
+    if run.method.holds_otherwise and not run.full_graph.axes.keys() <= network.state_dict().keys():
+        raise UserError(
+            f"growth has ended, and {run.method.name} held weights in another way before: load what was saved while it "
+            "trained into a network made anew, with a Grower (or callback) of its own."
+        )
     known = None if state is None else GrowthState.from_dict(state)
     graph = run.graph_at(known or recognised(run, tensors, run.state))
     if not graph.axes.keys() <= tensors.keys():
@@ -37,8 +43,15 @@ def arrive(
     own = run.state if network is run.network else state_of(network)
     if known is None and own is not None:
         guess = recognised(run, tensors, state_at(run, widths))
-        alike = (own.widths, set(own.blocks)) == (widths, set(guess.blocks))
-        known = own if alike else replace(guess, multipliers=saved_multipliers(tensors))
+        alike, saved = (
+            (own.widths, set(own.blocks)) == (widths, set(guess.blocks)),
+            saved_multipliers(tensors),
+        )
+        if alike and saved.keys() - own.multipliers.keys():
+            # Such as those of a network that has been finished since.
+            known = replace(own, multipliers=saved)
+        else:
+            known = own if alike else replace(guess, multipliers=saved)
     if known is None or known is own:
         return
     if network is run.network:

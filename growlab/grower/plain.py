@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from growlab.errors import UserError
 from growlab.growth.attached import METADATA
-from growlab.growth.method import GrowthMethod
 from growlab.growth.multipliers import is_multipliers
 from growlab.growth.rescale import folded
 from growlab.parts.part import Part
@@ -28,7 +27,7 @@ def plain_state_dict(run: "Grower", network: nn.Module) -> tuple[dict[str, Tenso
     if run.state.norm_weights:
         raise UserError("normalisations over channels that grew are not plain yet; train on first.")
     late = [part.name for part in run.parts if type(part).finish is not Part.finish]
-    if type(run.method).finish is not GrowthMethod.finish:
+    if run.method.holds_otherwise:
         late.append(run.method.name)
     if late:
         raise UserError(f"with {late[0]} there is a plain network only once growth is finished.")

@@ -300,6 +300,11 @@ class GrowthMethod(ABC):
         """
         return graph
 
+    @property
+    def holds_otherwise(self) -> bool:
+        """Whether the network holds its weights in another way until `finish`."""
+        return type(self).finish is not GrowthMethod.finish
+
     def finish(self, network: nn.Module) -> None:  # noqa: B027 - most methods have nothing to undo
         """Undo what `prepare` did, once the network is trained: it is then an ordinary one again."""
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from growlab.growth.recomputed import check_reached
 from growlab.widths import Carry, Layer, WidthGraph
 
 # The attribute of a module that holds the multipliers of weights that it applies.
@@ -216,7 +217,7 @@ class _Multiplying:
                 weight.set(saved)
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        mode = _Multiplied([(weight.prepare(), weight) for weight in self.weights])
+        mode = _Multiplied(module, [(weight.prepare(), weight) for weight in self.weights])
         mode.__enter__()
         self._open.append(mode)
 
@@ -236,9 +237,9 @@ class _Multiplied(TorchFunctionMode):
     What it hands on is not the weight itself: where a module around this one has a mode too, it is multiplied once.
     """
 
-    def __init__(self, weights: Sequence[tuple[nn.Parameter, _Weight]]) -> None:
+    def __init__(self, module: nn.Module, weights: Sequence[tuple[nn.Parameter, _Weight]]) -> None:
         super().__init__()
-        self._weights = weights
+        self._module, self._weights = module, weights
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -255,5 +256,6 @@ class _Multiplied(TorchFunctionMode):
             return [self._used(item) for item in value]
         for parameter, weight in self._weights:
             if value is parameter:
+                check_reached(self._module, weight.attribute)
                 return weight.multiplied()
         return value

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from growlab.growth.recomputed import check_reached
 from growlab.widths import Carry, WidthGraph
 
 # The attribute of a module that holds its weights while they are not all alike.
@@ -166,7 +167,7 @@ class _Weighing:
         example = next(module.parameters(), inputs[0])
         if self.weights.device != example.device:
             self.weights = self.weights.to(example.device)
-        mode = _Weighted(self.weights, self.means)
+        mode = _Weighted(module, self.weights, self.means)
         mode.__enter__()
         self._open.append(mode)
 
@@ -182,18 +183,20 @@ def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) 
 class _Weighted(TorchFunctionMode):
     """Takes the place of normalisations by statistics over channels."""
 
-    def __init__(self, weights: Tensor, means: Collection[int]) -> None:
+    def __init__(self, module: nn.Module, weights: Tensor, means: Collection[int]) -> None:
         super().__init__()
-        self._weights, self._means = weights, means
+        self._module, self._weights, self._means = module, weights, means
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in (torch.mean, Tensor.mean) and self._means:
+            check_reached(self._module, "its mean over channels")
             return _mean(self._weights, self._means, *args, **(kwargs or {}))
         weighted = _WEIGHTED.get(func)
         if weighted is None:
             return func(*args, **(kwargs or {}))
+        check_reached(self._module, "a normalisation")
         return weighted(self._weights, *args, **(kwargs or {}))
 
 

@@ -144,11 +144,12 @@ class Followers:
         now = dict(self._run.network.named_parameters())
         for optimizer in self.optimizers:
             own = {id(p) for p in past.values()}
+            holds_own = any(id(p) in own for p in _parameters(optimizer))
             exchange(
                 optimizer,
                 {id(old): now[name] for name, old in past.items() if name in now and old is not now[name]},
             )
-            if past.keys() != now.keys() and any(id(p) in own for p in _parameters(optimizer)):
+            if past.keys() != now.keys() and holds_own:
                 order_parameters(optimizer, past, now)
             awaited = self._awaited.get(id(optimizer))
             if awaited is not None and _sizes(awaited) == _sizes(optimizer.state_dict()):

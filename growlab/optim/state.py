@@ -58,9 +58,10 @@ def follow(
         widths_before: width of each group before.
         widths_after: and after.
         inheritance: "reset" forgets all state. "zero_new" carries state to the old entries' places as it is; at new
-            entries is what the optimizer begins with, zeros for most. "inherit" carries it by the method's rule: first moments as the gradient,
-            second moments as its square; state of unknown meaning as "zero_new". "auto": `default_inheritance`, and
-            "reset", with a warning, where state cannot be carried (Adafactor's factors, L-BFGS's directions).
+            entries is what the optimizer begins with, zeros for most. "inherit" carries it by the method's rule: first
+            moments as the gradient, second moments as its square; state of unknown meaning as "zero_new". "auto":
+            `default_inheritance`, and "reset", with a warning, where state cannot be carried (Adafactor's factors,
+            L-BFGS's directions).
         carry: the method's rule, from the growth event; None for old entries as they are.
 
     Raises:

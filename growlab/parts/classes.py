@@ -41,6 +41,7 @@ class Classes(parts.Part):
         self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
     ) -> WidthGraph:
         """Make the network's outputs a width group, where one layer puts them out."""
+        self._sorted = False
         opened = with_classes(graph, len(self._order))
         self.groups = () if opened is None else (CLASSES,)
         return opened or graph
@@ -67,6 +68,16 @@ class Classes(parts.Part):
             for network in (run.network, *run.copies().values()):
                 sort_classes(network, run.graph, self._order)
             self._sorted = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether rows are in the order of the labels already."""
+        return {"sorted": self._sorted}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._sorted = bool(state.get("sorted", False))
+
+    load_meaning = load_state_dict
 
 
 def with_classes(graph: WidthGraph, num_classes: int) -> WidthGraph | None:

@@ -148,6 +148,11 @@ class OldGradient(Part):
             raise UserError(
                 "osgd.anneal=stage needs stages whose ends, or the latest ones, are known before; set osgd.anneal=run."
             )
+        if run.training.epoch_batches is not None and not run.training.steps:
+            raise UserError(
+                "old gradients need the number of steps in every epoch, to fall to 0 by their end: tell look_at of "
+                "steps=[...]."
+            )
         if run.training.steps and run.training.epoch_batches is None:
             raise UserError(
                 "osgd.anneal works with data whose epochs can be gone through again; set it to null."

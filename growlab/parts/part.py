@@ -172,3 +172,6 @@ class Part:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` returned; followers have the widths of the run by then."""
+
+    def load_meaning(self, state: Mapping[str, Any]) -> None:
+        """Take from what `state_dict` returned only what the network's tensors stand for, where that changes."""

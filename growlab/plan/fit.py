@@ -25,10 +25,10 @@ _LEAST_ERROR = 0.004
 _INDEPENDENT = 0.45
 # By so much steeper than at first that noise does not make it so.
 _STEEPER = 1.3
+# Relative; noise and averaging do less.
+_RISE = 0.05
 # Trusted multiple of a curve that does not fall as by a law.
 _UNSTEADY = 2.0
-#: Relative rise of a loss that is one; noise and averaging do less.
-RISE = 0.05
 #: Checkpoints that a curve has at least.
 MIN_POINTS = 4
 
@@ -115,7 +115,7 @@ def settled(cost: Sequence[float], loss: Sequence[float]) -> tuple[int, bool]:
         steepest = int(np.argmax(slopes))
         if slopes[steepest] >= _STEEPER * max(slopes[0], 0.0):
             first, forced = min(steepest, len(x) - MIN_POINTS), steepest > len(x) - MIN_POINTS
-    rises = bool((np.diff(y[first:]) > RISE).any())
+    rises = bool((np.diff(y[first:]) > _RISE).any())
     return first, not (forced or rises)
 
 

@@ -24,7 +24,7 @@ from growlab.flops import forward_flops
 from growlab.grower import Grower
 from growlab.growth.outputs import network_inputs
 from growlab.optim import named_state
-from growlab.plan.fit import MIN_POINTS, RISE, Measured, settled
+from growlab.plan.fit import MIN_POINTS, Measured, settled
 from growlab.plan.problem import Batch, Candidate, Problem
 from growlab.triggers import At
 
@@ -35,6 +35,8 @@ _POWER = 6
 # The step at which the small network grows: when the trial says so.
 _WHEN_TOLD = 10**9
 _FIRST_CHECKPOINT = 5  # steps
+# Times the lowest loss so far that a loss is not by noise.
+_RISE = 1.15
 # Checkpoints count from this part of the probe's cost on.
 _WINDOW = 8
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -170,10 +172,8 @@ class Probe:
 
     @property
     def rises(self) -> bool:
-        """Whether training breaks down, or its loss is above what it has been by more than noise."""
-        return self.broken or (
-            len(self.points) > 1 and self.loss > (1 + RISE) * min(p.loss for p in self.points)
-        )
+        """Whether training breaks down, or its loss is well above what it has been."""
+        return self.broken or (bool(self.points) and self.loss > _RISE * min(p.loss for p in self.points))
 
     @property
     def finite(self) -> list[Checkpoint]:

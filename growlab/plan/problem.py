@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Literal
 
 import torch
@@ -41,6 +42,8 @@ class Candidate:
     def __post_init__(self) -> None:
         if not 0 < self.width <= 1:
             raise UserError(f"plan: the width of candidate {self.name} must be above 0 and at most 1.")
+        if not 0 <= self.depth <= 1:
+            raise UserError(f"plan: the depth of candidate {self.name} must be from 0 to 1.")
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,14 @@ class Settings:
     def __post_init__(self) -> None:
         if self.size not in ("any", "full"):
             raise UserError(f"plan.size={self.size} must be any or full.")
+        numbers = {name: getattr(self, name) for name in ("max_cost", "multiple", "latest")}
+        rates = self.rates if isinstance(self.rates, Sequence) and not isinstance(self.rates, str) else [None]
+        for name, value in (*numbers.items(), *(("rates", rate) for rate in rates)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+                told = "be a list of numbers" if name == "rates" else "be a number"
+                raise UserError(f"plan.{name}={getattr(self, name)} must {told}.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise UserError(f"plan.seed={self.seed} must be a whole number from 0.")
         if not 0 < self.max_cost < 1:
             raise UserError(f"plan.max_cost={self.max_cost} must be a part of the budget, between 0 and 1.")
         if not self.multiple >= 1:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -226,7 +227,7 @@ class _Search:
         """Train every candidate for as much; returns the one with the lowest loss, as far as can be seen ahead."""
         cost = _FOR_EACH_OTHER * self.settings.max_cost
         for name in self.candidates:
-            self._train(name, spend=max(cost, self.best[name].spent))
+            self._train(name, more=max(0.0, cost - self.best[name].spent))
         if all(self._has_curve(name) for name in self.candidates):
             measured = {name: self.best[name].measured() for name in self.candidates}
             curves = fit(measured, next(iter(measured)), self.settings.multiple)
@@ -234,17 +235,21 @@ class _Search:
             return min(curves, key=lambda name: float(np.median(curves[name].loss(ahead))))
         return min(self.candidates, key=lambda name: self.best[name].loss)
 
-    def _train(self, name: str, **until: float) -> None:
-        """Train on at the best rate; where the loss rises, at the next lower one, if that does better."""
-        probe = self.best[name]
-        lower = [rate for rate in self.settings.rates if rate < probe.rate]
-        probe.train(**until, wary=bool(lower))
+    def _train(self, name: str, cost: float = inf, more: float = inf) -> None:
+        """Train on at the best rate to a cost, or until so much more is spent.
+
+        Where the loss rises at a rate above the usual one, the next lower one takes its place, if it does better.
+        """
+        probe, usual = self.best[name], self.settings.rates[0]
+        lower = [rate for rate in self.settings.rates if usual <= rate < probe.rate]
+        more += probe.spent
+        probe.train(cost=cost, spend=more, wary=bool(lower))
         self._tell(name, probe)
         if not (lower and probe.rises):
             return
         other = self._at(name, max(lower))
         self.tried += [other] * (not any(other is one for one in self.tried))
-        other.train(**until)
+        other.train(cost=cost, spend=other.spent + more - probe.spent)
         self._tell(name, other)
         if other.loss < probe.loss:
             self.best[name] = other
@@ -257,7 +262,7 @@ class _Search:
         trial = 2 * self.samples * self.full.forward_cost + _LEAST_TRIAL * step
         left = self.account.limit - self.account.spent - max(_FOR_TRIAL * settings.max_cost, trial)
         cost = 1.001 / settings.multiple
-        self._train(best, cost=cost, spend=self.best[best].spent + max(0.0, left))
+        self._train(best, cost=cost, more=max(0.0, left))
 
     def try_growth(self, name: str) -> None:
         """Grow the best candidate's network, and train on as the full one with what is left."""

@@ -114,7 +114,8 @@ class LearningRate:
                 f"clock=cost goes with shape=cosine, constant, wsd or one_cycle; shape={self.shape} counts its own "
                 f"{'milestones in epochs' if self.shape == 'steps' else 'steps'}."
             )
-        if self.shape == "wsd" and not 0 < self.decay_fraction <= 1 - self.warmup_fraction:
+        left = (1 - self.warmup_fraction) * _ROUNDING
+        if self.shape == "wsd" and not 0 < self.decay_fraction <= left:
             raise ValueError(
                 f"decay_fraction must be above 0 and at most what warm-up leaves of the run, not {self.decay_fraction}."
             )

@@ -249,7 +249,8 @@ def _deepened(network: FirstOutput, config: Any, probe: tuple[Tensor, ...], expe
     if error > EXACT:
         raise UserError(
             f"a new layer of {type(network.network).__name__} cannot begin as the identity (the output would change by "
-            f"{error:.0e}): its normalisations stand behind the sums with the stream; leave --depth out."
+            f"{error:.0e}): its normalisations stand behind the sums with the stream, or what a layer computes depends "
+            "on how many stand before it; leave --depth out."
         )
     return target
 

@@ -152,7 +152,7 @@ def test_overrides_that_say_nothing_of_the_method_are_dropped_and_the_rest_spell
     quiet += [
         "logger=wandb",
         "logger.offline=true",
-        "+trainer.x=1",
+        "trainer.strategy.static_graph=true",
         "growth=ours",
         "schedule.total_epochs=16",
     ]

@@ -109,3 +109,30 @@ def test_what_is_no_such_folder_is_a_sentence(pictures, tmp_path) -> None:
     ):
         with pytest.raises(UserError, match=said):
             _opened(**arguments)
+
+
+@pytest.mark.parametrize(
+    "names", [("Training", "Testing"), ("TRAIN", "Test"), ("training", "Validation"), ("Train", "VAL")]
+)
+def test_parts_are_found_whatever_their_names_case(pictures, tmp_path, names) -> None:
+    root = pictures.as_folders(tmp_path / "data")
+    for old, new in zip(("train", "test"), names, strict=True):
+        (root / old).rename(root / f"{old}_aside")
+        (root / f"{old}_aside").rename(root / new)
+    data = _opened(root)
+    assert _numbers(data) == (36, 4, 12) and data.num_classes == 4
+
+
+def test_a_part_beside_class_folders_is_no_class(pictures, tmp_path) -> None:
+    root = _laid_out(pictures, tmp_path / "data", "flat")
+    shutil.copytree(root / "ant", root / "Test" / "ant")
+    with pytest.raises(UserError, match=r"holds Test/ beside class folders: is it a class or a part\?"):
+        _opened(root)
+
+
+def test_of_two_spellings_the_plain_one_counts(pictures, tmp_path) -> None:
+    root = pictures.as_folders(tmp_path / "data")
+    (root / "TEST" / "ant").mkdir(parents=True)
+    if (root / "test" / "ant" / "..").resolve().samefile(root / "TEST"):
+        pytest.skip("names differ by more than case here")
+    assert _numbers(_opened(root)) == (36, 4, 12)

@@ -1,5 +1,6 @@
 """Modules that know nothing of growlab, trained by Lightning with the callback."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,50 @@ def test_batch_sizes_go_through_the_data_module(tmp_path: Path) -> None:
     trainer.fit(again, datamodule=resumed, ckpt_path=tmp_path / "epoch1.ckpt")
     assert trainer.global_step == 15 and resumed.seen[-1] == 8
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), module.parameters(), strict=True))
+
+
+def test_batch_sizes_by_steps_change_with_the_epoch_behind_and_the_data_module_is_given_back(
+    tmp_path: Path,
+) -> None:
+    data, trigger = Data(), At({0: 0.5, 4: 1.0}, unit="step", batch_sizes=[16, 8])
+    trainer = trainer_of(tmp_path, growth(trigger=trigger), max_epochs=4)
+    trainer.fit(Plain(), datamodule=data)
+    assert data.seen[-4:] == [16, 16, 8, 8]
+    assert data.batch_size == 1 and "train_dataloader" not in vars(data)
+    data.batch_size, data.seen[:] = 4, []
+    baseline = trainer_of(tmp_path, max_epochs=1)
+    baseline.fit(Plain(), datamodule=data)
+    assert data.seen == [4] and baseline.global_step == 12
+
+
+@pytest.mark.parametrize(
+    ("trigger", "strategy", "told"),
+    [
+        (At({0: 0.5, 1: 1.0}, unit="cost"), "auto", "a trigger with unit='cost' would never grow"),
+        ({0: 0.5, 1: 1.0}, "ddp_fork", "would be lost: take strategy='ddp'"),
+    ],
+)
+def test_what_would_never_grow_or_be_lost_is_refused(
+    trigger: Any, strategy: str, told: str, tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path, growth(trigger=trigger), strategy=strategy)
+    with pytest.raises(UserError, match=told):
+        growth(trigger=trigger).setup(trainer, Plain(), "fit")
+
+
+class Rated(Plain):
+    """A module whose rate can be searched for."""
+
+    lr = 0.02
+
+
+def test_a_search_for_a_rate_is_no_training_that_has_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of(tmp_path, growth())
+    with caplog.at_level(logging.WARNING):
+        L.pytorch.tuner.Tuner(trainer).lr_find(Rated(), Loader(), num_training=2)
+    assert not [record for record in caplog.records if "training has ended" in record.message]
 
 
 class ByName(L.LightningModule):

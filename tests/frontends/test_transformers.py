@@ -10,6 +10,7 @@ import torch
 
 from growlab.errors import UserError
 from growlab.growth import VarianceTransfer
+from growlab.triggers import At
 from tests.command_line import CommandLine, join, offer_port
 from tests.parts_here import averages
 
@@ -204,3 +205,29 @@ def test_two_processes_end_with_the_same_bits_and_compute_what_one_does(
     assert [event["widths_after"] for event in events] == [event["widths_after"] for event in alone[-1]]
     for values, wanted in zip(together, alone, strict=False):
         torch.testing.assert_close(torch.tensor(values), torch.tensor(wanted), rtol=1e-3, atol=1e-6)
+
+
+def test_resumed_into_another_folder_it_needs_to_be_told_where_from(tmp_path: Path) -> None:
+    trainer, growth = run(tmp_path / "old")
+    wanted, checkpoint = everything(trainer, growth), tmp_path / "old" / "checkpoint-8"
+    given = run(tmp_path / "told", checkpoint, save_strategy="no", resume_from_checkpoint=str(checkpoint))
+    assert everything(*given) == wanted
+    with pytest.raises(
+        UserError, match=r"growlab\.pt is missing or of another run, and training cannot go on"
+    ):
+        run(tmp_path / "new", checkpoint, save_strategy="no")
+    # A checkpoint of the same step that another run has left there.
+    run(tmp_path / "other", learning_rate=1e-2)
+    with pytest.raises(
+        UserError, match=r"growlab\.pt is missing or of another run, and training cannot go on"
+    ):
+        run(tmp_path / "other", checkpoint, save_strategy="no")
+
+
+def test_a_trigger_that_would_never_be_told_its_moment_is_refused() -> None:
+    arguments = SimpleNamespace(
+        n_gpu=1, fsdp=None, deepspeed=None, restore_callback_states_from_checkpoint=False
+    )
+    growth = Growth(method=VarianceTransfer(), trigger=At({0: 0.5, 1: 1.0}, unit="cost"))
+    with pytest.raises(UserError, match="tells of epochs and steps alone"):
+        growth.on_init_end(arguments, None, None, model=bert())
