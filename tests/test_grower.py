@@ -675,3 +675,20 @@ def test_two_ranks_end_with_the_same_bits_and_are_told_if_they_drift(
     cli.on_two_ranks(one_rank, tmp_path)
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
     assert first == second and "output_factor" in first
+
+
+def test_a_network_of_which_nothing_grows_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    network = nn.Sequential(nn.Linear(6, 3))
+    with caplog.at_level(logging.WARNING):
+        Grower(network, torch.randn(2, 6), method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
+    assert "nothing in this network can grow" in caplog.text and "it is trained as it is" in caplog.text
+    caplog.clear()
+    Grower(network, torch.randn(2, 6), method=PairGrowth(), trigger={0: 1.0})
+    assert not caplog.records
+
+
+def test_a_network_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(UserError, match=r"0\.weight is on the meta device, without values"):
+        Grower(network, torch.randn(2, 6), method=PairGrowth(), trigger={0: 0.5, 1: 1.0})

@@ -1,7 +1,16 @@
 """The engine: a network that grows in anyone's training."""
 
 from growlab.grower.grower import Grower
-from growlab.grower.preparing import forecast, knows_stages, no_widths, prepared, seed_widths
+from growlab.grower.preparing import forecast, knows_stages, no_widths, nothing_grows, prepared, seed_widths
 from growlab.grower.wrapping import renew
 
-__all__ = ["Grower", "forecast", "knows_stages", "no_widths", "prepared", "renew", "seed_widths"]
+__all__ = [
+    "Grower",
+    "forecast",
+    "knows_stages",
+    "no_widths",
+    "nothing_grows",
+    "prepared",
+    "renew",
+    "seed_widths",
+]

@@ -1,5 +1,6 @@
 """The engine: a network that grows in anyone's training."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
@@ -14,24 +15,18 @@ from growlab.grower.events import carry_out
 from growlab.grower.following import let_follow, told_apart
 from growlab.grower.loading import adopt, arrive, recognised
 from growlab.grower.plain import plain_state_dict
-from growlab.grower.preparing import knows_stages, measurement, prepared, seed_widths
-from growlab.growth import (
-    GrowthEvent,
-    GrowthMethod,
-    GrowthState,
-    Measurement,
-    Schedule,
-    anneal_norms,
-    finish,
-    plant,
-)
+from growlab.grower.preparing import knows_stages, measurement, nothing_grows, prepared, seed_widths
+from growlab.growth import GrowthEvent, GrowthMethod, GrowthState, Measurement, Schedule, anneal_norms, plant
 from growlab.growth.attached import attach, detach
+from growlab.growth.finish import finish
 from growlab.growth.outputs import network_inputs
 from growlab.optim import Inheritance, Regions, weight_regions
 from growlab.optim.followers import Followers
 from growlab.parts.part import Part
 from growlab.triggers import Clock, Run, Training, Trigger, Widths, as_trigger
 from growlab.widths import WidthGraph
+
+log = logging.getLogger(__name__)
 
 
 class Grower:
@@ -40,6 +35,9 @@ class Grower:
     The network is made a seed at once, in place. From then on its output is right at any stage (a forward hook
     applies what growth multiplies it by), its state_dict brings its own widths wherever it is loaded while the grower
     is there, and the optimizers that `follow` keep their groups, schedules and state.
+
+    The seed's tensors that grow are drawn anew by the method, whatever the network held before: it is trained from the
+    start. `growlab widen` enlarges networks that are trained.
 
     Several processes (DistributedDataParallel) call `step` alike, and `growlab.grower.renew` the wrapper where it has
     returned events.
@@ -94,6 +92,8 @@ class Grower:
         if graph is None:
             # A network that keeps its widths need not be one whose widths can be found.
             graph = prepared(self.network, self.probe(), method, self.parts, seed, grows=self.trigger.resizes)
+            if self.trigger.resizes and (told := nothing_grows(graph, self.trigger, self.parts)):
+                log.warning("%s: it is trained as it is", told)
         past, self.full_graph, self.graph = dict(self.network.named_parameters()), graph, graph
         self._full_names = set(self.network.state_dict())
         self.seed_widths = seed_widths(self.trigger, graph, self.parts)

@@ -35,6 +35,14 @@ def seed_widths(trigger: Trigger, graph: WidthGraph, parts: Sequence[Part]) -> d
     return {**trigger.first(graph), **own}
 
 
+def nothing_grows(graph: WidthGraph, trigger: Trigger, parts: Sequence[Part]) -> str:
+    """A sentence that says why nothing would grow; "" where something does, or nothing is to."""
+    if graph.groups or not trigger.grows or any(part.grows for part in parts):
+        return ""
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in list(graph.fixed.items())[:3])
+    return f"nothing in this network can grow{f' ({reasons})' if reasons else ''}"
+
+
 def no_widths() -> WidthGraph:
     """The width graph of a network of which nothing is to grow."""
     return WidthGraph({}, {}, (), (), frozenset(), 0)
@@ -65,8 +73,11 @@ def prepared(
 
     Raises:
         UnsupportedOperation: the network cannot be traced.
+        UserError: it has no values.
     """
     inputs = example if isinstance(example, tuple) else (example,)
+    if hollow := next((name for name, p in network.named_parameters() if p.is_meta), None):
+        raise UserError(f"{hollow} is on the meta device, without values: give the network a device first.")
     try:
         graph = trace(
             network, inputs, opaque, method.follows_norms or any(part.follows_norms for part in parts)

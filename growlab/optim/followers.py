@@ -78,6 +78,11 @@ class Followers:
             inheritance: what becomes of its state at an event, see `follow`.
             announced: `before_step` is called when it has gradients.
         """
+        if not hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
+            raise UserError(
+                f"{type(optimizer).__name__} is an Optimizer whose constructor has not called torch's, so it cannot be "
+                "followed: give the optimizer inside it."
+            )
         now = dict(self._run.network.named_parameters())
         exchange(
             optimizer, {key: now[name] for key, (past, name) in self._past.items() if past() is not None}

@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 Inheritance = Literal["auto", "inherit", "reset", "zero_new"]
 INHERITANCES = ("auto", "inherit", "reset", "zero_new")
 
+# Cosine between weights and what holds weights, at least; moments of gradients are far below.
+_ALIKE = 0.7
 # How state scales with the gradient, by the names that torch.optim gives it.
 _POWERS = {
     **dict.fromkeys(("momentum_buffer", "exp_avg", "grad_avg", "exp_inf", "prev"), 1),
@@ -61,7 +63,8 @@ def follow(
             entries is what the optimizer begins with, zeros for most. "inherit" carries it by the method's rule: first
             moments as the gradient, second moments as its square; state of unknown meaning as "zero_new". "auto":
             `default_inheritance`, and "reset", with a warning, where state cannot be carried (Adafactor's factors,
-            L-BFGS's directions).
+            L-BFGS's directions). Copies and averages of weights, such as Lookahead's and schedule-free optimizers',
+            stay as far from the weights as they were, none at new entries.
         carry: the method's rule, from the growth event; None for old entries as they are.
 
     Raises:
@@ -77,6 +80,7 @@ def follow(
             log.warning("%s; the optimizer's state begins anew at this growth event.", told)
             inheritance = "reset"
     rule = carry if inheritance == "inherit" and carry is not None else Carry()
+    copies = _copies_of_weights(optimizer)
     check_following(optimizer, places, inheritance)
     settings = {param: group for group in optimizer.param_groups for param in group["params"]}
     states: dict[Tensor, dict[str, Any]] = {}
@@ -101,9 +105,13 @@ def follow(
                         torch.ones_like(value), name, graph, widths_before, widths_after, 0
                     )
                     moved = torch.where(there == 0, begins, moved)
-                if key == "ax" and isinstance(optimizer, torch.optim.ASGD):
-                    # The average of weights, which this event may have rescaled, begins again.
-                    moved = new.detach()
+                if key in copies:
+                    before = param.detach().to(value)
+                    placed = (
+                        Carry().carried(each, name, graph, widths_before, widths_after, 0)
+                        for each in (before, value - before)
+                    )
+                    moved = _moved_along(new.detach().to(value), *placed)
                 states[new][key] = torch.empty_like(new, dtype=value.dtype).copy_(moved)
             else:
                 states[new][key] = value
@@ -200,6 +208,39 @@ def _power(optimizer: torch.optim.Optimizer, key: str) -> int | None:
     if key.endswith(("_sq", "_var")) or "square" in key or "variance" in key:
         return 2
     return 1 if "momentum" in key or key.startswith(("exp_avg", "grad")) or key.endswith("_grad") else None
+
+
+def _copies_of_weights(optimizer: torch.optim.Optimizer) -> set[str]:
+    """State of other libraries that holds weights, of now or of before: it points where they point."""
+    found: dict[str, list[Tensor]] = {}
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == param.shape and _power(optimizer, key) is None:
+                one, other = (
+                    (torch.view_as_real(t) if t.is_complex() else t).float() for t in (value, param.detach())
+                )
+                sums = torch.stack([(one * other).sum(), one.square().sum(), other.square().sum()]).cpu()
+                found.setdefault(key, []).append(sums)
+    alike = {"ax"} if isinstance(optimizer, torch.optim.ASGD) else set()
+    for key, known in found.items():
+        product, *squares = torch.stack(known).sum(0).tolist()
+        if product > _ALIKE * (squares[0] * squares[1]) ** 0.5 > 0:
+            alike.add(key)
+    return alike
+
+
+def _moved_along(new: Tensor, old: Tensor, apart: Tensor) -> Tensor:
+    """What was so far apart from old weights, where these are scaled to new ones; at entries of its own it is these.
+
+    Args:
+        new: weights.
+        old: those before at their places among them, 0 elsewhere.
+        apart: how far it was from those, likewise.
+    """
+    scale = (new * old.conj()).sum() / old.abs().square().sum().clamp(min=torch.finfo(old.dtype).tiny)
+    ratio = new / old
+    # Where noise was added to a small weight, or there is none, the whole tensor's scale says more.
+    return new + apart * torch.where((ratio - scale).abs() <= scale.abs(), ratio, scale)
 
 
 def _begins_with(optimizer: torch.optim.Optimizer, key: str, settings: Mapping[str, Any]) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from growlab.data import ImageData, Incremental
 from growlab.errors import UserError
 from growlab.flops import train_cost_percent
-from growlab.grower import forecast, knows_stages, seed_widths
+from growlab.grower import forecast, knows_stages, nothing_grows, seed_widths
 from growlab.growth import FixedSize, GrowthMethod, Schedule, WidthDecision, make_schedule
 from growlab.parts.part import Part
 from growlab.training.budget import epochs_within
@@ -240,13 +240,10 @@ def check_growth(graph: WidthGraph, trigger: Trigger, parts: Sequence[Part]) -> 
     Raises:
         UserError: the network has no width groups, and no part grows otherwise.
     """
-    if graph.groups or not trigger.grows or any(part.grows for part in parts):
-        return
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in list(graph.fixed.items())[:3])
-    raise UserError(
-        f"nothing in this network can grow{f' ({reasons})' if reasons else ''}; train it as it is with growth=none "
-        "lr_adapt=none, or take another growth or model."
-    )
+    if told := nothing_grows(graph, trigger, parts):
+        raise UserError(
+            f"{told}; train it as it is with growth=none lr_adapt=none, or take another growth or model."
+        )
 
 
 def _check_demand(trigger: OnDemand, graph: WidthGraph, cost: StageCost, plan: Plan) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from growlab.errors import UserError
+from growlab.grower import Grower
 from growlab.growth import Net2Net, PairGrowth, ParityError, RandomGrowth, VarianceTransfer, grow, plant
 from growlab.growth.multipliers import multiply
 from growlab.optim import (
@@ -223,13 +224,85 @@ def test_new_entries_have_the_state_that_the_optimizer_begins_with(make, key, be
     assert not (state[:rows, :columns] == begins).all()
 
 
-def test_averaged_weights_of_asgd_begin_again_at_the_grown_ones():
-    run = Run(lambda p: torch.optim.ASGD(p, 0.01, t0=1), VarianceTransfer(), "inherit", regional=False).steps(
-        5
-    )
-    assert not torch.equal(run.state_of("4.weight")["ax"], dict(run.network.named_parameters())["4.weight"])
-    run.grow()
-    assert torch.equal(run.state_of("4.weight")["ax"], dict(run.network.named_parameters())["4.weight"])
+class Lookahead(torch.optim.Optimizer):
+    """Zhang et al. (2019) around another optimizer: slow weights in the state, as it is usually written."""
+
+    def __init__(self, inner, every=3):
+        self.inner, self.every, self.count = inner, every, 0
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step()
+        self.count += 1
+        for p in (p for group in self.param_groups for p in group["params"]):
+            slow = self.state[p].setdefault("slow", p.detach().clone())
+            if self.count % self.every == 0:
+                p.copy_(slow.add_(0.5 * (p - slow)))
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda p: torch.optim.ASGD(p, 0.05, t0=0), "ax"),
+        (lambda p: Lookahead(torch.optim.SGD(p, 0.05)), "slow"),
+        (lambda p: Lookahead(torch.optim.AdamW(p, 0.01)), "slow"),
+    ],
+)
+@pytest.mark.parametrize(
+    "method", [VarianceTransfer(), VarianceTransfer(layer_multipliers=False), PairGrowth()]
+)
+def test_weights_that_an_optimizer_keeps_compute_what_they_did(make, key, method):
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 5, dtype=torch.float64), torch.randn(16, 2, dtype=torch.float64)
+    network = nn.Sequential(
+        nn.Linear(5, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 2)
+    ).double()
+    grower = Grower(network, x, method=method, trigger={0: 0.5, 1: 1.0})
+    optimizer = make(network.parameters())
+    grower.follow(optimizer)
+
+    def steps(number):
+        for _ in range(number):
+            optimizer.zero_grad()
+            ((network(x) - y) ** 2).mean().backward()
+            optimizer.step()
+
+    def kept():
+        with torch.no_grad():
+            now = [p.clone() for p in network.parameters()]
+            for p in network.parameters():
+                p.copy_(optimizer.state[p][key])
+            output = network(x)
+            for p, own in zip(network.parameters(), now, strict=True):
+                p.copy_(own)
+        return output
+
+    steps(20)
+    trained, average = network(x).detach(), kept()
+    assert not torch.allclose(trained, average, rtol=1e-6)
+    grower.step(epoch=1)
+    assert torch.allclose(network(x), trained, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(kept(), average, rtol=1e-9, atol=1e-12)
+    for p in network.parameters():
+        assert optimizer.state[p][key].shape == p.shape
+    steps(5)
+    assert all(torch.isfinite(p).all() for p in network.parameters())
+
+
+def test_an_optimizer_that_is_not_made_as_one_is_refused():
+    class Bare(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner, self.param_groups, self.state = inner, inner.param_groups, {}
+
+    network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2))
+    grower = Grower(network, torch.randn(2, 5), method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
+    with pytest.raises(UserError, match="Bare is an Optimizer whose constructor has not called torch's"):
+        grower.follow(Bare(torch.optim.SGD(network.parameters(), 0.1)))
 
 
 @pytest.mark.parametrize(
