@@ -684,7 +684,7 @@ def test_a_network_of_which_nothing_grows_is_told_of(caplog: pytest.LogCaptureFi
     assert "nothing in this network can grow" in caplog.text and "it is trained as it is" in caplog.text
     caplog.clear()
     Grower(network, torch.randn(2, 6), method=PairGrowth(), trigger={0: 1.0})
-    assert not caplog.records
+    assert "nothing in this network" not in caplog.text
 
 
 def test_a_network_without_values_is_refused() -> None:
