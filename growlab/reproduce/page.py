@@ -81,6 +81,14 @@ class Standing:
                 with path.open(encoding="utf-8") as file:
                     yield f"{len(list(csv.DictReader(file)))} of {job.epochs} epochs"
 
+    def _of_shorter(self) -> bool:
+        """Whether no statement is about rows of the paper's length."""
+        whole, shorter = (
+            {rows.folder for rows in self.item.rows if rows.whole == kind} for kind in (True, False)
+        )
+        sides = (side for one in self.outcomes for side in (one.check.first, one.check.second) if side)
+        return {side.partition("/")[0] for side in sides} <= shorter - whole
+
     @property
     def verdict(self) -> str:
         """In a few words, and what is left to run."""
@@ -89,7 +97,9 @@ class Standing:
             for word in (HOLDS, CONTRADICTED, UNDECIDED, ONE_RUN)
         }
         said = ", ".join(f"{number} {word}" for word, number in counts.items() if number)
-        if self.num_whole and self.outcomes:
+        if self.num_whole and said and self._of_shorter():
+            parts = [f"{self.num_whole} run at this length; shortened: {said}"]
+        elif self.num_whole and self.outcomes:
             decided = counts[HOLDS] == len(self.outcomes)
             parts = ["reproduced" if decided else f"reproduced in part: {said}"]
         else:
@@ -177,8 +187,13 @@ def _statements(outcomes: Iterable[tuple[Item, Outcome]], verdict: bool = False)
 
 
 def _beside(standing: Standing) -> str:
-    runs = [run for _, of_folder in standing.kept for run in of_folder]
-    return paper_table(summarise(runs, lambda sentence: None)).markdown() + "\n"
+    """A table of the rows of the paper's length, and one of shorter ones: their numbers do not compare."""
+    tables = []
+    for whole in (True, False):
+        runs = [run for rows, of_folder in standing.kept if rows.whole == whole for run in of_folder]
+        if runs:
+            tables.append(paper_table(summarise(runs, lambda sentence: None)).markdown() + "\n")
+    return "\n".join(tables)
 
 
 def _runs(results: Path, rows: Rows) -> list[Run]:

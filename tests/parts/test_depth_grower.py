@@ -130,6 +130,32 @@ def test_parts_of_a_checkpoint_load_in_any_order(order: tuple[str, ...]) -> None
     assert resumed.train().everything() == made().train().everything()
 
 
+def without_fixed_tensors() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Linear(6, 8), *(Residual(nn.LayerNorm) for _ in range(3)), nn.LayerNorm(8)]
+    return nn.Sequential(*blocks, nn.Linear(8, 3, bias=False))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("network", "optimizer", "grower"))))
+def test_a_network_whose_tensors_all_change_their_shapes_resumes_in_any_order(order: tuple[str, ...]) -> None:
+    def made() -> Loop:
+        return Loop(OPTIMIZERS["momentum"], without_fixed_tensors, parts=[Depth()])
+
+    file = made().train(STEPS + 1).saved()
+    resumed = made().resume(file, (*order, "rate"))
+    assert resumed.train().everything() == made().train().everything()
+
+
+@pytest.mark.parametrize("order", [("network", "grower"), ("grower", "network")])
+def test_blocks_that_were_loaded_without_the_optimizers_state_are_trained(order: tuple[str, ...]) -> None:
+    def made() -> Loop:
+        return Loop(OPTIMIZERS["momentum"], without_fixed_tensors, parts=[Depth()])
+
+    resumed = made().resume(made().train(STEPS + 1).saved(), order)
+    held = {id(p) for group in resumed.optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in resumed.network.parameters()}
+
+
 def test_an_optimizer_that_waits_for_its_network_does_not_step() -> None:
     def made() -> Loop:
         return Loop(OPTIMIZERS["momentum"], layer_normed, parts=[Depth()])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from growlab.errors import UserError
+from growlab.grower import Grower
 from growlab.growth import PairGrowth, grow, make_schedule, plant
 from growlab.parts.osgd import OldGradient, Orthogonalised, mean_gradients
 from growlab.triggers import Clock, Scheduled, Training
@@ -145,6 +146,15 @@ def test_a_run_has_what_the_annealing_needs_or_is_told(anneal, end, batches, mes
         return
     with pytest.raises(UserError, match=message):
         OldGradient(anneal).check(run)
+
+
+def test_steps_of_the_epochs_have_to_be_told() -> None:
+    network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2))
+    trigger, about = {0: 0.5, 1: 1.0}, {"loss": nn.functional.mse_loss}
+    grower = Grower(network, torch.randn(2, 5), method=PairGrowth(), trigger=trigger, parts=[OldGradient()])
+    data = [(torch.randn(4, 5), torch.randn(4, 2))]
+    with pytest.raises(UserError, match=r"the number of steps in every epoch .* tell look_at of steps="):
+        grower.look_at(lambda number: data, epoch_batches=lambda: data, **about)
 
 
 class Looked(nn.Module):

@@ -1,0 +1,100 @@
+"""What plans refuse, and what they do where training at a chosen rate goes wrong."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from growlab.errors import UserError
+from growlab.plan import Candidate, plan
+from growlab.plan.fit import Measured
+from growlab.plan.problem import WHOLE, Settings
+from growlab.plan.search import _Search
+from growlab.training.learning_rate import LearningRate
+from tests.plan.problems import problem, sgd
+
+
+def test_losses_below_zero_are_refused() -> None:
+    def shifted(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, y) - 3
+
+    with pytest.raises(UserError, match=r"a plan needs a loss that is never below 0, and this one's .* is -"):
+        plan(problem(loss=shifted))
+    with pytest.raises(ValueError, match=r"losses of at least 0, not -0\.5"):
+        Measured((0.1, 0.2, 0.3, 0.4), (1.0, 0.5, 0.1, -0.5))
+    Measured((0.1, 0.2, 0.3, 0.4), (1.0, 0.5, 0.1, 0.0))
+
+
+def rising(parameters: Any, multiple: float) -> torch.optim.Optimizer:
+    """Twice the rate trains best at first and goes wrong a little later."""
+
+    class Rising(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> None:
+            self.steps += 1
+            if multiple == 2 and self.steps > 16:
+                with torch.no_grad():
+                    for p in parameters.parameters():
+                        p.mul_(1.3)
+            super().step(closure)
+
+    return Rising(parameters.parameters(), lr=0.1 if multiple == 2 else 0.02, momentum=0.9)
+
+
+def test_where_the_loss_rises_at_a_higher_rate_the_usual_one_takes_its_place() -> None:
+    said: list[str] = []
+    planned = plan(problem(make_optimizer=rising), Settings(max_cost=0.3), said.append)
+    assert any("rate x2" in line for line in said)
+    tried = [(one["candidate"], one["rate"]) for one in planned.tried]
+    assert (WHOLE, 1.0) in tried and planned.rates[WHOLE] == 1.0
+    assert all(planned.rates[name] == 1.0 for name in planned.rates if (name, 1.0) in tried)
+    assert planned.account.spent <= 0.3
+
+
+def test_the_usual_rate_stays_whatever_the_loss_does() -> None:
+    def worse(module: nn.Module, multiple: float) -> torch.optim.Optimizer:
+        return rising(module, 2.0)
+
+    search = _Search(problem(make_optimizer=worse), Settings(rates=(1.0, 0.5)), lambda line: None)
+    search.best[WHOLE] = search.full
+    search._train(WHOLE, cost=0.05)
+    assert search.best[WHOLE] is search.full and search.full.rises
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"multiple": "abc"}, "plan.multiple=abc must be a number"),
+        ({"max_cost": None}, "plan.max_cost=None must be a number"),
+        ({"max_cost": True}, "plan.max_cost=True must be a number"),
+        ({"latest": float("nan")}, "plan.latest=nan must be a number"),
+        ({"rates": [float("inf")]}, r"plan.rates=\[inf\] must be a list of numbers"),
+        ({"rates": "1"}, "plan.rates=1 must be a list of numbers"),
+        ({"rates": 1.0}, "plan.rates=1.0 must be a list of numbers"),
+        ({"seed": -1}, "plan.seed=-1 must be a whole number from 0"),
+        ({"seed": 0.5}, "plan.seed=0.5 must be a whole number from 0"),
+        ({"rates": []}, "must be multiples of the optimizer's rate above 0"),
+    ],
+)
+def test_settings_that_are_no_numbers_are_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        Settings(**settings)
+
+
+@pytest.mark.parametrize("depth", [-3, 1.5, float("nan")])
+def test_a_depth_that_cannot_be_is_refused(depth: float) -> None:
+    with pytest.raises(UserError, match="the depth of candidate odd must be from 0 to 1"):
+        Candidate("odd", 0.5, depth=depth)
+
+
+@pytest.mark.parametrize(("warmup", "decay"), [(0.8, 0.2), (0.9, 0.1), (0.7, 0.3), (0.0, 1.0)])
+def test_warm_up_and_decay_that_fill_a_run_are_a_schedule(warmup: float, decay: float) -> None:
+    assert LearningRate(shape="wsd", warmup_fraction=warmup, decay_fraction=decay).decay_fraction == decay
+    with pytest.raises(ValueError, match="at most what warm-up leaves"):
+        LearningRate(shape="wsd", warmup_fraction=warmup, decay_fraction=decay + 0.01)
+
+
+def test_the_problem_itself_is_planned() -> None:
+    assert plan(problem(make_optimizer=sgd)).rates[WHOLE] in (0.5, 1.0, 2.0)
