@@ -43,8 +43,7 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
         metric = ACCURACY
     held_out = all(run.held_out(metric.key) is not None for run in everyone)
     num_epochs = max(row.group.epochs for row in rows)
-    told = zip(told_apart(rows), rows, strict=True)
-    names = [f"{name} (n={len(row.runs)})" for name, row in told]
+    names = [_legend_name(name, row, rows) for name, row in zip(told_apart(rows), rows, strict=True)]
     num_columns = min(len(rows), 3 if max(map(len, names)) < 38 else 2)
     with style.styled():
         num_lines = math.ceil(len(rows) / num_columns)
@@ -80,6 +79,12 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
     if out is not None:
         style.save(figure, out)
     return figure
+
+
+def _legend_name(name: str, row: Row, rows: Sequence[Row]) -> str:
+    epochs = f", {row.group.epochs} epochs"
+    said = len({other.group.epochs for other in rows}) == 1 or epochs in f"{name},"
+    return f"{name}{'' if said else epochs} (n={len(row.runs)})"
 
 
 def _mark_all_growth(axes: Axes, rows: Sequence[Row], looks: Sequence[dict[str, Any]]) -> None:

@@ -25,7 +25,7 @@ def arrive(
 
     Tensors that are not the network's are left to `load_state_dict` to complain about.
     """
-    if run.method.holds_otherwise and not run.full_graph.axes.keys() <= network.state_dict().keys():
+    if run.method.holds_otherwise and not run.graph.axes.keys() <= network.state_dict().keys():
         raise UserError(
             f"growth has ended, and {run.method.name} held weights in another way before: load what was saved while it "
             "trained into a network made anew, with a Grower (or callback) of its own."

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -96,22 +97,17 @@ def follow(
             if isinstance(value, Tensor) and value.shape == param.shape:
                 power = _power(optimizer, key)
                 chosen = rule if power is not None else Carry()
-                moved = chosen.carried(value, name, graph, widths_before, widths_after, power or 0)
+                place = partial(_place, name, graph, widths_before, widths_after)
+                moved = place(chosen, value, power or 0)
                 if isinstance(optimizer, LARS) and inheritance == "inherit":
                     moved = optimizer.inherited(param, new, value, moved)
-                begins = _begins_with(optimizer, key, settings.get(param, {}))
-                if begins:
-                    there = chosen.carried(
-                        torch.ones_like(value), name, graph, widths_before, widths_after, 0
-                    )
-                    moved = torch.where(there == 0, begins, moved)
+                if begins := _begins_with(optimizer, key, settings.get(param, {})):
+                    moved = torch.where(place(chosen, torch.ones_like(value)) == 0, begins, moved)
                 if key in copies:
-                    before = param.detach().to(value)
-                    placed = (
-                        Carry().carried(each, name, graph, widths_before, widths_after, 0)
-                        for each in (before, value - before)
+                    old = param.detach().to(value)
+                    moved = _moved_along(
+                        new.detach().to(value), *(place(Carry(), t) for t in (old, value - old))
                     )
-                    moved = _moved_along(new.detach().to(value), *placed)
                 states[new][key] = torch.empty_like(new, dtype=value.dtype).copy_(moved)
             else:
                 states[new][key] = value
@@ -127,6 +123,18 @@ def follow(
     if isinstance(optimizer, torch.optim.LBFGS):
         # It counts its parameters' elements once.
         optimizer._numel_cache = None
+
+
+def _place(
+    name: str,
+    graph: WidthGraph,
+    before: Mapping[str, int],
+    after: Mapping[str, int],
+    carry: Carry,
+    tensor: Tensor,
+    power: int = 0,
+) -> Tensor:
+    return carry.carried(tensor, name, graph, before, after, power)
 
 
 def check_inheritance(inheritance: str) -> None:

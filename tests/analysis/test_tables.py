@@ -122,8 +122,12 @@ def test_missing_and_nan_accuracy_are_left_out_of_mean_and_n(tmp_path):
     write_run(tmp_path / "a", seed=0, test_accuracy=0.8)
     write_run(tmp_path / "b", seed=1, test_accuracy=None)
     write_run(tmp_path / "c", seed=2, test_accuracy=float("nan"))
-    (row,) = summarise(load_runs(tmp_path))
+    said: list[str] = []
+    (row,) = summarise(load_runs(tmp_path), said.append)
     assert (row.n, row.score_mean, row.score_std) == (1, 0.8, None)
+    assert said == [
+        "2 of 3 runs of ours + stagewise_norm have no finite test accuracy: its row is of the others."
+    ]
     assert len(row.runs) == 3
 
 
