@@ -1,7 +1,7 @@
 """Carry an optimizer through a growth event: same object, same parameter groups, new parameters."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -104,10 +104,7 @@ def follow(
                 if begins := _begins_with(optimizer, key, settings.get(param, {})):
                     moved = torch.where(place(chosen, torch.ones_like(value)) == 0, begins, moved)
                 if key in copies:
-                    old = param.detach().to(value)
-                    moved = _moved_along(
-                        new.detach().to(value), *(place(Carry(), t) for t in (old, value - old))
-                    )
+                    moved = _moved_along(value, param.detach(), new.detach(), partial(place, Carry()))
                 states[new][key] = torch.empty_like(new, dtype=value.dtype).copy_(moved)
             else:
                 states[new][key] = value
@@ -237,18 +234,22 @@ def _copies_of_weights(optimizer: torch.optim.Optimizer) -> set[str]:
     return alike
 
 
-def _moved_along(new: Tensor, old: Tensor, apart: Tensor) -> Tensor:
-    """What was so far apart from old weights, where these are scaled to new ones; at entries of its own it is these.
+def _moved_along(kept: Tensor, before: Tensor, after: Tensor, place: Callable[[Tensor], Tensor]) -> Tensor:
+    """What is kept of weights, as far from the new ones as it was from the old, where these are scaled to those.
 
     Args:
-        new: weights.
-        old: those before at their places among them, 0 elsewhere.
-        apart: how far it was from those, likewise.
+        kept: of the old weights' shape.
+        before: the old weights.
+        after: the new ones; at entries of their own it is these.
+        place: puts a tensor's entries at their places among the new ones, 0 elsewhere.
     """
+    old, new = place(before.to(kept)), after.to(kept)
     scale = (new * old.conj()).sum() / old.abs().square().sum().clamp(min=torch.finfo(old.dtype).tiny)
     ratio = new / old
     # Where noise was added to a small weight, or there is none, the whole tensor's scale says more.
-    return new + apart * torch.where((ratio - scale).abs() <= scale.abs(), ratio, scale)
+    return new + place(kept - before.to(kept)) * torch.where(
+        (ratio - scale).abs() <= scale.abs(), ratio, scale
+    )
 
 
 def _begins_with(optimizer: torch.optim.Optimizer, key: str, settings: Mapping[str, Any]) -> float:
