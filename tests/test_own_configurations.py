@@ -11,6 +11,7 @@ from growlab.__main__ import _with_more
 from growlab.configuration import register_schemas
 from growlab.resuming import resume_override
 from tests.command_line import CommandLine
+from tests.parts_here import needs
 from tests.runs import MLP
 
 OPTIONS = {
@@ -88,6 +89,7 @@ def test_processes_find_the_experiment_and_commands_told_do_too(
         assert composed.code == 0 and "_target_: growlab.networks.mlp8" in composed.out, composed.err
 
 
+@needs("depth")
 @BOTH
 @pytest.mark.parametrize("name", ["wrong", "behind"])
 def test_a_part_that_an_experiment_asks_for_in_vain_is_told(
@@ -99,6 +101,7 @@ def test_a_part_that_an_experiment_asks_for_in_vain_is_told(
     assert not list(tmp_path.glob("runs/*/*/config.yaml"))
 
 
+@needs("depth")
 def test_a_plan_takes_options_behind_its_settings(cli: CommandLine, own: Path, tmp_path: Path) -> None:
     program = "import sys; from growlab.plan.__main__ import main; sys.exit(main())"
     arguments = ("experiment=wrong", "schedule.budget=2", "--config-dir", str(own))

@@ -68,12 +68,16 @@ def observe(
         return hook
 
     known = dict(model.named_modules())
-    # What enters another module, which calls the normalisation, may be another tensor.
-    hooks = [
-        module.register_forward_pre_hook(record(norm.name))
-        for norm in norms
-        if isinstance(module := known.get(norm.name), (_BatchNorm, _InstanceNorm))
-    ]
+    hooks: list[Any] = []
+    for norm in norms:
+        module = known.get(norm.name)
+        if isinstance(module, (_BatchNorm, _InstanceNorm)):
+            hooks.append(module.register_forward_pre_hook(record(norm.name)))
+        elif module is not None:
+            # What enters a module that calls the normalisation may be another tensor.
+            called = _Called(moments.setdefault(norm.name, []))
+            hooks.append(module.register_forward_pre_hook(called.enter))
+            hooks.append(module.register_forward_hook(called.leave, always_call=True))
     try:
         with quietly(model) as draws:
             model.train()
@@ -81,19 +85,45 @@ def observe(
                 train = main_output(model(*probe))
             if draws.seen:
                 draws.means = True
-                moments.clear()
+                for calls in moments.values():
+                    calls.clear()
                 with buffers_kept(model):
                     train = main_output(model(*probe))
         if between is not None:
-            between({name: _unbiased(calls) for name, calls in moments.items()})
+            between({name: _unbiased(calls) for name, calls in moments.items() if calls})
         evaluated = evaluate(model, probe)
     finally:
         for hook in hooks:
             hook.remove()
-    return Outputs(evaluated, train, {name: calls[-1][1] for name, calls in moments.items()})
+    return Outputs(evaluated, train, {name: calls[-1][1] for name, calls in moments.items() if calls})
 
 
-def _moments(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, int]:
+class _Called(TorchFunctionMode):
+    """Notes what enters batch normalisations that a module's forward calls as a function."""
+
+    def __init__(self, moments: list[tuple[Tensor, Tensor, int]]) -> None:
+        super().__init__()
+        self._moments = moments
+
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        """Begin, in front of the module's forward."""
+        self.__enter__()
+
+    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """End, behind it."""
+        self.__exit__(None, None, None)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            x = args[0] if args else kwargs["input"]
+            self._moments.append(_moments(None, x.detach()))
+        return func(*args, **kwargs)
+
+
+def _moments(module: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor, int]:
     """Mean and variance of each channel of what enters a normalisation, and of how many values each is.
 
     Instance normalisation takes them of each sample: here they are means over the samples.

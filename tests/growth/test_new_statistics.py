@@ -197,11 +197,16 @@ class NormInside(nn.Module):
 
 @pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer()])
 @pytest.mark.parametrize("inputs", [5, 8])
-def test_what_enters_a_module_is_not_taken_for_what_enters_its_normalisation(inputs, method):
+def test_new_channels_have_the_statistics_of_what_enters_a_function_and_not_its_module(inputs, method):
     network = nn.Sequential(nn.Linear(5, inputs), NormInside(inputs, 8), nn.ReLU(), nn.Linear(8, 3))
     graph = trace(network, batch())
     widths = {name: group.full_width // 2 for name, group in graph.groups.items()}
     state = plant(network, graph, method, widths, seed=0)
     event = grow(network, graph, method, state, graph.full_widths, 0, batch(1))
     assert event.parity_error_eval < 1e-5
-    assert torch.equal(network[1].running_var[4:], torch.ones(4))
+    seen = []
+    hook = network[1].layer.register_forward_hook(lambda module, given, out: seen.append(out.detach()))
+    network(batch(1))
+    hook.remove()
+    torch.testing.assert_close(network[1].running_var[4:], seen[0].var(0)[4:])
+    torch.testing.assert_close(network[1].running_mean[4:], seen[0].mean(0)[4:])

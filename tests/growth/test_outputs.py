@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from growlab import Grower, parts
-from growlab.growth import GradMax, Net2Net, PairGrowth, RandomGrowth
+from growlab.growth import GradMax, Net2Net, PairGrowth, RandomGrowth, VarianceTransfer
 from growlab.growth.outputs import network_inputs
 from growlab.growth.parity import ROUNDING, rounding
 from tests.parts_here import needs
@@ -104,3 +105,32 @@ def test_a_block_that_comes_in_keeps_its_complex_numbers() -> None:
 def test_complex_parameters_round_as_their_real_parts_do() -> None:
     assert rounding(Turned(), torch.zeros(2, dtype=torch.cfloat)) == ROUNDING[torch.float32]
     assert rounding(in_double(Turned()), torch.zeros(2, dtype=torch.cdouble)) == ROUNDING[torch.float64]
+
+
+class Functional(nn.Module):
+    """Batch normalisation called as a function, of something else than what enters the module."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        statistics = self.running_mean, self.running_var, self.weight, self.bias
+        return F.batch_norm(0.5 * x, *statistics, self.training, 0.1, 1e-3)
+
+
+@pytest.mark.parametrize("kind", [Functional, lambda c: nn.BatchNorm2d(c, eps=1e-3)])
+@pytest.mark.parametrize("multipliers", [True, False])
+def test_batch_normalisation_by_a_function_may_be_off_by_its_eps(kind, multipliers) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3, padding=1), kind(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), kind(16)]
+    network = nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
+    x = 0.3 * torch.randn(8, 3, 8, 8)
+    method = VarianceTransfer(layer_multipliers=multipliers)
+    grower = Grower(network, x, method=method, trigger={0: 0.5, 1: 1.0})
+    for _ in range(3):
+        network(0.3 * torch.randn(8, 3, 8, 8))
+    (event,) = grower.step(epoch=1)
+    assert event.parity_error_eval < 1e-6 < 1e-5 < event.parity_error_train < 1e-2

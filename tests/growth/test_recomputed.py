@@ -129,8 +129,13 @@ class Checkpointed(nn.Module):
 def test_what_would_have_other_gradients_is_refused(middle: Any, told: str) -> None:
     made = network(middle())
     grower = Grower(made, X, method=VarianceTransfer(), trigger={0: 0.34, 1: 1.0})
+    before, outputs = {k: t.clone() for k, t in made.state_dict().items()}, made(X)
     with pytest.raises(UserError, match=told):
         grower.step(epoch=1)
+    # Nothing is lost: it trains on as it was.
+    after = made.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[k], before[k]) for k in before)
+    assert torch.equal(made(X), outputs) and grower.state.stage == 0 and grower.events == []
 
 
 def test_without_multipliers_a_function_of_ones_own_goes() -> None:
