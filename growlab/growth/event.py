@@ -1,5 +1,6 @@
 """One growth event as a plain function: widen a network in anyone's training loop."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -29,6 +30,10 @@ from growlab.widths import (
     tensors_of,
 )
 
+log = logging.getLogger(__name__)
+
+# Relative change of a term of the loss that is told: more than a normalisation's eps does.
+_TERM = 0.01
 #: Maps numbers that a process has measured to those that all processes go by.
 Agree = Callable[[list[float]], list[float]]
 #: The same of tensors.
@@ -213,6 +218,22 @@ def _observed(
     return before
 
 
+def _tell_of_terms(before: Outputs, after: Outputs) -> None:
+    """Warn where a number that the network returns beside its output goes by what has grown."""
+    changes = [
+        (float(old), float(new))
+        for old, new in zip(before.terms, after.terms, strict=False)
+        if relative_error(old, new) > _TERM
+    ]
+    if changes:
+        told = ", ".join(f"{old:.4g} -> {new:.4g}" for old, new in changes)
+        log.warning(
+            "what the network returns beside its output while it trains has changed at this growth event (%s): terms "
+            "of the loss that are computed from layers that grow weigh otherwise from here on",
+            told,
+        )
+
+
 def _new_tensors(leading: GrowthEvent) -> tuple[dict[str, Tensor], Carry]:
     return {name: new.detach() for name, (_, new) in leading.replaced.items()}, leading.carry
 
@@ -249,6 +270,8 @@ def _checked(
             f"eval mode and {error_train:.2e} in train mode, more than {tolerance_eval:.2e} and "
             f"{tolerance_train:.2e}; the network was left as it was before the event."
         )
+    if method.preserves:
+        _tell_of_terms(before, after)
     noise_error, noise = 0.0, method.noise(expansion)
     if noise:
         tensors = tensors_of(model, expansion.graph)

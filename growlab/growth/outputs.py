@@ -27,11 +27,13 @@ class Outputs:
         train: in train mode, dropout left out; of a network that draws other random numbers there, with the mean of
             each draw in its place.
         variances: variance at the input of each batch or instance normalisation in train mode, by module name.
+        terms: single numbers that the network returns beside its output in train mode, such as terms of the loss.
     """
 
     eval: Tensor
     train: Tensor
     variances: Mapping[str, Tensor]
+    terms: Sequence[Tensor] = ()
 
 
 def positional(probe: Any) -> tuple[Any, ...]:
@@ -82,20 +84,21 @@ def observe(
         with quietly(model) as draws:
             model.train()
             with buffers_kept(model):
-                train = main_output(model(*probe))
+                train = main_output(returned := model(*probe))
             if draws.seen:
                 draws.means = True
                 for calls in moments.values():
                     calls.clear()
                 with buffers_kept(model):
-                    train = main_output(model(*probe))
+                    train = main_output(returned := model(*probe))
         if between is not None:
             between({name: _unbiased(calls) for name, calls in moments.items() if calls})
         evaluated = evaluate(model, probe)
     finally:
         for hook in hooks:
             hook.remove()
-    return Outputs(evaluated, train, {name: calls[-1][1] for name, calls in moments.items() if calls})
+    terms = [tensor for tensor in tensors_in(returned)[1:] if tensor.numel() == 1]
+    return Outputs(evaluated, train, {name: calls[-1][1] for name, calls in moments.items() if calls}, terms)
 
 
 class _Called(TorchFunctionMode):

@@ -90,7 +90,12 @@ def widen_weights(
         "versions": {package: importlib.metadata.version(package) for package in ("growlab", "torch")},
     }
     out.mkdir(parents=True, exist_ok=True)
-    torch.save(network.state_dict(), out / WEIGHTS)
+    wider = network.state_dict()
+    for key, tensor in wider.items():
+        # In the precision that it came in.
+        if key in state and tensor.is_floating_point():
+            wider[key] = tensor.to(state[key].dtype)
+    torch.save(wider, out / WEIGHTS)
     write_json(out / RECEIPT, receipt)
     return receipt
 

@@ -59,6 +59,30 @@ def test_a_wider_network_computes_the_same_and_loads(
     assert relative_error(evaluate(old, (x,)), evaluate(new, (x,))) <= 1e-4
 
 
+def test_weights_keep_their_precision(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.pt"
+    state = saved(weights, "timm/test_resnet").bfloat16().state_dict()
+    torch.save(state, weights)
+    assert (
+        main(
+            [
+                "timm/test_resnet",
+                str(weights),
+                "--width",
+                "1.5",
+                "--input-shape",
+                SIDE,
+                "-o",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
+    wider = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    assert {key: tensor.dtype for key, tensor in wider.items()} == {k: t.dtype for k, t in state.items()}
+    assert load_widened(tmp_path / "out") is not None
+
+
 def test_training_goes_on(tmp_path: Path) -> None:
     saved(tmp_path / "weights.pt", "torchvision/squeezenet1_1")
     told = ["torchvision/squeezenet1_1", str(tmp_path / "weights.pt"), "--width", "1.5"]
