@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from growlab.errors import UserError
 from growlab.frontends.averages import averages, shapes_of
+from growlab.frontends.checks import check_unit
 from growlab.frontends.ending import end, finish
 from growlab.frontends.example import captured
 from growlab.frontends.samples import few_samples
@@ -37,6 +38,11 @@ log = logging.getLogger(__name__)
 # Of a checkpoint's state of growth: weights that training goes on with, where the checkpoint holds plain ones.
 _KEPT = "kept"
 _STEPS = {"fit": "training", "validate": "validation", "test": "test", "predict": "predict"}
+
+
+def starts_by_copies(strategy: Any) -> bool:
+    """Whether a strategy forks or spawns its processes; no public name tells, and a test notices when this one goes."""
+    return isinstance(strategy, DDPStrategy) and strategy._start_method != "popen"
 
 
 def renew_wrapper(trainer: Trainer) -> None:
@@ -161,17 +167,12 @@ class Growth(GrowthSteps):
                 f"{type(strategy).__name__} does not go with growth, which needs every parameter whole on each device; "
                 "take strategy='ddp'."
             )
-        # No public name; tests/training/test_distributed.py notices when it goes.
-        if getattr(strategy, "_start_method", "popen") != "popen":
+        if starts_by_copies(strategy):
             raise UserError(
                 "processes that are forked or spawned hand the network back in the shapes that it had before, and "
                 "training that ends before its last stage would be lost: take strategy='ddp' in a script."
             )
-        if getattr(self._trigger, "unit", None) == "cost":
-            raise UserError(
-                "Lightning tells of epochs and steps alone, so a trigger with unit='cost' would never grow; give it "
-                "unit='step', or announce costs to a growlab.Grower in your own loop."
-            )
+        check_unit(self._trigger, "Lightning")
         if is_overridden("configure_model", pl_module):
             # Lightning calls it next, and asks that a second call does nothing.
             pl_module.configure_model()

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from growlab.errors import UserError, how_to_install, needs
+from growlab.frontends.checks import check_unit
 from growlab.frontends.ending import end
 from growlab.frontends.example import positional
 from growlab.grower import Grower
@@ -111,11 +112,7 @@ class Growth(TrainerCallback, ExportableState):
                 "restore_callback_states_from_checkpoint makes callbacks anew from plain arguments, which a method is "
                 "not; leave it out, as Growth restores itself."
             )
-        if getattr(self._trigger, "unit", None) == "cost":
-            raise UserError(
-                "the Trainer tells of epochs and steps alone, so a trigger with unit='cost' would never grow; give it "
-                "unit='step'."
-            )
+        check_unit(self._trigger, "the Trainer")
         if model is None:
             raise UserError("growth needs the Trainer's model: give it as model=, not as model_init=.")
         network = model.get_submodule(self._network)

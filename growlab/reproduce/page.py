@@ -79,7 +79,10 @@ class Standing:
             path = self.results / UNFINISHED / job.folder / "metrics.csv"
             if path.is_file():
                 with path.open(encoding="utf-8") as file:
-                    yield f"{len(list(csv.DictReader(file)))} of {job.epochs} epochs"
+                    done = len(list(csv.DictReader(file)))
+                # A run that is stopped at another's cost has fewer than its schedule says.
+                of = "" if "method=equal_flops" in job.overrides else f" of {job.epochs}"
+                yield f"{done}{of} epochs"
 
     def _of_shorter(self) -> bool:
         """Whether no statement is about rows of the paper's length."""

@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.environments import (
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from growlab.errors import UserError
+from growlab.frontends.lightning import starts_by_copies
 
 # Options of torch's wrapper without which ranks drift apart at a growth event.
 _NEEDED = {"broadcast_buffers": "statistics of normalisation", "init_sync": "weights"}
@@ -63,7 +64,7 @@ def check_strategy(trainer: Trainer) -> None:
             f"growlab cannot train with {type(strategy).__name__}: growing needs every parameter whole on each "
             "device; use trainer=ddp."
         )
-    if strategy._start_method != "popen":
+    if starts_by_copies(strategy):
         raise UserError(
             "growlab starts the processes of DDP itself; use trainer=ddp, not a strategy of its own."
         )

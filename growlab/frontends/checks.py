@@ -1,0 +1,21 @@
+"""What front ends refuse before a training begins."""
+
+from growlab.errors import UserError
+from growlab.triggers import Trigger
+
+
+def check_unit(trigger: Trigger, loop: str) -> None:
+    """Refuse a trigger whose moments a library's training loop never tells.
+
+    Args:
+        trigger: of the growth.
+        loop: the library's name for its loop, for the message.
+
+    Raises:
+        UserError: it counts costs.
+    """
+    if getattr(trigger, "unit", None) == "cost":
+        raise UserError(
+            f"{loop} tells of epochs and steps alone, so a trigger with unit='cost' would never grow; give it "
+            "unit='step', or announce costs to a growlab.Grower in your own loop."
+        )
