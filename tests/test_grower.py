@@ -710,3 +710,27 @@ def test_a_network_without_values_is_refused() -> None:
         network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     with pytest.raises(UserError, match=r"0\.weight is on the meta device, without values"):
         Grower(network, torch.randn(2, 6), method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
+
+
+def test_parameters_that_are_tied_by_their_memory_alone_are_refused() -> None:
+    network = nn.Sequential(
+        nn.Embedding(10, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 10, False)
+    )
+    network[4].weight = nn.Parameter(network[0].weight)
+    with pytest.raises(UserError, match=r"0\.weight and 4\.weight are two Parameters in the same memory"):
+        Grower(network, torch.randint(10, (2, 6)), method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
+    network[4].weight = network[0].weight
+    assert Grower(
+        network, torch.randint(10, (2, 6)), method=PairGrowth(), trigger={0: 0.5, 1: 1.0}
+    ).graph.groups
+
+
+def test_parameters_that_lie_side_by_side_in_one_tensor_grow() -> None:
+    network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    memory = torch.randn(8, 7)
+    network[0].weight, network[0].bias = nn.Parameter(memory[:, 1:]), nn.Parameter(memory[:, 0])
+    x = torch.randn(4, 6)
+    grower = Grower(network, x, method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
+    before = network(x)
+    grower.step(epoch=1)
+    torch.testing.assert_close(network(x), before)

@@ -1,8 +1,10 @@
 """A network as growth takes it: traced, changed by method and parts; and its widths at every stage."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from growlab import ranks
@@ -73,11 +75,12 @@ def prepared(
 
     Raises:
         UnsupportedOperation: the network cannot be traced.
-        UserError: it has no values.
+        UserError: it has no values, or two parameters are views of one memory.
     """
     inputs = example if isinstance(example, tuple) else (example,)
     if hollow := next((name for name, p in network.named_parameters() if p.is_meta), None):
         raise UserError(f"{hollow} is on the meta device, without values: give the network a device first.")
+    _check_memory(network)
     try:
         graph = trace(
             network, inputs, opaque, method.follows_norms or any(part.follows_norms for part in parts)
@@ -90,6 +93,37 @@ def prepared(
     for part in parts:
         graph = part.prepare(network, graph, seed, inputs)
     return graph
+
+
+def _check_memory(network: nn.Module) -> None:
+    """Refuse parameters that are tied by their memory alone: each would get its own at the first event."""
+    ranges = []
+    for name, parameter in network.named_parameters():
+        try:
+            start = parameter.data_ptr()
+        except RuntimeError:
+            # A tensor subclass that wraps others has no memory itself.
+            continue
+        if start and parameter.numel():
+            last = sum((n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True))
+            ranges.append((str(parameter.device), start, start + last * parameter.element_size(), name))
+    ranges.sort()
+    for (device, _, end, one), (other_device, start, _, other) in pairwise(ranges):
+        within = device == other_device and start <= end
+        if within and set(_addresses(network, one)) & set(_addresses(network, other)):
+            raise UserError(
+                f"{one} and {other} are two Parameters in the same memory, which growing would part: tie them as one "
+                "(assign the Parameter itself, not nn.Parameter of it)."
+            )
+
+
+def _addresses(network: nn.Module, name: str) -> list[int]:
+    """Of each number of a parameter, in bytes."""
+    parameter = network.get_parameter(name)
+    places = torch.zeros((), dtype=torch.int64)
+    for size, step in zip(parameter.shape, parameter.stride(), strict=True):
+        places = places[..., None] + torch.arange(size) * step * parameter.element_size()
+    return [int(place) for place in (parameter.data_ptr() + places).flatten().tolist()]
 
 
 def with_parts(run: "Grower", widths: Widths, stage: int) -> dict[str, int]:
