@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from growlab.growth.outputs import quietly
+from growlab.growth.outputs import buffers_kept, quietly
 from growlab.growth.state import GrowthState
 from growlab.widths import WidthGraph
 
@@ -102,10 +102,7 @@ def attach(
     """
     detach(network)
     scale = OutputScale(state)
-    with quietly(network):
-        network.eval()
-        output = network(*probe)
-    if isinstance(output, Tensor):
+    if _puts_out_one_tensor(network, probe):
         network.register_forward_hook(scale if network._compiled_call_impl is None else _Eager(state))
     else:
         layers = (layer for layer in graph.layers if layer.scale_out == graph.output_class)
@@ -114,6 +111,16 @@ def attach(
             network.get_submodule(name).register_forward_hook(scale)
     network.register_state_dict_post_hook(_WriteState(state))
     network.register_load_state_dict_pre_hook(_ReadState(owner))
+
+
+def _puts_out_one_tensor(network: nn.Module, probe: tuple[Any, ...]) -> bool:
+    """Whether it does so in both modes: some return terms of the loss too while they train."""
+    outputs = []
+    for training in (False, True):
+        with quietly(network), buffers_kept(network):
+            network.train(training)
+            outputs.append(network(*probe))
+    return all(isinstance(output, Tensor) for output in outputs)
 
 
 def detach(network: nn.Module) -> None:

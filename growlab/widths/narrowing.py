@@ -49,7 +49,11 @@ def keep_only(graph: WidthGraph, names: Iterable[str], reason: str = WRITTEN) ->
 
 
 def without_what_breaks(
-    model: nn.Module, graph: WidthGraph, inputs: tuple[Any, ...], calls: Sequence[Call]
+    model: nn.Module,
+    graph: WidthGraph,
+    inputs: tuple[Any, ...],
+    calls: Sequence[Call],
+    training: bool = False,
 ) -> WidthGraph:
     """Leave out groups whose narrowing the network's forward does not survive, or answers with another function.
 
@@ -58,13 +62,15 @@ def without_what_breaks(
         graph: its width graph.
         inputs: positional inputs of the forward.
         calls: operations that tracing has visited.
+        training: it has visited those of train mode.
     """
     if not graph.groups:
         return graph
     # An attribute can follow widths that the shapes of tensors tell.
     told = graph.widths_of({name: graph.shape(name, graph.full_widths) for name in graph.axes})
     known = {place: axis for place, axis in graph.written.items() if set(axis.groups) <= set(told)}
-    working = _without_what_breaks(model, replace(graph, written=known), inputs, calls)
+    graph = replace(graph, written=known)
+    working = _without_what_breaks(model, graph, Trials(model, graph, inputs, calls, training))
     modules = dict(model.named_modules())
     told_alone = {
         place: axis
@@ -77,11 +83,8 @@ def without_what_breaks(
     return replace(working, written={**told_alone, **working.written})
 
 
-def _without_what_breaks(
-    model: nn.Module, graph: WidthGraph, inputs: tuple[Any, ...], calls: Sequence[Call]
-) -> WidthGraph:
+def _without_what_breaks(model: nn.Module, graph: WidthGraph, trials: Trials) -> WidthGraph:
     known = graph.written
-    trials = Trials(model, graph, inputs, calls)
     if trials.work(graph.groups, {}):
         return replace(graph, written={})
     graph = replace(graph, written={place: known[place] for place in trials.lag_behind(known)})

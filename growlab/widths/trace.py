@@ -16,10 +16,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from growlab.widths.groups import WidthGraph
+from growlab.widths.modes import modes_of
 from growlab.widths.narrowing import WRITTEN, without_what_breaks
 from growlab.widths.predictions import Call
 from growlab.widths.program import UnsupportedOperation, name_modules_once, operations
-from growlab.widths.tracer import Tracer
+from growlab.widths.tracer import OUTPUT, Tracer
+from growlab.widths.trials import copied
 
 # A reshape into (3, heads, head dimension) has three dimensions of which one may grow.
 _PASSES = 3
@@ -91,7 +93,28 @@ def _other_rows(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | 
 def _traced(
     model: nn.Module, inputs: tuple[Any, ...], opaque: Sequence[str], follow_norms: bool
 ) -> WidthGraph:
-    program = _exported(model, inputs)
+    """The graph of eval mode, or of train mode where the network does more there, if as much grows in it."""
+    evaluated = _exported(model, inputs)
+    modes = modes_of(model, inputs)
+    settings = {"follow_norms": follow_norms, "several_outputs": modes.several}
+    graphs = []
+    if modes.apart:
+        with suppress(UnsupportedOperation):
+            trained = _exported(copied(model), inputs, training=True)
+            graphs.append(_traced_program(trained, model, inputs, opaque, {**settings, "training": True}))
+        if graphs and set(graphs[0].fixed.values()) <= {OUTPUT}:
+            return graphs[0]
+    graphs.append(_traced_program(evaluated, model, inputs, opaque, settings))
+    return max(graphs, key=lambda found: _growing(model, found))
+
+
+def _traced_program(
+    program: torch.export.ExportedProgram,
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    opaque: Sequence[str],
+    settings: Mapping[str, Any],
+) -> WidthGraph:
     if unknown := sorted(set(opaque) - (known := set(operations(program.graph_module)))):
         near = sorted({match for name in unknown for match in get_close_matches(name, known)})
         raise UnsupportedOperation(
@@ -100,11 +123,12 @@ def _traced(
         )
     graphs = []
 
-    always = {"opaque": frozenset(opaque), "follow_norms": follow_norms}
+    always = {**settings, "opaque": frozenset(opaque)}
+    training = always.pop("training", False)
 
     def find(moved: Mapping[str, int] | None = None, **settings: Any) -> tuple[WidthGraph, Tracer]:
         graph, calls, last = _best_pass(program, model, moved or {}, {**always, **settings})
-        graphs.append(without_what_breaks(model, graph, inputs, calls))
+        graphs.append(without_what_breaks(model, graph, inputs, calls, training))
         return graph, last
 
     try:
@@ -130,7 +154,7 @@ def _traced(
             # They may come to an operation that knows no channels.
             graph, calls, _ = _best_pass(program, model, {}, {**always, "heads": "values"})
             if _growing(model, graph) > max(_growing(model, found) for found in graphs):
-                graphs.append(without_what_breaks(model, graph, inputs, calls))
+                graphs.append(without_what_breaks(model, graph, inputs, calls, training))
     return max(graphs, key=lambda graph: _growing(model, graph))
 
 
@@ -152,9 +176,11 @@ def layouts(model: nn.Module, example: Tensor | tuple[Any, ...]) -> WidthGraph:
     return _best_pass(_exported(model, inputs), model, {}, settings)[0]
 
 
-def _exported(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
+def _exported(
+    model: nn.Module, inputs: tuple[Any, ...], training: bool = False
+) -> torch.export.ExportedProgram:
     modes = {module: module.training for module in model.modules()}
-    model.eval()
+    model.train(training)
     try:
         quiet = warnings.catch_warnings()
         with quiet, torch.no_grad(), _without_caches(model), _left_alone(model), _masks_as_given():

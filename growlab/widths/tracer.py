@@ -34,6 +34,8 @@ from growlab.widths.rules import (
 from growlab.widths.rules.elementwise import broadcast
 from growlab.widths.rules.rotation import individuated
 
+#: Why the channels that a network puts out stay.
+OUTPUT = "the network's output"
 # What torch.export wraps around a part of the program that runs under a setting; the part's inputs come last.
 _SETTINGS = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
 
@@ -51,9 +53,11 @@ class Tracer(Recorder):
         heads: Heads = "dimensions",
         tied: frozenset[str] = frozenset(),
         weighted_norms: bool = True,
+        several_outputs: bool = False,
     ) -> None:
         super().__init__(model, moved or {}, heads, tied, weighted_norms)
         self._program, self._opaque, self.follow_norms = program, opaque, follow_norms
+        self._several_outputs = several_outputs
         self._names = {
             **program.graph_signature.inputs_to_parameters,
             **program.graph_signature.inputs_to_buffers,
@@ -72,9 +76,9 @@ class Tracer(Recorder):
             output_class = self.scales.union(output_class, value.scale)
             self._reaching |= value.made_by
             for axis in value.axes:
-                self.atoms.freeze(axis, "the network's output")
+                self.atoms.freeze(axis, OUTPUT)
         self._tie_heads_to_streams()
-        if not self._program.call_spec.out_spec.is_leaf():
+        if self._several_outputs or not self._program.call_spec.out_spec.is_leaf():
             self._pin_what_is_more_than_an_output(output_class)
         graph = self._collect(output_class)
         self.calls = [

@@ -31,11 +31,18 @@ class Trials:
         graph: its width graph.
         inputs: positional inputs of the forward.
         calls: operations that tracing has visited.
+        training: it has visited those of train mode.
     """
 
     def __init__(
-        self, model: nn.Module, graph: WidthGraph, inputs: tuple[Any, ...], calls: Sequence[Call]
+        self,
+        model: nn.Module,
+        graph: WidthGraph,
+        inputs: tuple[Any, ...],
+        calls: Sequence[Call],
+        training: bool = False,
     ) -> None:
+        self._training = training
         self._graph, self._predictions = graph, Predictions(calls, graph.full_widths)
         self.attributes: Mapping[Written, Axis] = {}
         self._model, self._inputs = light_copy(model, inputs)
@@ -127,7 +134,7 @@ class Trials:
 
     def _sizes(self) -> list[Any]:
         with _unwarned(), torch.no_grad(), Shapes(detailed=True) as mode:
-            self._model.eval()(*self._inputs)
+            self._model.train(self._training)(*self._inputs)
         return mode.details
 
     def _at_full_width(self) -> list[Seen] | None:
@@ -140,7 +147,7 @@ class Trials:
 
     def _calls(self) -> list[Seen]:
         with _unwarned():
-            return run_calls(self._model.eval(), self._inputs)
+            return run_calls(self._model.train(self._training), self._inputs)
 
     @contextmanager
     def _narrow(self, graph: WidthGraph, widths: Mapping[str, int]) -> Iterator[None]:
@@ -228,7 +235,7 @@ def _light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, t
                 light.train(training)(*light_inputs)
     except (RuntimeError, NotImplementedError, ValueError, TypeError):
         # Tensors made in the forward, or numbers read from one, need the real device.
-        light, light_inputs = copy.deepcopy(model, _computed(model)), inputs
+        light, light_inputs = copied(model), inputs
         for training in (False, True):
             try:
                 with torch.no_grad():
@@ -240,6 +247,11 @@ def _light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, t
                     f"inputs ({first_line}); take larger inputs (--input-shape) or ones that fit."
                 ) from error
     return light, light_inputs
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a network, also of one that keeps activations of its last forward."""
+    return copy.deepcopy(model, _computed(model))
 
 
 def _computed(model: nn.Module) -> dict[int, Any]:

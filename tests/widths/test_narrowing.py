@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.growth import Net2Net, VarianceTransfer, finish, grow, make_schedule, plant
+from growlab import Grower
+from growlab.growth import GrowthMethod, Net2Net, VarianceTransfer, finish, grow, make_schedule, plant
 from growlab.widths import resize, trace
 from growlab.widths.groups import Written
 from growlab.widths.places import kept_at
@@ -77,21 +78,38 @@ def test_tied_weights_stay_tied_while_narrowing_is_tried():
 
 
 class Auxiliary(nn.Module):
-    """A second head that only train mode runs, as in GoogLeNet: no exported graph shows it."""
+    """A second head that only train mode runs, as in GoogLeNet."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_python: bool = False) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 8)
         self.head, self.auxiliary = nn.Linear(8, 3), nn.Linear(6, 3)
+        self.in_python = in_python
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         hidden = F.relu(self.first(x))
         logits = self.head(F.relu(self.second(hidden)))
-        return (logits, self.auxiliary(hidden)) if self.training else logits
+        if not self.training:
+            return logits
+        scale = hidden.sum().item() if self.in_python and not hidden.is_meta else 1.0
+        return logits, self.auxiliary(hidden) * (scale if scale != 0.0 else 1.0)
 
 
-def test_what_a_head_of_train_mode_reads_keeps_its_width():
+def test_heads_of_train_mode_grow_along():
     network = Auxiliary().double()
+    example = torch.randn(4, 4, dtype=torch.float64)
+    graph = trace(network, example)
+    assert graph.full_widths == {"first": 6, "second": 8}
+    assert set(graph.fixed.values()) == {"the network's output"}
+    state = plant(network, graph, Net2Net(), {"first": 3, "second": 2}, seed=0)
+    before = network.train()(example)
+    event = grow(network, graph, Net2Net(), state, graph.full_widths, seed=0, probe=(example,))
+    assert event.parity_error_eval < 1e-12 and event.parity_error_train < 1e-12
+    torch.testing.assert_close(network.train()(example), before)
+
+
+def test_what_a_head_of_train_mode_reads_keeps_its_width_where_that_mode_cannot_be_exported():
+    network = Auxiliary(in_python=True).double()
     example = torch.randn(4, 4, dtype=torch.float64)
     graph = trace(network, example)
     assert graph.full_widths == {"second": 8}
@@ -99,6 +117,53 @@ def test_what_a_head_of_train_mode_reads_keeps_its_width():
     state = plant(network, graph, Net2Net(), {"second": 2}, seed=0)
     event = grow(network, graph, Net2Net(), state, {"second": 8}, seed=0, probe=(example,))
     assert event.parity_error_eval < 1e-12 and event.parity_error_train < 1e-12
+
+
+class Autoencoder(nn.Module):
+    """A variational one, whose variance is of no use but for training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU())
+        self.mean, self.log_variance = nn.Linear(32, 6), nn.Linear(32, 6)
+        self.decoder = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 20))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        mean = self.mean(hidden := self.encoder(x))
+        if not self.training:
+            return self.decoder(mean)
+        log_variance = self.log_variance(hidden)
+        drawn = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+        return self.decoder(drawn), (mean**2 + log_variance.exp() - 1 - log_variance).sum(1).mean() / 2
+
+
+@pytest.mark.parametrize("method", [Net2Net(), VarianceTransfer(), VarianceTransfer(layer_multipliers=False)])
+def test_terms_of_the_loss_that_train_mode_alone_computes_are_kept(method: GrowthMethod) -> None:
+    network = Autoencoder().double()
+    example = torch.randn(5, 20, dtype=torch.float64)
+    grower = Grower(network, example, method=method, trigger={0: 0.25, 1: 1.0})
+    assert grower.full_graph.full_widths == {"encoder.0": 64, "encoder.2": 32, "decoder.0": 64}
+    outputs = []
+    for epoch in range(2):
+        grower.step(epoch=epoch)
+        torch.manual_seed(0)
+        outputs.append((*network.train()(example), network.eval()(example)))
+    torch.testing.assert_close(outputs[1], outputs[0])
+
+
+def test_noise_on_channels_does_not_keep_them_from_growing():
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head, self.critic = nn.Linear(4, 16), nn.Linear(16, 3), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+            hidden = self.first(x)
+            if self.training:
+                return self.head(hidden + 0.1 * torch.randn_like(hidden)), self.critic(x)
+            return self.head(hidden)
+
+    assert trace(Noisy(), torch.randn(2, 4)).full_widths == {"first": 16}
 
 
 class Tied(nn.Module):
