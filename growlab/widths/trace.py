@@ -42,6 +42,9 @@ def trace(
 ) -> WidthGraph:
     """Find the width groups of a network.
 
+    A network that reads more parameters or returns more tensors in train mode than in eval mode (auxiliary heads, terms
+    of the loss) is traced in train mode, where that can be exported and lets as much grow.
+
     Args:
         model: the full-width network; left as it is.
         example: an input [B, ...] with B >= 2, or the tuple of the forward's positional inputs.
