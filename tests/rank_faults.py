@@ -11,11 +11,11 @@ import torch
 
 def keep_ranks(folder: str) -> None:
     """Every rank writes all that it holds into a folder, after each growth event and at the end of each epoch."""
-    from growlab.grower import grower
+    from growlab.grower import grower, held
     from growlab.training.saving import SaveCheckpoints
 
     def keep(name: str, run: Any) -> None:
-        content = {name: value for name, value in run.held() if isinstance(value, torch.Tensor)}
+        content = {name: value for name, value in held(run) if isinstance(value, torch.Tensor)}
         rank = torch.distributed.get_rank()
         torch.save(content, Path(folder) / f"{name}_rank{rank}.pt")
 

@@ -734,3 +734,98 @@ def test_parameters_that_lie_side_by_side_in_one_tensor_grow() -> None:
     before = network(x)
     grower.step(epoch=1)
     torch.testing.assert_close(network(x), before)
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
+
+
+def test_a_network_that_is_growing_is_no_full_network_for_another_grower() -> None:
+    network, x = plain(), torch.randn(4, 6)
+    first = Grower(network, x, method=PairGrowth(), trigger={0: 0.25, 1: 1.0})
+    for again in (network, copy.deepcopy(network), nn.Sequential(network, nn.Linear(3, 2))):
+        with pytest.raises(UserError, match="the network is growing already"):
+            Grower(again, x, method=PairGrowth(), trigger={0: 0.25, 1: 1.0})
+    first.step(epoch=1)
+    second = Grower(first.finish(), x, method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
+    assert second.full_graph.full_widths == {"0": 32}
+
+
+@pytest.mark.parametrize(
+    ("trigger", "told", "unit"),
+    [
+        (At({0: 0.25, 10: 1.0}), {"step": 0}, "epoch"),
+        (At({0: 0.25, 10: 1.0}), {}, "epoch"),
+        (At({0: 0.25, 10: 1.0}, unit="step"), {"epoch": 0}, "step"),
+        (At({0: 0.25, 10: 1.0}, unit="cost"), {"epoch": 0, "step": 3}, "cost"),
+    ],
+)
+def test_a_loop_that_never_tells_what_the_trigger_counts_is_refused(
+    trigger: At, told: dict[str, int], unit: str
+) -> None:
+    grower = Grower(plain(), torch.randn(4, 6), method=PairGrowth(), trigger=trigger)
+    with pytest.raises(UserError, match=rf"moments count '{unit}', which Grower.step was never told: call"):
+        grower.step(**told)
+    grower.step(**{unit: 0})
+    assert grower.step(**told) == []
+
+
+def test_what_a_loop_told_before_a_checkpoint_need_not_be_told_again() -> None:
+    x, trigger = torch.randn(4, 6), {0: 0.25, 1: 0.5, 2: 1.0}
+    first = Grower(plain(), x, method=PairGrowth(), trigger=trigger)
+    first.step(epoch=1)
+    second = Grower(plain(), x, method=PairGrowth(), trigger=trigger)
+    second.load_state_dict(first.state_dict())
+    assert second.step(step=3) == [] and second.state.widths == {"0": 16}
+
+
+def test_a_network_of_one_stage_needs_no_moments() -> None:
+    assert Grower(plain(), torch.randn(4, 6), method=PairGrowth(), trigger={0: 0.5}).step() == []
+
+
+def test_stages_that_become_narrower_are_refused_before_training() -> None:
+    with pytest.raises(
+        UserError, match=r"stage 2 of the trigger is narrower .* \(16 to 8 channels of '0'\), and PairGrowth"
+    ):
+        Grower(plain(), torch.randn(4, 6), method=PairGrowth(), trigger={0: 0.25, 3: 0.5, 5: 0.25})
+
+
+@pytest.mark.parametrize(
+    ("other", "goes"),
+    [
+        ({0: 0.25, 1: 0.5, 9: 0.75, 12: 1.0}, True),
+        ({0: 0.25, 7: 0.5, 9: 1.0}, True),
+        ({0: 0.5, 3: 1.0}, False),
+        ({0: 0.25, 1: 1.0}, False),
+        ({0: 0.5}, True),
+    ],
+)
+def test_a_state_goes_on_with_a_trigger_of_its_widths(other: dict[float, float], goes: bool) -> None:
+    x = torch.randn(4, 6)
+    first = Grower(plain(), x, method=PairGrowth(), trigger={0: 0.25, 1: 0.5, 2: 1.0})
+    first.step(epoch=1)
+    second = Grower(plain(), x, method=PairGrowth(), trigger=other)
+    before = second.state_dict()
+    if goes:
+        second.load_state_dict(first.state_dict())
+        assert second.state.widths == {"0": 16}
+        return
+    with pytest.raises(UserError, match="give the trigger that the run began with"):
+        second.load_state_dict(first.state_dict())
+    assert second.state_dict() == before
+
+
+def test_growth_that_ends_early_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    for epoch, at_any_stage, told in (
+        (0, False, True),
+        (1, False, True),
+        (1, True, False),
+        (2, False, False),
+    ):
+        grower = Grower(plain(), torch.randn(4, 6), method=PairGrowth(), trigger={0: 0.25, 1: 0.5, 2: 1.0})
+        grower.step(epoch=epoch)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            grower.finish(at_any_stage)
+        assert (f"training has ended in stage {epoch} of 2" in caplog.text) == told
+    assert repr(grower) == "Grower(stage 2, PairGrowth, widths {0: 32})"

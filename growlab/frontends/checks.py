@@ -14,7 +14,7 @@ def check_unit(trigger: Trigger, loop: str) -> None:
     Raises:
         UserError: it counts costs.
     """
-    if getattr(trigger, "unit", None) == "cost":
+    if trigger.counts == "cost":
         raise UserError(
             f"{loop} tells of epochs and steps alone, so a trigger with unit='cost' would never grow; give it "
             "unit='step', or announce costs to a growlab.Grower in your own loop."

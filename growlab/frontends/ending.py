@@ -3,28 +3,20 @@
 import logging
 
 from growlab.errors import UserError
-from growlab.grower import Grower, forecast
+from growlab.grower import Grower
 
 log = logging.getLogger(__name__)
 
 
-def end(grower: Grower) -> None:
-    """Leave an ordinary network behind, and say so if it is not one or not at the end of its growth."""
-    stages = forecast(grower.trigger, grower.full_graph, grower.parts)
-    if stages is not None and grower.state.scheduled_stage < len(stages) - 1:
-        log.warning(
-            "training has ended in stage %d of %d: the network is narrower than its last stage's, which its trigger "
-            "would have grown it to later",
-            grower.state.scheduled_stage,
-            len(stages) - 1,
-        )
-    finish(grower)
+def finish(grower: Grower, at_any_stage: bool = False) -> None:
+    """Leave an ordinary network behind, or say why it is not one.
 
-
-def finish(grower: Grower) -> None:
-    """Leave an ordinary network behind, or say why it is not one."""
+    Args:
+        grower: of the network.
+        at_any_stage: see `Grower.finish`.
+    """
     try:
-        grower.finish()
+        grower.finish(at_any_stage)
     except UserError as error:
         # Training is done, and its checkpoints are there: go on with more epochs.
         log.warning("%s", error)

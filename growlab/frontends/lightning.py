@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from growlab.errors import UserError
 from growlab.frontends.averages import averages, shapes_of
 from growlab.frontends.checks import check_unit
-from growlab.frontends.ending import end, finish
+from growlab.frontends.ending import finish
 from growlab.frontends.example import captured
 from growlab.frontends.samples import few_samples
 from growlab.frontends.saving import Saving, hold_plain_networks, put_back_networks
@@ -231,7 +231,7 @@ class Growth(GrowthSteps):
         """Leave an ordinary network behind, and say so if it is not at the end of its growth."""
         assert self.grower is not None
         self._ended = True
-        end(self.grower)
+        finish(self.grower)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave an ordinary network behind that was evaluated at a checkpoint's weights, or had no step left to do."""
@@ -241,10 +241,10 @@ class Growth(GrowthSteps):
             self._saving = None
         self._put_back_batches()
         if stage == "fit" and not self._ended and trainer.global_step:
-            end(self.grower)
+            finish(self.grower)
         elif stage != "fit" or not self._ended:
             # Evaluated, or searched for a learning rate and not trained.
-            finish(self.grower)
+            finish(self.grower, at_any_stage=True)
 
     # Checkpoints -------------------------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class Growth(GrowthSteps):
         saved = content.get("callbacks", {}).get(self.state_key, {}).get("parts", {})
         for part in grower.parts:
             part.load_meaning(saved.get(part.name, {}))
-        grower.finish()
+        grower.finish(at_any_stage=True)
         return module
 
     # What the network is called with -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from growlab.errors import UserError, how_to_install, needs
 from growlab.frontends.checks import check_unit
-from growlab.frontends.ending import end
+from growlab.frontends.ending import finish
 from growlab.frontends.example import positional
 from growlab.grower import Grower
 from growlab.grower.plain import plain_state_dict, put_back
@@ -214,7 +214,7 @@ class Growth(TrainerCallback, ExportableState):
                     "be of no stage; resume from the last checkpoint without load_best_model_at_end."
                 )
             self._resume(self.grower, saved, folder)
-        end(self.grower)
+        finish(self.grower)
 
     def state(self) -> dict[str, Any]:
         """State of growth but for its parts, for the checkpoint's trainer_state.json; `on_save` is called behind it."""

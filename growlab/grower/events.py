@@ -1,7 +1,7 @@
 """One growth event of a grower: parts, network, optimizers and averages, in this order."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,23 @@ if TYPE_CHECKING:
 
 # Entries of receipts that add up.
 _SUMMED = ("auxiliary_flops", "auxiliary_samples")
+
+
+def due(run: "Grower") -> tuple[Widths | None, Part | None]:
+    """Widths to grow to now, and the part that asks for them; None: the trigger does."""
+    # Parts first: the trigger's event may forget the optimizer's state, which they may look at.
+    for part in run.parts:
+        if (widths := part.decide(run)) is not None:
+            return widths, part
+    return run.trigger.next(run), None
+
+
+def held(run: "Grower") -> Iterator[tuple[str, Any]]:
+    """Names and values of all that processes must hold alike."""
+    yield "the growth state", run.state.as_dict()
+    yield from ranks.held(run.network, run.optimizers)
+    for name, copy in run.copies().items():
+        yield from ((f"{key} of {name}", tensor) for key, tensor in copy.state_dict().items())
 
 
 # New parameters are to be trained, wherever the event happens.
@@ -86,7 +103,7 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
     told = _merged(told, *(part.after_growth(run, event) for part in run.parts))
     seconds.note("followers")
     if run.check_ranks and ranks.several():
-        ranks.compare(run.held(), f"after growth to stage {run.state.stage}")
+        ranks.compare(held(run), f"after growth to stage {run.state.stage}")
     seconds.note("rank_check")
     # Else the ninth width exceeds the compiler's recompile limit and it silently stops compiling.
     torch.compiler.reset()

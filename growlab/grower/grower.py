@@ -1,7 +1,7 @@
 """The engine: a network that grows in anyone's training."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import Any
@@ -9,13 +9,20 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from growlab import ranks
 from growlab.errors import UserError
-from growlab.grower.events import carry_out
+from growlab.grower.events import carry_out, due
 from growlab.grower.following import let_follow, told_apart
-from growlab.grower.loading import adopt, arrive, recognised
+from growlab.grower.loading import adopt, arrive, check_state, recognised
 from growlab.grower.plain import plain_state_dict
-from growlab.grower.preparing import knows_stages, measurement, nothing_grows, prepared, seed_widths
+from growlab.grower.preparing import (
+    check_told,
+    knows_stages,
+    measurement,
+    nothing_grows,
+    prepared,
+    seed_widths,
+    still_narrow,
+)
 from growlab.growth import GrowthEvent, GrowthMethod, GrowthState, Measurement, Schedule, anneal_norms, plant
 from growlab.growth.attached import attach, detach
 from growlab.growth.finish import finish
@@ -23,7 +30,7 @@ from growlab.growth.outputs import network_inputs
 from growlab.optim import Inheritance, Regions, weight_regions
 from growlab.optim.followers import Followers
 from growlab.parts.part import Part
-from growlab.triggers import Clock, Run, Training, Trigger, Widths, as_trigger
+from growlab.triggers import Clock, Run, Training, Trigger, as_trigger
 from growlab.widths import WidthGraph
 
 log = logging.getLogger(__name__)
@@ -64,7 +71,7 @@ class Grower:
         check_ranks: compare processes after each event, bit for bit.
 
     Raises:
-        UserError: the network cannot be traced, or trigger, method or a part cannot go with it.
+        UserError: the network cannot be traced or is another grower's, or trigger, method or a part cannot go with it.
     """
 
     def __init__(
@@ -88,6 +95,7 @@ class Grower:
         self._anneal_steps = anneal_steps
         self._example = example if isinstance(example, tuple) else (example,)
         self._modules: list[nn.Module] = []
+        self._told = set[str]()
         self._regions: dict[str, Regions] | None = None
         if graph is None:
             # A network that keeps its widths need not be one whose widths can be found.
@@ -96,7 +104,7 @@ class Grower:
                 log.warning("%s: it is trained as it is", told)
         past, self.full_graph, self.graph = dict(self.network.named_parameters()), graph, graph
         self._full_names = set(self.network.state_dict())
-        self.seed_widths = seed_widths(self.trigger, graph, self.parts)
+        self.seed_widths = seed_widths(self.trigger, graph, self.parts, method)
         share = self.trigger.share(0, self.seed_widths)
         for part in self.parts:
             part.check(self)
@@ -111,6 +119,10 @@ class Grower:
         for part in self.parts:
             part.begin(self)
         self.reopen()
+
+    def __repr__(self) -> str:
+        widths = ", ".join(f"{group}: {width}" for group, width in self.state.widths.items())
+        return f"{type(self).__name__}(stage {self.state.stage}, {self.method.name}, widths {{{widths}}})"
 
     # In a loop ---------------------------------------------------------------------------------------------
 
@@ -179,21 +191,26 @@ class Grower:
             The events, mostly none.
 
         Raises:
-            UserError: the method or an optimizer cannot, or processes differ.
+            UserError: the method or an optimizer cannot, processes differ, or what the trigger counts was never told.
             ParityError: the network would compute something else than the method promises.
         """
-        told: dict[str, Any] = {"epoch": epoch, "step": step, "cost": cost}
-        self.clock = replace(self.clock, **{name: value for name, value in told.items() if value is not None})
+        known = {"epoch": epoch, "step": step, "cost": cost}
+        told: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
+        self.clock, self._told = replace(self.clock, **told), self._told | told.keys()
+        check_told(self.trigger, self._told)
         events = list[GrowthEvent]()
         while self._open:
-            widths, part = self._due()
+            widths, part = due(self)
             if widths is None:
                 break
             events.append(carry_out(self, widths, part))
         return events
 
-    def finish(self) -> nn.Module:
+    def finish(self, at_any_stage: bool = False) -> nn.Module:
         """End growth: the network is an ordinary one that computes the same, and its hooks are gone.
+
+        Args:
+            at_any_stage: do not warn of stages that are still to come.
 
         Returns:
             The network.
@@ -201,6 +218,8 @@ class Grower:
         Raises:
             UserError: normalisations are not plain again yet; everything is then as before.
         """
+        if not at_any_stage and (told := still_narrow(self)):
+            log.warning("%s", told)
         if self.state.norm_weights:
             left = round((1 - self.state.norm_progress) * self.anneal_steps)
             raise UserError(
@@ -273,15 +292,11 @@ class Grower:
         """Go on from what `state_dict` returned, before or after the network and the optimizers load theirs.
 
         Raises:
-            UserError: it is another network's, or of a run with other parts.
+            UserError: it is another network's, or of a run with other parts or other widths at its stage.
         """
-        if state["full_widths"] != self.full_graph.full_widths:
-            raise UserError("the state is of another network: its width groups or their full widths differ.")
-        names = {part.name for part in self.parts}
-        if names != set(state["parts"]):
-            saved, own = (", ".join(sorted(each)) or "none" for each in (state["parts"], names))
-            raise UserError(f"the state is of a run with other parts: {saved}; this one has {own}.")
+        check_state(self, state)
         adopt(self, GrowthState.from_dict(state["growth"]))
+        self._told = {"epoch", "step", "cost"}
         self.clock, self.events = Clock(**state["clock"]), list(state["events"])
         self.trigger.load_state_dict(state["trigger"])
         for part in self.parts:
@@ -361,25 +376,10 @@ class Grower:
 
     # Events --------------------------------------------------------------------------------------------------
 
-    def _due(self) -> tuple[Widths | None, Part | None]:
-        """Widths to grow to now, and the part that asks for them; None: the trigger does."""
-        # Parts first: the trigger's event may forget the optimizer's state, which they may look at.
-        for part in self.parts:
-            if (widths := part.decide(self)) is not None:
-                return widths, part
-        return self.trigger.next(self), None
-
     @property
     def knows_stages(self) -> bool:
         """Whether it is known before when each stage begins and how wide the network is then."""
         return knows_stages(self.trigger, self.parts)
-
-    def held(self) -> Iterator[tuple[str, Any]]:
-        """Names and values of all that processes must hold alike."""
-        yield "the growth state", self.state.as_dict()
-        yield from ranks.held(self.network, self.optimizers)
-        for name, copy in self.copies().items():
-            yield from ((f"{key} of {name}", tensor) for key, tensor in copy.state_dict().items())
 
     # Steps ---------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,40 @@ if TYPE_CHECKING:
     from growlab.grower.grower import Grower
 
 
+def check_state(run: "Grower", state: Mapping[str, Any]) -> None:
+    """Refuse what `Grower.state_dict` of another run returned.
+
+    Raises:
+        UserError: it is another network's, or of a run with other parts or other widths at its stage.
+    """
+    if state["full_widths"] != run.full_graph.full_widths:
+        raise UserError("the state is of another network: its width groups or their full widths differ.")
+    names = {part.name for part in run.parts}
+    if names != set(state["parts"]):
+        saved, own = (", ".join(sorted(each)) or "none" for each in (state["parts"], names))
+        raise UserError(f"the state is of a run with other parts: {saved}; this one has {own}.")
+    _check_stage(run, GrowthState.from_dict(state["growth"]))
+
+
+def _check_stage(run: "Grower", state: GrowthState) -> None:
+    """Refuse a state whose widths are not those of its stage here: the next stage would be another run's.
+
+    Raises:
+        UserError: the trigger has other widths at that stage.
+    """
+    stages = forecast(run.trigger, run.full_graph, run.parts)
+    if stages is None:
+        return
+    decided = {group for part in run.parts if part.method is not None for group in part.groups}
+    here = stages[min(state.scheduled_stage, len(stages) - 1)]
+    for group, width in state.widths.items():
+        if group not in decided and here.get(group, width) != width:
+            raise UserError(
+                f"the state is of stage {state.scheduled_stage} with {width} channels of {group!r}, where this trigger "
+                f"has {here[group]}: give the trigger that the run began with; only later stages may differ."
+            )
+
+
 def arrive(
     run: "Grower", network: nn.Module, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None
 ) -> None:

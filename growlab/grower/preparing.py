@@ -1,6 +1,6 @@
 """A network as growth takes it: traced, changed by method and parts; and its widths at every stage."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from growlab import ranks
 from growlab.errors import UserError
 from growlab.growth import GrowthMethod, Measurement
+from growlab.growth.attached import state_of
 from growlab.growth.weighted_norms import annealed
 from growlab.parts.part import Part
 from growlab.triggers import Trigger, Widths
@@ -28,10 +29,23 @@ def forecast(trigger: Trigger, graph: WidthGraph, parts: Sequence[Part]) -> list
     return [{**widths, **{g: each[stage] for g, each in own.items()}} for stage, widths in enumerate(stages)]
 
 
-def seed_widths(trigger: Trigger, graph: WidthGraph, parts: Sequence[Part]) -> dict[str, int]:
-    """Width of each group in the seed, those of parts too; what parts decide by themselves is left to them."""
+def seed_widths(
+    trigger: Trigger, graph: WidthGraph, parts: Sequence[Part], method: GrowthMethod | None = None
+) -> dict[str, int]:
+    """Width of each group in the seed, those of parts too; what parts decide by themselves is left to them.
+
+    Raises:
+        UserError: a stage is narrower than the one before it, and the method only widens.
+    """
     trigger.leave_to_parts({group for part in parts if part.method is not None for group in part.groups})
     known = forecast(trigger, graph, parts)
+    for stage, (before, after) in enumerate(pairwise(known or ()), start=1):
+        narrower = next((group for group, width in before.items() if after[group] < width), None)
+        if method is not None and narrower is not None and not method.shrinks:
+            raise UserError(
+                f"stage {stage} of the trigger is narrower than the one before it ({before[narrower]} to "
+                f"{after[narrower]} channels of {narrower!r}), and {method.name} only widens."
+            )
     first = {group: each[0] for part in parts for group, each in part.stage_widths(1).items()}
     own = first if known is None else {group: known[0][group] for group in first}
     return {**trigger.first(graph), **own}
@@ -43,6 +57,34 @@ def nothing_grows(graph: WidthGraph, trigger: Trigger, parts: Sequence[Part]) ->
         return ""
     reasons = "; ".join(f"{name}: {reason}" for name, reason in list(graph.fixed.items())[:3])
     return f"nothing in this network can grow{f' ({reasons})' if reasons else ''}"
+
+
+def still_narrow(run: "Grower") -> str:
+    """A sentence about stages that the trigger still has in store; "" where there are none or it does not know."""
+    stages = forecast(run.trigger, run.full_graph, run.parts)
+    if stages is None or run.state.scheduled_stage >= len(stages) - 1:
+        return ""
+    return (
+        f"training has ended in stage {run.state.scheduled_stage} of {len(stages) - 1}: the network is narrower than "
+        "in its last stage, which its trigger would have grown it to later"
+    )
+
+
+def check_told(trigger: Trigger, told: Collection[str]) -> None:
+    """Refuse a loop that never tells what a trigger counts.
+
+    Args:
+        trigger: of the run.
+        told: keywords of `Grower.step` that were given so far.
+
+    Raises:
+        UserError: it is none of them.
+    """
+    if trigger.counts is not None and trigger.counts not in told:
+        raise UserError(
+            f"the trigger's moments count {trigger.counts!r}, which Grower.step was never told: call "
+            f"step({trigger.counts}=...), or give At(..., unit=...) what your loop counts."
+        )
 
 
 def no_widths() -> WidthGraph:
@@ -81,6 +123,10 @@ def prepared(
     if hollow := next((name for name, p in network.named_parameters() if p.is_meta), None):
         raise UserError(f"{hollow} is on the meta device, without values: give the network a device first.")
     _check_memory(network)
+    if (state := state_of(network)) is not None and state.widths:
+        raise UserError(
+            "the network is growing already, as a Grower made it a seed: finish that, or build the network anew."
+        )
     try:
         graph = trace(
             network, inputs, opaque, method.follows_norms or any(part.follows_norms for part in parts)

@@ -135,7 +135,7 @@ def detach(network: nn.Module) -> None:
 def state_of(network: nn.Module) -> GrowthState | None:
     """The state that a network's hooks go by: of a copy, its own."""
     for module in network.modules():
-        for hook in module._forward_hooks.values():
-            if isinstance(hook, OutputScale):
+        for hook in module._state_dict_hooks.values():
+            if isinstance(hook, _WriteState):
                 return hook.state
     return None

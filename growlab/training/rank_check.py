@@ -4,6 +4,7 @@ import time
 
 from lightning import Callback, Trainer
 
+from growlab.grower import held
 from growlab.ranks import broadcast_buffers, compare
 from growlab.training.task import Task
 
@@ -48,5 +49,5 @@ class RankCheck(Callback):
             return 0.0
         began = time.perf_counter()
         when = f"{when} (stage {task.growth_state.stage})"
-        compare(task.grower.held(), when, ", or set check_ranks=false to go on")
+        compare(held(task.grower), when, ", or set check_ranks=false to go on")
         return time.perf_counter() - began

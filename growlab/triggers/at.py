@@ -60,7 +60,7 @@ class At(Trigger):
         for width in self._widths:
             if not isinstance(width, Mapping) and not (_is_number(width) and 0 < width <= 1):
                 raise UserError(f"a width of {width!r} is no fraction of full width: above 0 and at most 1.")
-        self.unit = unit
+        self.unit, self.counts = unit, unit if len(self.starts) > 1 else None
         self.resizes = any(isinstance(width, Mapping) or width != 1 for width in self._widths)
         self.batch_sizes = None if batch_sizes is None else self._checked(batch_sizes)
 

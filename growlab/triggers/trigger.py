@@ -119,6 +119,8 @@ class Trigger(ABC):
     grows: bool = True
     #: Whether the network leaves the widths that it is made with.
     resizes: bool = True
+    #: What it needs a loop to tell: "epoch", "step" or "cost"; None: nothing, or it looks at several.
+    counts: str | None = None
     #: Whether it is known beforehand when each stage begins.
     knows_stages: bool = False
     #: Whether it decides by what widths to come will cost.
