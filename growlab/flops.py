@@ -1,6 +1,7 @@
 """Forward FLOPs of a network at any widths, and what a growing run costs (spec: Yuan et al. 2023, Section 4.1)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ def forward_flops(model: nn.Module, sample: Tensor | tuple[Tensor, ...]) -> int:
         parameter.requires_grad_(False)
     try:
         # Weights that are computed from others are so once a batch, not once a sample: they are not counted.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), cached():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), cached(), _no_fused_layers():
             for module in model.modules():
                 if is_parametrized(module):
                     for name in module.get_submodule("parametrizations")._modules:
@@ -37,6 +38,19 @@ def forward_flops(model: nn.Module, sample: Tensor | tuple[Tensor, ...]) -> int:
         for module, training in modes.items():
             module.training = training
     return int(counter.get_total_flops())
+
+
+@contextmanager
+def _no_fused_layers() -> Iterator[None]:
+    """Let torch's Transformer layers and LSTMs run as operations that the counter knows."""
+    fused, one_dnn = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch.backends.mkldnn.set_flags(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        torch.backends.mkldnn.set_flags(one_dnn)
 
 
 def train_cost_percent(

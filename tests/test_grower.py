@@ -638,17 +638,19 @@ def test_norms_are_plain_after_so_many_steps(anneal_steps: int) -> None:
     assert left == [step < anneal_steps for step in range(1, 5)]
 
 
-def wrapper_around(network: nn.Module, halves: bool) -> nn.parallel.DistributedDataParallel:
-    made = nn.parallel.DistributedDataParallel(network)
+def wrapper_around(network: nn.Module, halves: bool, static: bool) -> nn.parallel.DistributedDataParallel:
+    made = nn.parallel.DistributedDataParallel(network, static_graph=static)
     if halves:
         made.register_comm_hook(None, fp16_compress_hook)
     return made
 
 
-def by_hand(rank: int, drift: bool = False, in_place: bool = False, halves: bool = False) -> str:
+def by_hand(
+    rank: int, drift: bool = False, in_place: bool = False, halves: bool = False, static: bool = False
+) -> str:
     """What a rank of two ends with; one of them goes its own way if told to."""
     loop = Loop()
-    wrapped = wrapper_around(loop.network, halves)
+    wrapped = wrapper_around(loop.network, halves, static)
     for step in range(STEPS * EPOCHS):
         if drift and rank == 1 and step == 2:
             nn.init.ones_(loop.network[0].bias)
@@ -657,7 +659,7 @@ def by_hand(rank: int, drift: bool = False, in_place: bool = False, halves: bool
                 renew(nn.Sequential(wrapped))
             else:
                 del wrapped
-                wrapped = wrapper_around(loop.network, halves)
+                wrapped = wrapper_around(loop.network, halves, static)
         x, y = batch(2 * step + rank)
         loop.optimizer.zero_grad()
         F.cross_entropy(wrapped(x), y).backward()
@@ -675,6 +677,7 @@ def one_rank(rank: int, folder: Path) -> None:
     # A wrapper that is renewed does what a new one does, with its hook on what is sent.
     assert by_hand(rank, in_place=True) == whole
     assert by_hand(rank, halves=True) == by_hand(rank, halves=True, in_place=True) != whole
+    assert by_hand(rank, static=True, in_place=True) == whole
     with pytest.raises(UserError, match=r"ranks hold different values after growth to stage 1: 0.bias"):
         by_hand(rank, drift=True)
     other = nn.parallel.DistributedDataParallel(mlp(), process_group=torch.distributed.new_group())

@@ -44,6 +44,8 @@ def _renew(wrapper: DistributedDataParallel) -> None:
     # The old parameters, and the old hooks on those that stay, go before the new ones are added.
     state["_module_parameters"] = [p for p in wrapper.module.parameters() if p.requires_grad]
     state["_comm_hooks"] = []
+    # A static graph is learnt anew: without this the new reducer waits for the reduction at the end of its first step.
+    state["_static_graph_delay_allreduce_enqueued"] = False
     del wrapper.reducer, wrapper.logger
     wrapper.__setstate__(state)
     for hook, its_state in hooks:

@@ -1,12 +1,14 @@
 """What a network puts out on a batch, run so that outputs before and after an event can be compared."""
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -296,12 +298,19 @@ _MEANS: dict[str, Callable[..., Tensor]] = {
 
 @contextlib.contextmanager
 def _seeded(devices: Sequence[int]) -> Iterator[None]:
-    """Same draws each time, on the CPU and these CUDA devices alone; generators are put back."""
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(0)
-        for device in devices:
-            torch.cuda.default_generators[device].manual_seed(0)
-        yield
+    """Same draws each time, of torch on the CPU and these CUDA devices, Python and numpy; generators are put back."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            torch.default_generator.manual_seed(0)
+            for device in devices:
+                torch.cuda.default_generators[device].manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 @contextlib.contextmanager

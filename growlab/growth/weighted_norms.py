@@ -258,8 +258,12 @@ def _mean(
     dim: int | list[int] | tuple[int, ...] | None = None,
     keepdim: bool = False,
     *,
+    axis: int | tuple[int, ...] | None = None,
+    keepdims: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
+    # numpy's names, which torch takes too.
+    dim, keepdim = (axis if dim is None else dim), keepdim or keepdims
     (over,) = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else (dim,)
     if not isinstance(over, int) or over % input.dim() not in [mean % input.dim() for mean in means]:
         return input.mean(dim, keepdim, dtype=dtype)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from growlab.flops import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
@@ -62,3 +63,21 @@ def test_cost_of_growing_resnet20_is_the_published_one(resnet):
 def test_the_fixed_size_run_costs_all():
     assert train_cost_percent([10], [7], 7, 10) == 100.0
     assert train_cost_percent([5, 5], [1, 3], 4, 10) == 50.0
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "by_hand"),
+    [
+        # Projections of queries, keys, values and output, scores and sums, two layers of a perceptron.
+        (
+            nn.TransformerEncoderLayer(64, 4, 128, batch_first=True),
+            (1, 10, 64),
+            2 * 10 * (4 * 64 * 64 + 2 * 10 * 64 + 2 * 64 * 128),
+        ),
+        (nn.LSTM(64, 64, batch_first=True), (1, 10, 64), 2 * 10 * 4 * (64 * 64 + 64 * 64)),
+    ],
+)
+def test_layers_that_torch_fuses_are_counted(layer: nn.Module, shape: tuple[int, ...], by_hand: int) -> None:
+    fused = torch.backends.mha.get_fastpath_enabled()
+    assert forward_flops(layer, torch.randn(shape)) == by_hand
+    assert torch.backends.mha.get_fastpath_enabled() == fused

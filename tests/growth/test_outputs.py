@@ -1,5 +1,9 @@
 """What a network is run on, and what of its output is compared."""
 
+import random
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -162,3 +166,32 @@ def test_terms_of_the_loss_that_change_at_an_event_are_told(of, method, caplog) 
     assert event.parity_error_train < 1e-9
     told = "what the network returns beside its output while it trains has changed at this growth event ("
     assert (told in caplog.text) == (of == "hidden")
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())])
+def test_layers_dropped_by_pythons_or_numpys_numbers_are_compared_with_the_same_ones(
+    draw: Callable[[], float],
+) -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+            self.middle = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x).relu()
+            for layer in self.middle:
+                if not self.training or draw() > 0.5:
+                    x = x + layer(x).relu()
+            return self.last(x)
+
+    x = torch.randn(32, 6)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        grower = Grower(Dropping(), x, method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
+        random.seed(seed), np.random.seed(seed)
+        expected = draw()
+        random.seed(seed), np.random.seed(seed)
+        (event,) = grower.step(epoch=1)
+        assert event.parity_error_train < 1e-5 and event.parity_tolerance_train < 1e-2
+        assert draw() == expected

@@ -339,3 +339,26 @@ def test_an_error_inside_leaves_no_weights_behind() -> None:
 def test_progress_takes_the_straight_way() -> None:
     assert annealed({"x": [0.5, 0.0, 1.0]}, 0.5) == {"x": [0.75, 0.5, 1.0]}
     assert annealed({"x": [0.5]}, 1.0) == {}
+
+
+class NamedAsInNumpy(nn.Module):
+    """An RMS normalisation whose mean is taken by numpy's names."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(axis=-1, keepdims=True) + 1e-6) * self.gain
+
+
+def test_a_mean_by_numpys_names_is_weighed() -> None:
+    network = nn.Sequential(nn.Linear(5, 16), NamedAsInNumpy(16), nn.Linear(16, 3)).double()
+    x = torch.randn(4, 5, dtype=torch.float64)
+    graph = trace(network, x)
+    assert graph.full_widths == {"0": 16}
+    state = plant(network, graph, PairGrowth(), {"0": 8}, seed=0)
+    before = network(x)
+    event = grow(network, graph, PairGrowth(), state, {"0": 16}, seed=0, probe=(x,))
+    assert event.parity_error_eval < 1e-12
+    torch.testing.assert_close(network(x), before)
