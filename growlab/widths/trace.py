@@ -304,12 +304,14 @@ def _best_pass(
     Returns the graph in which most parameters grow, its operations, and the tracer that has seen all that can be
     moved.
     """
+    settings = dict(settings)
+    several_outputs = settings.pop("several_outputs", False)
     best: tuple[WidthGraph, list[Call]] | None = None
     most = (-1, -1)
     for _ in range(_PASSES):
         further = Tracer(program, model, moved=moved, **settings)
         try:
-            graph = further.run()
+            graph = further.run(several_outputs)
         except UnsupportedOperation:
             # What was moved has come to an operation that knows no channels.
             if best is None:

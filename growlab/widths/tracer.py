@@ -53,11 +53,9 @@ class Tracer(Recorder):
         heads: Heads = "dimensions",
         tied: frozenset[str] = frozenset(),
         weighted_norms: bool = True,
-        several_outputs: bool = False,
     ) -> None:
         super().__init__(model, moved or {}, heads, tied, weighted_norms)
         self._program, self._opaque, self.follow_norms = program, opaque, follow_norms
-        self._several_outputs = several_outputs
         self._names = {
             **program.graph_signature.inputs_to_parameters,
             **program.graph_signature.inputs_to_buffers,
@@ -69,8 +67,12 @@ class Tracer(Recorder):
         self._inside = 0
         self._constants = constants_of(program)
 
-    def run(self) -> WidthGraph:
-        """Visit every node once, in forward order, and collect what was found; list the operations in `calls`."""
+    def run(self, several_outputs: bool = False) -> WidthGraph:
+        """Visit every node once, in forward order, and collect what was found; list the operations in `calls`.
+
+        Args:
+            several_outputs: in another mode the network returns something else than a tensor.
+        """
         output_class = self.scales.new()
         for value in values_in(self._visit(self._program.graph_module, [])):
             output_class = self.scales.union(output_class, value.scale)
@@ -78,7 +80,7 @@ class Tracer(Recorder):
             for axis in value.axes:
                 self.atoms.freeze(axis, OUTPUT)
         self._tie_heads_to_streams()
-        if self._several_outputs or not self._program.call_spec.out_spec.is_leaf():
+        if several_outputs or not self._program.call_spec.out_spec.is_leaf():
             self._pin_what_is_more_than_an_output(output_class)
         graph = self._collect(output_class)
         self.calls = [
