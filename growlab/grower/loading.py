@@ -40,7 +40,8 @@ def _check_stage(run: "Grower", state: GrowthState) -> None:
         UserError: the trigger has other widths at that stage.
     """
     stages = forecast(run.trigger, run.full_graph, run.parts)
-    if stages is None:
+    if stages is None or len(stages) == 1:
+        # With one stage, as where checkpoints are evaluated, there is no next one.
         return
     decided = {group for part in run.parts if part.method is not None for group in part.groups}
     here = stages[min(state.scheduled_stage, len(stages) - 1)]
