@@ -34,7 +34,8 @@ RULES = {
     "ranks": rule(packages="torch"),
     "networks": rule("widths", packages="torch"),
     "widths": rule("networks", packages="torch"),
-    "growth": rule("widths networks", packages="torch"),
+    # numpy: a network may draw from its generator, which an event's check seeds.
+    "growth": rule("widths networks", packages="torch numpy"),
     "optim": rule("widths", packages="torch"),
     "triggers": rule("widths growth", packages="torch"),
     "flops": rule("widths", packages="torch"),
