@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from growlab.grower import Grower
 from growlab.growth import GrowthEvent, VarianceTransfer
-from growlab.growth.outputs import buffers_kept, quietly
+from growlab.growth.outputs import quietly, tensors_kept
 from growlab.optim import SGD
 from growlab.widths import WidthGraph
 from tests.odd_networks import ODD_NETWORKS
@@ -27,7 +27,7 @@ def computed(network: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     """All that a network puts out in eval and in train mode, there with the means of what it draws."""
     found = []
     for training in (False, True):
-        with quietly(network) as draws, buffers_kept(network):
+        with quietly(network) as draws, tensors_kept(network):
             draws.means = training
             found += tree_leaves(network.train(training)(*inputs))
     return found

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from growlab.growth.outputs import buffers_kept, quietly
+from growlab.growth.outputs import quietly, tensors_kept
 from growlab.growth.state import GrowthState
 from growlab.widths import WidthGraph
 
@@ -117,7 +117,7 @@ def _puts_out_one_tensor(network: nn.Module, probe: tuple[Any, ...]) -> bool:
     """Whether it does so in both modes: some return terms of the loss too while they train."""
     outputs = []
     for training in (False, True):
-        with quietly(network), buffers_kept(network):
+        with quietly(network), tensors_kept(network):
             network.train(training)
             outputs.append(network(*probe))
     return all(isinstance(output, Tensor) for output in outputs)

@@ -186,8 +186,13 @@ def _apply(model: nn.Module, state: GrowthState, expansion: Expansion, growth: G
     multipliers = carried_multipliers(graph, kept, growth.multipliers, growth.carry, state.widths, widths)
     changed = {name: new for name, new in growth.tensors.items() if new is not expansion.old[name]}
     replaced = replace_tensors(model, graph, changed)
-    weighted_norms = weigh(model, graph, widths, norm_weights)
-    multiply(model, graph, multipliers)
+    try:
+        weighted_norms = weigh(model, graph, widths, norm_weights)
+        multiply(model, graph, multipliers)
+    except BaseException:
+        restore_tensors(model, graph, replaced)
+        restore(model, graph, state)
+        raise
     return _Applied(replaced, norm_weights, weighted_norms, multipliers)
 
 

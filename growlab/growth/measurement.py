@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from growlab import ranks
 from growlab.errors import UserError
-from growlab.growth.outputs import buffers_kept, main_output, network_inputs, quietly
+from growlab.growth.outputs import main_output, network_inputs, quietly, tensors_kept
 from growlab.growth.surrogates import twice_differentiable
 from growlab.growth.weighted_norms import carried_weights, weigh
 from growlab.widths import Carry, WidthGraph, replace_tensors, restore_tensors, tensors_of
@@ -152,7 +152,7 @@ class Measurement:
                     new.requires_grad_(gradients and isinstance(new, nn.Parameter))
                 for *inputs, target in self._batches:
                     seen.clear()
-                    with buffers_kept(self.model), held.during():
+                    with tensors_kept(self.model), held.during():
                         loss = self._loss(main_output(self.model(*inputs)), target)
                         parameters = dict(self.model.named_parameters(remove_duplicate=False))
                         found = {**visit(parameters, loss, seen), _LOSS: loss.detach().double()}

@@ -89,7 +89,8 @@ def multiply(model: nn.Module, graph: WidthGraph, multipliers: Mapping[str, Sequ
             for caller in dict.fromkeys((path, *layer.callers)):
                 chosen.setdefault(caller, []).append(weight)
     for path, weights in chosen.items():
-        setattr(modules[path], _ATTRIBUTE, _Multiplying(modules[path], weights))
+        # A compiled module would hand an attribute that is set or asked for on to the module that it wraps.
+        vars(modules[path])[_ATTRIBUTE] = _Multiplying(modules[path], weights)
 
 
 def multiplied_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -127,7 +128,7 @@ def _rows(layer: Layer) -> int:
 
 
 def _attached(model: nn.Module) -> dict[nn.Module, "_Multiplying"]:
-    return {module: getattr(module, _ATTRIBUTE) for module in model.modules() if hasattr(module, _ATTRIBUTE)}
+    return {module: vars(module)[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in vars(module)}
 
 
 class _Weight:
@@ -188,7 +189,7 @@ class _Multiplying:
         """Let the module use its weights as they are again."""
         for handle in self._handles:
             handle.remove()
-        delattr(self._module, _ATTRIBUTE)
+        del vars(self._module)[_ATTRIBUTE]
 
     @property
     def own(self) -> list[_Weight]:
@@ -227,7 +228,7 @@ class _Multiplying:
 
 
 def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for weight in getattr(module, _ATTRIBUTE).own:
+    for weight in vars(module)[_ATTRIBUTE].own:
         state[prefix + weight.attribute + _KEY] = weight.rows.flatten()
 
 

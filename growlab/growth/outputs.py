@@ -85,13 +85,13 @@ def observe(
     try:
         with quietly(model) as draws:
             model.train()
-            with buffers_kept(model):
+            with tensors_kept(model):
                 train = main_output(returned := model(*probe))
             if draws.seen:
                 draws.means = True
                 for calls in moments.values():
                     calls.clear()
-                with buffers_kept(model):
+                with tensors_kept(model):
                     train = main_output(returned := model(*probe))
         if between is not None:
             between({name: _unbiased(calls) for name, calls in moments.items() if calls})
@@ -155,23 +155,32 @@ def _unbiased(calls: Sequence[tuple[Tensor, Tensor, int]]) -> tuple[Tensor, Tens
 
 def evaluate(model: nn.Module, probe: Tensor | Sequence[Tensor]) -> Tensor:
     """The output on the probe batch in eval mode, as `observe` runs it."""
-    with quietly(model), buffers_kept(model):
+    with quietly(model), tensors_kept(model):
         model.eval()
         return main_output(model(*positional(probe)))
 
 
 @contextlib.contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put the very same buffers back, with their content: a forward may have filled them, or put others there."""
+def tensors_kept(model: nn.Module) -> Iterator[None]:
+    """Put the very same buffers back, with their content: a forward may have filled them, or put others there.
+
+    Parameters that it has written to (a momentum encoder's) get their content back too.
+    """
     kept = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+    parameters = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     try:
         yield
     finally:
+        with torch.no_grad():
+            for parameter, content in parameters:
+                # A copy would count as a change where a graph waits for its backward pass.
+                if not torch.equal(parameter, content):
+                    parameter.copy_(content)
         for module, name, buffer, content in kept:
             module._buffers[name] = buffer
             buffer.copy_(content)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from growlab.errors import UserError
 from growlab.flops import forward_flops
 from growlab.growth import GrowthEvent
-from growlab.growth.outputs import buffers_kept, network_inputs
+from growlab.growth.outputs import network_inputs, tensors_kept
 from growlab.parts.part import Part
 from growlab.ranks import sum_over_ranks
 from growlab.triggers import Run, Widths
@@ -245,7 +245,7 @@ def mean_gradients(
     modes = {module: module.training for module in network.modules()}
     network.train()
     try:
-        with torch.enable_grad(), torch.compiler.set_stance("force_eager"), buffers_kept(network):
+        with torch.enable_grad(), torch.compiler.set_stance("force_eager"), tensors_kept(network):
             for index, batch in enumerate(batches):
                 if training.seed_draws is not None:
                     training.seed_draws(-1 - pass_number, index)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from growlab import Grower
 from growlab.growth import (
     GrowthEvent,
     GrowthMethod,
@@ -24,6 +25,7 @@ from growlab.growth import (
     plant,
     restore,
 )
+from growlab.growth import event as event_module
 from growlab.growth.multipliers import fold_multipliers
 from growlab.networks import MLP, CausalTransformer, EncoderDecoder, WideResNet
 from growlab.networks.transformer import Attention
@@ -217,6 +219,24 @@ def test_an_event_that_fails_leaves_the_multipliers() -> None:
     assert torch.equal(run.output(), before)
 
 
+def test_an_event_that_cannot_multiply_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = event_module.multiply
+
+    def broken(*_: Any) -> None:
+        monkeypatch.setattr(event_module, "multiply", multiply)
+        raise AttributeError("no such module")
+
+    run = Grown("mlp8", VarianceTransfer())
+    run.grow(0.5)
+    before, known = run.output(), dict(run.network.named_parameters())
+    monkeypatch.setattr(event_module, "multiply", broken)
+    with pytest.raises(AttributeError, match="no such module"):
+        run.grow(1.0)
+    now = dict(run.network.named_parameters())
+    assert all(now[name] is parameter for name, parameter in known.items())
+    assert torch.equal(run.output(), before)
+
+
 @pytest.mark.parametrize("name", ["mlp8", "vision transformer", "decoder"])
 def test_a_state_brings_a_fresh_network_to_the_same_outputs(name: str) -> None:
     """As a resumed run does: shapes, then tensors, then what the state says beyond them."""
@@ -314,3 +334,30 @@ def test_modules_are_found_that_apply_weights_of_others() -> None:
     assert callers["head.weight"] == ("head",)
     # torch's own attention uses the weight of the layer inside of it.
     assert callers["layer.self_attn.out_proj.weight"] == ("layer.self_attn",)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_a_compiled_module_inside_grows_and_is_finished(normalised: bool) -> None:
+    def compiled(module: nn.Module) -> nn.Module:
+        return torch.compile(module, backend="eager")  # type: ignore[return-value]
+
+    torch.manual_seed(0)
+    norm = compiled(nn.LayerNorm(16)) if normalised else nn.Identity()
+    network = nn.Sequential(
+        nn.Linear(6, 16), compiled(nn.Linear(16, 16)), nn.ReLU(), norm, nn.Linear(16, 3)
+    ).double()
+    x = torch.randn(32, 6).double()
+    schedule = {0: 0.25, 1: 0.5, 2: 1.0}
+    grower = Grower(network, x, method=VarianceTransfer(), trigger=schedule, anneal_steps=1)
+    before = network(x)
+    for epoch in (1, 2):
+        (event,) = grower.step(epoch=epoch)
+        assert event.parity_error_train < 1e-9
+    assert any(name.endswith("unfinished_growth_multipliers") for name in network.state_dict())
+    for _ in range(2):
+        torch.testing.assert_close(network(x), before, rtol=1e-9, atol=1e-9)
+    grower.anneal(1.0)
+    before = network(x)
+    grower.finish()
+    assert not any("unfinished" in name for name in network.state_dict())
+    torch.testing.assert_close(network(x), before, rtol=1e-9, atol=1e-9)

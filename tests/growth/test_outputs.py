@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from growlab import Grower, parts
 from growlab.growth import GradMax, Net2Net, PairGrowth, RandomGrowth, VarianceTransfer
-from growlab.growth.outputs import network_inputs
+from growlab.growth.outputs import network_inputs, tensors_kept
 from growlab.growth.parity import ROUNDING, rounding
 from tests.parts_here import needs
 
@@ -195,3 +195,35 @@ def test_layers_dropped_by_pythons_or_numpys_numbers_are_compared_with_the_same_
         (event,) = grower.step(epoch=1)
         assert event.parity_error_train < 1e-5 and event.parity_tolerance_train < 1e-2
         assert draw() == expected
+
+
+def test_parameters_that_a_forward_updates_stay_as_an_event_is_checked() -> None:
+    class WithMomentum(nn.Module):
+        """A slowly moving copy of a layer, as contrastive learning has."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+            self.slow = nn.Parameter(torch.zeros(3, 16), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                with torch.no_grad():
+                    self.slow.lerp_(self.last.weight.detach().mean() * torch.ones_like(self.slow), 0.1)
+            return self.last(self.first(x).relu())
+
+    torch.manual_seed(0)
+    network, x = WithMomentum(), torch.randn(32, 6)
+    grower = Grower(network, x, method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
+    network.train()(x)
+    before, version = network.slow.clone(), network.slow._version
+    assert before.any()
+    grower.step(epoch=1)
+    assert torch.equal(network.slow, before) and network.slow._version > version
+    trained = network.last.weight
+    loss = network(x).square().mean()
+    changes = trained._version
+    with tensors_kept(network):
+        network(x)
+    assert trained._version == changes
+    loss.backward()
