@@ -90,7 +90,7 @@ def multiply(model: nn.Module, graph: WidthGraph, multipliers: Mapping[str, Sequ
                 chosen.setdefault(caller, []).append(weight)
     for path, weights in chosen.items():
         # A compiled module would hand an attribute that is set or asked for on to the module that it wraps.
-        vars(modules[path])[_ATTRIBUTE] = _Multiplying(modules[path], weights)
+        modules[path].__dict__[_ATTRIBUTE] = _Multiplying(modules[path], weights)
 
 
 def multiplied_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -128,7 +128,9 @@ def _rows(layer: Layer) -> int:
 
 
 def _attached(model: nn.Module) -> dict[nn.Module, "_Multiplying"]:
-    return {module: vars(module)[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in vars(module)}
+    return {
+        module: module.__dict__[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in module.__dict__
+    }
 
 
 class _Weight:
@@ -189,7 +191,7 @@ class _Multiplying:
         """Let the module use its weights as they are again."""
         for handle in self._handles:
             handle.remove()
-        del vars(self._module)[_ATTRIBUTE]
+        del self._module.__dict__[_ATTRIBUTE]
 
     @property
     def own(self) -> list[_Weight]:
@@ -228,7 +230,7 @@ class _Multiplying:
 
 
 def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for weight in vars(module)[_ATTRIBUTE].own:
+    for weight in module.__dict__[_ATTRIBUTE].own:
         state[prefix + weight.attribute + _KEY] = weight.rows.flatten()
 
 

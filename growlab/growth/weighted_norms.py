@@ -91,15 +91,15 @@ def weigh(
         each = {g: torch.tensor(weights.get(g, [1.0] * widths[g]), dtype=torch.float64) for g in groups}
         on_axis = norm.axis.spread(each, widths, fixed=1.0)
         # A compiled module would hand an attribute that is set or asked for on to the module that it wraps.
-        known: _Weighing | None = vars(module).get(_ATTRIBUTE)
+        known: _Weighing | None = module.__dict__.get(_ATTRIBUTE)
         if bool((on_axis == on_axis[0]).all()):
             if known is not None:
                 known.remove()
-                del vars(module)[_ATTRIBUTE]
+                del module.__dict__[_ATTRIBUTE]
             continue
         if known is None:
             known = _Weighing(module)
-            vars(module)[_ATTRIBUTE] = known
+            module.__dict__[_ATTRIBUTE] = known
         known.set(on_axis)
         if norm.mean_over is not None:
             known.means.add(norm.mean_over)
@@ -110,7 +110,7 @@ def weigh(
 
 def weighted_modules(model: nn.Module) -> list[str]:
     """Paths of the modules whose statistics over channels are weighted."""
-    return [name for name, module in model.named_modules() if _ATTRIBUTE in vars(module)]
+    return [name for name, module in model.named_modules() if _ATTRIBUTE in module.__dict__]
 
 
 class _Weighing:
@@ -178,7 +178,7 @@ class _Weighing:
 
 
 def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    state[prefix + _KEY] = vars(module)[_ATTRIBUTE].weights
+    state[prefix + _KEY] = module.__dict__[_ATTRIBUTE].weights
 
 
 class _Weighted(TorchFunctionMode):
