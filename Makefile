@@ -82,8 +82,9 @@ digests: $(READY)  ## fingerprints of runs that use every feature (ARGS=FILE, la
 bench: $(READY)  ## measure what growing and rate adaptation cost
 	$(PY) -m pytest --override-ini=python_files='bench_*.py' -m "" -s tests/benchmarks tests/parts $(ARGS)
 
+# Without -q, which would hide warnings from --strict too.
 docs: notebooks  ## the guide, the notebooks and the API reference, into site/; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q -f notebooks/docs/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -f notebooks/docs/mkdocs.yml
 
 figures: $(READY)  ## draw the figures of notebooks/results anew, from the rows kept there (ARGS=llama: those of such a name)
 	$(PY) notebooks/docs/figures.py $(ARGS)

@@ -17,7 +17,7 @@ class CommandParser(argparse.ArgumentParser):
 def sizes(text: str) -> list[int]:
     """Whole numbers with commas between them, as the type of an argument.
 
-    Example:
+    Examples:
         >>> sizes("3,32,32")
         [3, 32, 32]
     """

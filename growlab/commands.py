@@ -130,7 +130,7 @@ def complete(line: str) -> tuple[list[str], str | None]:
     Returns:
         What the last word may become, and the line whose overrides come next; None if there are none.
 
-    Example:
+    Examples:
         >>> complete("growlab wid")
         (['widths', 'widen'], 'growlab wid')
         >>> complete("growlab plan model=re")

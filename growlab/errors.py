@@ -39,7 +39,7 @@ def how_to_install(extra: str | None = None) -> str:
     It names the packages themselves: growlab may come from a checkout, and then there is no `growlab[EXTRA]` to install
     from.
 
-    Example:
+    Examples:
         >>> how_to_install("no such extra")
         "pip install -e '.[no such extra]' in growlab's checkout"
     """
@@ -69,7 +69,7 @@ def needs(what: str, command: str) -> Iterator[None]:
     Raises:
         ModuleNotFoundError: with that sentence.
 
-    Example:
+    Examples:
         >>> with needs("A bird", "pip install feathers"):
         ...     import no_feathers
         Traceback (most recent call last):

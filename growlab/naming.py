@@ -22,7 +22,7 @@ def experiment_name(
         overrides: those of the command line.
         swept: keys that the experiment itself sweeps over; its name stands for all their values.
 
-    Example:
+    Examples:
         >>> choices = {"experiment": "digits", "model": "resnet20", "data": "digits"}
         >>> experiment_name(choices, ["growth=pairs", "seed=1"])
         'digits'

@@ -33,15 +33,16 @@ def sorted_into(kinds: tuple[type, ...], settings: Mapping[str, Any], owner: str
     Raises:
         UnknownSetting: a name is none of theirs.
 
-    >>> from dataclasses import dataclass
-    >>> @dataclass(frozen=True)
-    ... class When:
-    ...     every: int = 1
-    >>> @dataclass(frozen=True)
-    ... class Much:
-    ...     width: int = 2
-    >>> sorted_into((When, Much), {"width": 3}, "example")
-    [When(every=1), Much(width=3)]
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class When:
+        ...     every: int = 1
+        >>> @dataclass(frozen=True)
+        ... class Much:
+        ...     width: int = 2
+        >>> sorted_into((When, Much), {"width": 3}, "example")
+        [When(every=1), Much(width=3)]
     """
     names = {kind: {field.name for field in fields(kind)} for kind in kinds}
     unknown = sorted(set(settings) - {name for own in names.values() for name in own})

@@ -19,7 +19,7 @@ class SweepProgress:
         counted: whether every combination is a run; a search decides by itself how many there are.
         clock: seconds.
 
-    Example:
+    Examples:
         >>> times = iter([0.0, 60.0])
         >>> progress = SweepProgress(["seed=0,1", "seed=0,1,2", "model=mlp8"], clock=lambda: next(times))
         >>> progress.line(0, ["seed=0", "model=mlp8"])

@@ -59,7 +59,7 @@ BITS = Metric("bits_per_character", "bits per character", higher_is_better=False
 def metric_of(results: Iterable[Mapping[str, Any]]) -> Metric:
     """The metric that all of these `results.json` were tested with; accuracy where they have none in common.
 
-    Example:
+    Examples:
         >>> metric_of([{"test_accuracy": 0.6, "test_bleu": 31.8}]).label, metric_of([{"test_accuracy": 0.9}]).label
         ('BLEU', 'accuracy %')
     """

@@ -57,7 +57,7 @@ class Published:
 def published() -> tuple[Published, ...]:
     """All published values, in the paper's order.
 
-    Example:
+    Examples:
         >>> [p.value for p in published() if (p.model, p.growth) == ("resnet20", "firefly")]
         [92.1]
     """

@@ -134,7 +134,7 @@ def looks(methods: Sequence[str]) -> list[dict[str, Any]]:
     Args:
         methods: names as `Group.method` has them.
 
-    Example:
+    Examples:
         >>> [look["color"] for look in looks(["net2net", "fixed-size", "net2net, optimizer.lr=0.1"])]
         ['#D55E00', '#000000', '#0072B2']
     """
@@ -309,7 +309,7 @@ def _apart(places: Sequence[tuple[float, ...]], size: float) -> list[float]:
 def spread(positions: Sequence[float], gap: float) -> list[float]:
     """Move labels at the given positions apart until neighbours keep `gap`, as little as is needed.
 
-    Example:
+    Examples:
         >>> spread([0.0, 0.1, 5.0], gap=1.0)
         [-0.45, 0.55, 5.0]
     """

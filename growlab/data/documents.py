@@ -159,7 +159,7 @@ def saved_splits(path: str) -> list[str]:
 def text_of_html(source: str) -> str:
     r"""The text that a page shows, a line for each paragraph.
 
-    Example:
+    Examples:
         >>> text_of_html("<p>a &lt; b<br>c</p><script>x()</script><li>d")
         'a < b\nc\nd\n'
     """

@@ -29,8 +29,9 @@ class Incremental:
     Raises:
         UserError: a value is impossible.
 
-    >>> Incremental("classes", 0.2).shares(5)
-    [Fraction(1, 5), Fraction(2, 5), Fraction(3, 5), Fraction(4, 5), Fraction(1, 1)]
+    Examples:
+        >>> Incremental("classes", 0.2).shares(5)
+        [Fraction(1, 5), Fraction(2, 5), Fraction(3, 5), Fraction(4, 5), Fraction(1, 1)]
     """
 
     mode: str = "classes"

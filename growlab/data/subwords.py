@@ -27,7 +27,7 @@ class Subwords(Protocol):
 class Words:
     """Words as they stand, or subwords that the text holds already: `@@ ` and SentencePiece's marks are undone.
 
-    Example:
+    Examples:
         >>> Words().decode("a gro@@ wing net@@ work"), Words().decode("▁a ▁gro wing")
         ('a growing network', 'a growing')
     """

@@ -22,7 +22,7 @@ def budget_batches(
         tokens: budget; None: none.
         sentences: likewise.
 
-    Example:
+    Examples:
         >>> [batch.tolist() for batch in budget_batches(np.arange(5), np.array([2, 2, 3, 5, 9]), 6, None)]
         [[0, 1], [2], [3], [4]]
     """

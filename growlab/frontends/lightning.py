@@ -127,7 +127,7 @@ class Growth(GrowthSteps):
     Raises:
         UserError: there is no such submodule, or it cannot be traced; the strategy shards parameters.
 
-    Example:
+    Examples:
         `Trainer(callbacks=[Growth(method=VarianceTransfer(), trigger={0: 0.25, 10: 0.5, 20: 1.0})])`
     """
 

@@ -31,12 +31,15 @@ class FireFly(DataDriven):
     group. Steps are normalised, since candidates' gradients are of any size.
 
     Args:
-        batches: see `DataDriven`.
+        batches: training batches that it is shown at an event: the first ones of the epoch that begins.
         new_candidates: new neurons that are tried for each that the group gets; 0 splits only (FireFly-split).
         steps: of descent, a pass each.
         rate: length of a step relative to what it moves, falling linearly to 0.
         epsilon: e.
-        fallback, gain, new_weights: see `DataDriven`.
+        fallback: "pairs" lets function-preserving pairs grow the groups for which the method is not defined; None
+            refuses them.
+        gain: of new hidden weights that are drawn, variance gain / fan_in.
+        new_weights: see `NewWeights`.
     """
 
     preserves = False

@@ -52,12 +52,15 @@ class GradMax(DataDriven):
     wherever channels stay zero whose inputs are. Ascent keeps each channel's best.
 
     Args:
-        batches: see `DataDriven`.
+        batches: training batches that it is shown at an event: the first ones of the epoch that begins.
         zero: "fan_in", "fan_out", or "auto": "fan_out" where a batch or instance normalisation takes the channels.
         scale: length of new entries relative to the mean of the old ones.
         steps: of ascent, two passes each.
         rate: length of an ascent step relative to the weights, falling linearly to 0.
-        fallback, gain, new_weights: see `DataDriven`.
+        fallback: "pairs" lets function-preserving pairs grow the groups for which the method is not defined; None
+            refuses them.
+        gain: of new hidden weights that are drawn, variance gain / fan_in.
+        new_weights: see `NewWeights`.
     """
 
     def __init__(

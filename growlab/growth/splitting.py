@@ -36,11 +36,14 @@ class Splitting(DataDriven):
     fast form takes the Lanczos process where Wang et al. descend on the Rayleigh quotient.
 
     Args:
-        batches: see `DataDriven`.
+        batches: training batches that it is shown at an event: the first ones of the epoch that begins.
         iterations: products with S for the smallest eigenvalue of each neuron; None for all of S.
         epsilon: distance of halves from the original, relative to its length.
         softplus_beta: ReLU, which has no second derivative, counts as softplus of this sharpness.
-        fallback, gain, new_weights: see `DataDriven`.
+        fallback: "pairs" lets function-preserving pairs grow the groups for which the method is not defined; None
+            refuses them.
+        gain: of new hidden weights that are drawn, variance gain / fan_in.
+        new_weights: see `NewWeights`.
     """
 
     preserves = False

@@ -42,10 +42,13 @@ class Tiny(DataDriven):
     to it: statistics are of each sample. All layers move at once, with one gamma.
 
     Args:
-        batches: see `DataDriven`.
+        batches: training batches that it is shown at an event: the first ones of the epoch that begins.
         update_old: move old weights of consumers by dW too.
         amplitudes: gammas that the line search tries, each forward passes over the batches.
-        fallback, gain, new_weights: see `DataDriven`.
+        fallback: "pairs" lets function-preserving pairs grow the groups for which the method is not defined; None
+            refuses them.
+        gain: of new hidden weights that are drawn, variance gain / fan_in.
+        new_weights: see `NewWeights`.
     """
 
     preserves = False

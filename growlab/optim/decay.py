@@ -27,11 +27,12 @@ def exempt_from_decay(optimizer: torch.optim.Optimizer, network: nn.Module) -> N
         optimizer: over the network's parameters.
         network: the network.
 
-    >>> network = nn.Sequential(nn.Linear(2, 3), nn.PReLU())
-    >>> optimizer = torch.optim.SGD(network.parameters(), lr=0.1, weight_decay=0.01)
-    >>> exempt_from_decay(optimizer, network)
-    >>> [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
-    [(2, 0.01), (1, 0.0)]
+    Examples:
+        >>> network = nn.Sequential(nn.Linear(2, 3), nn.PReLU())
+        >>> optimizer = torch.optim.SGD(network.parameters(), lr=0.1, weight_decay=0.01)
+        >>> exempt_from_decay(optimizer, network)
+        >>> [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
+        [(2, 0.01), (1, 0.0)]
     """
     exempt = {id(p): p for p in without_decay(network)}
     group = optimizer.param_groups[0]

@@ -19,9 +19,10 @@ class SGD(Regional, torch.optim.SGD):
     torch's, bit for bit (up to rounding with `fused=True`, which takes
     torch's fused kernels and is the fastest on a CPU).
 
-    >>> from growlab.optim import NormRatio
-    >>> weight = torch.nn.Parameter(torch.eye(2))
-    >>> optimizer = SGD([weight], lr=0.1, momentum=0.9, rule=NormRatio())
+    Examples:
+        >>> from growlab.optim import NormRatio
+        >>> weight = torch.nn.Parameter(torch.eye(2))
+        >>> optimizer = SGD([weight], lr=0.1, momentum=0.9, rule=NormRatio())
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -34,13 +34,14 @@ class Orthogonalised:
     Args:
         network: whose parameters have the gradients; one that is replaced is found by its name.
 
-    >>> weight = nn.Linear(2, 1, bias=False)
-    >>> orthogonalised = Orthogonalised(weight)
-    >>> orthogonalised.remember({"weight": torch.tensor([[3.0, 0.0]])})
-    >>> weight.weight.grad = torch.tensor([[1.0, 1.0]])
-    >>> orthogonalised.project(1.0)
-    >>> weight.weight.grad
-    tensor([[0., 1.]])
+    Examples:
+        >>> weight = nn.Linear(2, 1, bias=False)
+        >>> orthogonalised = Orthogonalised(weight)
+        >>> orthogonalised.remember({"weight": torch.tensor([[3.0, 0.0]])})
+        >>> weight.weight.grad = torch.tensor([[1.0, 1.0]])
+        >>> orthogonalised.project(1.0)
+        >>> weight.weight.grad
+        tensor([[0., 1.]])
     """
 
     def __init__(self, network: nn.Module) -> None:

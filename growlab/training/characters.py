@@ -9,7 +9,7 @@ from growlab.training.objective import TokenPrediction
 class CharacterPrediction(TokenPrediction):
     """Cross-entropy of the next character, and what it comes to in bits: the mean negative log2 likelihood.
 
-    Example:
+    Examples:
         >>> import torch
         >>> loss, sums = CharacterPrediction()(torch.zeros(1, 3, 8), torch.tensor([[0, 2, 1]]))
         >>> round(CharacterPrediction().metrics(sums.tolist())["bits_per_character"], 3)  # one of eight

@@ -101,7 +101,7 @@ class WandbRecords(Callback):
 def run_name(overrides: Sequence[str], otherwise: str) -> str:
     """A run's name: its overrides, choices and the seed first, within the 128 characters that W&B allows.
 
-    Example:
+    Examples:
         >>> run_name(["optimizer.lr=0.1", "seed=1", "logger=wandb", "growth=pairs"], "digits")
         'growth=pairs seed=1 optimizer.lr=0.1'
         >>> run_name([], "digits")
@@ -118,7 +118,7 @@ def spectra(network: nn.Module) -> list[list[Any]]:
 
     A weight is taken as the matrix [out, in * kernel].
 
-    Example:
+    Examples:
         >>> layer = nn.Linear(3, 2, bias=False)
         >>> _ = layer.weight.data.copy_(torch.tensor([[3.0, 0, 0], [0, 1.0, 0]]))
         >>> [(round(rank, 3), round(value, 3)) for _, rank, value in spectra(layer)][:2]

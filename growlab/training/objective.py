@@ -129,7 +129,7 @@ class Classification(SumObjective):
     Raises:
         UserError: no such part.
 
-    Example:
+    Examples:
         >>> loss, sums = Classification()(torch.tensor([[0.0, 0.0], [8.0, 0.0]]), torch.tensor([1, 0]))
         >>> Classification().metrics(sums.tolist())["accuracy"]
         0.5
@@ -179,7 +179,7 @@ class TokenPrediction(SumObjective):
     Raises:
         UserError: no such part.
 
-    Example:
+    Examples:
         >>> loss, sums = TokenPrediction(padding=1)(torch.zeros(1, 3, 4), torch.tensor([[0, 2, 1]]))
         >>> round(TokenPrediction().metrics(sums.tolist())["perplexity"], 3)  # one of four tokens, and two positions
         4.0

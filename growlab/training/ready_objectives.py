@@ -59,7 +59,7 @@ class MultiLabel(SumObjective):
     Raises:
         UserError: no such probability.
 
-    Example:
+    Examples:
         >>> loss, sums = MultiLabel()(torch.tensor([[2.0, -1.0], [3.0, 1.0]]), torch.tensor([[1, 0], [0, 1]]))
         >>> MultiLabel().metrics(sums.tolist())["exact_match"]
         0.5
@@ -130,7 +130,7 @@ class Regression(SumObjective):
     Raises:
         UserError: no such loss.
 
-    Example:
+    Examples:
         >>> loss, sums = Regression()(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([1.0, 2.0, 4.0]))
         >>> round(Regression().metrics(sums.tolist())["rmse"], 4)
         0.5774
@@ -200,7 +200,7 @@ class Segmentation(SumObjective):
     Raises:
         UserError: no such smoothing.
 
-    Example:
+    Examples:
         >>> logits, masks = torch.zeros(1, 2, 1, 4), torch.tensor([[[0, 0, 1, 255]]])
         >>> metrics = Segmentation().metrics(Segmentation()(logits, masks)[1].tolist())
         >>> round(metrics["accuracy"], 3), round(metrics["mean_iou"], 3)  # class 0 is found everywhere

@@ -17,7 +17,7 @@ class SubwordPrediction(TokenPrediction):
     Losses per token cannot be compared between tokenizers, bits per byte can: the negative log2 likelihood of the text
     over its length in UTF-8.
 
-    Example:
+    Examples:
         >>> import types
         >>> objective = SubwordPrediction()
         >>> objective.bind(types.SimpleNamespace(bytes_of_tokens=torch.tensor([0.0, 1.0, 2.0, 3.0])))

@@ -27,7 +27,7 @@ class At(Trigger):
     Raises:
         UserError: the stages cannot be.
 
-    Example:
+    Examples:
         >>> trigger = At({0: 0.25, 1000: 0.5, 3000: 1.0}, unit="step")
         >>> [trigger.stage_at(Clock(step=step)) for step in (0, 999, 1000, 5000)]
         [0, 0, 1, 2]

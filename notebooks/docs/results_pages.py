@@ -22,8 +22,12 @@ Every figure below is drawn from rows that are kept in the repository, by the co
 """
 
 
+# A file of results, linked from a page.
+_LINKED = re.compile(r"\]\((?:\.\./)*(results/[\w./-]+\.json)\)")
+
+
 def on_files(files: Any, config: Any) -> Any:
-    """Add figures, tables, and the gallery."""
+    """Add figures, tables, the results that pages link, and the gallery."""
     from mkdocs.structure.files import File
 
     for path in sorted((*RESULTS.rglob("*.png"), *RESULTS.rglob("*.md"))):
@@ -37,6 +41,9 @@ def on_files(files: Any, config: Any) -> Any:
             files.append(File.generated(config, name, content=title + path.read_text(encoding="utf-8")))
         else:
             files.append(File.generated(config, name, abs_src_path=str(path)))
+    pages = [file.content_string for file in files.documentation_pages()]
+    for name in sorted({name for text in pages for name in _LINKED.findall(text)}):
+        files.append(File.generated(config, name, abs_src_path=str(RESULTS.parent / name)))
     for one in kept():
         name = f"results/{Path(one.file).with_suffix('.svg')}"
         files.append(File.generated(config, name, abs_src_path=str(drawn(one))))
@@ -44,8 +51,13 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Show the SVG in place of each PNG that is drawn from rows; files of the repository name the PNG."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Show the SVG in place of each PNG that is drawn from rows; files of the repository name the PNG.
+
+    What stands in notebooks/results links pages by their place in the repository, where it lies beside docs/pages.
+    """
+    if page.file.src_uri.startswith("results/"):
+        markdown = markdown.replace("](../docs/pages/", "](../")
     for one in kept():
         stem = f"results/{Path(one.file).with_suffix('')}"
         markdown = re.sub(rf"(\]\((?:\.\./)*{re.escape(stem)})\.png\)", r"\1.svg)", markdown)

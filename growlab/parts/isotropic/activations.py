@@ -114,9 +114,10 @@ class IsotropicActivation(nn.Module):
     Raises:
         ValueError: there is no such gain, or no such length.
 
-    >>> x, o = torch.tensor([[3.0, 4.0]]), 0.5
-    >>> torch.allclose(IsotropicActivation("tanh", o)(x), math.tanh(25.5**0.5) / 25.5**0.5 * x)
-    True
+    Examples:
+        >>> x, o = torch.tensor([[3.0, 4.0]]), 0.5
+        >>> torch.allclose(IsotropicActivation("tanh", o)(x), math.tanh(25.5**0.5) / 25.5**0.5 * x)
+        True
     """
 
     def __init__(

@@ -26,13 +26,14 @@ def deepen(
     Raises:
         ValueError: there is no linear layer at or before the position that tells the width.
 
-    >>> import torch
-    >>> layers = nn.Sequential(nn.Linear(4, 3), IsotropicActivation())
-    >>> x = torch.randn(5, 4)
-    >>> before = layers(x)
-    >>> new = deepen(layers, 1)
-    >>> torch.equal(layers(x), before), len(layers), sum(p.numel() for p in new)
-    (True, 4, 14)
+    Examples:
+        >>> import torch
+        >>> layers = nn.Sequential(nn.Linear(4, 3), IsotropicActivation())
+        >>> x = torch.randn(5, 4)
+        >>> before = layers(x)
+        >>> new = deepen(layers, 1)
+        >>> torch.equal(layers(x), before), len(layers), sum(p.numel() for p in new)
+        (True, 4, 14)
     """
     linear = [module for module in layers[: position + 1] if isinstance(module, nn.Linear)]
     if not 0 <= position < len(layers) or not linear:

@@ -22,11 +22,12 @@ def change_inputs(layer: nn.Linear | nn.Conv2d, count: int, *optimizers: torch.o
 
     Trace the network anew before its widths change.
 
-    >>> layer, x = nn.Linear(3, 2), torch.randn(5, 3)
-    >>> before = layer(x)
-    >>> change_inputs(layer, 2)
-    >>> torch.allclose(layer(torch.cat([x, torch.randn(5, 2)], 1)), before)
-    True
+    Examples:
+        >>> layer, x = nn.Linear(3, 2), torch.randn(5, 3)
+        >>> before = layer(x)
+        >>> change_inputs(layer, 2)
+        >>> torch.allclose(layer(torch.cat([x, torch.randn(5, 2)], 1)), before)
+        True
     """
     old = layer.weight
     inputs = old.shape[1]
