@@ -14,7 +14,11 @@ from tests.command_line import ROOT
 from tests.parts_here import skip_unless_whole
 
 PAGES = ROOT / "notebooks" / "docs" / "pages"
-PACKAGES = ("widths", "growth", "optim", "training", "networks", "data", "analysis")
+PACKAGES = ("widths", "growth", "optim", "widen", "plan", "training", "networks", "data", "analysis")
+# What has no page of its own stands on the engine's.
+ENGINE = ("grower", "triggers", "parts", "frontends.lightning", "frontends.transformers")
+# What a loop does not call: the package's own callers do.
+INTERNAL = {"Grower.withdraw", "Grower.reopen", "Grower.forget_regions", "Grower.arrive", "Grower.__reduce__"}
 
 SEARCHED = {
     "optimizer state": "guide/optimizers/",
@@ -57,13 +61,45 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_has_an_entry(site: Path, package: str) -> None:
+@pytest.mark.parametrize(
+    ("page", "package"), [*zip(PACKAGES, PACKAGES, strict=True), *(("engine", package) for package in ENGINE)]
+)
+def test_every_public_name_has_an_entry(site: Path, page: str, package: str) -> None:
+    """At its name in the package, or at the place of its definition where a module of the same name hides it."""
     module = importlib.import_module(f"growlab.{package}")
-    found = set(re.findall(r'id="growlab\.([\w.]+)"', (site / package / "index.html").read_text()))
-    functions = {name for name in module.__all__ if callable(getattr(module, name))}
-    aliases = {"Inheritance"}  # of a type: no object of its own
-    assert functions - aliases <= {name.rpartition(".")[2] for name in found}
+    found = set(re.findall(r'id="([\w.]+)"', (site / page / "index.html").read_text()))
+    aliases = {"Inheritance", "Widths"}  # of a type: no object of its own
+    objects = {name: getattr(module, name) for name in getattr(module, "__all__", ["Growth"])}
+    missing = {
+        name
+        for name, one in objects.items()
+        if callable(one) and name not in aliases
+        if not {f"{module.__name__}.{name}", f"{one.__module__}.{one.__qualname__}"} & found
+    }
+    assert not missing
+
+
+def test_the_engine_lists_what_a_loop_calls(site: Path) -> None:
+    found = re.findall(r'id="growlab\.grower\.(Grower\.\w+)"', (site / "engine" / "index.html").read_text())
+    assert found[:3] == ["Grower.follow", "Grower.look_at", "Grower.step"] and not INTERNAL & set(found)
+
+
+def test_methods_come_in_the_order_of_interest(site: Path) -> None:
+    found = re.findall(r'id="growlab\.growth\.(\w+)"', (site / "growth" / "index.html").read_text())
+    assert found[:2] == ["GrowthMethod", "VarianceTransfer"]
+
+
+def test_examples_are_shown_as_code_and_no_reference_stays_literal(site: Path) -> None:
+    for page in site.rglob("index.html"):
+        text = page.read_text()
+        assert "<blockquote>\n<blockquote>" not in text and "][growlab." not in text, page
+
+
+def test_links_between_results_and_pages_lead_somewhere(site: Path) -> None:
+    assert 'href="../papers/"' in (site / "results" / "index.html").read_text()
+    page = (site / "guide" / "measured" / "index.html").read_text()
+    linked = re.findall(r'href="(\.\./\.\./results/[^"]*\.json)"', page)
+    assert linked and all((site / "guide" / "measured" / one).resolve().exists() for one in linked)
 
 
 def test_the_example_is_the_readmes(site: Path) -> None:

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from growlab.growth import GrowthMethod, GrowthState, Measurement
 from growlab.widths import WidthGraph
 
-#: Width of each group.
 Widths = Mapping[str, int]
+"""Width of each group."""
 
 
 @dataclass(frozen=True)
