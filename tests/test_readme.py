@@ -1,5 +1,7 @@
 """Every command and example of the README and the guide runs as it is written there, on small settings."""
 
+import ast
+import builtins
 import os
 import re
 import shlex
@@ -173,7 +175,7 @@ def test_tools_run_as_written(
 def test_a_loop_of_ones_own_needs_neither_lightning_nor_hydra() -> None:
     (program,) = [b for language, b in BLOCKS if language == "python" and "Grower(" in b and "resnet20" in b]
     lines = [line for line in program.splitlines() if line and not line.startswith(("import", "from", "#"))]
-    assert len(lines) <= 12
+    assert len(lines) <= 13
     assert program.count("256") == 2
     program = program.replace("256", "64")
     program += """
@@ -187,7 +189,34 @@ resnet20((3, 32, 32), 10).load_state_dict(network.state_dict(), strict=True)
     assert done.returncode == 0, done.stderr
     events = re.findall(r"stage (\d): ([\d,]+) parameters, error (\S+)", done.stdout)
     assert [stage for stage, _, _ in events] == ["1", "2"] and events[-1][1] == "269,722"
+    printed = program.partition("for event in grower.events])  # ")[2].partition(" after")[0]
+    assert done.stdout.splitlines()[0] == printed
     assert all(float(error) < 1e-5 for _, _, error in events)
+
+
+def _unbound(page: Path) -> set[str]:
+    """Names that the page's blocks of Python use and do not make."""
+    bound, unbound = set(dir(builtins)), set()
+    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S):
+        tree = ast.parse(block)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                bound.add(node.name)
+            elif isinstance(node, ast.arg):
+                bound.add(node.arg)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                bound.add(node.id)
+        names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
+        unbound |= {node.id for node in names if isinstance(node.ctx, ast.Load)} - bound
+    return unbound
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
+def test_a_block_imports_what_it_uses(page: Path) -> None:
+    """What is the reader's own (a network, a loader) is all that a block may leave open."""
+    assert _unbound(page) <= {"MyNetwork", "my_loader", "my_validation_loader", "loader", "network", "x"}
 
 
 class Module(lightning.LightningModule):
