@@ -33,9 +33,9 @@ RULES = {
     "settings": rule(packages=""),
     "ranks": rule(packages="torch"),
     "networks": rule("widths", packages="torch"),
-    "widths": rule("networks", packages="torch"),
-    # numpy: a network may draw from its generator, which an event's check seeds.
-    "growth": rule("widths networks", packages="torch numpy"),
+    "draws": rule(packages="torch numpy"),
+    "widths": rule("networks draws", packages="torch"),
+    "growth": rule("widths networks draws", packages="torch"),
     "optim": rule("widths", packages="torch"),
     "triggers": rule("widths growth", packages="torch"),
     "flops": rule("widths", packages="torch"),

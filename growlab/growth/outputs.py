@@ -1,14 +1,12 @@
 """What a network puts out on a batch, run so that outputs before and after an event can be compared."""
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
+from growlab.draws import draws_kept
 from growlab.errors import UserError
 from growlab.widths import Norm, tensors_in
 
@@ -190,11 +189,16 @@ def tensors_kept(model: nn.Module) -> Iterator[None]:
 def quietly(model: nn.Module) -> Iterator["_WithoutDropout"]:
     """Run a network for its numbers alone: without gradients and dropout, in full precision; modes are put back."""
     modes = {module: module.training for module in model.modules()}
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
         double = any(p.dtype == torch.float64 for p in model.parameters())
         in_double = doubles_kept() if double else contextlib.nullcontext()
-        with torch.no_grad(), _full_precision(), _seeded(devices), _WithoutDropout() as draws, in_double:
+        with (
+            torch.no_grad(),
+            _full_precision(),
+            draws_kept(model, seed=0),
+            _WithoutDropout() as draws,
+            in_double,
+        ):
             yield draws
     finally:
         for module, training in modes.items():
@@ -303,23 +307,6 @@ _MEANS: dict[str, Callable[..., Tensor]] = {
     "exponential_": _filled(lambda rate=1.0, **named: 1.0 / named.get("lambd", rate)),
     "bernoulli_": lambda drawn, self, p=0.5, **_: drawn.copy_(torch.as_tensor(p)),
 }
-
-
-@contextlib.contextmanager
-def _seeded(devices: Sequence[int]) -> Iterator[None]:
-    """Same draws each time, of torch on the CPU and these CUDA devices, Python and numpy; generators are put back."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=devices):
-            torch.default_generator.manual_seed(0)
-            for device in devices:
-                torch.cuda.default_generators[device].manual_seed(0)
-            random.seed(0)
-            np.random.seed(0)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 @contextlib.contextmanager

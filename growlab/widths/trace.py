@@ -15,6 +15,7 @@ from torch.nn.modules import transformer
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from growlab.draws import draws_kept
 from growlab.widths.groups import WidthGraph
 from growlab.widths.modes import modes_of
 from growlab.widths.narrowing import WRITTEN, without_what_breaks
@@ -46,7 +47,7 @@ def trace(
     of the loss) is traced in train mode, where that can be exported and lets as much grow.
 
     Args:
-        model: the full-width network; left as it is.
+        model: the full-width network; left as it is, and so are the generators that it draws from.
         example: an input [B, ...] with B >= 2, or the tuple of the forward's positional inputs.
         opaque: names of operations without a channel rule (`my_op` for `torch.ops.any.my_op`) that growth need not
             pass: channels that enter them keep their full width.
@@ -61,16 +62,17 @@ def trace(
             that the network does not run.
     """
     inputs = example if isinstance(example, tuple) else (example,)
-    graph = _traced(model, inputs, opaque, follow_norms)
-    others = _other_rows(model, inputs) if WRITTEN in graph.fixed.values() else None
-    if others is None:
-        return graph
-    try:
-        other = _traced(model, others, opaque, follow_norms)
-    except UnsupportedOperation:
-        # It was no batch.
-        return graph
-    return max(graph, other, key=lambda found: _growing(model, found))
+    with draws_kept(model):
+        graph = _traced(model, inputs, opaque, follow_norms)
+        others = _other_rows(model, inputs) if WRITTEN in graph.fixed.values() else None
+        if others is None:
+            return graph
+        try:
+            other = _traced(model, others, opaque, follow_norms)
+        except UnsupportedOperation:
+            # It was no batch.
+            return graph
+        return max(graph, other, key=lambda found: _growing(model, found))
 
 
 def _other_rows(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -1,8 +1,10 @@
 """Groups, axes and scale classes that tracing finds, and what it refuses."""
 
 import logging
+import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -384,7 +386,7 @@ class _Accumulated(nn.Module):
         self.of_images, self.o = of_images, nn.Linear(6, 2)
         self.v, self.a = nn.Linear(5, 8), nn.Linear(2 if of_images else 8, 6)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         mixed = (x @ x.mT).softmax(-1) @ self.v(x)
         if self.of_images:
             mixed = torch.nn.functional.avg_pool2d(mixed.view(len(x), -1, 2, 2), 1)
@@ -394,3 +396,26 @@ class _Accumulated(nn.Module):
 @pytest.mark.parametrize("of_images", [False, True])
 def test_what_is_tried_otherwise_refuses_no_network(of_images):
     assert trace(_Accumulated(of_images), torch.randn(3, 4, 5)).full_widths == {"a": 6}
+
+
+def test_tracing_leaves_the_generators_where_they_are() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x).relu()
+            if self.training:
+                x = x * (random.random() + float(np.random.rand())) + torch.normal(0.0, 0.1, x.shape)
+            return self.last(x)
+
+    def drawn() -> tuple[float, float, float]:
+        return float(torch.rand(())), random.random(), float(np.random.rand())
+
+    network, x = Noisy(), torch.randn(4, 6)
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    expected = drawn()
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    assert trace(network, x).groups
+    assert drawn() == expected
