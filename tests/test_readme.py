@@ -175,7 +175,7 @@ def test_tools_run_as_written(
 def test_a_loop_of_ones_own_needs_neither_lightning_nor_hydra() -> None:
     (program,) = [b for language, b in BLOCKS if language == "python" and "Grower(" in b and "resnet20" in b]
     lines = [line for line in program.splitlines() if line and not line.startswith(("import", "from", "#"))]
-    assert len(lines) <= 13
+    assert len(lines) <= 12
     assert program.count("256") == 2
     program = program.replace("256", "64")
     program += """
@@ -189,8 +189,6 @@ resnet20((3, 32, 32), 10).load_state_dict(network.state_dict(), strict=True)
     assert done.returncode == 0, done.stderr
     events = re.findall(r"stage (\d): ([\d,]+) parameters, error (\S+)", done.stdout)
     assert [stage for stage, _, _ in events] == ["1", "2"] and events[-1][1] == "269,722"
-    printed = program.partition("for event in grower.events])  # ")[2].partition(" after")[0]
-    assert done.stdout.splitlines()[0] == printed
     assert all(float(error) < 1e-5 for _, _, error in events)
 
 

@@ -1,8 +1,9 @@
 """One growth event as a plain function: widen a network in anyone's training loop."""
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -138,17 +139,17 @@ def grow(
     known, new = ({}, None) if leading is None else (leading.observed, _new_tensors(leading))
     expansion = Expansion(*about, gradients or {}, watched, known, data, new, state.multipliers)
     growth = with_attention_scale(expansion, method.grow(expansion), method.layer_multipliers)
-    applied = _apply(model, state, expansion, growth)
-    checking = time.perf_counter()
-    try:
+    changed = {name: new for name, new in growth.tensors.items() if new is not expansion.old[name]}
+    with _replaced(model, graph, state, changed) as replaced:
+        applied = _apply(model, state, expansion, growth)
+        checking = time.perf_counter()
         parity = _checked(model, method, expansion, growth, before, probe, agree, average)
-    except BaseException:
-        restore_tensors(model, graph, applied.replaced)
-        restore(model, graph, state)
-        raise
     parity_sec += time.perf_counter() - checking
-    state.norm_weights, state.norm_progress = applied.norm_weights, 0.0
-    state.multipliers = applied.multipliers
+    state.norm_weights, state.norm_progress, state.multipliers = (
+        applied.norm_weights,
+        0.0,
+        applied.multipliers,
+    )
     widths_before, carry = dict(state.widths), _advance(state, method, growth, stage, new_widths)
     return GrowthEvent(
         stage=stage,
@@ -163,16 +164,29 @@ def grow(
         report=dict(growth.report),
         seconds=time.perf_counter() - began,
         parity_sec=parity_sec,
-        replaced=applied.replaced,
+        replaced=replaced,
         carry=carry,
         observed=expansion.observed,
     )
 
 
-class _Applied(NamedTuple):
-    """An event in the network's tensors: old and new ones by name, and what norms and rows are weighted by."""
+@contextlib.contextmanager
+def _replaced(
+    model: nn.Module, graph: WidthGraph, state: GrowthState, tensors: Mapping[str, Tensor]
+) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Put new tensors in the network, and after an error what it had, with the state's norms and multipliers."""
+    replaced = replace_tensors(model, graph, tensors)
+    try:
+        yield replaced
+    except BaseException:
+        restore_tensors(model, graph, replaced)
+        restore(model, graph, state)
+        raise
 
-    replaced: dict[str, tuple[Tensor, Tensor]]
+
+class _Applied(NamedTuple):
+    """What norms and rows are weighted by after an event."""
+
     norm_weights: dict[str, list[float]]
     weighted_norms: list[str]
     multipliers: dict[str, list[float]]
@@ -184,16 +198,9 @@ def _apply(model: nn.Module, state: GrowthState, expansion: Expansion, growth: G
     norm_weights = carried_weights(graph, past, growth.carry, state.widths, widths)
     kept = {name: rows for name, rows in state.multipliers.items() if name not in growth.folded}
     multipliers = carried_multipliers(graph, kept, growth.multipliers, growth.carry, state.widths, widths)
-    changed = {name: new for name, new in growth.tensors.items() if new is not expansion.old[name]}
-    replaced = replace_tensors(model, graph, changed)
-    try:
-        weighted_norms = weigh(model, graph, widths, norm_weights)
-        multiply(model, graph, multipliers)
-    except BaseException:
-        restore_tensors(model, graph, replaced)
-        restore(model, graph, state)
-        raise
-    return _Applied(replaced, norm_weights, weighted_norms, multipliers)
+    weighted_norms = weigh(model, graph, widths, norm_weights)
+    multiply(model, graph, multipliers)
+    return _Applied(norm_weights, weighted_norms, multipliers)
 
 
 def _check_widths(method: GrowthMethod, state: GrowthState, new_widths: Mapping[str, int]) -> None:
