@@ -85,10 +85,10 @@ def _number(text: str) -> int:
 
 
 def _seeds(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text} is no list of seeds such as 0,1") from error
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text} is no list of seeds, numbers from 0 on, such as 0,1")
+    return [int(part) for part in parts]
 
 
 def _run(arguments: argparse.Namespace) -> None:

@@ -206,7 +206,9 @@ def test_missing_data_and_wrong_words_are_told_in_a_sentence(
         (["table3", "--minutes", "0"], "0 is no number of minutes above 0"),
         (["table3", "--minutes", "soon"], "--minutes"),
         (["table3", "--at-once", "0"], "0 is no number of runs above 0"),
-        (["table3", "--seeds", "a"], "a is no list of seeds such as 0,1"),
+        (["table3", "--seeds", "a"], "a is no list of seeds, numbers from 0 on, such as 0,1"),
+        (["table3", "--seeds", "-1"], "-1 is no list of seeds, numbers from 0 on, such as 0,1"),
+        (["table3", "--seeds", "0,-2"], "0,-2 is no list of seeds, numbers from 0 on, such as 0,1"),
         (["table3", "-o", "table.md"], "-o goes with --page"),
     ):
         assert main(words) == 2
