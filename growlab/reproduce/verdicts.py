@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -118,7 +118,7 @@ def outcome(check: Check, results: Path) -> Outcome:
         differences = [measure(run) for run in firsts]
     else:
         seconds = _runs(results, check.second)
-        by_seed = [{run.results["seed"]: measure(run) for run in runs} for runs in (firsts, seconds)]
+        by_seed = [_by_seed(firsts, check.first, measure), _by_seed(seconds, check.second, measure)]
         common = sorted(set(by_seed[0]) & set(by_seed[1]))
         differences = [by_seed[0][seed] - by_seed[1][seed] for seed in common]
     differences = [value for value in differences if math.isfinite(value)]
@@ -137,6 +137,24 @@ def outcome(check: Check, results: Path) -> Outcome:
         None if paper is None else paper[0].value - paper[1].value,
         None if paper is None else paper[0].epochs,
     )
+
+
+def _by_seed(runs: Sequence[Run], pattern: str, measure: Callable[[Run], float]) -> dict[int, float]:
+    """A number of each run by its seed.
+
+    Raises:
+        UserError: two runs have the same seed.
+    """
+    of_seed: dict[int, Run] = {}
+    for run in runs:
+        seed = run.results["seed"]
+        if seed in of_seed:
+            raise UserError(
+                f"{of_seed[seed].path} and {run.path} are both runs {pattern} with seed {seed}: a statement compares "
+                "one run of each seed, so give it a pattern that takes one of them."
+            )
+        of_seed[seed] = run
+    return {seed: measure(run) for seed, run in of_seed.items()}
 
 
 def interval(differences: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:

@@ -81,6 +81,19 @@ def test_rows_that_are_missing_are_told(tmp_path: Path) -> None:
         outcome(Check("", "study", study=("a", "b")), tmp_path)
 
 
+def test_two_runs_of_one_seed_in_one_pattern_are_refused(tmp_path: Path) -> None:
+    scores(tmp_path, [0.9, 0.91], [0.8, 0.81])
+    write_run(tmp_path / "a_shorter_s1", seed=1, test_accuracy=0.5)
+    write_run(tmp_path / "b_shorter_s0", seed=0, test_accuracy=0.5)
+    for first, second, names in (
+        ("a_*", "b_s[0-9]", ("a_s1", "a_shorter_s1")),
+        ("a_s[0-9]", "b_*", ("b_s0", "b_shorter_s0")),
+    ):
+        with pytest.raises(UserError, match=r"are both runs ._\* with seed [01]: ") as refused:
+            outcome(Check("", first, second), tmp_path)
+        assert all(str(tmp_path / name) in str(refused.value) for name in names)
+
+
 def test_a_studys_interval_is_that_of_two_means(tmp_path: Path) -> None:
     rows = [
         {"initialisation": name, "loss_when_learnt": [loss, loss], "standard_error_when_learnt": [0.3, 0.4]}
