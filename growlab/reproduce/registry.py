@@ -35,6 +35,9 @@ class Check:
         at_least: likewise.
         published: network, then two rows of `published.csv` as "Table 2: Ours", then an override of both, if need be.
         expect: "more", "less" or "equal": what the statement says of first less second.
+        margin: by how much the difference of what is equal may differ from the published one (else from 0), in the
+            quantity's unit.
+        ours: no paper states it; it is a question of ours.
     """
 
     says: str
@@ -47,6 +50,15 @@ class Check:
     summary: tuple[str, ...] | None = None
     at_most: float | None = None
     at_least: float | None = None
+    margin: float | None = None
+    ours: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise UserError where a statement of equality has no margin, or another has one."""
+        if (self.expect == "equal") != (self.margin is not None):
+            raise UserError(
+                f"the statement {self.says!r} needs a margin if it expects what is equal, and else none."
+            )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Outcome:
 
     Attributes:
         check: the statement.
-        n: seeds (or runs) that the difference is over.
+        n: seeds that the difference is over.
         difference: of the first less the second.
         interval: its 95 % interval; None for a single run.
         unit: of both.
@@ -49,8 +49,8 @@ class Outcome:
     def verdict(self) -> str:
         """Whether our rows bear the statement out: `HOLDS`, `CONTRADICTED`, `UNDECIDED` or `ONE_RUN`.
 
-        Equality is held against the published difference where there is one, else against none at all; it holds
-        as long as the interval contains it. A bound holds or does not.
+        Equality holds where the whole interval lies within the statement's margin around the published difference
+        (around 0 where there is none), and is contradicted where none of it does. A bound holds or does not.
         """
         if self.check.summary is not None:
             return HOLDS if self._in_bounds else CONTRADICTED
@@ -58,7 +58,11 @@ class Outcome:
             return ONE_RUN
         low, high = self.interval
         if self.check.expect == "equal":
-            return HOLDS if low <= (self.published or 0.0) <= high else CONTRADICTED
+            assert self.check.margin is not None
+            stated, margin = self.published or 0.0, self.check.margin
+            if stated - margin <= low and high <= stated + margin:
+                return HOLDS
+            return CONTRADICTED if high < stated - margin or low > stated + margin else UNDECIDED
         if self.check.expect == "less":
             low, high = -high, -low
         return HOLDS if low > 0 else CONTRADICTED if high < 0 else UNDECIDED
@@ -89,7 +93,17 @@ class Outcome:
         if self.interval is None:
             return f"{signed(self.difference)}{unit} (1 run)"
         low, high = self.interval
-        return f"{signed(self.difference)}{unit} ({signed(low)} to {signed(high)}, n = {self.n})"
+        reach = "the same in each" if low == high else f"{signed(low)} to {signed(high)}"
+        return f"{signed(self.difference)}{unit} ({reach}, n = {self.n})"
+
+    def says(self) -> str:
+        """The statement, of one of equality with its margin."""
+        if self.check.margin is None:
+            return self.check.says
+        unit = f" {self.unit}" if self.unit else ""
+        unit = unit.removesuffix("s") if self.check.margin == 1 else unit
+        of = "" if self.published is None else " of the published difference"
+        return f"{self.check.says}, to within {self.check.margin:g}{unit}{of}"
 
 
 def signed(value: float) -> str:
@@ -115,7 +129,7 @@ def outcome(check: Check, results: Path) -> Outcome:
     firsts = _runs(results, check.first)
     measure, unit = QUANTITIES[check.quantity]
     if check.second is None:
-        differences = [measure(run) for run in firsts]
+        differences = _means_by_seed(firsts, measure)
     else:
         seconds = _runs(results, check.second)
         by_seed = [_by_seed(firsts, check.first, measure), _by_seed(seconds, check.second, measure)]
@@ -155,6 +169,15 @@ def _by_seed(runs: Sequence[Run], pattern: str, measure: Callable[[Run], float])
             )
         of_seed[seed] = run
     return {seed: measure(run) for seed, run in of_seed.items()}
+
+
+def _means_by_seed(runs: Sequence[Run], measure: Callable[[Run], float]) -> list[float]:
+    """Mean of each seed over its runs, which share draws and are no independent ones; nan where all of them are."""
+    values: dict[int, list[float]] = {}
+    for run in runs:
+        values.setdefault(run.results["seed"], []).append(measure(run))
+    finite = {seed: [one for one in of_seed if math.isfinite(one)] for seed, of_seed in values.items()}
+    return [statistics.fmean(finite[seed]) if finite[seed] else math.nan for seed in sorted(finite)]
 
 
 def interval(differences: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:

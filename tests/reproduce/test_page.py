@@ -46,13 +46,17 @@ def scores(folder: Path, first: list[float], second: list[float]) -> None:
     [
         ([0.9, 0.91, 0.92], [0.8, 0.81, 0.82001], (HOLDS, CONTRADICTED, CONTRADICTED)),
         ([0.8, 0.81, 0.82001], [0.9, 0.91, 0.92], (CONTRADICTED, HOLDS, CONTRADICTED)),
-        ([0.9, 0.85, 0.92], [0.91, 0.86, 0.88], (UNDECIDED, UNDECIDED, HOLDS)),
+        ([0.9, 0.85, 0.92], [0.91, 0.86, 0.88], (UNDECIDED, UNDECIDED, UNDECIDED)),
+        ([0.9, 0.85, 0.92], [0.91, 0.85, 0.91], (UNDECIDED, UNDECIDED, HOLDS)),
         ([0.9], [0.8], (ONE_RUN, ONE_RUN, ONE_RUN)),
     ],
 )
 def test_a_verdict_follows_from_the_interval(tmp_path: Path, first, second, verdicts) -> None:
     scores(tmp_path, first, second)
-    found = [outcome(Check("", "a_s*", "b_s*", expect=e), tmp_path) for e in ("more", "less", "equal")]
+    found = [
+        outcome(Check("", "a_s*", "b_s*", expect=e, margin=3.0 if e == "equal" else None), tmp_path)
+        for e in ("more", "less", "equal")
+    ]
     assert tuple(one.verdict for one in found) == verdicts
     differences = 100 * (np.array(first) - np.array(second))
     assert found[0].difference == pytest.approx(differences.mean()) and found[0].unit == "points"
@@ -61,6 +65,32 @@ def test_a_verdict_follows_from_the_interval(tmp_path: Path, first, second, verd
         assert found[0].interval == pytest.approx(tuple(expected))
     else:
         assert [one.points_away for one in found] == [False, True, False]
+
+
+def test_equality_is_a_margin_around_the_published_difference(tmp_path: Path) -> None:
+    """0 to 2 points about +0.93: within 2 points of it, not within 1.05, and far from 0 itself no reason to hold."""
+    scores(tmp_path, [0.91, 0.92, 0.93], [0.9025, 0.91, 0.9175])
+    named = {"expect": "equal", "published": ("resnet20", "Table 2: Ours", "Table 2: Net2Net")}
+    found = [outcome(Check("x", "a_s*", "b_s*", margin=m, **named), tmp_path) for m in (2.0, 0.5, 0.05)]
+    assert [one.verdict for one in found] == [HOLDS, UNDECIDED, UNDECIDED]
+    assert found[0].says() == "x, to within 2 points of the published difference"
+    assert (
+        outcome(Check("x", "a_s*", "b_s*", margin=0.5, expect="equal"), tmp_path)
+        .says()
+        .endswith("0.5 points")
+    )
+    for expect, margin in (("equal", None), ("more", 0.5)):
+        with pytest.raises(UserError, match="needs a margin"):
+            Check("x", "a_s*", "b_s*", expect=expect, margin=margin)
+
+
+def test_runs_of_a_seed_count_once_and_the_same_in_each_has_no_interval(tmp_path: Path) -> None:
+    _runs.cache_clear()
+    for seed, values in enumerate([(0.9, 0.8), (0.86, 0.84), (0.85, 0.85)]):
+        for name, value in zip("ab", values, strict=True):
+            write_run(tmp_path / f"{name}_s{seed}", seed=seed, test_accuracy=value)
+    found = outcome(Check("", "*_s*"), tmp_path)
+    assert found.n == 3 and found.text() == "+85.00 points (the same in each, n = 3)"
 
 
 def test_the_published_difference_is_held_against_the_interval(tmp_path: Path) -> None:
