@@ -1,7 +1,8 @@
 """Published values, each with its table and row: L. Yuan, P. Savarese, M. Maire, NeurIPS 2023.
 
-They lie in `published.csv`. Where the paper's tables give a method twice (Tables 6, 7, 11 and 12 repeat rows of
-Table 2, and 91.95 for plain SGD in Table 11 stands beside 91.62 in Table 12), the first table counts.
+They lie in `published.csv`. Where the paper's tables give a method twice, a run stands beside the first table's value:
+plain SGD of Table 11 (91.95) beside Growing+VT of Table 6 (92.00), plain SGD of Table 12 beside Growing (91.62 both).
+Rows of Table 2 that Tables 6, 7, 11 and 12 repeat as they are stand there once.
 """
 
 import csv
