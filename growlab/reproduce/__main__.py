@@ -1,37 +1,43 @@
 """`python -m growlab.reproduce [NAME]` trains what is missing of the papers' tables and figures; --list says what."""
 
 import argparse
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from growlab.command_parser import CommandParser
 from growlab.errors import UserError
 from growlab.files import write_text
+from growlab.reproduce.paces import Forecast, forecast
 from growlab.reproduce.registry import UNFINISHED, Item, Job, Registry, registry
-from growlab.reproduce.slices import (
-    Place,
-    device,
-    measured_seconds,
-    missing,
-    runs_at_once,
-    train,
-)
+from growlab.reproduce.slices import Place, device, missing, runs_at_once, train
+from growlab.reproduce.stopping import Ended, EndingSignals
 
 _RESULTS = Path("notebooks", "results")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; returns the exit code (2: told in one sentence on stderr)."""
+    """Run the command line `argv`.
+
+    Returns:
+        The exit code: 2, told in one sentence on stderr; 128 and the number of a signal that ended it, as a shell has
+        it.
+    """
+    started = time.monotonic()
     try:
         arguments = _parser().parse_args(sys.argv[1:] if argv is None else argv)
-        _run(arguments)
+        with EndingSignals() as signals:
+            _run(arguments, started + 60 * arguments.minutes, signals)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as ended:
+        number = ended.signal if isinstance(ended, Ended) else signal.SIGINT
+        named = "interrupted" if number == signal.SIGINT else number.name
+        print(f"{named}; the same command goes on", file=sys.stderr)
+        return 128 + number
     return 0
 
 
@@ -91,7 +97,7 @@ def _seeds(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace, end: float, signals: EndingSignals) -> None:
     known = registry()
     if arguments.output is not None and arguments.page is None:
         raise UserError(
@@ -110,9 +116,9 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.list:
         _list(known, items, arguments)
     elif arguments.name:
-        _reproduce(known, items[0], arguments, arguments.minutes)
+        _reproduce(known, items[0], arguments, end, signals)
     else:
-        _everything(known, arguments)
+        _everything(known, arguments, end, signals)
 
 
 def _list(known: Registry, items: Sequence[Item], arguments: argparse.Namespace) -> None:
@@ -129,22 +135,21 @@ def _list(known: Registry, items: Sequence[Item], arguments: argparse.Namespace)
             print(f"{'':30s} {standing.verdict}")
 
 
-def _everything(known: Registry, arguments: argparse.Namespace) -> None:
+def _everything(known: Registry, arguments: argparse.Namespace, end: float, signals: EndingSignals) -> None:
     """One entry after the other within the time; those without data are told and passed over."""
-    import time
-
-    end = time.monotonic() + 60 * arguments.minutes
     for item in known.items.values():
-        left = (end - time.monotonic()) / 60
-        if left <= 0:
+        if time.monotonic() >= end:
             return
         try:
-            _reproduce(known, item, arguments, left)
+            _reproduce(known, item, arguments, end, signals)
         except UserError as error:
             print(f"{item.name}: {error}", file=sys.stderr)
 
 
-def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, minutes: float) -> None:
+def _reproduce(
+    known: Registry, item: Item, arguments: argparse.Namespace, end: float, signals: EndingSignals
+) -> None:
+    """Train what is missing of an entry until `end` of the monotonic clock, and tell what is there then."""
     paper = known.papers[item.paper]
     place = Place(arguments.runs, arguments.data, device(paper), _RESULTS / UNFINISHED)
     at_once = arguments.at_once or runs_at_once(item, paper)
@@ -156,30 +161,42 @@ def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, minut
     for name, sentence in absent.items():
         waiting = sum(job.data == name for job in item.jobs(arguments.seeds))
         print(f"{waiting} run{'' if waiting == 1 else 's'} left out: {sentence}", file=sys.stderr)
-    if left:
-        _forecast(known, item, place, left, min(at_once, len(left)))
+    if left and item.minutes is not None:
+        print(f"{_to_go(left, min(at_once, len(left)))}, {item.minutes:g} minutes of one CPU core each")
+    elif left:
+        # Measuring is part of the time, at most half of it where training is to follow.
+        until = end if arguments.dry_run else (time.monotonic() + end) / 2
+        at_most = forecast(left, place, known, min(at_once, len(left)), until, signals)
+        print(f"{_to_go(left, min(at_once, len(left)))}: {_told(at_most)}", flush=True)
     if arguments.dry_run:
         return
-    finished, failed = train(left, place, known, minutes, at_once)
+    finished, failed = train(left, place, known, (end - time.monotonic()) / 60, at_once, signals)
     jobs = item.jobs(arguments.seeds)
     print(f"{sum(map(place.done, jobs))} of {len(jobs)} runs are there")
     if finished + len(failed) < len(left):
         print("the same command goes on")
     _tell(item, place)
+    signals.check()
     if failed:
         these = f"{len(failed)} runs" if len(failed) > 1 else "1 run"
         raise UserError(f"{these} failed, for reasons that stand above: {'; '.join(failed)}.")
 
 
-def _forecast(known: Registry, item: Item, place: Place, left: Sequence[Job], at_once: int) -> None:
+def _to_go(left: Sequence[Job], at_once: int) -> str:
     number = f"{len(left)} run{'' if len(left) == 1 else 's'} to go"
-    number += f", {at_once} at the same time" if at_once > 1 else ""
-    if item.minutes is not None:
-        print(f"{number}, {item.minutes:g} minutes of one CPU core each")
-        return
-    hours = measured_seconds(left, place, known, at_once) / 3600
-    told = f"{hours:.1f} hours" if hours >= 1 else f"{max(60 * hours, 1):.0f} minutes"
-    print(f"{number}: {told} here at most, by a few steps at full width", flush=True)
+    return f"{number}, {at_once} at the same time" if at_once > 1 else number
+
+
+def _told(at_most: Forecast) -> str:
+    """What a forecast says, and what it does not know."""
+    hours = at_most.seconds / 3600
+    known = f"{hours:.1f} hours" if hours >= 1 else f"{max(60 * hours, 1):.0f} minutes"
+    measured = f"{known} here at most, by a few steps at full width"
+    if not at_most.unknown:
+        return measured
+    networks = "; ".join(map(" ".join, at_most.unknown))
+    unknown = f"the time was too short to measure a few steps of {networks}"
+    return f"{measured}, for {at_most.num_known} of them; {unknown}" if at_most.num_known else unknown
 
 
 def _tell(item: Item, place: Place) -> None:

@@ -1,19 +1,15 @@
 """Training what is missing of an entry, one run after the other, in slices that end by themselves."""
 
-import csv
 import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -22,21 +18,13 @@ import yaml
 
 from growlab.errors import UserError
 from growlab.files import CHECKPOINT_FOLDER
-from growlab.processes import announce, in_folder, path_override
-from growlab.reproduce.registry import Item, Job, Registry, experiment
+from growlab.processes import path_override
+from growlab.reproduce.registry import Item, Job, Registry
+from growlab.reproduce.stopping import EndingSignals, hangup_blocked
 
-# Steps that are measured, in the second of two epochs: the first one starts kernels and caches.
-_STEPS = 4
 # A run that is asked to stop saves at the end of its step.
 _SAVING_SEC = 300
-_POLL_SEC = 0.2
-_FIXED_SIZE = (
-    *("growth=none", "lr_adapt=none", "schedule.epochs=null", "schedule.widths=null"),
-    *("schedule.batch_sizes=null", "schedule.total_epochs=2", f"trainer.limit_train_batches={_STEPS}"),
-    *("data.validation=none", "data.limit_test=20", "log_layers_every_n_steps=null"),
-    # Whatever the rate, a step takes as long; some rates that are swept make the loss infinite.
-    "optimizer.lr=1e-9",
-)
+POLL_SEC = 0.2
 
 
 @dataclass(frozen=True)
@@ -133,79 +121,30 @@ def _on_device(job: Job, place: Place) -> list[str]:
     return chosen
 
 
-def measured_seconds(jobs: Sequence[Job], place: Place, registry: Registry, at_once: int = 1) -> float:
-    """Seconds that training jobs take at most: each as if at full width all along, at the pace of a few real steps.
-
-    One pace a network and width, of its widest job; of several runs at once that of them all.
-
-    Raises:
-        UserError: data is missing, or the steps failed.
-    """
-    networks = list(dict.fromkeys(map(network_of, jobs)))
-    paces: dict[tuple[str, ...], float] = {}
-    total = 0.0
-    for job in jobs:
-        assert job.data is not None and job.epochs is not None
-        network = network_of(job)
-        if network not in paces:
-            announce(f"measuring a few steps of {' '.join(network)}, {len(paces) + 1} of {len(networks)}")
-            paces[network] = _samples_per_sec(job, network, place, registry, at_once)
-        total += job.epochs * place.num_train(registry, job.data) / paces[network]
-    return total
-
-
-def network_of(job: Job) -> tuple[str, ...]:
-    """The experiment of a job and the overrides that its pace depends on; data that arrives is there at once."""
-    kept = [o for o in job.overrides if o.startswith(("model", "data="))]
-    data = experiment(job.experiment).data
-    at_once = [f"data={job.data}"] if data != job.data and data.endswith("_incremental") else []
-    return (job.experiment, *at_once, *(o for o in kept if not o.startswith("model.initialisation")))
-
-
-def measuring(network: Sequence[str]) -> list[str]:
-    """Overrides of a run of a few steps of an experiment's network, its first word, at full width."""
-    return [f"experiment={network[0]}", *network[1:], *_FIXED_SIZE, "ckpt_path=null"]
-
-
-def _samples_per_sec(
-    job: Job, network: tuple[str, ...], place: Place, registry: Registry, at_once: int
-) -> float:
-    assert job.data is not None
-    root = place.root(registry, job.data)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as threads:
-        places = [Path(folder) / str(number) for number in range(at_once)]
-        lines = [
-            [
-                *(sys.executable, "-m", "growlab", *measuring(network)),
-                *([] if root is None else [path_override("data.root", root.resolve())]),
-                *(*place.device, *_share_of_cores(at_once), in_folder(own)),
-            ]
-            for own in places
-        ]
-        quiet = partial(subprocess.run, capture_output=True, text=True, check=False)
-        for ended in threads.map(quiet, lines):
-            if ended.returncode != 0:
-                reason = ended.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-                raise UserError(f"a few steps of {' '.join(network)} failed: {reason[0]}")
-        return sum(map(_pace, places))
-
-
-def _pace(run: Path) -> float:
-    with (run / "metrics.csv").open(encoding="utf-8") as file:
-        return float(list(csv.DictReader(file))[-1]["samples_per_sec"])
-
-
-def _share_of_cores(at_once: int) -> list[str]:
+def share_of_cores(at_once: int) -> list[str]:
     """Overrides that let runs at the same time share the processor's cores."""
     return [] if at_once == 1 else [f"num_threads={max(1, len(os.sched_getaffinity(0)) // at_once)}"]
 
 
 def train(
-    jobs: Sequence[Job], place: Place, registry: Registry, minutes: float, at_once: int = 1
+    jobs: Sequence[Job],
+    place: Place,
+    registry: Registry,
+    minutes: float,
+    at_once: int = 1,
+    signals: EndingSignals | None = None,
 ) -> tuple[int, list[str]]:
     """Train jobs, so many at the same time, until the time is over; those that are then at work save and end.
 
     A job that fails leaves the others alone: of a sweep over learning rates some diverge.
+
+    Args:
+        jobs: to be trained, in this order.
+        place: where they go.
+        registry: of the data sets.
+        minutes: until no run begins and those at work are asked to save and end.
+        at_once: how many train at the same time.
+        signals: that end the time too; None: there are none.
 
     Returns:
         How many have ended with a result, and the folders of those that failed.
@@ -215,28 +154,42 @@ def train(
     """
     end, finished, failed = time.monotonic() + 60 * minutes, 0, list[str]()
     waiting, running = deque(jobs), dict[Job, _Run]()
-    try:
-        while (waiting or running) and time.monotonic() < end:
-            while waiting and len(running) < at_once:
-                job = waiting.popleft()
-                running[job] = _start(job, place, registry, at_once)
-            ended = {job: code for job, run in running.items() if (code := run.code()) is not None}
-            if not ended:
-                time.sleep(_POLL_SEC)
-            for job, code in ended.items():
-                del running[job]
-                if place.done(job):
-                    finished += 1
-                else:
-                    failed.append(job.folder)
-                    print(f"{job.folder} failed (exit code {code})", flush=True)
-    finally:
-        for run in running.values():
-            run.ask_to_stop()
-        last = time.monotonic() + _SAVING_SEC
-        for run in running.values():
-            run.end(last)
+    signals = EndingSignals() if signals is None else signals
+    with signals.awaited():
+        try:
+            while (waiting or running) and time.monotonic() < end and not signals.came:
+                while waiting and len(running) < at_once:
+                    job = waiting.popleft()
+                    running[job] = _start(job, place, registry, at_once)
+                ended = {job: code for job, run in running.items() if (code := run.code()) is not None}
+                if not ended:
+                    time.sleep(POLL_SEC)
+                for job, code in ended.items():
+                    del running[job]
+                    if place.done(job):
+                        finished += 1
+                    else:
+                        failed.append(job.folder)
+                        print(f"{job.folder} failed (exit code {code})", flush=True)
+        finally:
+            _end(list(running.values()), signals)
     return finished, failed
+
+
+def _end(running: Sequence["_Run"], signals: EndingSignals) -> None:
+    """Let runs save and end, and hand them the signals that come while they do; kill those that take too long."""
+    last, told = time.monotonic() + _SAVING_SEC, len(signals.received)
+    for run in running:
+        run.send(signal.SIGTERM)
+    while (left := [run for run in running if run.code() is None]) and time.monotonic() < last:
+        new = signals.received[told:]
+        told += len(new)
+        for number in new:
+            for run in left:
+                run.send(number)
+        time.sleep(POLL_SEC)
+    for run in left:
+        run.kill()
 
 
 class _Run:
@@ -244,7 +197,8 @@ class _Run:
 
     def __init__(self, job: Job, line: Sequence[str], named: bool) -> None:
         told = subprocess.PIPE if named else None
-        self._process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=told, text=True)
+        with hangup_blocked():
+            self._process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=told, text=True)
         self._teller = Thread(target=self._tell, args=(job.folder,), daemon=True)
         self._teller.start()
 
@@ -259,17 +213,14 @@ class _Run:
             self._teller.join()
         return self._process.returncode
 
-    def ask_to_stop(self) -> None:
-        """Let it save and end."""
-        self._process.send_signal(signal.SIGTERM)
+    def send(self, number: int) -> None:
+        """Send it a signal; SIGTERM lets it save and end."""
+        self._process.send_signal(number)
 
-    def end(self, last: float) -> None:
-        """Wait for its end until `last` of the monotonic clock, then kill it."""
-        try:
-            self._process.wait(timeout=max(0.0, last - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+    def kill(self) -> None:
+        """End it as it is."""
+        self._process.kill()
+        self._process.wait()
         self._teller.join()
 
 
@@ -280,7 +231,7 @@ def _start(job: Job, place: Place, registry: Registry, at_once: int) -> _Run:
         shutil.copytree(begun, folder)
     line = command(job, place, registry)
     print(f"{job.folder}", flush=True)
-    return _Run(job, [*line, *([] if job.is_study else _share_of_cores(at_once))], named=at_once > 1)
+    return _Run(job, [*line, *([] if job.is_study else share_of_cores(at_once))], named=at_once > 1)
 
 
 def device(about: Mapping[str, Any]) -> tuple[str, ...]:

@@ -14,8 +14,9 @@ from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.overruled import check_overruled
 from growlab.reproduce import slices
 from growlab.reproduce.__main__ import main
+from growlab.reproduce.paces import Forecast, measuring, network_of
 from growlab.reproduce.registry import Job, Registry, registry
-from growlab.reproduce.slices import Place, command, measuring, missing, network_of, train
+from growlab.reproduce.slices import Place, command, missing, train
 from tests.parts_here import needs
 
 REGISTRY = registry()
@@ -162,7 +163,7 @@ def test_a_run_that_fails_is_told_and_leaves_the_others_alone(
     monkeypatch.setattr(slices, "command", lambda job, *at: failing if job is JOBS[1] else whole(job, *at))
     assert train(JOBS, counting, REGISTRY, minutes=1) == (2, ["digits/seed=1"])
     assert "digits/seed=1 failed (exit code 2)" in capsys.readouterr().out
-    monkeypatch.setattr("growlab.reproduce.__main__._forecast", lambda *_: None)
+    monkeypatch.setattr("growlab.reproduce.__main__.forecast", lambda *_: Forecast(60.0, 1, ()))
     monkeypatch.setattr("growlab.reproduce.__main__.train", lambda *_: (0, ["a/seed=0", "a/seed=1"]))
     assert main(["isotropic_depth", "--runs", str(counting.runs)]) == 2
     told = capsys.readouterr()
@@ -262,7 +263,7 @@ def test_data_that_is_missing_leaves_out_its_runs_alone(
     (tmp_path / "data" / "mnist10k").mkdir(parents=True)
     (tmp_path / "data" / "mnist10k" / "train.parquet").touch()
     taken: list[Job] = []
-    monkeypatch.setattr("growlab.reproduce.__main__._forecast", lambda *_: None)
+    monkeypatch.setattr("growlab.reproduce.__main__.forecast", lambda *_: Forecast(60.0, 1, ()))
     monkeypatch.setattr("growlab.reproduce.__main__.train", lambda jobs, *_: taken.extend(jobs) or (0, []))
     assert main(["isotropic_data_sets", "--data", str(tmp_path / "data"), "--runs", str(tmp_path)]) == 0
     every = REGISTRY.items["isotropic_data_sets"].jobs()

@@ -1,0 +1,115 @@
+"""How long runs take: what is measured, for how long at most, and what is kept of it."""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from growlab.reproduce import paces
+from growlab.reproduce.__main__ import main
+from growlab.reproduce.paces import Network, forecast
+from growlab.reproduce.registry import Job, registry
+from growlab.reproduce.slices import Place
+from growlab.reproduce.stopping import EndingSignals
+
+REGISTRY = registry()
+# Two networks, of which the first is that of two jobs.
+JOBS = [
+    Job("digits", ("seed=0",), 2, "digits", False),
+    Job("digits", ("model=vgg11",), 3, "digits", False),
+    Job("digits", ("seed=1",), 5, "digits", False),
+]
+SAMPLES = 1437
+
+
+def far() -> float:
+    return time.monotonic() + 60
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Network]:
+    """The networks that are measured, each at another pace."""
+    measured: list[Network] = []
+
+    def pace(job: Job, network: Network, *about: object) -> float:
+        measured.append(network)
+        return 1.0 if network == ("digits",) else 10.0
+
+    monkeypatch.setattr(paces, "_samples_per_sec", pace)
+    return measured
+
+
+def test_each_network_is_measured_once_and_kept(
+    tmp_path: Path, measured: list[Network], capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Place(tmp_path, None, ("trainer=cpu",))
+    for _ in range(2):
+        found = forecast(JOBS, place, REGISTRY, 1, far(), EndingSignals())
+        assert found.seconds == pytest.approx(SAMPLES * (2 / 1 + 3 / 10 + 5 / 1))
+        assert (found.num_known, found.unknown) == (3, ())
+    assert measured == [("digits",), ("digits", "model=vgg11")]
+    told = capsys.readouterr().err.splitlines()
+    assert told == [
+        "measuring a few steps of digits, 1 of 2",
+        "measuring a few steps of digits model=vgg11, 2 of 2",
+    ]
+    # On another device and with another number of runs at once it is another pace.
+    forecast(JOBS, place, REGISTRY, 2, far(), EndingSignals())
+    forecast(JOBS, replace(place, device=("trainer=gpu",)), REGISTRY, 1, far(), EndingSignals())
+    assert len(measured) == 6
+    (tmp_path / "paces.json").write_text("{")
+    forecast(JOBS, place, REGISTRY, 1, far(), EndingSignals())
+    assert len(measured) == 8 and len(json.loads((tmp_path / "paces.json").read_text())) == 2
+
+
+def test_time_that_is_too_short_leaves_networks_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Network] = []
+
+    def pace(job: Job, network: Network, *about: object) -> float | None:
+        asked.append(network)
+        return None if network == ("digits",) else 10.0
+
+    monkeypatch.setattr(paces, "_samples_per_sec", pace)
+    found = forecast(JOBS, Place(tmp_path, None, ()), REGISTRY, 1, far(), EndingSignals())
+    assert asked == [("digits",)]
+    assert (found.seconds, found.num_known) == (0, 0) and len(found.unknown) == 2
+
+
+def test_steps_that_take_longer_than_the_time_are_ended(tmp_path: Path) -> None:
+    quick, slow = ([sys.executable, "-c", f"import time; time.sleep({seconds})"] for seconds in (0, 300))
+    said = [tmp_path / "quick.txt", tmp_path / "slow.txt"]
+    started = time.monotonic()
+    assert paces._codes([quick, slow], said, started + 2, EndingSignals()) == [0, None]
+    assert paces._codes([quick, quick], said, far(), EndingSignals()) == [0, 0]
+    assert time.monotonic() - started < 60
+
+
+def test_measuring_is_part_of_the_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 0.1 minutes at most half go into steps that are never done; the rest is left to train."""
+    (tmp_path / "cifar10").mkdir()
+    (tmp_path / "cifar10" / "train.parquet").touch()
+    left: list[float] = []
+
+    def until_the_end(lines: list[list[str]], said: list[Path], end: float, signals: object) -> list[None]:
+        time.sleep(max(0.0, end - time.monotonic()))
+        return [None]
+
+    def trained(jobs: object, place: object, known: object, minutes: float, *about: object):
+        left.append(minutes)
+        return 0, []
+
+    monkeypatch.setattr(paces, "_codes", until_the_end)
+    monkeypatch.setattr("growlab.reproduce.__main__.train", trained)
+    words = ["table7", "--minutes", "0.1", "--data", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    assert main(words) == 0
+    assert 0 < left[0] <= 0.05
+    told = capsys.readouterr()
+    assert "9 runs to go: the time was too short to measure a few steps of table7\n" in told.out
+    assert told.err == "measuring a few steps of table7, 1 of 1\n"
