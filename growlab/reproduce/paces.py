@@ -2,6 +2,7 @@
 
 import csv
 import json
+import platform
 import subprocess
 import sys
 import tempfile
@@ -100,13 +101,7 @@ class _Kept:
     """Paces that were measured on this machine, in a file below the runs."""
 
     def __init__(self, place: Place, at_once: int) -> None:
-        # Imported here: a list of entries need not wait for torch.
-        import torch
-
-        from growlab.training.provenance import machine
-
-        of = machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        self._where = [f"growlab {version('growlab')}", f"{of['device']}, {of['threads']} threads"]
+        self._where = [f"growlab {version('growlab')}", _machine()]
         self._how = [f"{at_once} at the same time", *place.device]
         self._path = place.runs / "paces.json"
         self._paces: dict[str, float] = {}
@@ -128,6 +123,14 @@ class _Kept:
     def add(self, network: Network, pace: float) -> None:
         self._paces[self._key(network)] = pace
         write_json(self._path, self._paces)
+
+
+def _machine() -> str:
+    # Imported here: a list of entries need not wait for torch.
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return f"{platform.node()}, {device}, {torch.get_num_threads()} threads"
 
 
 def _samples(job: Job, place: Place, registry: Registry) -> int:
