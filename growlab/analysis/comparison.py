@@ -2,6 +2,7 @@
 
 import math
 import os
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,15 +18,19 @@ from growlab.analysis.results import Run
 from growlab.analysis.tables import Row, one_task, summarise, told_apart
 
 _EQUAL_COST = 0.5  # percentage points within which costs have nothing to tell
+# No axis of scores is shorter than so many standard deviations over seeds; where none is known, that of accuracies of
+# ResNet-20 on CIFAR-10 (0.3 points, notebooks/results/resnet20_cifar10_16_epochs) stands in for it.
+_LEAST_DEVIATIONS, _USUAL_DEVIATION = 10.0, 0.3
 
 
 def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> Figure:
     """Runs side by side: training loss, accuracy over epochs, and cost against test accuracy.
 
     Runs are grouped as in the table; a curve is the mean over seeds, its band and the error bars one sample
-    standard deviation. Curves that could not be told apart are drawn less their mean; methods of equal cost stand side
-    by side. Accuracy is the held-out one if every run has it, else that of training. Growth
-    events are lines if all grown runs share them, else ticks at the top in the method's colour.
+    standard deviation. Curves of several seeds that could not be told apart are drawn less their mean. Where all
+    costs are equal, the last panel has a column for each method. Accuracy is the held-out one if every run has it,
+    else that of training. Growth events are lines if all grown runs share them, else ticks at the top in the method's
+    colour.
 
     Args:
         runs: finished runs of one network and data set.
@@ -43,7 +48,8 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
         metric = ACCURACY
     held_out = all(run.held_out(metric.key) is not None for run in everyone)
     num_epochs = max(row.group.epochs for row in rows)
-    names = [_legend_name(name, row, rows) for name, row in zip(told_apart(rows), rows, strict=True)]
+    methods = [style.shown(name) for name in told_apart(rows)]
+    names = [_legend_name(name, row, rows) for name, row in zip(methods, rows, strict=True)]
     num_columns = min(len(rows), 3 if max(map(len, names)) < 38 else 2)
     with style.styled():
         num_lines = math.ceil(len(rows) / num_columns)
@@ -63,7 +69,7 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
         ):
             _mark_all_growth(axes, rows, looks)
             tables = [_table(row, curve, scale) for row in rows]
-            base = _mean_of_equals(tables)
+            base = _mean_of_equals(tables) if all(len(row.runs) > 1 for row in rows) else None
             for table, look in zip(tables, looks, strict=True):
                 _seed_band(axes, table if base is None else table.sub(base, axis=0), look)
             style.epoch_axis(axes, num_epochs)
@@ -73,9 +79,8 @@ def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> F
         handles = [
             Line2D([], [], color=k["color"], linestyle=k["linestyle"], marker=k["marker"]) for k in looks
         ]
-        style.legend_below(figure, handles, names, num_columns)
-        # Last: which points would cover each other depends on the final layout.
-        _scatter(figure, cost_axes, rows, looks)
+        style.legend_below(figure, handles, names, num_columns, note=_note(rows))
+        _scatter(cost_axes, rows, looks, methods)
     if out is not None:
         style.save(figure, out)
     return figure
@@ -87,11 +92,25 @@ def _legend_name(name: str, row: Row, rows: Sequence[Row]) -> str:
     return f"{name}{'' if said else epochs} (n={len(row.runs)})"
 
 
+def _note(rows: Sequence[Row]) -> str:
+    """What intervals and marks of growth mean."""
+    told = "one seed each: no interval is known"
+    if any(len(row.runs) > 1 for row in rows):
+        told = "lines and points: means over n seeds; bands and bars: one sample standard deviation"
+    num_schedules = len(_distinct_events(rows))
+    marks = "" if not num_schedules else "dashed lines" if num_schedules == 1 else "ticks at the top"
+    return f"{told}; {marks}: growth events" if marks else told
+
+
+def _distinct_events(rows: Sequence[Row]) -> set[tuple[float, ...]]:
+    return {tuple(row.runs[0].growth_epochs) for row in rows if len(row.runs[0].growth_epochs)}
+
+
 def _mark_all_growth(axes: Axes, rows: Sequence[Row], looks: Sequence[dict[str, Any]]) -> None:
     events = [
         (tuple(row.runs[0].growth_epochs), look["color"]) for row, look in zip(rows, looks, strict=True)
     ]
-    distinct = {epochs for epochs, _ in events if epochs}
+    distinct = _distinct_events(rows)
     if len(distinct) == 1:
         style.mark_growth(axes, distinct.pop())
         return
@@ -126,6 +145,8 @@ def _mean_of_equals(tables: Sequence[pandas.DataFrame]) -> pandas.Series | None:
 def _seed_band(axes: Axes, table: pandas.DataFrame, look: dict[str, Any]) -> None:
     if not len(table.columns):
         return
+    # Scores that are measured every few epochs are joined.
+    table = table.dropna(how="all")
     mean = table.mean(axis=1)
     axes.plot(
         mean.index,
@@ -143,8 +164,10 @@ def _seed_band(axes: Axes, table: pandas.DataFrame, look: dict[str, Any]) -> Non
         axes.fill_between(mean.index, mean - std, mean + std, color=look["color"], alpha=0.15, linewidth=0)
 
 
-def _scatter(figure: Figure, axes: Axes, rows: Sequence[Row], looks: Sequence[dict[str, Any]]) -> None:
-    """Score over cost; a point that would cover another is drawn beside it, its data unchanged."""
+def _scatter(
+    axes: Axes, rows: Sequence[Row], looks: Sequence[dict[str, Any]], methods: Sequence[str]
+) -> None:
+    """Score over cost; over the methods' names where costs are equal."""
     points = [
         (row.cost_percent, row.metric.scale * row.score_mean, row.metric.scale * (row.score_std or 0.0), look)
         for row, look in zip(rows, looks, strict=True)
@@ -152,14 +175,35 @@ def _scatter(figure: Figure, axes: Axes, rows: Sequence[Row], looks: Sequence[di
     ]
     if not points:
         return
+    names = [
+        method
+        for row, method in zip(rows, methods, strict=True)
+        if row.cost_percent is not None and row.score_mean is not None
+    ]
     costs = [cost for cost, *_ in points]
-    if len(points) > 1 and max(costs) - min(costs) < _EQUAL_COST:
+    equal = len(points) > 1 and max(costs) - min(costs) < _EQUAL_COST
+    if equal:
         points = [(index, *rest) for index, (_, *rest) in enumerate(points)]
-        axes.set_xticks([])
-        whole = f"100 = fixed-size, {rows[0].reference_epochs} epochs"
-        axes.set_xlabel(f"methods, each at a training cost of {max(costs):.1f} %\n({whole})")
     axes.set_ylabel(rows[0].metric.axis)
     axes.margins(0.14)
-    if style.mark_points(figure, axes, points, size_points=5.0):
-        note = "points that would cover each other stand side by side"
-        axes.set_title(note, fontsize=7, color="0.25", loc="right")
+    style.mark_points(axes, points, size_points=6.0)
+    if equal:
+        upright = len(names) > 4
+        columns = 40 if upright else 60 // len(names)
+        ticks = [textwrap.fill(name, columns, break_long_words=False) for name in names]
+        axes.set_xticks(range(len(points)), ticks, fontsize=7, rotation=90 if upright else 0)
+        axes.set_xlim(-0.5, len(points) - 0.5)
+        whole = f"100 = fixed-size, {rows[0].reference_epochs:g} epochs"
+        axes.set_xlabel(f"method, each at a training cost of {max(costs):.1f} %\n({whole})")
+    _widen(axes, rows)
+
+
+def _widen(axes: Axes, rows: Sequence[Row]) -> None:
+    """Let the axis of scores span so much that the scatter of seeds does not look like a result."""
+    metric = rows[0].metric
+    known = [metric.scale * row.score_std for row in rows if row.score_std is not None]
+    deviation = max(known) if known else _USUAL_DEVIATION if metric.unit == "%" else 0.0
+    low, high = axes.get_ylim()
+    missing = _LEAST_DEVIATIONS * deviation - (high - low)
+    if missing > 0:
+        axes.set_ylim(low - missing / 2, high + missing / 2)

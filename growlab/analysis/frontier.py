@@ -11,20 +11,28 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from growlab.analysis import style
 from growlab.analysis.results import Run
-from growlab.analysis.schedules import Point, best_at_cost, series_over_budgets
+from growlab.analysis.schedules import Point, Series, best_at_cost, series_over_budgets
 from growlab.analysis.tables import Row, one_task, summarise
 from growlab.errors import UserError
 
 # Costs that differ by more than this factor are drawn on a logarithmic axis.
 _WIDE = 6.0
+# The paper's symbols that names of series have.
+_SYMBOLS = {
+    "T_0": "length of the first stage, in % of all epochs",
+    "p_t": "growth rate of the stages' lengths",
+    "p_c": "growth rate of the widths",
+    "p_b": "growth rate of the batch size",
+}
 _EDGE = {"color": "0.85", "linewidth": 4}
 
 
 def frontier(runs: Sequence[Run]) -> Figure:
     """Training cost against test accuracy (or BLEU): a curve for each method and shape of schedule over its budgets.
 
-    Fixed-size training is black. Means over seeds, bars one sample standard deviation. The grey steps are the
-    best score measured at a cost or below it. Costs that differ by more than six times stand on a logarithmic axis.
+    Fixed-size training is black. Means over seeds, bars one sample standard deviation. Markers are open: those behind
+    others show through. The grey steps are the best score measured at a cost or below it. Costs that differ by more
+    than six times stand on a logarithmic axis.
 
     Raises:
         UserError: the runs are of several networks or data sets, whose numbers do not compare.
@@ -62,7 +70,10 @@ def _draw(
     points = [point for one in series for point in one.points]
     looks = style.looks([one.points[0].row.group.method for one in series])
     metric = rows[0].metric
-    names = [f"{style.symbols(one.name)} (n={_seeds([p.row.n for p in one.points])})" for one in series]
+    names = [
+        f"{style.symbols(style.shown(one.name))} (n={_seeds([p.row.n for p in one.points])})"
+        for one in series
+    ]
     with style.styled():
         names.append(f"best at this {what} or below")
         columns = 1 if max(map(len, names)) > 45 else 2
@@ -82,7 +93,7 @@ def _draw(
         axes.set_ylabel(metric.axis)
         _scale(axes, [amount(point) for point in points], rows[0].reference_epochs if of_cost else None)
         handles = [Line2D([], [], **look, markersize=4.5) for look in looks] + [Line2D([], [], **_EDGE)]
-        style.legend_below(figure, handles, names, columns)
+        style.legend_below(figure, handles, names, columns, note=_note(series))
         for one, look in zip(series, looks, strict=True):
             x, y = zip(*((amount(point), metric.scale * point.score) for point in one.points), strict=True)
             axes.plot(x, y, **{**look, "marker": ""}, linewidth=1.1)
@@ -92,16 +103,24 @@ def _draw(
                     metric.scale * point.score, at - spread, at + spread, look["color"], linewidth=1.1
                 )
         axes.margins(0.05)
-        # Last: which points would cover each other depends on the final layout.
         points_and_looks = [
             (amount(point), metric.scale * point.score, metric.scale * (point.row.score_std or 0.0), look)
             for one, look in zip(series, looks, strict=True)
             for point in one.points
         ]
-        if style.mark_points(figure, axes, points_and_looks, size_points=4.5):
-            note = "(points that would cover each other stand side by side)"
-            axes.set_xlabel(f"{axes.get_xlabel()}\n{note}")
+        style.mark_points(axes, points_and_looks, size_points=5.0)
     return figure
+
+
+def _note(series: Sequence[Series]) -> str:
+    """What bars mean, and the symbols that names have."""
+    names = " ".join(one.name for one in series)
+    several = any(point.row.n > 1 for one in series for point in one.points)
+    told = ["one seed each: no interval is known"]
+    if several:
+        told = ["points: means over n seeds, bars: one sample standard deviation"]
+    told += [f"{style.symbols(symbol)}: {meaning}" for symbol, meaning in _SYMBOLS.items() if symbol in names]
+    return "; ".join(told)
 
 
 def _scale(axes: Axes, amounts: Sequence[float], reference_epochs: float | None) -> None:
@@ -113,7 +132,10 @@ def _scale(axes: Axes, amounts: Sequence[float], reference_epochs: float | None)
         percent = axes.secondary_xaxis(
             "top", functions=(lambda x: 100 * x / reference_epochs, lambda x: x * reference_epochs / 100)
         )
-        percent.set_xlabel(f"% of {reference_epochs:g} epochs")
+        whole = f"{reference_epochs:g} epochs" if reference_epochs >= 1 else "the largest budget"
+        percent.set_xlabel(f"% of {whole}")
+        # A frame: an axis on top alone would look cut off.
+        axes.spines["right"].set_visible(True)
         shown.append(percent.xaxis)
     for axis in shown if wide else ():
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))

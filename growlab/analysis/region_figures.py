@@ -157,7 +157,7 @@ def _check_parameters(run: Run, rates: pandas.DataFrame, parameters: Sequence[st
 def _titles(runs: Sequence[Run]) -> list[str]:
     overrides = [set(run.group.overrides) if run.results else set() for run in runs]
     shared = set.intersection(*overrides)
-    names = [run.group.name_without(shared) if run.results else run.path.name for run in runs]
+    names = [style.shown(run.group.name_without(shared)) if run.results else run.path.name for run in runs]
     names = names if len(set(names)) == len(names) else [run.path.name for run in runs]
     return [textwrap.fill(name, 36) for name in names]
 

@@ -116,4 +116,4 @@ def _name(run: Run) -> str:
     name = "fixed-size" if run.group.is_fixed_size else run.group.growth
     if run.group.lr_adapt != "none":
         name += f" + {run.group.lr_adapt}"
-    return ", ".join([name, *own])
+    return style.shown(", ".join([name, *own]))

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import re
+import textwrap
 from collections.abc import Collection, Sequence
 from functools import cache
 from importlib import resources
@@ -19,7 +20,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-from matplotlib.transforms import ScaledTranslation
 
 from growlab.analysis.results import Run
 from growlab.errors import UserError
@@ -112,16 +112,59 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 
 def legend_below(
-    figure: Figure, handles: Sequence[Artist], names: Sequence[str], columns: int, handle_length: float = 3
+    figure: Figure,
+    handles: Sequence[Artist],
+    names: Sequence[str],
+    columns: int,
+    handle_length: float = 3,
+    note: str = "",
 ) -> None:
-    """A legend under the axes in at most `columns` columns, and no wider than the figure."""
+    """A legend under the axes in at most `columns` columns, and no wider than the figure.
+
+    Args:
+        figure: the figure.
+        handles: what is explained.
+        names: their names.
+        columns: at most so many.
+        handle_length: of a line, in font sizes.
+        note: what bars, bands and symbols mean; stands above the names.
+    """
+    width = max(40, int(17 * figure.get_figwidth()))
     for number in range(columns, 0, -1):
         legend = figure.legend(
-            handles, names, loc="outside lower center", ncols=number, handlelength=handle_length
+            handles,
+            names,
+            loc="outside lower center",
+            ncols=number,
+            handlelength=handle_length,
+            title=textwrap.fill(note, width, break_long_words=False) or None,
+            title_fontsize=7,
         )
         if number == 1 or legend.get_window_extent().width <= figure.bbox.width:
             return
         legend.remove()
+
+
+# What tables name as configurations do, in the words of figures.
+_SHOWN = (
+    (r"^ours \+ stagewise_norm\b", "ours (variance transfer + rates by age)"),
+    (r"^ours\b(?! \()", "variance transfer"),
+    (r"^fixed-size, fewer blocks\b", "smaller (fewer blocks)"),
+    (r"\bschedule\.equal_flops=true\b", "equal FLOPs"),
+    (r"\boptimizer_state=", "state "),
+)
+
+
+def shown(method: str) -> str:
+    """A method's name in a figure: `ours` alone is variance transfer, with rates by region it is the whole method.
+
+    Examples:
+        >>> [shown(name) for name in ("ours", "ours + stagewise_norm, p_t = 0", "fixed-size, fewer blocks")]
+        ['variance transfer', 'ours (variance transfer + rates by age), p_t = 0', 'smaller (fewer blocks)']
+    """
+    for pattern, words in _SHOWN:
+        method = re.sub(pattern, words, method)
+    return method
 
 
 def looks(methods: Sequence[str]) -> list[dict[str, Any]]:
@@ -251,30 +294,16 @@ def thin_out(figure: Figure, labels: Sequence[Text], gap_points: float = 1.5) ->
 
 
 def mark_points(
-    figure: Figure,
-    axes: Axes,
-    points: Sequence[tuple[float, float, float, dict[str, Any]]],
-    size_points: float,
-) -> bool:
-    """Draw a marker a point, with its deviation; one that would cover another stands beside it, its data unchanged.
-
-    To be called last: which points would cover each other depends on the final layout.
+    axes: Axes, points: Sequence[tuple[float, float, float, dict[str, Any]]], size_points: float
+) -> None:
+    """Draw a marker a point, with its deviation: open ones, so that those behind others show through.
 
     Args:
-        figure: the figure.
         axes: where the points belong.
         points: (x, y, deviation or 0, look with colour and marker).
         size_points: diameter of a marker.
-
-    Returns:
-        Whether any was moved.
     """
-    for x, y, reach, _ in points:
-        axes.update_datalim([(x, y - reach), (x, y + reach)])
-    axes.autoscale_view()
-    figure.draw_without_rendering()
-    shifts = _apart([tuple(axes.transData.transform(p[:2]) * 72 / figure.dpi) for p in points], size_points)
-    for (x, y, reach, look), shift in zip(points, shifts, strict=True):
+    for x, y, reach, look in points:
         axes.errorbar(
             x,
             y,
@@ -282,28 +311,12 @@ def mark_points(
             color=look["color"],
             marker=look["marker"],
             markersize=size_points,
+            markerfacecolor="none",
+            markeredgewidth=1.2,
             capsize=2,
             elinewidth=0.8,
             clip_on=False,
-            transform=axes.transData + ScaledTranslation(shift / 72, 0, figure.dpi_scale_trans),
         )
-    return any(shifts)
-
-
-def _apart(places: Sequence[tuple[float, ...]], size: float) -> list[float]:
-    """How far to the side each of some places must move so that none covers one before it; they may touch."""
-    placed: list[tuple[float, float]] = []
-    shifts: list[float] = []
-    for x, y in places:
-        offsets = (sign * k * 0.6 * size for k in itertools.count() for sign in (1, -1))
-        shift = next(
-            offset
-            for offset in offsets
-            if all(math.hypot(x + offset - px, y - py) > 0.8 * size for px, py in placed)
-        )
-        placed.append((x + shift, y))
-        shifts.append(shift)
-    return shifts
 
 
 def spread(positions: Sequence[float], gap: float) -> list[float]:

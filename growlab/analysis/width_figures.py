@@ -150,7 +150,7 @@ def network_map(run: Run) -> Figure:
                     color="white" if dark else "black",
                 )
         axes.set_yticks(range(len(rows)), [name for name, _, _ in rows], fontsize=7)
-        heads = [f"{i + 1}" + (f"\n{n:g} ep." if n else "") for i, n in enumerate(lengths)]
+        heads = [f"{i}" + (f"\n{n:g} ep." if n else "") for i, n in enumerate(lengths)]
         axes.set_xticks(range(num_stages), heads, fontsize=7)
         axes.xaxis.tick_top()
         axes.set_xlabel("stage, its epochs; cells: channels, darker = nearer to full width", fontsize=7)

@@ -162,13 +162,18 @@ def test_compare_shows_means_bands_and_cost_against_accuracy(tmp_path):
     np.testing.assert_allclose(points, [[100, 85], [60, 81], [60, 81]])
     (bar,) = cost.containers[1].lines[2]
     np.testing.assert_allclose(bar.get_segments()[0][:, 1], [80, 82])
-    # Equal points are drawn apart, though their data are equal.
-    drawn = [c.lines[0].get_transform().transform(c.lines[0].get_xydata())[0] for c in cost.containers[1:]]
-    assert np.hypot(*(drawn[0] - drawn[1])) > 5 / 72 * figure.dpi
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+    # Points stand where they are measured, open: those behind others show through.
+    for container in cost.containers:
+        marker = container.lines[0]
+        assert marker.get_transform() == cost.transData and marker.get_markerfacecolor() == "none"
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
         "fixed-size (n=3)",
-        *sorted(["ours + stagewise_norm (n=3)", "pairs (n=1)"]),
+        "ours (variance transfer + rates by age) (n=3)",
+        "pairs (n=1)",
     ]
+    told = legend.get_title().get_text().replace("\n", " ")
+    assert "one sample standard deviation" in told and told.endswith("dashed lines: growth events")
     assert to_hex(lines[0].get_color()) == "#000000"
 
 
@@ -180,37 +185,72 @@ def test_compare_marks_different_schedules_in_the_colour_of_their_method(tmp_pat
     ticks = [c for c in loss.collections if c.get_gid() == style.EVENT]
     assert [[segment[0][0] for segment in c.get_segments()] for c in ticks] == [[2, 4], [1, 4]]
     assert [to_hex(c.get_color()[0]) for c in ticks] == [line.get_color().lower() for line in loss.lines]
+    told = loss.figure.legends[0].get_title().get_text()
+    assert told == "one seed each: no interval is known; ticks at the top: growth events"
 
 
 @pytest.mark.parametrize("num_runs", [2, 9])
-def test_equal_points_are_drawn_apart_however_many(tmp_path, num_runs):
+def test_equal_costs_are_a_column_for_each_method_with_its_name(tmp_path, num_runs):
     for i in range(num_runs):
         write_run(
             tmp_path / str(i), stage_epochs=(1, 1), cost_percent=60, overrides=[f"growth.noise_std={i}"]
         )
     figure = compare(load_runs(tmp_path))
     cost = figure.axes[1]
-    drawn = [c.lines[0].get_transform().transform(c.lines[0].get_xydata()[0]) for c in cost.containers]
     figure.draw_without_rendering()
-    gaps = np.diff(np.sort(np.array(drawn)[:, 0]))
-    assert len(gaps) == num_runs - 1 and (gaps > 5 / 72 * figure.dpi).all()
+    assert [c.lines[0].get_xdata()[0] for c in cost.containers] == list(range(num_runs))
+    labels = cost.get_xticklabels()
+    assert len({label.get_text() for label in labels}) == num_runs
+    assert all("noise_std" in label.get_text() for label in labels)
+    assert overlaps(figure, labels) == []
+
+
+@pytest.mark.parametrize(
+    "scores, least",
+    [([[0.800], [0.801]], 3.0), ([[0.79, 0.81], [0.80, 0.801]], 10 * np.sqrt(2)), ([[0.2], [0.9]], 70.0)],
+    ids=["one seed", "two seeds", "far apart"],
+)
+def test_the_axis_of_scores_is_not_shorter_than_ten_deviations_over_seeds(tmp_path, scores, least):
+    for method, of_seeds in zip(("ours", "pairs"), scores, strict=True):
+        for seed, score in enumerate(of_seeds):
+            write_run(
+                tmp_path / f"{method}{seed}", growth=method, seed=seed, test_accuracy=score, cost_percent=60
+            )
+    low, high = compare(load_runs(tmp_path)).axes[1].get_ylim()
+    assert high - low >= 0.999 * least
+
+
+def test_scores_of_some_epochs_only_are_joined(tmp_path):
+    (run,) = load_runs(write_run(tmp_path, stage_epochs=(8,)))
+    run.metrics["val_accuracy"] = [np.nan, 0.2, np.nan, np.nan, 0.5, np.nan, np.nan, 0.7]
+    (line,) = curves(compare([run]).axes[2])
+    assert line.get_xdata().tolist() == [2, 5, 8]
+    np.testing.assert_allclose(line.get_ydata(), [20, 50, 70])
 
 
 def test_compare_draws_equal_costs_side_by_side_and_curves_that_coincide_less_their_mean(tmp_path):
     for i in range(3):
-        write_run(
-            tmp_path / str(i), stage_epochs=(4, 4), cost_percent=60, overrides=[f"growth.noise_std={i}"]
-        )
+        for seed in range(2):
+            write_run(
+                tmp_path / f"{i}{seed}",
+                seed=seed,
+                stage_epochs=(4, 4),
+                cost_percent=60,
+                overrides=[f"growth.noise_std={i}"],
+            )
     runs = load_runs(tmp_path)
-    for run, more in zip(runs, (0.0, 0.003, 0.009), strict=True):
+    for run, more in zip(runs, (0.0, 0.0, 0.003, 0.003, 0.009, 0.009), strict=True):
         run.metrics["train_loss"] = np.linspace(2, 1, 8) + more
+    # One seed tells too little for differences that are magnified.
+    alone = compare([run for run in runs if run.results["seed"] == 0]).axes[0]
+    assert alone.get_ylabel() == "training loss"
     loss, cost, _ = compare(runs).axes
     assert loss.get_ylabel() == "training loss,\nless the mean"
     assert sorted(float(line.get_ydata()[0]) for line in curves(loss)) == pytest.approx(
         [-0.004, -0.001, 0.005]
     )
     assert [c.lines[0].get_xdata()[0] for c in cost.containers] == [0, 1, 2]
-    assert "60.0 %" in cost.get_xlabel() and cost.get_xticks().size == 0
+    assert "60.0 %" in cost.get_xlabel() and cost.get_xlabel().startswith("method")
 
 
 def test_compare_refuses_runs_of_different_networks(tmp_path):

@@ -152,8 +152,17 @@ def test_the_figure_has_a_curve_a_series_and_says_how_many_seeds(runs):
     ]
     np.testing.assert_allclose(curves[2].get_ydata(), [75, 83])
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    curves_named = ["fixed-size (n=1)", "ours, $p_t$ = 0 (n=2)", "ours, $p_t$ = 0.2 (n=2)"]
+    curves_named = [
+        "fixed-size (n=1)",
+        "variance transfer, $p_t$ = 0 (n=2)",
+        "variance transfer, $p_t$ = 0.2 (n=2)",
+    ]
     assert names == [*curves_named, "best at this cost or below"]
+    told = figure.legends[0].get_title().get_text().replace("\n", " ")
+    assert (
+        "bars: one sample standard deviation" in told and "$p_t$: growth rate of the stages' lengths" in told
+    )
+    assert "p_b" not in told and "p_c" not in told
     points = [container.lines[0].get_xydata()[0].astype(float) for container in axes.containers]
     np.testing.assert_allclose(points, [[4, 70], [8, 78], [16, 86], [4, 69], [6, 75], [12, 83]])
     (bars,) = axes.containers[4].lines[2]
@@ -175,19 +184,25 @@ def test_costs_that_are_far_apart_stand_on_a_logarithmic_axis(tmp_path):
     assert {"2", "5", "10"} <= set(shown[0]) and {"20", "50", "100"} <= set(shown[1])
 
 
-def test_equal_points_are_drawn_side_by_side(tmp_path):
+def test_parts_of_an_epoch_are_not_called_a_percentage_of_epochs(tmp_path):
+    write_run(tmp_path, **FIXED, stage_epochs=(8,), reference_epochs=8, schedule={"budget": 0.1})
+    (top,) = frontier(load_runs([tmp_path])).axes[0].child_axes
+    assert top.get_xlabel() == "% of the largest budget"
+
+
+def test_points_stand_at_their_cost_with_open_markers(tmp_path):
     for i in range(3):
         write_run(
             tmp_path / str(i), stage_epochs=(1, 1), cost_percent=60, overrides=[f"growth.noise_std={i}"]
         )
     figure = frontier(load_runs(tmp_path))
-    figure.draw_without_rendering()
-    drawn = [
-        c.lines[0].get_transform().transform(c.lines[0].get_xydata()[0]) for c in figure.axes[0].containers
-    ]
-    gaps = np.diff(np.sort(np.array(drawn)[:, 0]))
-    assert len(gaps) == 2 and (gaps > 4.5 / 72 * figure.dpi).all()
-    assert "side by side" in figure.axes[0].get_xlabel()
+    (axes,) = figure.axes
+    markers = [container.lines[0] for container in axes.containers]
+    assert len(markers) == 3 and {marker.get_markerfacecolor() for marker in markers} == {"none"}
+    assert all(marker.get_transform() == axes.transData for marker in markers)
+    assert figure.legends[0].get_title().get_text() == "one seed each: no interval is known"
+    # The axis of percent closes the top, so the right side is closed too.
+    assert axes.child_axes and axes.spines["right"].get_visible()
 
 
 def test_runs_of_different_data_are_refused(tmp_path):

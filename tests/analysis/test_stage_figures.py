@@ -50,7 +50,7 @@ def test_norms_of_two_runs_stand_side_by_side(tmp_path):
     runs = load_runs(tmp_path)
     figure = region_norms(runs, ["fc.weight"])
     titles = [axes.get_title(loc="left") for axes in figure.axes[:2]]
-    assert titles == ["ours + stagewise_norm", "pairs + stagewise_norm"]
+    assert titles == ["ours (variance transfer + rates by\nage)", "pairs + stagewise_norm"]
     assert figure.get_suptitle() == "fc.weight"
     for axes, one in zip(figure.axes[:2], runs, strict=True):
         part = one.rates[(one.rates["parameter"] == "fc.weight") & (one.rates["region"] == 2)]
@@ -95,7 +95,7 @@ def test_the_map_has_the_width_of_every_group_at_every_stage(run):
         ]
     assert [label.get_text() for label in axes.get_yticklabels()] == list(run.growth["groups"])
     heads = [label.get_text() for label in axes.get_xticklabels()]
-    assert heads == [f"{i + 1}\n{n} ep." for i, n in enumerate(STAGE_EPOCHS)]
+    assert heads == [f"{i}\n{n} ep." for i, n in enumerate(STAGE_EPOCHS)]
     assert texts_apart(figure, [*axes.texts, *axes.get_yticklabels(), *axes.get_xticklabels()])
     shades = axes.images[0].get_array()
     np.testing.assert_allclose(shades[:, -1], 1)
@@ -155,7 +155,7 @@ def test_resources_have_a_bar_a_stage_and_the_fixed_size_network_as_a_line(tmp_p
     # Four epochs in 20 s: 5 s, 5 s and 10 s for stages of 1, 1 and 2 epochs.
     assert seconds.lines[0].get_ydata().tolist() == [5, 5, 10, 10]
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names[0] == "ours + stagewise_norm, batch 96 to 32: 9 s in all"
+    assert names[0] == "ours (variance transfer + rates by age), batch 96 to 32: 9 s in all"
     assert names[2] == "fixed-size, batch 32: 20 s in all"
     assert texts_apart(figure, figure.legends[0].get_texts())
     faces = {to_hex(bar.get_facecolor()) for bar in memory.patches}
