@@ -35,7 +35,7 @@ except ModuleNotFoundError as missing:
 
 from growlab.choices import check_choices, check_parts_of_job
 from growlab.configuration import PRIMARY, config_dir, register_schemas
-from growlab.errors import Stopped, UserError
+from growlab.errors import FolderHeld, Stopped, UserError
 from growlab.explain import explain
 from growlab.processes import ProcessFailed, apart, end_with_parent, is_first, name_of, report
 from growlab.resuming import resume_override
@@ -93,7 +93,8 @@ def _job(cfg: DictConfig) -> Any:
         sentence = explain(error, list(job.overrides.task))
         reason = sentence or repr(error)
         print(f"job {job.job.num} ({job.job.override_dirname}) failed: {reason}", file=sys.stderr)
-        sweeps.record_failure(run_dir, reason, "".join(traceback.format_exception(error)))
+        if not isinstance(error, FolderHeld):
+            sweeps.record_failure(run_dir, reason, "".join(traceback.format_exception(error)))
         raise
 
 

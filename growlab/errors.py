@@ -18,6 +18,10 @@ class WriteError(UserError):
     """A file that could not be written, such as on a full disk; what was there before is as it was."""
 
 
+class FolderHeld(UserError):
+    """A folder that another process writes to; nothing was written there."""
+
+
 class Stopped(BaseException):
     """A signal ended the run in good order.
 

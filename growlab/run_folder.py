@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from growlab.errors import UserError
+from growlab.errors import FolderHeld
 
 # What a run writes at its end.
 _RESULTS = ("results.json", "report.html", "model*.pt", "pretrained*")
@@ -24,7 +24,7 @@ def held_alone(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
         wait_sec: for a process that is about to end.
 
     Raises:
-        UserError: another process holds it.
+        FolderHeld: another process holds it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     _HELD.add(descriptor)
@@ -36,6 +36,17 @@ def held_alone(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_held(folder: Path) -> bool:
+    """Whether another process holds a folder, which need not be there."""
+    if not folder.is_dir():
+        return False
+    try:
+        with held_alone(folder, wait_sec=0.0):
+            return False
+    except FolderHeld:
+        return True
+
+
 def _lock(descriptor: int, folder: Path, last: float) -> None:
     while True:
         try:
@@ -43,7 +54,7 @@ def _lock(descriptor: int, folder: Path, last: float) -> None:
             return
         except BlockingIOError:
             if time.monotonic() > last:
-                raise UserError(
+                raise FolderHeld(
                     f"another process is at work in {folder}: wait for its end, or name another folder with "
                     "hydra.run.dir=FOLDER."
                 ) from None

@@ -65,7 +65,7 @@ RULES = {
     "widen.__main__": rule("widen", packages=""),
     "language_models": rule("survey widen", packages="torch"),
     "analysis.__main__": rule("analysis"),
-    "reproduce": rule("analysis configuration processes"),
+    "reproduce": rule("analysis configuration processes run_folder"),
     "reproduce.__main__": rule("analysis reproduce"),
     "dashboard": rule(packages="wandb_workspaces"),
     # It finds the modules of commands by name, when one is asked for.

@@ -11,9 +11,10 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from growlab.errors import UserError
+from growlab.files import FAILURE
 from growlab.processes import in_folder, name_of
 from growlab.resuming import resume_override
-from growlab.run_folder import forget_results, held_alone
+from growlab.run_folder import forget_results, held_alone, is_held
 from tests.command_line import CommandLine
 from tests.runs import MLP, table
 
@@ -72,6 +73,23 @@ def test_a_second_run_in_the_folder_is_told_and_leaves_the_first_alone(
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
     assert "another process is at work in " in outcome.err
     assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_job_of_a_second_sweep_leaves_no_failure_in_the_folder(cli: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "sweep" / "run").mkdir(parents=True)
+    with holder(tmp_path / "sweep" / "run") as process:
+        outcome = cli("-m", *MLP, "hydra.sweep.dir=sweep", "hydra.sweep.subdir=run", cwd=tmp_path)
+        process.kill()
+    assert outcome.code == 2 and "another process is at work in " in outcome.err
+    assert not (tmp_path / "sweep" / "run" / FAILURE).exists()
+
+
+def test_whether_a_folder_is_held_is_asked_without_holding_it(tmp_path: Path) -> None:
+    assert not is_held(tmp_path) and not is_held(tmp_path / "nothing")
+    with holder(tmp_path) as process:
+        assert is_held(tmp_path)
+        process.kill()
+    assert not is_held(tmp_path)
 
 
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(

@@ -170,10 +170,13 @@ def _reproduce(
         print(f"{_to_go(left, min(at_once, len(left)))}: {_told(at_most)}", flush=True)
     if arguments.dry_run:
         return
-    finished, failed = train(left, place, known, (end - time.monotonic()) / 60, at_once, signals)
+    finished, failed, elsewhere = train(left, place, known, (end - time.monotonic()) / 60, at_once, signals)
     jobs = item.jobs(arguments.seeds)
     print(f"{sum(map(place.done, jobs))} of {len(jobs)} runs are there")
-    if finished + len(failed) < len(left):
+    if elsewhere:
+        of = "1 run is" if len(elsewhere) == 1 else f"{len(elsewhere)} runs are"
+        print(f"{of} left to another process, which is at work there")
+    if finished + len(failed) + len(elsewhere) < len(left):
         print("the same command goes on")
     _tell(item, place)
     signals.check()

@@ -6,13 +6,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -21,6 +22,7 @@ from growlab.files import CHECKPOINT_FOLDER
 from growlab.processes import path_override
 from growlab.reproduce.registry import Item, Job, Registry
 from growlab.reproduce.stopping import EndingSignals, hangup_blocked
+from growlab.run_folder import is_held
 
 # A run that is asked to stop saves at the end of its step.
 _SAVING_SEC = 300
@@ -126,6 +128,20 @@ def share_of_cores(at_once: int) -> list[str]:
     return [] if at_once == 1 else [f"num_threads={max(1, len(os.sched_getaffinity(0)) // at_once)}"]
 
 
+class Trained(NamedTuple):
+    """What came of jobs.
+
+    Attributes:
+        finished: how many have ended with a result.
+        failed: folders of those that failed.
+        elsewhere: folders of those that another process is at work on.
+    """
+
+    finished: int
+    failed: list[str]
+    elsewhere: list[str]
+
+
 def train(
     jobs: Sequence[Job],
     place: Place,
@@ -133,10 +149,11 @@ def train(
     minutes: float,
     at_once: int = 1,
     signals: EndingSignals | None = None,
-) -> tuple[int, list[str]]:
+) -> Trained:
     """Train jobs, so many at the same time, until the time is over; those that are then at work save and end.
 
-    A job that fails leaves the others alone: of a sweep over learning rates some diverge.
+    A job that fails leaves the others alone: of a sweep over learning rates some diverge. So does one that another
+    process is at work on, which is left to that.
 
     Args:
         jobs: to be trained, in this order.
@@ -146,13 +163,11 @@ def train(
         at_once: how many train at the same time.
         signals: that end the time too; None: there are none.
 
-    Returns:
-        How many have ended with a result, and the folders of those that failed.
-
     Raises:
         UserError: data is missing.
     """
-    end, finished, failed = time.monotonic() + 60 * minutes, 0, list[str]()
+    end, finished = time.monotonic() + 60 * minutes, 0
+    failed, elsewhere = list[str](), list[str]()
     waiting, running = deque(jobs), dict[Job, _Run]()
     signals = EndingSignals() if signals is None else signals
     with signals.awaited():
@@ -160,7 +175,10 @@ def train(
             while (waiting or running) and time.monotonic() < end and not signals.came:
                 while waiting and len(running) < at_once:
                     job = waiting.popleft()
-                    running[job] = _start(job, place, registry, at_once)
+                    if _at_work_elsewhere(job, place):
+                        elsewhere.append(job.folder)
+                    else:
+                        running[job] = _start(job, place, registry, at_once)
                 ended = {job: code for job, run in running.items() if (code := run.code()) is not None}
                 if not ended:
                     time.sleep(POLL_SEC)
@@ -168,12 +186,23 @@ def train(
                     del running[job]
                     if place.done(job):
                         finished += 1
+                    elif _at_work_elsewhere(job, place):
+                        # Both have begun in the same moment.
+                        elsewhere.append(job.folder)
                     else:
                         failed.append(job.folder)
                         print(f"{job.folder} failed (exit code {code})", flush=True)
         finally:
             _end(list(running.values()), signals)
-    return finished, failed
+    return Trained(finished, failed, elsewhere)
+
+
+def _at_work_elsewhere(job: Job, place: Place) -> bool:
+    """Whether another process is at work on a job, which is then told."""
+    held = is_held(place.runs / job.folder)
+    if held:
+        print(f"{job.folder}: another process is at work on it", flush=True)
+    return held
 
 
 def _end(running: Sequence["_Run"], signals: EndingSignals) -> None:
@@ -228,10 +257,23 @@ def _start(job: Job, place: Place, registry: Registry, at_once: int) -> _Run:
     """Start a job's run, or let it go on."""
     begun, folder = place.begun and place.begun / job.folder, place.runs / job.folder
     if begun and begun.is_dir() and not folder.exists():
-        shutil.copytree(begun, folder)
+        _copy(begun, folder)
     line = command(job, place, registry)
     print(f"{job.folder}", flush=True)
     return _Run(job, [*line, *([] if job.is_study else share_of_cores(at_once))], named=at_once > 1)
+
+
+def _copy(begun: Path, folder: Path) -> None:
+    """Copy a run that others have begun; another process that does so at the same time does no harm."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as beside:
+        whole = shutil.copytree(begun, Path(beside) / folder.name)
+        try:
+            whole.rename(folder)
+        except OSError:
+            # The other process has been faster.
+            if not folder.is_dir():
+                raise
 
 
 def device(about: Mapping[str, Any]) -> tuple[str, ...]:

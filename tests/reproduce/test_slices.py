@@ -1,8 +1,11 @@
 """Training in slices: what is skipped, what ends in time and goes on, and what is said where something is missing."""
 
 import json
+import shutil
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,13 +56,13 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 def test_a_slice_ends_in_time_and_the_next_goes_on(counting: Place) -> None:
     started = time.monotonic()
-    assert train(JOBS, counting, REGISTRY, minutes=0.5 / 60) == (0, [])
+    assert train(JOBS, counting, REGISTRY, minutes=0.5 / 60) == (0, [], [])
     assert time.monotonic() - started < 10
     state = counting.runs / JOBS[0].folder / "state"
     assert 0 <= int(state.read_text()) < 8 and not counting.done(JOBS[0])
-    assert train(JOBS[:1], counting, REGISTRY, minutes=1) == (1, [])
+    assert train(JOBS[:1], counting, REGISTRY, minutes=1) == (1, [], [])
     assert json.loads((state.parent / "results.json").read_text()) == 8
-    assert train(JOBS, counting, REGISTRY, minutes=0.1 / 60) == (0, [])
+    assert train(JOBS, counting, REGISTRY, minutes=0.1 / 60) == (0, [], [])
 
 
 def test_several_runs_train_at_the_same_time(
@@ -72,7 +75,7 @@ def test_several_runs_train_at_the_same_time(
         return whole(job, place, registry)
 
     monkeypatch.setattr(slices, "command", noted)
-    assert train(JOBS, counting, REGISTRY, minutes=1, at_once=2) == (3, [])
+    assert train(JOBS, counting, REGISTRY, minutes=1, at_once=2) == (3, [], [])
     # Two begin at once, the third when one of them has ended.
     assert ended[:2] == [0, 0] and ended[2] >= 1
     told = capfd.readouterr()
@@ -82,11 +85,11 @@ def test_several_runs_train_at_the_same_time(
 def test_a_slice_of_several_runs_saves_them_all(counting: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = slices.command
     monkeypatch.setattr(slices, "command", lambda *about: [*whole(*about)[:-1], "1000"])
-    assert train(JOBS, counting, REGISTRY, minutes=4 / 60, at_once=2) == (0, [])
+    assert train(JOBS, counting, REGISTRY, minutes=4 / 60, at_once=2) == (0, [], [])
     states = [counting.runs / job.folder / "state" for job in JOBS]
     assert [state.exists() for state in states] == [True, True, False]
     monkeypatch.setattr(slices, "command", whole)
-    assert train(JOBS, counting, REGISTRY, minutes=1, at_once=2) == (3, [])
+    assert train(JOBS, counting, REGISTRY, minutes=1, at_once=2) == (3, [], [])
 
 
 def test_what_another_machine_has_begun_goes_on(counting: Place, tmp_path: Path) -> None:
@@ -98,14 +101,81 @@ def test_what_another_machine_has_begun_goes_on(counting: Place, tmp_path: Path)
         replace(counting, begun=tmp_path / "unfinished"),
         counting.runs / JOBS[0].folder / "results.json",
     )
-    assert train(JOBS[:1], place, REGISTRY, minutes=1) == (1, [])
+    assert train(JOBS[:1], place, REGISTRY, minutes=1) == (1, [], [])
     assert json.loads(results.read_text()) == 20
     assert (kept / "state").read_text() == "20" and not (kept / "results.json").exists()
     # What has gone on here is not overwritten.
     results.unlink()
     (results.parent / "state").write_text("30")
-    assert train(JOBS[:1], place, REGISTRY, minutes=1) == (1, [])
+    assert train(JOBS[:1], place, REGISTRY, minutes=1) == (1, [], [])
     assert json.loads(results.read_text()) == 30
+
+
+def test_what_two_processes_copy_at_the_same_time_is_copied_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, folder = tmp_path / "unfinished" / "a", tmp_path / "runs" / "a"
+    begun.mkdir(parents=True)
+    (begun / "state").write_text("20")
+    copied = shutil.copytree
+
+    def slowly(source: Path, whole: Path) -> Path:
+        folder.mkdir()
+        (folder / "state").write_text("the other one's")
+        return copied(source, whole)
+
+    monkeypatch.setattr(shutil, "copytree", slowly)
+    slices._copy(begun, folder)
+    assert (folder / "state").read_text() == "the other one's"
+    assert [path.name for path in folder.parent.iterdir()] == ["a"]
+
+
+@pytest.fixture
+def held(counting: Place) -> Iterator[Path]:
+    """The folder of the first job, which another process holds."""
+    folder = counting.runs / JOBS[0].folder
+    folder.mkdir(parents=True)
+    holding = "import sys, time; from growlab.run_folder import held_alone\n"
+    holding += "with held_alone(__import__('pathlib').Path(sys.argv[1])): print(flush=True); time.sleep(300)"
+    with subprocess.Popen([sys.executable, "-c", holding, str(folder)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        yield folder
+        process.kill()
+
+
+def test_what_another_process_is_at_work_on_is_left_to_it(
+    counting: Place, held: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(JOBS, counting, REGISTRY, minutes=1) == (2, [], ["digits/seed=0"])
+    assert "digits/seed=0: another process is at work on it\n" in capsys.readouterr().out
+    assert list(held.iterdir()) == []
+
+
+def test_a_run_that_finds_its_folder_taken_has_not_failed(
+    counting: Place, held: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that start in the same moment the slower one."""
+    monkeypatch.setattr(
+        slices,
+        "command",
+        lambda *_: [sys.executable, "-c", "import time; time.sleep(1); raise SystemExit(2)"],
+    )
+    told = iter([False])
+    whole = slices._at_work_elsewhere
+    monkeypatch.setattr(slices, "_at_work_elsewhere", lambda *about: next(told, True) and whole(*about))
+    assert train(JOBS[:1], counting, REGISTRY, minutes=1) == (0, [], ["digits/seed=0"])
+
+
+def test_the_command_says_what_is_left_to_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cifar10").mkdir()
+    (tmp_path / "cifar10" / "train.parquet").touch()
+    monkeypatch.setattr("growlab.reproduce.__main__.forecast", lambda *_: Forecast(60.0, 1, ()))
+    monkeypatch.setattr("growlab.reproduce.__main__.train", lambda *_: (7, [], ["a", "b"]))
+    assert main(["table7", "--data", str(tmp_path), "--runs", str(tmp_path / "runs")]) == 0
+    told = capsys.readouterr().out
+    assert "2 runs are left to another process, which is at work there\n" in told and "goes on" not in told
 
 
 def test_what_has_begun_goes_first(tmp_path: Path) -> None:
@@ -161,10 +231,10 @@ def test_a_run_that_fails_is_told_and_leaves_the_others_alone(
 ) -> None:
     whole, failing = slices.command, [sys.executable, "-c", "import sys; sys.exit(2)"]
     monkeypatch.setattr(slices, "command", lambda job, *at: failing if job is JOBS[1] else whole(job, *at))
-    assert train(JOBS, counting, REGISTRY, minutes=1) == (2, ["digits/seed=1"])
+    assert train(JOBS, counting, REGISTRY, minutes=1) == (2, ["digits/seed=1"], [])
     assert "digits/seed=1 failed (exit code 2)" in capsys.readouterr().out
     monkeypatch.setattr("growlab.reproduce.__main__.forecast", lambda *_: Forecast(60.0, 1, ()))
-    monkeypatch.setattr("growlab.reproduce.__main__.train", lambda *_: (0, ["a/seed=0", "a/seed=1"]))
+    monkeypatch.setattr("growlab.reproduce.__main__.train", lambda *_: (0, ["a/seed=0", "a/seed=1"], []))
     assert main(["isotropic_depth", "--runs", str(counting.runs)]) == 2
     told = capsys.readouterr()
     assert told.err == "error: 2 runs failed, for reasons that stand above: a/seed=0; a/seed=1.\n"
@@ -264,7 +334,9 @@ def test_data_that_is_missing_leaves_out_its_runs_alone(
     (tmp_path / "data" / "mnist10k" / "train.parquet").touch()
     taken: list[Job] = []
     monkeypatch.setattr("growlab.reproduce.__main__.forecast", lambda *_: Forecast(60.0, 1, ()))
-    monkeypatch.setattr("growlab.reproduce.__main__.train", lambda jobs, *_: taken.extend(jobs) or (0, []))
+    monkeypatch.setattr(
+        "growlab.reproduce.__main__.train", lambda jobs, *_: taken.extend(jobs) or (0, [], [])
+    )
     assert main(["isotropic_data_sets", "--data", str(tmp_path / "data"), "--runs", str(tmp_path)]) == 0
     every = REGISTRY.items["isotropic_data_sets"].jobs()
     assert [job.folder for job in taken] == [job.folder for job in every if job.data in ("digits", "mnist")]
