@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from growlab.analysis.paper_table import paper_table
+from growlab.analysis.published import published_for
 from growlab.analysis.results import Run, open_run
 from growlab.analysis.tables import summarise
 from growlab.reproduce.registry import UNFINISHED, Item, Registry, Rows
@@ -72,6 +73,7 @@ class Standing:
             epochs = sorted({run.results["epochs"] for run in shorter})
             of = f"{epochs[0]}" if len(epochs) == 1 else f"{epochs[0]} to {epochs[-1]}"
             parts.append(f"{len(shorter)} shortened ({of} epochs)")
+        parts += [rows.note for rows in self.item.rows if rows.note and self.results is not None]
         if begun := list(self._begun()):
             parts.append(f"{len(begun)} begun ({', '.join(begun)})")
         return "; ".join(parts)
@@ -87,41 +89,47 @@ class Standing:
                 of = "" if "method=equal_flops" in job.overrides else f" of {job.epochs}"
                 yield f"{done}{of} epochs"
 
-    def _of_shorter(self) -> bool:
-        """Whether no statement is about rows of the paper's length."""
+    def _is_of_shorter(self, one: Outcome) -> bool:
+        """Whether a statement is held against shortened rows alone."""
         whole, shorter = (
             {rows.folder for rows in self.item.rows if rows.whole == kind} for kind in (True, False)
         )
-        sides = (side for one in self.outcomes for side in (one.check.first, one.check.second) if side)
-        return {side.partition("/")[0] for side in sides} <= shorter - whole
+        sides = {side.partition("/")[0] for side in (one.check.first, one.check.second) if side}
+        return sides <= shorter - whole
 
     @property
     def verdict(self) -> str:
         """In a few words, and what is left to run."""
-        counts = {
-            word: sum(one.verdict == word for one in self.outcomes)
-            for word in (HOLDS, CONTRADICTED, UNDECIDED, ONE_RUN)
-        }
-        said = ", ".join(f"{number} {word}" for word, number in counts.items() if number)
-        if self.num_whole and said and self._of_shorter():
-            parts = [f"{self.num_whole} run at this length; shortened: {said}"]
-        elif self.num_whole and self.outcomes:
-            holds = counts[HOLDS]
+        stated = [one for one in self.outcomes if not one.check.ours]
+        at_length = [one for one in stated if not self._is_of_shorter(one)]
+        said = _counted(at_length)
+        if not self.num_whole:
+            parts = ["not run at this length" if stated else "not run"]
+        elif not at_length:
             parts = [
-                "reproduced"
-                if holds == len(self.outcomes)
-                else f"reproduced in part: {said}"
-                if holds
-                else said
+                f"{self.num_whole} run at this length" if stated else "run; the paper states nothing of it"
             ]
+        elif all(one.verdict == HOLDS for one in at_length):
+            parts = ["reproduced"]
         else:
-            parts = [f"not run at this length; shortened: {said}" if said else "not run"]
+            parts = [f"reproduced in part: {said}" if f" {HOLDS}" in said else said]
+        if shortened := _counted(one for one in stated if self._is_of_shorter(one)):
+            parts.append(f"shortened: {shortened}")
+        if ours := _counted(one for one in self.outcomes if one.check.ours):
+            parts.append(f"of what we asked: {ours}")
         left = self.num_needed - self.num_whole
         if left > 0:
             epochs = sorted({job.epochs for job in self.item.jobs() if job.epochs})
             length = f" of {' or '.join(map(str, epochs))} epochs" if epochs else ""
             parts.append(f"it takes {left} run{'' if left == 1 else 's'}{length}")
         return "; ".join(parts)
+
+
+def _counted(outcomes: Iterable[Outcome]) -> str:
+    """How many have each verdict."""
+    verdicts = [one.verdict for one in outcomes]
+    words = (HOLDS, CONTRADICTED, UNDECIDED, ONE_RUN)
+    return ", ".join(f"{verdicts.count(word)} {word}" for word in words if word in verdicts)
 
 
 def standings(registry: Registry, results: Path | None) -> list[Standing]:
@@ -137,28 +145,35 @@ def page(registry: Registry, results: Path) -> str:
         results: the folder of the rows.
     """
     all_standings = standings(registry, results)
-    outcomes = [(s.item, one) for s in all_standings for one in s.outcomes]
+    every = [(s.item, one) for s in all_standings for one in s.outcomes]
+    outcomes = [(item, one) for item, one in every if not one.check.ours]
+    own = [(item, one) for item, one in every if one.check.ours]
     against = [(item, one) for item, one in outcomes if one.verdict == CONTRADICTED]
     away = [(item, one) for item, one in outcomes if one.verdict == ONE_RUN and one.points_away]
     undecided = [(item, one) for item, one in outcomes if one.verdict == UNDECIDED]
     parts = [
         _INTRODUCTION,
-        "## What our rows contradict\n\nAt the length that the column of epochs says, and at no other.\n",
+        "## What our rows contradict\n",
+        "Statements of the papers, at the length that the column of epochs says, and at no other.\n",
         _statements(against),
         "## What one run points away from\n\nNo interval: another seed may turn it round.\n",
         _statements(away),
         "## What our rows do not decide\n",
         _statements(undecided),
+        "## What we asked beside them\n",
+        "No paper states these: other data and rates, and algorithms that a paper gives without an experiment.\n",
+        _statements(own, verdict=True),
     ]
     for paper, about in registry.papers.items():
-        own = [standing for standing in all_standings if standing.item.paper == paper]
-        parts += [f"## {about['title']}\n", _entries(own)]
-        held = [(s.item, one) for s in own for one in s.outcomes]
+        entries = [standing for standing in all_standings if standing.item.paper == paper]
+        parts += [f"## {about['title']}\n", _entries(entries)]
+        parts += [about["note"] + "\n"] if "note" in about else []
+        held = [(s.item, one) for s in entries for one in s.outcomes if not one.check.ours]
         if held:
             parts += ["Statements and rows:\n", _statements(held, verdict=True)]
-        for standing in own:
+        for standing in entries:
             if standing.item.table and standing.kept:
-                parts += [f"### {standing.item.title}, beside the published values\n", _beside(standing)]
+                parts += [_beside(standing)]
     return "\n".join(parts)
 
 
@@ -200,12 +215,19 @@ def _statements(outcomes: Iterable[tuple[Item, Outcome]], verdict: bool = False)
 
 def _beside(standing: Standing) -> str:
     """A table of the rows of the paper's length, and one of shorter ones: their numbers do not compare."""
-    tables = []
+    tables, compared = [], False
     for whole in (True, False):
         runs = [run for rows, of_folder in standing.kept if rows.whole == whole for run in of_folder]
         if runs:
-            tables.append(paper_table(summarise(runs, lambda sentence: None)).markdown() + "\n")
-    return "\n".join(tables)
+            rows = summarise(runs, lambda sentence: None)
+            compared |= any(published_for(row.group) for row in rows)
+            tables.append(paper_table(rows).markdown() + "\n")
+    beside = (
+        "beside the published values"
+        if compared
+        else "our rows alone: the paper has none of this network and data"
+    )
+    return "\n".join([f"### {standing.item.title}, {beside}\n", *tables])
 
 
 def _runs(results: Path, rows: Rows) -> list[Run]:

@@ -3,7 +3,7 @@
 import difflib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -29,7 +29,8 @@ class Check:
         first: pattern of run folders below `notebooks/results`, or several with " + " between them.
         second: pattern of those that it is compared with, by seed; None where `quantity` is itself a difference.
         quantity: what is compared: "score" (the test metric), or a name of `growlab.reproduce.quantities`.
-        study: two initialisations of a study's `summary.json`, in place of two folders.
+        study: two initialisations of a study's `summary.json`, in place of two folders; `quantity` is then a loss of
+            its `by_seed`.
         summary: a number of a study's `summary.json`, by its keys, that is held against `at_most` or `at_least`.
         at_most: the statement's bound.
         at_least: likewise.
@@ -69,11 +70,13 @@ class Rows:
         folder: below it.
         select: pattern of run folders in it.
         whole: whether they are of the paper's length and size.
+        note: where they differ from the paper's in something else.
     """
 
     folder: str
     select: str = "*"
     whole: bool = False
+    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,8 @@ class Registry:
 
     Attributes:
         items: by name, in the papers' order.
-        papers: title of each paper, overrides on a GPU (`gpu`) and on a CPU that multiplies in bfloat16
-            (`cpu_bfloat16`), and how many runs a GPU trains at the same time (`gpu_runs`).
+        papers: title of each paper, a `note` on what of it needs no run, overrides on a GPU (`gpu`) and on a CPU that
+            multiplies in bfloat16 (`cpu_bfloat16`), and how many runs a GPU trains at the same time (`gpu_runs`).
         data: number of training samples (`num_train`) of each data set, other names of its folder with the number that
             lies there (`also`), and whether it comes with growlab (`built_in`).
     """
@@ -175,12 +178,32 @@ def registry() -> Registry:
 def _item(entry: Mapping[str, Any]) -> Item:
     plain = {key: value for key, value in entry.items() if key not in ("rows", "checks")}
     checks = [
-        Check(**{key: tuple(value) if isinstance(value, list) else value for key, value in check.items()})
+        Check(**{key: tuple(value) if isinstance(value, list) else value for key, value in one.items()})
         for check in entry.get("checks", ())
+        for one in _pairs(check)
     ]
     rows = tuple(Rows(**rows) for rows in entry.get("rows", ()))
     lists = {key: tuple(plain[key]) for key in ("commands", "data", "figures") if key in plain}
     return Item(**{**plain, **lists}, rows=rows, checks=tuple(checks))
+
+
+def _pairs(check: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A statement about all pairs of two lists of initialisations, `study: [[...], [...]]`, as one of each pair."""
+    study = check.get("study", ())
+    if not any(isinstance(side, list) for side in study):
+        yield dict(check)
+        return
+    for first, second in itertools.product(*study):
+        yield {**check, "study": [first, second], "says": check["says"].format(_words(first), _words(second))}
+
+
+def _words(initialisation: str) -> str:
+    """`kaiming_in` as Kaiming's fan-in."""
+    family, _, kind = initialisation.partition("_")
+    if family == "hyperfan":
+        return f"hyperfan-{kind}"
+    kinds = {"in": "fan-in", "out": "fan-out", "harmonic": "harmonic mean", "tenth": "fan-in over ten"}
+    return f"{family.capitalize()}'s {kinds[kind]}" if kind in kinds else initialisation.replace("_", " ")
 
 
 def _expand(command: str, seeds: Sequence[int] | None) -> list[Job]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from growlab.analysis.results import open_run
 from growlab.errors import UserError
 from growlab.reproduce.page import Standing, page, standings
 from growlab.reproduce.quantities import width_gained, width_given_back
-from growlab.reproduce.registry import Check, Item, Rows, registry
+from growlab.reproduce.registry import Check, Item, Registry, Rows, registry
 from growlab.reproduce.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, _runs, outcome
 from tests.analysis.fake_runs import write_run
 from tests.command_line import ROOT
@@ -176,6 +177,51 @@ def test_an_entry_counts_whole_rows_and_shortened_ones(tmp_path: Path) -> None:
     begun.mkdir(parents=True)
     (begun / "metrics.csv").write_text("epoch,loss\n0,2.0\n1,1.0\n")
     assert Standing(item, tmp_path).rows_text == "3 of 9; 3 shortened (16 epochs); 1 begun (2 of 160 epochs)"
+
+
+def entry(*checks: Check, rows: tuple[Rows, ...] = (Rows("kept", whole=True),)) -> Item:
+    return Item("x", "bird", "X", "A claim.", ("experiment=isotropic_depth",), rows=rows, checks=checks)
+
+
+def test_reproduced_is_said_of_statements_of_a_paper_at_its_length_alone(tmp_path: Path) -> None:
+    scores(tmp_path / "kept", [0.9, 0.91, 0.92], [0.8, 0.81, 0.82001])
+    scores(tmp_path / "short", [0.9, 0.91, 0.92], [0.8, 0.81, 0.82001])
+    holds, asked = Check("", "kept/a_s*", "kept/b_s*"), Check("", "kept/a_s*", "kept/b_s*", ours=True)
+    short = Check("", "short/b_s*", "short/a_s*")
+    both = (Rows("kept", whole=True, note="of fewer images"), Rows("short"))
+    said = {
+        entry(asked): "run; the paper states nothing of it; of what we asked: 1 holds",
+        entry(holds, asked): "reproduced; of what we asked: 1 holds",
+        entry(holds, short, rows=both): "reproduced; shortened: 1 contradicted",
+        entry(short, rows=both): "6 run at this length; shortened: 1 contradicted",
+    }
+    for item, verdict in said.items():
+        assert Standing(item, tmp_path).verdict == verdict
+    assert Standing(entry(rows=both), tmp_path).rows_text.endswith("of fewer images")
+
+
+def test_the_paper_is_contradicted_by_what_it_states_alone(tmp_path: Path) -> None:
+    scores(tmp_path / "kept", [0.8, 0.81, 0.82001], [0.9, 0.91, 0.92])
+    item = entry(
+        Check("a claim", "kept/a_s*", "kept/b_s*"), Check("a question", "kept/a_s*", "kept/b_s*", ours=True)
+    )
+    text = page(Registry({"x": item}, {"bird": {"title": "Bird", "note": "A note."}}, {}), tmp_path)
+    against, asked = text.index("## What our rows contradict"), text.index("## What we asked beside them")
+    assert (
+        against < text.index("| a claim |") < asked < text.index("| a question |") and "\nA note.\n" in text
+    )
+    assert text.count("| a question | −10") == 1 and text.count("| a claim | −10") == 2
+
+
+def test_a_heading_promises_published_values_only_where_there_are_some(tmp_path: Path) -> None:
+    for folder, model in (("kept", "resnet20"), ("other", "wrn28_10")):
+        write_run(
+            tmp_path / folder / "a_s0", seed=0, test_accuracy=0.9, model=model, overrides=[f"model={model}"]
+        )
+    for folder, words in (("kept", "beside the published values"), ("other", "our rows alone")):
+        item = replace(entry(rows=(Rows(folder, whole=True),)), table="Table 2")
+        text = page(Registry({"x": item}, {"bird": {"title": "Bird"}}, {}), tmp_path)
+        assert f"### X, {words}" in text
 
 
 @needs("isotropic")

@@ -129,7 +129,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 def test_an_entry_is_in_one_file() -> None:
     folder = ROOT / "growlab" / "reproduce" / "papers"
     files = [yaml.safe_load(path.read_text()) for path in folder.iterdir()]
-    known = {"paper", "title", "gpu", "gpu_runs", "cpu_bfloat16", "items"}
+    known = {"paper", "title", "note", "gpu", "gpu_runs", "cpu_bfloat16", "items"}
     assert all(set(file) <= known for file in files)
     assert sum(len(file["items"]) for file in files) == len(REGISTRY.items)
     assert all({"title", "gpu"} <= set(paper) for paper in REGISTRY.papers.values())
