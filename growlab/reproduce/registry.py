@@ -125,7 +125,7 @@ class Item:
         """The runs of all its commands, each once.
 
         Args:
-            seeds: take these in place of those that the commands name.
+            seeds: take these in place of those that the commands name. A job of a seed that it has anyway is that job.
         """
         found = {job.folder: job for command in self.commands for job in _expand(command, seeds)}
         return list(found.values())
@@ -214,11 +214,15 @@ def _expand(command: str, seeds: Sequence[int] | None) -> list[Job]:
     given = dict(word.split("=", 1) for word in words[1:] if not word.startswith("hydra."))
     swept = {} if "hydra.sweeper.params=null" in words else dict(settings.swept)
     swept.update({key: _split(value) for key, value in given.items()})
+    named = "seed" in swept
     if seeds is not None:
         swept["seed"] = [str(seed) for seed in seeds]
     jobs = []
     for values in itertools.product(*swept.values()):
         own = dict(zip(swept, values, strict=True))
+        if not named and own.get("seed") == str(settings.seed):
+            # The job of the command as it stands, which names no seed and has this one.
+            del own["seed"]
         epochs = None if settings.is_study else int(own.get("schedule.total_epochs", settings.epochs))
         # The names of data sets in conf/data are their folders'; those that arrive are made of another.
         data = str(own.get("data", settings.data)).removesuffix("_incremental")
@@ -235,12 +239,13 @@ def _split(value: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a file of conf/experiment and those it builds on say of a run's length and data, and of its sweep."""
+    """What a file of conf/experiment and those it builds on say of a run's length, data and seed, and of its sweep."""
 
     epochs: int | None
     data: str
     swept: dict[str, list[str]]
     is_study: bool
+    seed: int
 
 
 @cache
@@ -272,4 +277,10 @@ def experiment(name: str) -> Experiment:
         data=data or (base.data if base else "digits"),
         swept={key: _split(str(value)) for key, value in params.items()},
         is_study="study" in content or bool(base and base.is_study),
+        seed=content.get("seed", base.seed if base else _default_seed()),
     )
+
+
+@cache
+def _default_seed() -> int:
+    return int(yaml.safe_load((config_dir() / "config.yaml").read_text(encoding="utf-8"))["seed"])

@@ -88,6 +88,8 @@ def test_what_is_read_without_composing_is_what_the_configuration_says(command: 
         if job.experiment == name and {o for o in given[1:] if "total_epochs" not in o} <= set(job.overrides)
     )
     assert found.is_study == (cfg.study is not None)
+    if "seed" not in found.swept and "seed=" not in command:
+        assert found.seed == cfg.seed
     if not found.is_study:
         schedule = cfg.schedule
         epochs = sum(schedule.epochs) if schedule.epochs else schedule.total_epochs
@@ -111,6 +113,20 @@ def test_a_sweeps_jobs_are_every_combination() -> None:
     )
     assert Counter(job.folder for job in item.jobs()) == expected
     assert {job.overrides[-1] for job in item.jobs(seeds=[7])} == {"seed=7"} and len(item.jobs([7])) == 21
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.name)
+def test_a_seed_that_an_entry_has_anyway_is_the_same_jobs(item) -> None:
+    """A command that names no seed runs with that of the configuration, 0; another one comes beside it."""
+    of_seed: dict[int, set[str]] = {}
+    for job in item.jobs():
+        named = next((o.removeprefix("seed=") for o in job.overrides if o.startswith("seed=")), "0")
+        of_seed.setdefault(int(named), set()).add(job.folder)
+    for seed, folders in of_seed.items():
+        assert folders <= {job.folder for job in item.jobs([seed])}
+    folders = {job.folder for job in item.jobs()}
+    assert folders.isdisjoint(job.folder for job in item.jobs([99]))
+    assert all("seed=99" in job.overrides for job in item.jobs([99]))
 
 
 def test_values_in_brackets_are_one_value() -> None:
