@@ -272,3 +272,6 @@ def test_a_tutorial_runs_as_written_from_top_to_bottom(page: Path, cli: CommandL
     program = "".join(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S))
     outcome = cli(cwd=tmp_path, program=program)
     assert outcome.code == 0, outcome.err
+    # What growing saves stands beside what it costs, as the page says it.
+    told = re.findall(r"for ([\d.]+)% of the FLOPs", outcome.out)
+    assert told == re.findall(r"epochs? \| ([\d.]+) % \|", text)
