@@ -16,6 +16,7 @@ import numpy as np
 import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from growlab.analysis import style
@@ -32,10 +33,17 @@ QUANTITIES = {
 _REACH = 3.5
 # A histogram shows a shape if a standard deviation spans so many of its bins.
 _FEWEST_BINS = 2
-# Epochs whose means make a line.
-_FEWEST_EPOCHS = 5
 # Held-out images behind each accuracy of layers.csv (Chang et al. 2020, Appendix B.1).
 _IMAGES = 300
+
+
+# Overrides in words; an initialisation is called by its name.
+_WORDS = {
+    "model.sharing=none": "classical",
+    "model.biases=true": "with biases",
+    "model.network.activation=relu": "ReLU",
+    "model.gain=2": "gain 2",
+}
 
 
 def at_start(quantity: str) -> Callable[[Sequence[Run]], Figure]:
@@ -54,11 +62,10 @@ def over_training(quantity: str) -> Callable[[Sequence[Run]], Figure]:
 
 
 def loss_over_steps(runs: Sequence[Run]) -> Figure:
-    """Loss and accuracy over steps, a line a run.
+    """Loss and accuracy over steps, a colour a run.
 
-    Left: training loss as the mean of each epoch (dots), and the loss on the held-out images of `layers.csv`, faint
-    where there are epochs enough for a line of their own. Right: accuracy on those images, the shade one standard
-    error, which is what 300 images leave open.
+    Lines are the loss (left) and accuracy (right) on the held-out images of `layers.csv`; markers the training loss,
+    the mean of each epoch. The band is one standard error, which is what 300 images leave open.
     """
     with style.styled():
         figure = style.new_figure(7.0, 2.9)
@@ -67,15 +74,12 @@ def loss_over_steps(runs: Sequence[Run]) -> Figure:
             table = read(run)
             marker = look.pop("marker")
             held_out, losses = table[table["quantity"] == "loss"], run.curve("train_loss")
-            enough = losses is not None and len(losses) >= _FEWEST_EPOCHS
-            strength = {"linewidth": 0.8, "alpha": 0.4} if enough else {}
-            left.plot(held_out["step"], held_out["mean"], **look, **strength)
+            left.plot(held_out["step"], held_out["mean"], **look)
             if losses is not None:
                 # An epoch's mean belongs to its middle.
                 ends = run.metrics["step"].to_numpy(dtype=float)
                 middles = ends - np.diff(ends, prepend=0.0) / 2
-                line = {} if enough else {"linestyle": "none"}
-                left.plot(middles, losses, **(look | line), marker=marker)
+                left.plot(middles, losses, **(look | {"linestyle": "none"}), marker=marker, markersize=4.5)
             rows = table[table["quantity"] == "accuracy"]
             share = rows["mean"].to_numpy()
             error = np.sqrt(share * (1 - share) / _IMAGES)
@@ -85,11 +89,19 @@ def loss_over_steps(runs: Sequence[Run]) -> Figure:
         low, high = left.get_ylim()
         if high > 10 * max(low, 1e-9) and all(min(line.get_ydata(), default=1) > 0 for line in left.lines):
             style.log_axis(left)
-        left.set_ylabel("loss: training (dots) and held-out")
+        left.set_ylabel("loss")
         right.set_ylabel("held-out accuracy (%)")
         for axes in (left, right):
             axes.set_xlabel("step")
-        style.legend_below(figure, *right.get_legend_handles_labels(), min(4, len(runs)))
+        kinds = {
+            "held-out": Line2D([], [], color="0.5"),
+            "training, mean of an epoch": Line2D([], [], color="0.5", marker="o", linestyle="none"),
+        }
+        handles, names = right.get_legend_handles_labels()
+        note = f"one run each; band: one standard error of the accuracy on {_IMAGES} images"
+        style.legend_below(
+            figure, [*handles, *kinds.values()], [*names, *kinds], min(4, len(runs) + 2), note=note
+        )
     return figure
 
 
@@ -110,15 +122,14 @@ def read(run: Run) -> pandas.DataFrame:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """A short name for each run: the values of the overrides that it does not share with all others."""
+    """A short name for each run: what it does not share with all others."""
     overrides = [[o for o in run.results.get("overrides", ()) if o.startswith("model")] for run in runs]
     shared = set.intersection(*(set(of_run) for of_run in overrides)) if len(runs) > 1 else set()
     names = []
     for run, own in zip(runs, overrides, strict=True):
         parts = [override for override in own if override not in shared and not override.startswith("model=")]
-        short = {"model.sharing=none": "classical"}
         values = [
-            short.get(part, part.removeprefix("model.initialisation=").removeprefix("model."))
+            _WORDS.get(part, part.removeprefix("model.initialisation=").removeprefix("model."))
             for part in parts
         ]
         names.append(", ".join(values) or str(run.results.get("model", run.path.name)))
@@ -139,7 +150,11 @@ def _histograms(runs: Sequence[Run], quantity: str, at_end: bool) -> Figure:
     columns = 2
     rows = math.ceil((len(runs) + 1) / columns)
     with style.styled():
-        figure = style.new_figure(3.5 * columns, 0.7 + 2.1 * rows)
+        names = labels(runs)
+        # A whole row leaves the last panel one for itself.
+        legend_columns = 1 if len(runs) % columns else 2 if max(map(len, names)) > 30 else min(4, len(runs))
+        num_lines = math.ceil(len(runs) / legend_columns)
+        figure = style.new_figure(3.5 * columns, 0.7 + 2.2 * rows + 0.12 * num_lines)
         grid = figure.add_gridspec(rows, columns)
         places = [grid[index // columns, index % columns] for index in range(len(runs))]
         # The last panel takes the rest of its row.
@@ -147,11 +162,11 @@ def _histograms(runs: Sequence[Run], quantity: str, at_end: bool) -> Figure:
         panels = [figure.add_subplot(place) for place in places]
         layers = list(dict.fromkeys(layer for table in tables for layer in table.index))
         colours = dict(zip(layers, _shades(len(layers)), strict=True))
-        names = labels(runs)
         for axes, table, name in zip(panels, tables, names, strict=False):
             unresolved = _draw_histograms(axes, table, colours)
             told = f" (too heavy-tailed to show: {', '.join(unresolved)})" if unresolved else ""
             axes.set_title("\n".join(textwrap.wrap(name + told, 58)))
+            axes.set_xlabel(QUANTITIES[quantity])
         handles, texts = panels[0].get_legend_handles_labels()
         for axes in panels[1 : len(runs)]:
             for handle, text in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -166,15 +181,18 @@ def _histograms(runs: Sequence[Run], quantity: str, at_end: bool) -> Figure:
         last.set_xticks(range(len(layers)), layers, rotation=20, ha="right")
         style.log_axis(last)
         last.set_ylabel("standard deviation")
-        last.set_title("all runs")
-        if len(runs) % columns == 0:
-            # A whole row leaves room beside the lines.
-            last.set_xlim(-0.3, 1.9 * max(len(layers) - 1, 1))
-            last.legend(fontsize=6.5, loc="center right")
-        else:
-            last.legend(fontsize=6.5)
+        last.set_xlabel("layer")
+        # In place of a title.
+        last.legend(
+            fontsize=6.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=legend_columns, handlelength=3
+        )
         style.legend_below(
-            figure, [handles[i] for i in order], [texts[i] for i in order], min(6, len(texts)), 1.6
+            figure,
+            [handles[i] for i in order],
+            [texts[i] for i in order],
+            min(6, len(texts)),
+            1.6,
+            note="histograms: a colour a layer, one run each",
         )
         when = "at the end of training" if at_end else "before training"
         figure.suptitle(f"{QUANTITIES[quantity]} {when}", fontsize=9)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from growlab.analysis import figures
+from growlab.analysis.layer_figures import QUANTITIES, labels
 from growlab.analysis.results import load_runs
 from growlab.errors import UserError
 from tests.analysis.fake_runs import write_run
@@ -41,17 +42,39 @@ def test_a_panel_or_line_for_every_run(tmp_path: Path, name: str) -> None:
     shown = [axes for axes in figure.axes if axes.get_visible()]
     texts = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
     if name == "loss_over_steps":
-        assert sorted(texts) == ["hyperfan_in", "hyperfan_out", "xavier_in"]
+        *of_runs, held_out, training = texts
+        assert sorted(of_runs) == ["hyperfan_in", "hyperfan_out", "xavier_in"]
+        assert (held_out, training) == ("held-out", "training, mean of an epoch")
+        # A line is held-out and markers are training, however many epochs there are.
+        assert [line.get_linestyle() == "None" for line in figure.axes[0].lines] == [False, True] * 3
+        assert "band: one standard error" in figure.legends[0].get_title().get_text()
         line = figure.axes[0].lines[0]
         assert np.array_equal(line.get_xdata(), [0, 50, 100]) and np.array_equal(
             line.get_ydata(), [2, 1.5, 1]
         )
     else:
         titles = ["hyperfan_in", "hyperfan_out", "xavier_in"]
-        titles += [] if name.endswith("over_training") else ["all runs"]
-        assert sorted(axes.get_title() for axes in shown) == sorted(titles)
+        if not name.endswith("over_training"):
+            *histograms, last = shown
+            assert last.get_xlabel() == "layer" and last.get_title() == ""
+            assert {axes.get_xlabel() for axes in histograms} == {QUANTITIES[name.rpartition("_at_")[0][:-1]]}
+            assert [text.get_text() for text in last.get_legend().get_texts()] == [
+                axes.get_title() for axes in histograms
+            ]
+            # The lines fill their panel.
+            assert last.get_xlim()[1] < 1.5
+            shown = histograms
+        assert sorted(axes.get_title() for axes in shown) == titles
         assert texts == ["hidden.0", "hidden.2"]
     assert figures.save(figure, tmp_path / "figure.png").stat().st_size > 5000
+
+
+def test_overrides_are_told_in_words(tmp_path: Path) -> None:
+    for number, more in enumerate(
+        (("model.biases=true",), ("model.network.activation=relu", "model.gain=2"))
+    ):
+        write_run(tmp_path / str(number), overrides=("model.initialisation=hyperfan_in", *more))
+    assert labels(load_runs([tmp_path])) == ["with biases", "ReLU, gain 2"]
 
 
 def test_deviations_over_training_share_one_scale(tmp_path: Path) -> None:
