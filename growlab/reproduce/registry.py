@@ -194,16 +194,7 @@ def _pairs(check: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(check)
         return
     for first, second in itertools.product(*study):
-        yield {**check, "study": [first, second], "says": check["says"].format(_words(first), _words(second))}
-
-
-def _words(initialisation: str) -> str:
-    """`kaiming_in` as Kaiming's fan-in."""
-    family, _, kind = initialisation.partition("_")
-    if family == "hyperfan":
-        return f"hyperfan-{kind}"
-    kinds = {"in": "fan-in", "out": "fan-out", "harmonic": "harmonic mean", "tenth": "fan-in over ten"}
-    return f"{family.capitalize()}'s {kinds[kind]}" if kind in kinds else initialisation.replace("_", " ")
+        yield {**check, "study": [first, second], "says": check["says"].format(f"`{first}`", f"`{second}`")}
 
 
 def _expand(command: str, seeds: Sequence[int] | None) -> list[Job]:

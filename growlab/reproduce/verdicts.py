@@ -222,12 +222,14 @@ def _runs(results: Path, pattern: str) -> tuple[Run, ...]:
 
 
 def _of_summary(check: Check, results: Path) -> Outcome:
-    """A number that a study has worked out over its networks."""
+    """A number that a study has worked out over its networks, or how many it names."""
     summary = _read_summary(results / check.first)
     value = summary
     for key in check.summary or ():
         value = value[key]
-    return Outcome(check, summary["num_networks"], float(value), None, "", None, None, None)
+    value = float(len(value) if isinstance(value, list) else value)
+    n = summary.get("num_networks") or summary["settings"]["num_seeds"]
+    return Outcome(check, n, value, None, "", None, None, None)
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:
@@ -238,17 +240,18 @@ def _read_summary(folder: Path) -> dict[str, Any]:
 
 
 def _of_study(check: Check, results: Path) -> Outcome:
-    """Means over a study's tasks of the loss when learnt; its seeds are summarised, so the interval is unpaired."""
+    """A loss of two initialisations of a study, seed by seed: both have its samples, batches and embeddings."""
     summary = _read_summary(results / check.first)
     rows = {row["initialisation"]: row for row in summary["rows"]}
     assert check.study is not None
-    means, errors = [], []
     for name in check.study:
-        losses, standard = rows[name]["loss_when_learnt"], rows[name]["standard_error_when_learnt"]
-        if None in losses:
-            raise UserError(f"{name} diverged in {check.first}, so it has no loss to compare.")
-        means.append(statistics.fmean(losses))
-        errors.append(math.sqrt(sum(error**2 for error in standard)) / len(standard))
-    difference, n = means[0] - means[1], summary["settings"]["num_seeds"]
-    reach = float(student_t.ppf(0.975, 2 * n - 2)) * math.hypot(*errors)
-    return Outcome(check, n, difference, (difference - reach, difference + reach), "loss", None, None, None)
+        if check.quantity not in rows[name].get("by_seed", {}):
+            raise UserError(
+                f"{check.first} has no {check.quantity} of single seeds of {name}: run the study again."
+            )
+        if None in rows[name]["by_seed"][check.quantity]:
+            raise UserError(f"{name} diverged in {check.first}, so it has no {check.quantity} to compare.")
+    first, second = (rows[name]["by_seed"][check.quantity] for name in check.study)
+    differences = [one - other for one, other in zip(first, second, strict=True)]
+    mean = statistics.fmean(differences)
+    return Outcome(check, len(differences), mean, interval(differences), "loss", None, None, None)

@@ -263,12 +263,14 @@ def _samples(shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:
 def summarise(settings: Settings, curves: Curves) -> list[dict[str, Any]]:
     """Each initialisation at its best rate: the lowest mean loss on the tasks when each has just been learnt.
 
-    A rate at which a run diverges is not chosen while another is left; where none is, the slowest is shown.
+    A rate at which a run diverges is not chosen while another is left; where none is, the slowest is shown. Runs of
+    one seed have the same samples and batches and draws of embeddings, so `by_seed` can be compared in pairs.
     """
     learning = being_learnt(settings, curves)
     last = [(t + 1) * settings.steps for t in range(len(TASKS))]
     at = [max(i for i, step in enumerate(curves.steps) if step <= end) for end in last]
     ends = torch.stack([curves.stacked[i, t] for t, i in enumerate(at)])
+    later = [i for i, step in enumerate(curves.steps) if step % settings.steps or step == last[-1]]
     means = ends.mean((0, 3)).nan_to_num(nan=torch.inf)
     rows = []
     for index, name in enumerate(settings.initialisations):
@@ -292,6 +294,12 @@ def summarise(settings: Settings, curves: Curves) -> list[dict[str, Any]]:
                 ],
                 "final_loss_of_tasks": [_number(value) for value in losses[-1].mean(-1)],
                 "final_loss": _number(losses[-1].mean()),
+                "by_seed": {
+                    "first_loss": _numbers(learning[0, index, best]),
+                    "loss_while_learnt": _numbers(learning[later, index, best].mean(0)),
+                    "loss_when_learnt": _numbers(ends[:, index, best].mean(0)),
+                    "final_loss": _numbers(losses[-1].mean(0)),
+                },
             }
         )
     return rows
@@ -380,6 +388,11 @@ def _table(settings: Settings, curves: Curves, rows: Sequence[dict[str, Any]]) -
                 [row["initialisation"], row["learning_rate"], step, f"{mean:.5g}", f"{error:.5g}"]
             )
     return text.getvalue()
+
+
+def _numbers(values: Tensor) -> list[float | None]:
+    """Of each seed, in four digits."""
+    return [float(f"{value:.4g}") if isfinite(value) else None for value in values.tolist()]
 
 
 def _number(value: Tensor) -> float | None:

@@ -109,7 +109,7 @@ def test_rows_that_are_missing_are_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no runs c_s\*"):
         outcome(Check("", "c_s*", "b_s*"), tmp_path)
     with pytest.raises(UserError, match=r"summary\.json is not there"):
-        outcome(Check("", "study", study=("a", "b")), tmp_path)
+        outcome(Check("", "study", study=("a", "b"), quantity="first_loss"), tmp_path)
 
 
 def test_two_runs_of_one_seed_in_one_pattern_are_refused(tmp_path: Path) -> None:
@@ -125,21 +125,43 @@ def test_two_runs_of_one_seed_in_one_pattern_are_refused(tmp_path: Path) -> None
         assert all(str(tmp_path / name) in str(refused.value) for name in names)
 
 
-def test_a_studys_interval_is_that_of_two_means(tmp_path: Path) -> None:
+def study(folder: Path, first: list[float | None], second: list[float]) -> None:
     rows = [
-        {"initialisation": name, "loss_when_learnt": [loss, loss], "standard_error_when_learnt": [0.3, 0.4]}
-        for name, loss in (("a", 1.0), ("b", 0.25))
+        {"initialisation": name, "by_seed": {"loss_when_learnt": losses}, "rates": ["0.1", "1"]}
+        for name, losses in (("a", first), ("b", second))
     ]
-    (tmp_path / "study").mkdir()
-    path = tmp_path / "study" / "summary.json"
-    path.write_text(json.dumps({"settings": {"num_seeds": 15}, "rows": rows}))
-    found = outcome(Check("", "study", study=("a", "b")), tmp_path)
-    reach = stats.t.ppf(0.975, 28) * 0.25 * math.sqrt(2)
-    assert found.difference == 0.75 and found.interval == pytest.approx((0.75 - reach, 0.75 + reach))
-    rows[1]["loss_when_learnt"] = [0.2, None]
-    path.write_text(json.dumps({"settings": {"num_seeds": 15}, "rows": rows}))
-    with pytest.raises(UserError, match="b diverged"):
-        outcome(Check("", "study", study=("a", "b")), tmp_path)
+    folder.mkdir(exist_ok=True)
+    summary = {"settings": {"num_seeds": 3}, "rows": rows}
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def test_initialisations_of_a_study_are_compared_seed_by_seed(tmp_path: Path) -> None:
+    """Seeds that are far apart and differences that are not: what pairs tell, means do not."""
+    study(tmp_path / "study", [1.0, 2.0, 3.1], [0.9, 1.91, 3.0])
+    check = Check("", "study", study=("a", "b"), quantity="loss_when_learnt")
+    found = outcome(check, tmp_path)
+    expected = stats.ttest_rel([1.0, 2.0, 3.1], [0.9, 1.91, 3.0])
+    assert found.difference == pytest.approx(0.29 / 3) and found.n == 3 and found.verdict == HOLDS
+    assert found.interval == pytest.approx(tuple(expected.confidence_interval(0.95)))
+    study(tmp_path / "study", [1.0, None, 3.1], [0.9, 1.91, 3.0])
+    with pytest.raises(UserError, match="a diverged"):
+        outcome(check, tmp_path)
+    with pytest.raises(UserError, match="no first_loss of single seeds"):
+        outcome(Check("", "study", study=("a", "b"), quantity="first_loss"), tmp_path)
+    named = Check("", "study", summary=("rows", 1, "rates"), at_least=2, at_most=2)
+    assert outcome(named, tmp_path).verdict == HOLDS and outcome(named, tmp_path).n == 3
+
+
+@needs("hypernets")
+def test_every_pair_of_the_continual_study_is_compared() -> None:
+    checks = registry().items["hyperfan_continual_regression"].checks
+    for quantity in ("first_loss", "loss_while_learnt", "loss_when_learnt"):
+        own = {one.study for one in checks if one.study and one.quantity == quantity and not one.ours}
+        others = {second for _, second in own}
+        assert {first for first, _ in own} == {"hyperfan_in", "hyperfan_out"}
+        assert len(own) == 2 * len(others) and len(others) == (8 if quantity == "first_loss" else 7)
+    says = [one.says for one in checks]
+    assert "first loss: `hyperfan_in` below `kaiming_tenth`" in says and len(set(says)) == len(says)
 
 
 def test_a_bound_on_a_studys_number_holds_or_not(tmp_path: Path) -> None:

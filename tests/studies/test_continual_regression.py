@@ -121,6 +121,21 @@ def test_a_run_leaves_losses_a_summary_and_a_figure(cli: CommandLine, tmp_path: 
     )
 
 
+def test_losses_of_each_seed_are_those_behind_the_means() -> None:
+    settings = study.Settings(["hyperfan_in"], [1e-3], num_seeds=2, steps=4, measure_every=2)
+    curves = study.train(settings, seed=0)
+    (row,) = study.summarise(settings, curves)
+    losses, means = curves.stacked[:, :, 0, 0], row["by_seed"]
+    assert curves.steps == [0, 2, 4, 6, 8, 10, 12]
+    assert means["first_loss"] == pytest.approx(losses[0, 0].tolist(), rel=1e-3)
+    ends = torch.stack([losses[2, 0], losses[4, 1], losses[6, 2]]).mean(0)
+    assert means["loss_when_learnt"] == pytest.approx(ends.tolist(), rel=1e-3)
+    # The first measurement of a task is of weights that know nothing of it; the last one of all is of its end.
+    within = torch.stack([losses[1, 0], losses[3, 1], losses[5, 2], losses[6, 2]]).mean(0)
+    assert means["loss_while_learnt"] == pytest.approx(within.tolist(), rel=1e-3)
+    assert sum(means["final_loss"]) / 2 == pytest.approx(row["final_loss"], rel=1e-3)
+
+
 def test_the_figure_picks_out_four_that_trained() -> None:
     losses = {"hyperfan_in": 0.3, "kaiming_in": None, "xavier_in": 0.2, "xavier_out": 0.1, "kaiming_out": 0.5}
     rows = [{"initialisation": name, "loss_when_learnt": [loss] * 3} for name, loss in losses.items()]
