@@ -126,7 +126,7 @@ def _list(known: Registry, items: Sequence[Item], arguments: argparse.Namespace)
 
     place = Place(arguments.runs, arguments.data, ())
     results = _RESULTS if _RESULTS.is_dir() else None
-    for standing in standings(known, results):
+    for standing in standings(known, results, arguments.seeds):
         item = standing.item
         if item in items:
             jobs = item.jobs(arguments.seeds)

@@ -10,7 +10,8 @@ from growlab.analysis.paper_table import paper_table
 from growlab.analysis.published import published_for
 from growlab.analysis.results import Run, open_run
 from growlab.analysis.tables import summarise
-from growlab.reproduce.registry import UNFINISHED, Item, Registry, Rows
+from growlab.reproduce.matching import Kept, kept_of
+from growlab.reproduce.registry import UNFINISHED, Item, Job, Registry, Rows
 from growlab.reproduce.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, Outcome, outcome, signed
 
 _INTRODUCTION = """# The papers, line by line
@@ -28,7 +29,9 @@ holds where the whole interval lies within a margin, and is contradicted where n
 in the statements, were chosen after most of the rows were made, one for all accuracies (0.5 points). Most rows of the
 first paper are of 8 to 16 epochs where it trains for 160 or 200: they decide nothing about its tables, and say so. All
 rows of CIFAR-10 are of images that have been JPEG files of quality 75: their accuracies are not those of the original
-images. `python -m growlab.reproduce NAME` trains what is missing, and goes on with what has begun.
+images. Rows are counted by the runs that the command makes: those of its length, *shortened* ones, and *others*, which
+it does not make and which statements use (another method, network, data set or seed). `python -m growlab.reproduce
+NAME` trains what is missing, and goes on with what has begun.
 """
 
 
@@ -39,10 +42,12 @@ class Standing:
     Attributes:
         item: the entry.
         results: the folder of the rows that are kept, such as `notebooks/results`; None where there is none.
+        seeds: count runs of these alone; None: of those that the commands name.
     """
 
     item: Item
     results: Path | None
+    seeds: tuple[int, ...] | None = None
 
     @cached_property
     def outcomes(self) -> list[Outcome]:
@@ -54,25 +59,44 @@ class Standing:
         """The runs that are kept, by folder; a study's folder has none."""
         return [] if self.results is None else [(rows, _runs(self.results, rows)) for rows in self.item.rows]
 
+    @cached_property
+    def jobs(self) -> list[Job]:
+        """The runs that the commands make."""
+        return self.item.jobs(self.seeds)
+
+    @cached_property
+    def counted(self) -> Kept:
+        """The same runs, told apart by the jobs that they are."""
+        if self.results is None:
+            return Kept((), (), ())
+        return kept_of(self.jobs, [(rows, self._asked(runs)) for rows, runs in self.kept], self.results)
+
+    def _asked(self, runs: Sequence[Run]) -> list[Run]:
+        return [run for run in runs if self.seeds is None or run.results["seed"] in self.seeds]
+
     @property
     def num_whole(self) -> int:
         """Runs that are kept and of the paper's length; a study is one."""
-        return sum(max(len(runs), 1) for rows, runs in self.kept if rows.whole)
+        return len(self.counted.whole)
 
     @property
-    def num_needed(self) -> int:
-        """Runs that the commands make."""
-        return len(self.item.jobs())
+    def left(self) -> list[Job]:
+        """Runs that the commands make and that are not kept in the paper's length."""
+        return [job for job in self.jobs if job not in self.counted.whole]
 
     @property
     def rows_text(self) -> str:
-        """How many of the runs are there, how many shorter ones, and which have begun."""
-        shorter = [run for rows, runs in self.kept if not rows.whole for run in runs]
-        parts = [f"{self.num_whole} of {self.num_needed}"]
-        if shorter:
-            epochs = sorted({run.results["epochs"] for run in shorter})
-            of = f"{epochs[0]}" if len(epochs) == 1 else f"{epochs[0]} to {epochs[-1]}"
-            parts.append(f"{len(shorter)} shortened ({of} epochs)")
+        """How many of the runs are there, how many shorter ones and others, and which have begun."""
+        beside = [job for job in self.jobs if self.item.is_beside_table(job)]
+        of = f"{sum(job in self.counted.whole for job in beside)} of {len(beside)}"
+        at_equal_flops = f", of these {of} at equal FLOPs, which the paper does not have" if beside else ""
+        parts = [f"{self.num_whole} of {len(self.jobs)}{at_equal_flops}"]
+        for runs, word in ((self.counted.shortened, "shortened"), (self.counted.others, "others")):
+            if runs:
+                epochs = sorted({run.results["epochs"] for run in runs})
+                between = f"{epochs[0]}" if len(epochs) == 1 else f"{epochs[0]} to {epochs[-1]}"
+                word = "other" if (word, len(runs)) == ("others", 1) else word
+                parts.append(f"{len(runs)} {word} ({between} epochs)")
         parts += [rows.note for rows in self.item.rows if rows.note and self.results is not None]
         if begun := list(self._begun()):
             parts.append(f"{len(begun)} begun ({', '.join(begun)})")
@@ -80,7 +104,7 @@ class Standing:
 
     def _begun(self) -> Iterator[str]:
         """How far each run is whose state is kept to go on from."""
-        for job in self.item.jobs() if self.results is not None else ():
+        for job in self.jobs if self.results is not None else ():
             path = self.results / UNFINISHED / job.folder / "metrics.csv"
             if path.is_file():
                 with path.open(encoding="utf-8") as file:
@@ -104,7 +128,7 @@ class Standing:
         at_length = [one for one in stated if not self._is_of_shorter(one)]
         said = _counted(at_length)
         if not self.num_whole:
-            parts = ["not run at this length" if stated else "not run"]
+            parts = ["not run at this length" if stated or self.counted.shortened else "not run"]
         elif not at_length:
             parts = [
                 f"{self.num_whole} run at this length" if stated else "run; the paper states nothing of it"
@@ -117,11 +141,13 @@ class Standing:
             parts.append(f"shortened: {shortened}")
         if ours := _counted(one for one in self.outcomes if one.check.ours):
             parts.append(f"of what we asked: {ours}")
-        left = self.num_needed - self.num_whole
-        if left > 0:
-            epochs = sorted({job.epochs for job in self.item.jobs() if job.epochs})
-            length = f" of {' or '.join(map(str, epochs))} epochs" if epochs else ""
-            parts.append(f"it takes {left} run{'' if left == 1 else 's'}{length}")
+        if self.left:
+            epochs = sorted({job.epochs for job in self.left if job.epochs})
+            *first, last = map(str, epochs or [0])
+            length = (
+                f" of {' or '.join([*([', '.join(first)] if first else []), last])} epochs" if epochs else ""
+            )
+            parts.append(f"it takes {len(self.left)} run{'' if len(self.left) == 1 else 's'}{length}")
         return "; ".join(parts)
 
 
@@ -132,9 +158,10 @@ def _counted(outcomes: Iterable[Outcome]) -> str:
     return ", ".join(f"{verdicts.count(word)} {word}" for word in words if word in verdicts)
 
 
-def standings(registry: Registry, results: Path | None) -> list[Standing]:
-    """Every entry beside what is there of it."""
-    return [Standing(item, results) for item in registry.items.values()]
+def standings(registry: Registry, results: Path | None, seeds: Sequence[int] | None = None) -> list[Standing]:
+    """Every entry beside what is there of it, of these seeds or of those that its commands name."""
+    asked = None if seeds is None else tuple(seeds)
+    return [Standing(item, results, asked) for item in registry.items.values()]
 
 
 def page(registry: Registry, results: Path) -> str:

@@ -130,6 +130,10 @@ class Item:
         found = {job.folder: job for command in self.commands for job in _expand(command, seeds)}
         return list(found.values())
 
+    def is_beside_table(self, job: Job) -> bool:
+        """Whether a job is no row of the paper's table: none of them has fixed size at equal FLOPs, which we add."""
+        return self.table is not None and "method=equal_flops" in job.overrides
+
 
 @dataclass(frozen=True)
 class Registry:

@@ -39,7 +39,8 @@ def scores(folder: Path, first: list[float], second: list[float]) -> None:
     _runs.cache_clear()
     for name, values in (("a", first), ("b", second)):
         for seed, value in enumerate(values):
-            write_run(folder / f"{name}_s{seed}", seed=seed, test_accuracy=value)
+            method = {} if name == "a" else {"growth": "none", "lr_adapt": "none"}
+            write_run(folder / f"{name}_s{seed}", seed=seed, test_accuracy=value, **method)
 
 
 @pytest.mark.parametrize(
@@ -187,22 +188,54 @@ def test_an_entry_counts_whole_rows_and_shortened_ones(tmp_path: Path) -> None:
         "bird",
         "X",
         "A claim.",
-        ("experiment=table7",),
+        ("experiment=table2 model=resnet20 method=ours,fixed_size,net2net",),
         rows=(Rows("kept", "a_*", whole=True), Rows("kept", "b_*")),
         checks=(Check("", "kept/a_s*", "kept/b_s*"),),
     )
     standing = Standing(item, tmp_path)
-    assert (standing.num_whole, standing.num_needed) == (3, 9)
+    assert (standing.num_whole, len(standing.jobs)) == (3, 9)
     assert standing.rows_text == "3 of 9; 3 shortened (16 epochs)"
     assert standing.verdict == "reproduced; it takes 6 runs of 160 epochs"
     begun = tmp_path / "unfinished" / item.jobs()[4].folder
     begun.mkdir(parents=True)
     (begun / "metrics.csv").write_text("epoch,loss\n0,2.0\n1,1.0\n")
     assert Standing(item, tmp_path).rows_text == "3 of 9; 3 shortened (16 epochs); 1 begun (2 of 160 epochs)"
+    of_seeds = Standing(item, tmp_path, seeds=(1, 7))
+    assert of_seeds.rows_text == "1 of 6; 1 shortened (16 epochs); 1 begun (2 of 160 epochs)"
+    assert of_seeds.verdict == "reproduced; it takes 5 runs of 160 epochs"
+
+
+def test_rows_that_the_command_does_not_make_are_told_apart(tmp_path: Path) -> None:
+    """Two other methods, a second run of a job, and fixed size at equal FLOPs, which is no row of the paper's table."""
+    for number, method in enumerate(("random", "tiny")):
+        write_run(tmp_path / "kept" / f"other{number}", growth=method, lr_adapt="none")
+    for number in range(2):
+        write_run(tmp_path / "kept" / f"ours{number}")
+    at_cost = ("schedule.equal_flops=true",)
+    write_run(tmp_path / "kept" / "cost", growth="none", lr_adapt="none", overrides=at_cost)
+    (tmp_path / "kept" / "cost" / "config.yaml").write_text("schedule: {equal_flops: true}", encoding="utf-8")
+    command = "experiment=table2 model=resnet20 method=ours,fixed_size,equal_flops seed=0"
+    item = Item("x", "yuan", "X", "A claim.", (command,), table="Table 2", rows=(Rows("kept", whole=True),))
+    assert Standing(item, tmp_path).rows_text == (
+        "2 of 3, of these 1 of 1 at equal FLOPs, which the paper does not have; 3 others (16 epochs)"
+    )
+
+
+def test_an_entry_says_how_long_the_runs_that_are_left_are(tmp_path: Path) -> None:
+    scores(tmp_path / "kept", [0.9, 0.91, 0.92], [])
+    command = "experiment=table2 model=resnet20 method=ours"
+    longer = f"{command} hydra.sweeper.params=null schedule.total_epochs=20,40,80 seed=0"
+    whole = (Rows("kept", whole=True),)
+    assert Standing(Item("x", "yuan", "X", "", (command, longer), rows=whole), tmp_path).verdict == (
+        "run; the paper states nothing of it; it takes 3 runs of 20, 40 or 80 epochs"
+    )
+    short = Item("x", "yuan", "X", "", (longer,), rows=(Rows("kept"),))
+    assert Standing(short, tmp_path).verdict.startswith("not run at this length; it takes 3 runs")
 
 
 def entry(*checks: Check, rows: tuple[Rows, ...] = (Rows("kept", whole=True),)) -> Item:
-    return Item("x", "bird", "X", "A claim.", ("experiment=isotropic_depth",), rows=rows, checks=checks)
+    command = "experiment=table2 model=resnet20 method=ours,fixed_size"
+    return Item("x", "bird", "X", "A claim.", (command,), rows=rows, checks=checks)
 
 
 def test_reproduced_is_said_of_statements_of_a_paper_at_its_length_alone(tmp_path: Path) -> None:
