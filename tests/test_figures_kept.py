@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import re
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.command_line import ROOT
 
 sys.path.insert(0, str(ROOT / "notebooks" / "docs"))
 import drawings
-from figures import RESULTS, Kept, kept
+from figures import OF_RUNS, RESULTS, Kept, kept
 from results_pages import command_of_run, gallery
 
 KEPT = list(kept())
@@ -37,6 +38,22 @@ def test_a_figure_is_what_its_rows_give(one: Kept, tmp_path: Path) -> None:
     there = image.imread(RESULTS / one.file)
     assert drawn.shape == there.shape
     assert np.abs(drawn - there).mean() < 1e-4
+
+
+@pytest.mark.skipif(not same_matplotlib(), reason="another matplotlib than the locked one lays out otherwise")
+@pytest.mark.parametrize("file", OF_RUNS)
+def test_a_figure_of_a_study_or_plan_is_what_its_tables_give(file: str, tmp_path: Path) -> None:
+    for path in (RESULTS / file).parent.iterdir():
+        if path.suffix in (".csv", ".json"):
+            shutil.copy(path, tmp_path)
+    drawn, there = image.imread(OF_RUNS[file](tmp_path)), image.imread(RESULTS / file)
+    assert drawn.shape == there.shape
+    assert np.abs(drawn - there).mean() < 1e-4
+
+
+def test_every_figure_of_a_study_or_plan_is_drawn_anew() -> None:
+    pictures = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.png")}
+    assert pictures == {one.file for one in KEPT} | set(OF_RUNS)
 
 
 def test_every_figure_tells_its_command() -> None:

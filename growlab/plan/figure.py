@@ -1,25 +1,39 @@
 """The picture of a plan: probes, laws with their intervals, the predicted grown run and its switch."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from growlab.analysis import style
-from growlab.plan.fit import Curves, quantiles
+from growlab.plan.fit import Curves, Measured, fit, quantiles
 from growlab.plan.problem import WHOLE
-from growlab.plan.report import laws
-from growlab.plan.search import Planned
 
 _GROWN = "#D55E00"
+_SWITCH: dict[str, Any] = {"color": "0.72", "linewidth": 0.7, "linestyle": (0, (3, 2))}
 
 
-def draw(planned: Planned) -> Figure:
-    """Held-out loss over cost on the left, and over this machine's seconds on the right."""
-    curves = laws(planned)
-    names = list(planned.measured)
+def draw(content: Mapping[str, Any]) -> Figure:
+    """Held-out loss over cost on the left, and over this machine's seconds on the right.
+
+    Args:
+        content: of `plan.json`.
+    """
+    measured = {name: Measured(**one) for name, one in content["measured"].items()}
+    settings, budget, growing = (
+        content["settings"],
+        content["budget_of_the_run"],
+        content["verdict"]["growing"],
+    )
+    curves = fit(measured, WHOLE, settings["multiple"], seed=settings["seed"])
+    names = list(measured)
     looks = style.looks(["fixed-size" if name == WHOLE else name for name in names])
     # The grown run's own colour.
     colours = [look["color"] for look in looks]
@@ -32,26 +46,35 @@ def draw(planned: Planned) -> Figure:
         handles, labels = [], []
         for name, look, colour in zip(names, looks, colours, strict=True):
             own = {**look, "color": colour}
-            _curve(left, planned, curves[name], name, own, 100.0)
-            _curve(right, planned, curves[name], name, own, planned.measured[name].seconds_per_cost)
+            _curve(left, budget, measured[name], curves[name], own, 100.0)
+            _curve(right, budget, measured[name], curves[name], own, measured[name].seconds_per_cost)
             handles.append(Line2D([], [], **own, markersize=4))
-            labels.append(f"{name} ({100 * planned.flops[name]:.0f} % of the FLOPs)")
-        if planned.verdict.growing:
-            _grown(left, planned, curves, False)
-            _grown(right, planned, curves, True)
+            labels.append(f"{name} ({100 * content['relative_flops'][name]:.0f} % of the FLOPs)")
+        handles.append(Patch(color="0.5", alpha=0.3, linewidth=0))
+        labels.append("90 % of the laws' draws")
+        handles.append(Line2D([], [], color="0.5", linewidth=0.8, linestyle=":"))
+        labels.append("law beyond what is trusted")
+        if growing:
+            for axes, in_seconds in ((left, False), (right, True)):
+                _grown(axes, budget, measured, curves, growing[0], in_seconds)
             handles.append(Line2D([], [], color=_GROWN, linewidth=2.2))
-            labels.append(f"grown from {planned.verdict.growing[0].candidate}, predicted")
+            labels.append(f"grown from {growing[0]['candidate']}, predicted")
+            handles.append(Line2D([], [], **_SWITCH))
+            labels.append("its growth event")
         left.set_xlabel("training cost, % of the budget")
         right.set_xlabel("training time on this machine, s")
         left.set_ylabel("held-out loss of averaged weights")
         for axes in (left, right):
             axes.set_xscale("log")
-        style.legend_below(figure, handles, labels, 3)
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        note = "markers: measured in probes, one run each; lines: medians of the laws that are fitted to them"
+        style.legend_below(figure, handles, labels, 3, note=note)
         return figure
 
 
-def _curve(axes: Axes, planned: Planned, law: Curves, name: str, look: dict, scale: float) -> None:
-    measured = planned.measured[name]
+def _curve(axes: Axes, budget: float, measured: Measured, law: Curves, look: dict, scale: float) -> None:
     axes.plot(
         scale * np.asarray(measured.cost),
         measured.loss,
@@ -60,7 +83,7 @@ def _curve(axes: Axes, planned: Planned, law: Curves, name: str, look: dict, sca
         linestyle="",
         markersize=3.5,
     )
-    cost = np.geomspace(measured.cost[len(measured.cost) // 2], planned.budget, 60)
+    cost = np.geomspace(measured.cost[len(measured.cost) // 2], budget, 60)
     low, middle, high = np.quantile(law.law(cost[:, None]), [0.05, 0.5, 0.95], axis=1)
     trusted = cost <= law.reach
     axes.fill_between(
@@ -71,25 +94,29 @@ def _curve(axes: Axes, planned: Planned, law: Curves, name: str, look: dict, sca
     axes.plot(scale * cost[~trusted], middle[~trusted], color=look["color"], linewidth=0.8, linestyle=":")
 
 
-def _grown(axes: Axes, planned: Planned, curves: dict[str, Curves], in_seconds: bool) -> None:
+def _grown(
+    axes: Axes,
+    budget: float,
+    measured: Mapping[str, Measured],
+    curves: Mapping[str, Curves],
+    way: Mapping[str, Any],
+    in_seconds: bool,
+) -> None:
     """The small network's median law to the switch, and the full one's from where it then stands."""
-    way = planned.verdict.growing[0]
-    small, full = curves[way.candidate], curves[WHOLE]
-    rates = [
-        planned.measured[name].seconds_per_cost if in_seconds else 100.0 for name in (way.candidate, WHOLE)
-    ]
-    switch, saved = way.switch * planned.budget, way.cost.median * planned.budget
-    before = np.geomspace(planned.measured[way.candidate].cost[-1], switch, 30)
+    candidate = way["candidate"]
+    small, full = curves[candidate], curves[WHOLE]
+    rates = [measured[name].seconds_per_cost if in_seconds else 100.0 for name in (candidate, WHOLE)]
+    switch, saved = way["switch"] * budget, way["cost"]["median"] * budget
+    before = np.geomspace(measured[candidate].cost[-1], switch, 30)
     axes.plot(rates[0] * before, quantiles(small, before)[1], color=_GROWN, linewidth=2.2, alpha=0.7)
-    behind = np.linspace(switch, planned.budget, 60)[1:]
+    behind = np.linspace(switch, budget, 60)[1:]
     loss = np.median(full.law((behind + saved)[:, None]), axis=1)
     x = rates[0] * switch + rates[1] * (behind - switch)
     axes.plot(x, loss, color=_GROWN, linewidth=2.2, alpha=0.7)
-    axes.axvline(
-        rates[0] * switch, color="0.72", linewidth=0.7, linestyle=(0, (3, 2)), zorder=0.5, gid=style.EVENT
-    )
+    axes.axvline(rates[0] * switch, **_SWITCH, zorder=0.5, gid=style.EVENT)
 
 
-def write_figure(planned: Planned, path: Path) -> Path:
-    """Draw and save it."""
-    return style.save(draw(planned), path)
+def write_figure(folder: Path) -> Path:
+    """Draw `plan.png` from the `plan.json` of a folder."""
+    content = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    return style.save(draw(content), folder / "plan.png")

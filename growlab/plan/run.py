@@ -46,6 +46,6 @@ def run(cfg: DictConfig) -> None:
     write_text(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
     write_json(folder / "plan.json", {**content(planned), "command": command})
     write_text(folder / "plan.md", table(planned))
-    write_figure(planned, folder / "plan.png")
+    write_figure(folder)
     here = command.replace("python -m growlab", program(), 1)
     print(f"\n{paragraph(planned)}\n\nplan: {folder}\nrun it with:\n  {here}")

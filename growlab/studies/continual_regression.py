@@ -315,8 +315,8 @@ def draw(run_dir: Path) -> Path:
     """Draw a run's `losses.png` from its files: loss on the task being learnt, mean and standard error (Figure 4).
 
     A panel a task. Four initialisations stand out: hyperfan's two, the paper's baseline that trains (Kaiming's
-    fan-out), and of the others the one with the smallest loss when learnt; the rest are grey. The loss before the first
-    step, which would hide everything else, stands in the legend.
+    fan-out), and of the others the one with the smallest loss when learnt; the rest are grey, without bands, and named
+    above the legend. The loss before the first step, which would hide everything else, stands in the legend.
     """
     summary = json.loads((run_dir / "summary.json").read_text())
     curves: dict[str, list[tuple[float, float, float]]] = {
@@ -351,12 +351,16 @@ def draw(run_dir: Path) -> Path:
             axes.set_xlim(0, length)
             axes.set_xlabel("step of the task")
         style.log_axis(panels[0])
-        panels[0].set_ylabel("training loss, mean over seeds")
+        panels[0].set_ylabel("training loss of the task")
         handles, names = panels[0].get_legend_handles_labels()
-        if len(shown) < len(summary["rows"]):
+        n = summary["settings"]["num_seeds"]
+        note = f"lines: means over n = {n} seeds, each at its best rate; bands: one standard error"
+        others = [row["initialisation"] for row in summary["rows"] if row["initialisation"] not in shown]
+        if others:
             handles += panels[0].plot([], [], color="0.8", linewidth=0.8)
-            names.append(f"{len(summary['rows']) - len(shown)} others")
-        style.legend_below(drawn, handles, names, 2)
+            names.append(f"{len(others)} others")
+            note += f"; others: {', '.join(others)}"
+        style.legend_below(drawn, handles, names, 2, note=note)
     return style.save(drawn, run_dir / "losses.png")
 
 

@@ -23,7 +23,7 @@ from growlab.parts.isotropic import ChiNorm, Choices, IsotropicActivation, chang
 from growlab.parts.isotropic.choices import COLUMNS, DIRECTIONS
 from growlab.parts.isotropic.observation import watch
 from growlab.parts.isotropic.spectrum import decompose
-from growlab.studies.measuring import accuracy, batches_of, epoch_of, relative, table, train
+from growlab.studies.measuring import accuracy, batches_of, epoch_of, read_table, relative, table, train
 from growlab.widths import WidthGraph, replace_tensors, tensors_of, trace
 
 _SAMPLES = 2000  # points of the rings, for training and for measuring
@@ -93,7 +93,7 @@ def isotropic_appendices(
         write_text(run_dir / f"{name}.csv", table(rows))
     summary = summarise(tables)
     write_json(run_dir / "summary.json", summary)
-    draw(run_dir, tables)
+    draw(run_dir)
     for line in told(summary):
         print(line)
 
@@ -330,50 +330,64 @@ def told(summary: dict[str, Any]) -> Iterator[str]:
         yield f"intrinsic length {name}: accuracy {100 * score:.2f} %"
 
 
-def draw(run_dir: Path, tables: dict[str, list[dict[str, Any]]]) -> Path:
-    """`appendices.png`: what is not affine by normaliser, divergence over steps, error by direction."""
+def draw(run_dir: Path) -> Path:
+    """Draw `appendices.png` from a run's tables: collapse by normaliser, divergence over steps, error by direction."""
     with style.styled():
-        drawn = style.new_figure(7.2, 3.3)
+        drawn = style.new_figure(7.2, 4.0)
         left, middle, right = drawn.subplots(1, 3)
-        shown = {"not_affine": "output that is not affine", "accuracy": "accuracy"}
-        for index, (key, label) in enumerate(shown.items()):
-            look = {
-                "color": style.PALETTE[index],
-                "marker": "os"[index],
-                "linestyle": "none",
-                "markersize": 4,
-            }
-            for place, name in enumerate(NETWORKS):
-                own = [r[key] for r in tables["collapse"] if (r["task"], r["network"]) == ("rings", name)]
-                left.plot(
-                    [place + 0.2 * index - 0.1] * len(own), own, **look, label=label if place == 0 else None
-                )
-        left.set_xticks(range(len(NETWORKS)), [name.replace(" without ", "\nwithout\n") for name in NETWORKS])
-        left.set_ylim(0, 1.4)
-        left.set_yticks([0, 0.5, 1])
-        left.set_ylabel("two rings: share")
-        left.legend(loc="upper right")
-        first = min(row["seed"] for row in tables["divergence"])
+        _draw_collapse(left, read_table(run_dir / "collapse.csv"))
+        divergence = read_table(run_dir / "divergence.csv")
+        first = min(row["seed"] for row in divergence)
         for index, twin in enumerate(("product", *COLUMNS)):
-            own = [r for r in tables["divergence"] if (r["twin"], r["seed"]) == (twin, first)]
+            own = [row for row in divergence if (row["twin"], row["seed"]) == (twin, first)]
             look = {"color": style.PALETTE[index], "linestyle": style.DASHES[index % len(style.DASHES)]}
             y = [max(row["relative_difference"], 1e-17) for row in own]
-            label = "U (S V$^T$), not multiplied out" if twin == "product" else f"{twin} columns"
-            middle.plot([row["step"] for row in own], y, **look, linewidth=1.3, label=label)
-        middle.set_yscale("log")
-        middle.set_xlabel("steps of SGD")
-        middle.set_ylabel("difference of outputs")
+            label = "weights kept as U (S V$^T$)" if twin == "product" else f"new neurons: {twin} columns"
+            # "orthogonal" and "random" coincide: dashes lie on what is drawn through.
+            above = 2 if look["linestyle"] == "-" else 2.1
+            middle.plot([row["step"] for row in own], y, **look, linewidth=1.3, label=label, zorder=above)
+        middle.set_title("two networks that compute the same")
+        middle.set_xlabel("steps of SGD on both")
+        middle.set_ylabel("relative difference of outputs")
+        directions = read_table(run_dir / "directions.csv")
+        seeds = sorted({row["seed"] for row in directions})
         for index, direction in enumerate(DIRECTIONS):
-            for seed in sorted({row["seed"] for row in tables["directions"]}):
-                own = [r for r in tables["directions"] if (r["direction"], r["seed"]) == (direction, seed)]
+            for seed in seeds:
+                own = [row for row in directions if (row["direction"], row["seed"]) == (direction, seed)]
                 look = {"color": style.PALETTE[index], "linestyle": style.DASHES[index], "linewidth": 1}
-                label = direction if seed == min(row["seed"] for row in tables["directions"]) else None
-                right.plot(
-                    [r["removed"] for r in own], [r["relative_error"] for r in own], **look, label=label
-                )
-        right.set_yscale("log")
+                label = f"chosen by {'incoming' if direction == 'forward' else 'outgoing'} weights"
+                removed, error = [row["removed"] for row in own], [row["relative_error"] for row in own]
+                right.plot(removed, error, **look, label=label if seed == seeds[0] else None)
+        right.set_title("removing neurons")
         right.set_xlabel("neurons removed")
         right.set_ylabel("relative change of outputs")
-        right.legend()
-        style.legend_below(drawn, *middle.get_legend_handles_labels(), 3)
+        for axes in (middle, right):
+            axes.set_yscale("log")
+        for axes, low in ((left, -0.42), (middle, -0.2), (right, -0.2)):
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, low), fontsize=7)
+        n = len(seeds)
+        note = f"left, right: a mark or line for each of n = {n} seeds; middle: one seed; all in float64"
+        drawn.supxlabel(note, fontsize=7)
     return style.save(drawn, run_dir / "appendices.png")
+
+
+def _draw_collapse(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """Share of what is not affine, and accuracy, of each normaliser on the rings."""
+    shown = {"not_affine": "variance of the outputs that\nno affine map explains", "accuracy": "accuracy"}
+    for index, (key, label) in enumerate(shown.items()):
+        look = {"color": style.PALETTE[index], "marker": "os"[index], "linestyle": "none", "markersize": 4}
+        for place, name in enumerate(NETWORKS):
+            own = [row[key] for row in rows if (row["task"], row["network"]) == ("rings", name)]
+            places = [place + 0.2 * index - 0.1] * len(own)
+            axes.plot(places, own, **look, markerfacecolor="none", label=label if place == 0 else None)
+    ticks = {
+        "plain": "none",
+        "chi": "ChiNorm",
+        "shell": "x / ||x||",
+        "shell without biases": "x / ||x||,\nno biases",
+    }
+    axes.set_xticks(range(len(NETWORKS)), [ticks[name] for name in NETWORKS], fontsize=7, rotation=45)
+    axes.set_ylim(0, 1.05)
+    axes.set_title("two rings to tell apart")
+    axes.set_xlabel("normaliser")
+    axes.set_ylabel("share")

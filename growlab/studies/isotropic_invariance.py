@@ -26,7 +26,7 @@ from growlab.parts.isotropic import (
     spectra,
 )
 from growlab.parts.isotropic.observation import watch
-from growlab.studies.measuring import accuracy, batches_of, epoch_of, relative, table, train
+from growlab.studies.measuring import accuracy, batches_of, epoch_of, read_table, relative, table, train
 from growlab.widths import WidthGraph, replace_tensors, tensors_of, trace
 
 OPTIMIZERS: dict[str, Any] = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}
@@ -83,7 +83,7 @@ def isotropic_invariance(
     for name, rows in tables.items():
         write_text(run_dir / f"{name}.csv", table(rows))
     write_json(run_dir / "summary.json", summarise(tables))
-    draw(run_dir, tables)
+    draw(run_dir)
     for line in told(summarise(tables)):
         print(line)
 
@@ -229,35 +229,46 @@ def told(summary: dict[str, Any]) -> Iterator[str]:
         yield f"another basis, {summary['divergence_steps']} steps of {name}: outputs differ by {difference:.2g}"
 
 
-def draw(run_dir: Path, tables: dict[str, list[dict[str, Any]]]) -> Path:
-    """`invariance.png`: largest error over the change of width, singular values over epochs, divergence over steps."""
+def draw(run_dir: Path) -> Path:
+    """Draw `invariance.png` from a run's tables.
+
+    Largest error over the change of width, singular values over epochs, divergence over steps.
+    """
+    changes, spectrum, divergence = (
+        read_table(run_dir / f"{name}.csv") for name in ("changes", "spectra", "divergence")
+    )
     with style.styled():
-        drawn = style.new_figure(7.2, 2.6)
+        drawn = style.new_figure(7.2, 3.0)
         left, middle, right = drawn.subplots(1, 3)
-        seeds = sorted({row["seed"] for row in tables["changes"]})
-        changes = summarise(tables)["changes"]
-        errors = [row["largest_relative_error"] for row in changes.values()]
-        left.plot([int(change) for change in changes], errors, marker="o")
-        left.set_yscale("log")
-        left.set_xlabel("neurons that come or go")
-        left.set_ylabel("relative change of outputs")
-        first = tables["spectra"]
-        group = list(dict.fromkeys(row["group"] for row in first))[1]
-        for rank in sorted({row["rank"] for row in first}):
-            own = [row for row in first if (row["group"], row["rank"]) == (group, rank)]
+        seeds = sorted({row["seed"] for row in changes})
+        numbers = sorted({row["change"] for row in changes})
+        errors = [max(row["relative_error"] for row in changes if row["change"] == n) for n in numbers]
+        left.plot(numbers, errors, marker="o")
+        left.set_title("second layer resized")
+        left.set_xlabel("neurons removed (< 0) or added (> 0)")
+        left.set_ylabel("largest relative change of outputs")
+        group = list(dict.fromkeys(row["group"] for row in spectrum))[1]
+        for rank in sorted({row["rank"] for row in spectrum}):
+            own = [row for row in spectrum if (row["group"], row["rank"]) == (group, rank)]
             middle.plot(
                 [r["epoch"] for r in own], [r["singular_value"] for r in own], color="0.4", linewidth=0.4
             )
+        middle.set_title("second layer while it trains")
         middle.set_xlabel("epoch")
-        middle.set_ylabel("singular values of the second layer")
+        middle.set_ylabel("singular values, a line each")
         for index, name in enumerate(OPTIMIZERS):
             for seed in seeds:
-                own = [r for r in tables["divergence"] if (r["optimizer"], r["seed"]) == (name, seed)]
+                own = [r for r in divergence if (r["optimizer"], r["seed"]) == (name, seed)]
                 look = {"color": style.PALETTE[index], "linestyle": style.DASHES[index], "linewidth": 1}
                 y = [max(r["relative_difference"], 1e-17) for r in own]
                 right.plot([r["step"] for r in own], y, **look, label=name if seed == seeds[0] else None)
-        right.set_yscale("log")
-        right.set_xlabel("steps in two bases")
-        right.set_ylabel("difference of outputs")
+        right.set_title("one network in two bases")
+        right.set_xlabel("optimizer steps in either basis")
+        right.set_ylabel("relative difference of outputs")
         right.legend()
+        for axes in (left, right):
+            axes.set_yscale("log")
+        n = len(seeds)
+        note = f"left: largest of n = {n} networks; middle: one network; right: a line for each of n = {n}"
+        drawn.supxlabel(f"{note}; all in float64", fontsize=7)
     return style.save(drawn, run_dir / "invariance.png")

@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,3 +55,18 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
         )
     return text.getvalue()
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """The rows of `table`, numbers as such."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [{key: _number(value) for key, value in row.items()} for row in csv.DictReader(file)]
+
+
+def _number(value: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value

@@ -7,7 +7,7 @@ import glob
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +19,21 @@ from matplotlib.figure import Figure
 from growlab.analysis import style
 from growlab.analysis.figures import FIGURES, save
 from growlab.analysis.results import load_runs
+from growlab.plan.figure import write_figure
+from growlab.studies import continual_regression, isotropic_appendices, isotropic_invariance
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "notebooks" / "results"
+# Figures of studies and plans, which their runs draw: drawn anew from the tables in their folders.
+OF_RUNS: dict[str, Callable[[Path], Path]] = {
+    "hyperfan_continual_regression/losses.png": continual_regression.draw,
+    "hyperfan_continual_regression_lookahead/losses.png": continual_regression.draw,
+    "isotropic_appendices/appendices.png": isotropic_appendices.draw,
+    "isotropic_invariance/invariance.png": isotropic_invariance.draw,
+    **{
+        path.relative_to(RESULTS).as_posix(): write_figure for path in sorted(RESULTS.glob("plan/*/plan.png"))
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,10 @@ if __name__ == "__main__":
             save(one.draw(), RESULTS / one.file)
             pyplot.close("all")
             print(one.file)
+    for file, draw_folder in OF_RUNS.items():
+        if not wanted or any(part in file for part in wanted):
+            draw_folder((RESULTS / file).parent)
+            print(file)
     for name, draw in drawings.ALL.items():
         if not wanted or any(part in name for part in wanted):
             print(drawings.write(draw, drawings.DRAWINGS / f"{name}.svg").name)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from growlab.parts.isotropic import IsotropicActivation, isotropic_mlp
 from growlab.studies import isotropic_appendices as study
@@ -99,3 +100,14 @@ def test_every_table_is_written(folder: Path) -> None:
     assert errors["forward, 1"] < errors["forward, 6"] and errors["backward, 1"] < errors["backward, 6"]
     assert summary["smallest_length"] < 0
     assert (folder / "appendices.png").stat().st_size > 10_000
+
+
+def test_each_panel_has_its_legend_and_the_figure_says_n(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(study.style, "save", lambda figure, path: drawn.append(figure) or path)
+    study.draw(folder)
+    legends = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in drawn[0].axes]
+    assert [len(names) for names in legends] == [2, 6, 2] and not drawn[0].legends
+    assert "n = 2 seeds" in drawn[0].get_supxlabel()
