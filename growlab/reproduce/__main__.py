@@ -11,7 +11,7 @@ from growlab.command_parser import CommandParser
 from growlab.errors import UserError
 from growlab.files import write_text
 from growlab.reproduce.paces import Forecast, forecast
-from growlab.reproduce.registry import UNFINISHED, Item, Job, Registry, registry
+from growlab.reproduce.registry import UNFINISHED, Item, Job, Registry, drawn, registry
 from growlab.reproduce.slices import Place, device, missing, runs_at_once, train
 from growlab.reproduce.stopping import Ended, EndingSignals
 
@@ -178,7 +178,7 @@ def _reproduce(
         print(f"{of} left to another process, which is at work there")
     if finished + len(failed) + len(elsewhere) < len(left):
         print("the same command goes on")
-    _tell(item, place)
+    _tell(item, place, arguments.seeds)
     signals.check()
     if failed:
         these = f"{len(failed)} runs" if len(failed) > 1 else "1 run"
@@ -202,27 +202,34 @@ def _told(at_most: Forecast) -> str:
     return f"{measured}, for {at_most.num_known} of them; {unknown}" if at_most.num_known else unknown
 
 
-def _tell(item: Item, place: Place) -> None:
-    """The rows that are there beside the published ones, as a table and as the figures that can be drawn."""
+def _tell(item: Item, place: Place, seeds: Sequence[int] | None = None) -> None:
+    """The rows that are there beside the published ones, as a table and as the figures that can be drawn.
+
+    Of the seeds that the commands name, and of those that are asked for.
+    """
     from growlab.analysis import figures
     from growlab.analysis.paper_table import paper_table
     from growlab.analysis.results import load_runs
     from growlab.analysis.tables import summarise, write_table
 
-    folders = [place.runs / job.folder for job in item.jobs() if place.done(job) and not job.is_study]
-    if not folders:
+    jobs = dict.fromkeys([*item.jobs(), *item.jobs(seeds)])
+    done = [job for job in jobs if place.done(job) and not job.is_study]
+    if not done:
         return
-    runs = load_runs(folders)
-    rows = summarise(runs)
+    rows = summarise(load_runs([place.runs / job.folder for job in done]))
     text = paper_table(rows, unmeasured=True).markdown() if item.table else write_table(rows, "markdown")
     path = place.runs / f"{item.name}.md"
     write_text(path, text)
     print(f"{text}\n{path}")
-    for name in item.figures:
-        try:
-            print(figures.save(figures.find(name)(runs, None), place.runs / f"{item.name}_{name}.png"))
-        except UserError as error:
-            print(f"{name}: {error}", file=sys.stderr)
+    for figure in item.figures:
+        name, overrides = drawn(figure)
+        shown = [place.runs / job.folder for job in done if set(overrides) <= set(job.overrides)]
+        if shown:
+            named = "_".join([item.name, name, *(one.partition("=")[2] for one in overrides)])
+            try:
+                print(figures.save(figures.find(name)(load_runs(shown), None), place.runs / f"{named}.png"))
+            except UserError as error:
+                print(f"{named}: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -164,6 +164,17 @@ class Registry:
         return self.items[name]
 
 
+def drawn(figure: str) -> tuple[str, tuple[str, ...]]:
+    """The name of a figure of an entry, and the overrides of the runs that it shows.
+
+    Example:
+        >>> drawn("rate_factors method=ours seed=0"), drawn("compare")
+        (('rate_factors', ('method=ours', 'seed=0')), ('compare', ()))
+    """
+    name, *overrides = figure.split()
+    return name, tuple(overrides)
+
+
 @cache
 def registry() -> Registry:
     """The registry as the package brings it."""

@@ -12,8 +12,9 @@ from growlab.analysis.figures import FIGURES
 from growlab.analysis.published import published
 from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.errors import UserError
+from growlab.reproduce.matching import settings_of
 from growlab.reproduce.quantities import QUANTITIES
-from growlab.reproduce.registry import _split, experiment, registry
+from growlab.reproduce.registry import _split, drawn, experiment, registry
 from tests.command_line import ROOT
 from tests.parts_here import needs
 
@@ -26,7 +27,7 @@ COMMANDS = sorted({command for item in ITEMS for command in item.commands})
 def test_an_entry_names_what_there_is(item) -> None:
     assert item.paper in REGISTRY.papers and set(item.data) <= set(REGISTRY.data)
     assert item.commands and item.claim and item.title
-    assert set(item.figures) <= set(FIGURES)
+    assert {drawn(figure)[0] for figure in item.figures} <= set(FIGURES)
     assert item.table is None or any(one.table == item.table for one in published())
     for check in item.checks:
         assert (check.summary is None) == (check.at_most is None and check.at_least is None)
@@ -36,6 +37,20 @@ def test_an_entry_names_what_there_is(item) -> None:
     jobs = item.jobs()
     assert len({job.folder for job in jobs}) == len(jobs) > 0
     assert {job.data for job in jobs if job.data} <= set(item.data)
+
+
+# Figures that do not show any number of runs, networks and data sets, and how many they show.
+MOST_RUNS = {"rate_factors": 1, "norms": 3}
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.name)
+def test_a_figure_has_runs_that_it_can_show(item) -> None:
+    for figure in item.figures:
+        name, overrides = drawn(figure)
+        shown = [job for job in item.jobs() if set(overrides) <= set(job.overrides)]
+        assert 0 < len(shown) <= MOST_RUNS.get(name, len(shown))
+        choices = [settings_of([f"experiment={job.experiment}", *job.overrides]).choices for job in shown]
+        assert name != "compare" or len({(chosen["model"], chosen["data"]) for chosen in choices}) == 1
 
 
 @needs()

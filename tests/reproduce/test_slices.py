@@ -16,10 +16,12 @@ from hydra.utils import instantiate
 from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.overruled import check_overruled
 from growlab.reproduce import slices
-from growlab.reproduce.__main__ import main
+from growlab.reproduce.__main__ import _tell, main
 from growlab.reproduce.paces import Forecast, measuring, network_of
 from growlab.reproduce.registry import Job, Registry, registry
 from growlab.reproduce.slices import Place, command, missing, train
+from tests.analysis.fake_runs import write_run
+from tests.command_line import ROOT
 from tests.parts_here import needs
 
 REGISTRY = registry()
@@ -299,6 +301,38 @@ def test_the_list_counts_what_is_there(
     assert "2 of   9 in runs; kept: 0 of 9" in out and "not run; it takes 9 runs of 160 epochs" in out
     assert main(["--list"]) == 0
     assert capsys.readouterr().out.count(" in runs; kept: ") == len(REGISTRY.items)
+
+
+@needs("isotropic")
+def test_the_list_counts_the_asked_seeds_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["--list", "isotropic_overabundance", "--seeds", "0,1"]) == 0
+    assert "kept: 4 of 4; 4 others" in capsys.readouterr().out
+
+
+def test_figures_are_drawn_of_the_runs_that_they_can_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Figures 4, 5 and 9: nine runs compared, and the rate factors of one of them; another seed is in the table."""
+    item, place = REGISTRY.items["figure4"], Place(tmp_path, None, ())
+    for job in item.jobs([0, 1, 7]):
+        seed = int(job.overrides[-1].removeprefix("seed="))
+        methods = {
+            "growing": ("pairs", "none"),
+            "growing_vt": ("ours", "none"),
+            "ours": ("ours", "stagewise_norm"),
+        }
+        growth, lr_adapt = methods[job.overrides[0].removeprefix("method=")]
+        write_run(tmp_path / job.folder, growth=growth, lr_adapt=lr_adapt, seed=seed)
+    _tell(item, place, [7])
+    assert {path.name for path in tmp_path.glob("*.png")} >= {
+        "figure4_compare.png",
+        "figure4_rate_factors_ours_0.png",
+    }
+    assert "(3)" in (tmp_path / "figure4.md").read_text()
+    assert "shows one run" not in capsys.readouterr().err
 
 
 NETWORKS = sorted(
