@@ -51,6 +51,12 @@ def test_a_figure_has_runs_that_it_can_show(item) -> None:
         assert 0 < len(shown) <= MOST_RUNS.get(name, len(shown))
         choices = [settings_of([f"experiment={job.experiment}", *job.overrides]).choices for job in shown]
         assert name != "compare" or len({(chosen["model"], chosen["data"]) for chosen in choices}) == 1
+        # As many rows as there are colours.
+        assert name != "compare" or len({_without_seed(job.overrides) for job in shown}) <= 10
+
+
+def _without_seed(overrides: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(one for one in overrides if not one.startswith("seed="))
 
 
 @needs()
