@@ -82,10 +82,14 @@ def width_changes(runs: Sequence[Run], by: Literal["start", "end"]) -> Figure:
             style.epoch_axis(axes, last)
             axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= last])
             axes.set_xlim(right=last * (1.025 + 0.025 * len(others)))
+            # What stands behind the last epoch has no place on the axis.
+            axes.spines["bottom"].set_bounds(0, last)
             axes.set_xlabel("epoch" if index + columns >= len(widths) else "")
             axes.set_ylabel(f"{held_out_name(runs)} (%)" if index % columns == 0 else "")
         keys = sorted(handles)
-        style.legend_below(figure, [handles[key] for key in keys], [name for _, name in keys], len(keys))
+        style.legend_below(
+            figure, [handles[key] for key in keys], [name for _, name in keys], len(keys), note=_note(lines)
+        )
     return figure
 
 
@@ -97,6 +101,20 @@ class _Line:
     mean: np.ndarray
     std: np.ndarray
     events: frozenset[int]  # epochs at whose beginning the width of any of them changed
+    n: int
+
+
+def _note(lines: Sequence[_Line]) -> str:
+    """How many runs lines are of, and what bars and bands mean."""
+    counts = sorted({line.n for line in lines})
+    told = "one run each: no interval is known"
+    if counts != [1]:
+        n = "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+        told = f"lines: means over n = {n} seeds; points behind the last epoch: its mean; "
+        told += "their bars: one sample standard deviation"
+        if any(line.is_fixed_size for line in lines):
+            told = told.replace("their bars", "their bars and bands")
+    return f"{told}; bars at the foot: epochs in which the width changes"
 
 
 def _mark_changes(axes: Axes, lines: Sequence[_Line], colours: Sequence[str]) -> None:
@@ -161,5 +179,7 @@ def _lines(runs: Sequence[Run]) -> list[_Line]:
         is_fixed, first, last = key
         table = np.stack([value[: min(map(len, values))] for value in values])
         std = table.std(0, ddof=1) if len(table) > 1 else np.zeros(table.shape[1])
-        lines.append(_Line(is_fixed, (first, last), name, table.mean(0), std, frozenset(events[key])))
+        lines.append(
+            _Line(is_fixed, (first, last), name, table.mean(0), std, frozenset(events[key]), len(table))
+        )
     return lines

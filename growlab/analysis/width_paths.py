@@ -46,9 +46,10 @@ def width_paths(runs: Sequence[Run]) -> Figure:
             colour = style.PALETTE[starts.index(start) % len(style.PALETTE)]
             ends = sorted({path[-1] for path in paths if path[0] == start})
             told = str(ends[0]) if len(ends) == 1 else f"{ends[0]}-{ends[-1]}"
-            above.plot([], [], color=colour, label=f"from {start} to {told}")
+            n = sum(path[0] == start for path in paths)
+            above.plot([], [], color=colour, label=f"from {start} to {told} (n={n})")
         _width_axis(above, min(map(min, paths)), max(map(max, paths)))
-        above.legend(frameon=False, fontsize=8)
+        above.legend(frameon=False, fontsize=8, title="each line is one run", title_fontsize=7)
         below.set_ylabel(f"{held_out_name(runs)} (%)")
         for epoch, told in _tasks(runs):
             for axes in (above, below):

@@ -56,8 +56,13 @@ def test_panels_hold_means_over_seeds_and_the_runs_without_growth(by, panels) ->
     control = "without growth, elementwise_tanh"
     assert texts == [*sorted({name for lines in panels.values() for name in lines} - {"tanh"}), control]
     colours = dict(zip((line.get_color() for line in legend.get_lines()), texts, strict=True))
+    told = legend.get_title().get_text().replace("\n", " ")
+    assert (
+        "means over n = 1-2 seeds" in told and "their bars and bands: one sample standard deviation" in told
+    )
     found = {}
     for axes in figure.axes:
+        assert axes.spines["bottom"].get_bounds() == (0, 4)
         curves = [line for line in axes.lines if line.get_gid() != CHANGE and len(line.get_xdata()) > 1]
         heights = {colours[line.get_color()]: line.get_ydata() for line in curves}
         assert all(np.ptp(height) == 0 for height in heights.values())
@@ -100,6 +105,7 @@ def test_what_lines_share_is_drawn_once() -> None:
     curves = [line for line in figure.axes[0].lines if line.get_gid() != CHANGE and len(line.get_xdata()) > 1]
     assert [line.get_xdata().tolist() for line in curves] == [[1, 2, 3], [3, 4], [3, 4], [3, 4]]
     assert curves[0].get_color() == "0.45"
+    assert "one run each: no interval" in figure.legends[0].get_title().get_text()
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
         "not changed yet",
         "to 2",

@@ -31,7 +31,11 @@ def test_every_epoch_has_the_width_that_it_ended_with() -> None:
 def test_runs_of_one_start_share_a_colour_and_a_line_of_the_legend() -> None:
     runs = [fake({"a": [2, 9]}, [0, 1, 1]), fake({"a": [2, 10]}, [0, 0, 1]), fake({"a": [64, 13]}, [0, 0, 1])]
     above, below = width_paths(runs).axes
-    assert [text.get_text() for text in above.get_legend().get_texts()] == ["from 2 to 9-10", "from 64 to 13"]
+    assert [text.get_text() for text in above.get_legend().get_texts()] == [
+        "from 2 to 9-10 (n=2)",
+        "from 64 to 13 (n=1)",
+    ]
+    assert above.get_legend().get_title().get_text() == "each line is one run"
     colours = [line.get_color() for line in above.lines[:3]]
     assert colours[0] == colours[1] != colours[2]
     assert list(above.lines[0].get_ydata()) == [2, 9, 9, 9] and list(above.get_yticks()) == [
