@@ -7,7 +7,6 @@ regulariser keeps what the hypernetwork emits for earlier tasks.
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
@@ -17,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.analysis import style
 from growlab.files import write_json, write_text
 from growlab.growth.method import generator
 from growlab.networks import MLP
 from growlab.parts.hypernets import Hypernet, parametrise
+from growlab.studies.continual_regression_figure import draw, label
 
 # Intervals, functions and noise of the three tasks (von Oswald et al. 2020, their code's task set 1), 100 samples each.
 TASKS = (
@@ -92,7 +91,7 @@ def continual_regression(run_dir: Path, seed: int = 0, **settings: Any) -> None:
     draw(run_dir)
     for row in rows:
         ends = ", ".join("-" if value is None else f"{value:.3g}" for value in row["loss_when_learnt"])
-        print(f"{_label(row):45s} first loss {row['first_loss']:8.3g}; tasks when learnt {ends}")
+        print(f"{label(row):45s} first loss {row['first_loss']:8.3g}; tasks when learnt {ends}")
 
 
 class Stack:
@@ -309,73 +308,6 @@ def being_learnt(settings: Settings, curves: Curves) -> Tensor:
     """Loss on the task that is learnt at each measurement, [M, initialisation, rate, seed]."""
     tasks = [min(step // settings.steps, len(TASKS) - 1) for step in curves.steps]
     return curves.stacked[torch.arange(len(tasks)), torch.tensor(tasks)]
-
-
-def draw(run_dir: Path) -> Path:
-    """Draw a run's `losses.png` from its files: loss on the task being learnt, mean and standard error (Figure 4).
-
-    A panel a task. Four initialisations stand out: hyperfan's two, the paper's baseline that trains (Kaiming's
-    fan-out), and of the others the one with the smallest loss when learnt; the rest are grey, without bands, and named
-    above the legend. The loss before the first step, which would hide everything else, stands in the legend.
-    """
-    summary = json.loads((run_dir / "summary.json").read_text())
-    curves: dict[str, list[tuple[float, float, float]]] = {
-        row["initialisation"]: [] for row in summary["rows"]
-    }
-    for line in csv.DictReader((run_dir / "losses.csv").read_text().splitlines()):
-        curves[line["initialisation"]].append(
-            (float(line["step"]), float(line["loss"]), float(line["standard_error"]))
-        )
-    shown = _chosen(summary["rows"])
-    length = summary["settings"]["steps"]
-    with style.styled():
-        drawn = style.new_figure(7.0, 3.0)
-        panels = drawn.subplots(1, len(TASKS), sharey=True)
-        for task, axes in enumerate(panels):
-            for row in sorted(
-                summary["rows"], key=lambda row: (*shown, row["initialisation"]).index(row["initialisation"])
-            ):
-                steps, mean, error = torch.tensor(curves[row["initialisation"]]).T
-                own = (steps > task * length) & (steps < (task + 1) * length + (task == len(TASKS) - 1))
-                x, mean, error = steps[own] - task * length, mean[own], error[own]
-                if row["initialisation"] not in shown:
-                    axes.plot(x, mean, color="0.8", linewidth=0.8, zorder=1)
-                    continue
-                rank = shown.index(row["initialisation"])
-                look = {"color": style.PALETTE[rank], "linestyle": style.DASHES[rank]}
-                axes.plot(x, mean, **look, linewidth=1.3, label=_label(row))
-                # One standard error may reach below 0, where a logarithm ends.
-                low = (mean - error).clamp(min=float(mean.min()) / 3)
-                axes.fill_between(x, low, mean + error, color=look["color"], alpha=0.15, linewidth=0)
-            axes.set_title(f"task {task + 1}")
-            axes.set_xlim(0, length)
-            axes.set_xlabel("step of the task")
-        style.log_axis(panels[0])
-        panels[0].set_ylabel("training loss of the task")
-        handles, names = panels[0].get_legend_handles_labels()
-        n = summary["settings"]["num_seeds"]
-        note = f"lines: means over n = {n} seeds, each at its best rate; bands: one standard error"
-        others = [row["initialisation"] for row in summary["rows"] if row["initialisation"] not in shown]
-        if others:
-            handles += panels[0].plot([], [], color="0.8", linewidth=0.8)
-            names.append(f"{len(others)} others")
-            note += f"; others: {', '.join(others)}"
-        style.legend_below(drawn, handles, names, 2, note=note)
-    return style.save(drawn, run_dir / "losses.png")
-
-
-def _chosen(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Initialisations that stand out in the figure: at most four of those that trained."""
-    trained = {row["initialisation"]: row for row in rows if None not in row["loss_when_learnt"]}
-    named = [name for name in ("hyperfan_in", "hyperfan_out", "kaiming_out") if name in trained]
-    others = [name for name in trained if name not in named]
-    return named + sorted(others, key=lambda name: sum(trained[name]["loss_when_learnt"]))[: 4 - len(named)]
-
-
-def _label(row: dict[str, Any]) -> str:
-    if None in row["loss_when_learnt"]:
-        return f"{row['initialisation']}: diverged at every rate"
-    return f"{row['initialisation']}, lr {row['learning_rate']:g}, median first loss {row['median_first_loss']:.2g}"
 
 
 def _table(settings: Settings, curves: Curves, rows: Sequence[dict[str, Any]]) -> str:
