@@ -129,7 +129,7 @@ def built(name: str, in_features: int, width: int, num_classes: int) -> nn.Seque
 
 
 def _affinity(network: nn.Module, x: Tensor, labels: Tensor) -> dict[str, float]:
-    """How far gains differ, and what share of the outputs' variance no affine map of the inputs explains."""
+    """How far gains differ; share of the outputs' variance that no affine map of inputs, or of x / ||x||, explains."""
     gains: list[Tensor] = []
     activations = [module for module in network.modules() if isinstance(module, IsotropicActivation)]
     handles = [a.register_forward_hook(lambda m, i, o: gains.append(m.gain(i[0]))) for a in activations]
@@ -137,12 +137,17 @@ def _affinity(network: nn.Module, x: Tensor, labels: Tensor) -> dict[str, float]
         logits = network.eval()(x)
     for handle in handles:
         handle.remove()
-    inputs = torch.cat([x.flatten(1), torch.ones(len(x), 1, dtype=x.dtype)], 1)
-    explained = inputs @ torch.linalg.lstsq(inputs, logits, driver="gelsd").solution
     centred = logits - logits.mean(0)
+
+    def unexplained(inputs: Tensor) -> float:
+        inputs = torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
+        explained = inputs @ torch.linalg.lstsq(inputs, logits, driver="gelsd").solution
+        return float((logits - explained).square().sum() / centred.square().sum())
+
     return {
         "gain_spread": max(float((gain.std() / gain.mean()).detach()) for gain in gains),
-        "not_affine": float((logits - explained).square().sum() / centred.square().sum()),
+        "not_affine": unexplained(x.flatten(1)),
+        "not_affine_unit": unexplained(nn.functional.normalize(x.flatten(1), dim=1)),
         "accuracy": accuracy(logits, labels),
     }
 
@@ -300,6 +305,7 @@ def summarise(tables: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "num_networks": len({row["seed"] for row in tables["collapse"]}),
         "gain_spread": over("collapse", "gain_spread", max, "task", "network"),
         "not_affine": over("collapse", "not_affine", statistics.fmean, "task", "network"),
+        "not_affine_unit": over("collapse", "not_affine_unit", statistics.fmean, "task", "network"),
         "accuracy": over("collapse", "accuracy", statistics.fmean, "task", "network"),
         "divergence_steps": last,
         "difference_at_start": at(start, "relative_difference", max),

@@ -44,6 +44,9 @@ def test_an_affine_network_is_found_to_be_one() -> None:
     x, labels = study._rings(torch.Generator().manual_seed(0))
     assert study._affinity(linear.double(), x, labels)["not_affine"] < 1e-9
     assert float(labels.double().mean()) == 0.5
+    normalised = torch.nn.Sequential(study.Shell(), IsotropicActivation(length=1e12), torch.nn.Linear(2, 2))
+    found = study._affinity(normalised.double(), x, labels)
+    assert found["not_affine_unit"] < 1e-9 < 0.01 < found["not_affine"]
 
 
 def test_networks_begin_equal_and_part_but_for_columns_of_zeros(folder: Path) -> None:
