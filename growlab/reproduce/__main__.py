@@ -3,6 +3,7 @@
 import argparse
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from growlab.reproduce.slices import Place, device, missing, runs_at_once, train
 from growlab.reproduce.stopping import Ended, EndingSignals
 
 _RESULTS = Path("notebooks", "results")
+# What numpy takes as a seed.
+_SEEDS = 2**32
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,8 +95,10 @@ def _number(text: str) -> int:
 
 def _seeds(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text} is no list of seeds, numbers from 0 on, such as 0,1")
+    if not all(part.isdecimal() and int(part) < _SEEDS for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"{text} is no list of seeds, numbers from 0 to {_SEEDS - 1}, such as 0,1"
+        )
     return [int(part) for part in parts]
 
 
@@ -115,10 +120,23 @@ def _run(arguments: argparse.Namespace, end: float, signals: EndingSignals) -> N
     items = [known.find(arguments.name)] if arguments.name else list(known.items.values())
     if arguments.list:
         _list(known, items, arguments)
-    elif arguments.name:
+        return
+    _check_writable(arguments.runs)
+    if arguments.name:
         _reproduce(known, items[0], arguments, end, signals)
     else:
         _everything(known, arguments, end, signals)
+
+
+def _check_writable(runs: Path) -> None:
+    """Refuse a folder before anything is measured or trained for it."""
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=runs):
+            return
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"{runs} cannot take runs: {reason}; name another folder with --runs.") from error
 
 
 def _list(known: Registry, items: Sequence[Item], arguments: argparse.Namespace) -> None:

@@ -268,8 +268,10 @@ def test_a_jobs_command_names_its_folder_data_and_device(tmp_path: Path) -> None
 
 
 def test_missing_data_and_wrong_words_are_told_in_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     for words, told in (
         (
             ["table3", "--data", str(tmp_path)],
@@ -279,9 +281,18 @@ def test_missing_data_and_wrong_words_are_told_in_a_sentence(
         (["table3", "--minutes", "0"], "0 is no number of minutes above 0"),
         (["table3", "--minutes", "soon"], "--minutes"),
         (["table3", "--at-once", "0"], "0 is no number of runs above 0"),
-        (["table3", "--seeds", "a"], "a is no list of seeds, numbers from 0 on, such as 0,1"),
-        (["table3", "--seeds", "-1"], "-1 is no list of seeds, numbers from 0 on, such as 0,1"),
-        (["table3", "--seeds", "0,-2"], "0,-2 is no list of seeds, numbers from 0 on, such as 0,1"),
+        (["table3", "--seeds", "a"], "a is no list of seeds, numbers from 0 to 4294967295, such as 0,1"),
+        (["table3", "--seeds", "-1"], "-1 is no list of seeds, numbers from 0 to 4294967295, such as 0,1"),
+        (
+            ["table3", "--seeds", "0,-2"],
+            "0,-2 is no list of seeds, numbers from 0 to 4294967295, such as 0,1",
+        ),
+        (["table3", "--seeds", "4294967296"], "4294967296 is no list of seeds"),
+        (["table3", "--runs", str(tmp_path / "file")], f"{tmp_path / 'file'} cannot take runs: "),
+        (
+            ["--runs", str(tmp_path / "file" / "runs")],
+            "cannot take runs: Not a directory; name another folder",
+        ),
         (["table3", "-o", "table.md"], "-o goes with --page"),
     ):
         assert main(words) == 2
