@@ -195,7 +195,11 @@ def _reproduce(
         of = "1 run is" if len(elsewhere) == 1 else f"{len(elsewhere)} runs are"
         print(f"{of} left to another process, which is at work there")
     if finished + len(failed) + len(elsewhere) < len(left):
-        print("the same command goes on")
+        print(
+            "the same command goes on"
+            if item.minutes is None
+            else f"it cannot be saved on its way: the same command begins anew, and needs {item.minutes:g} minutes a run"
+        )
     _tell(item, place, arguments.seeds)
     signals.check()
     if failed:

@@ -267,6 +267,16 @@ def test_a_jobs_command_names_its_folder_data_and_device(tmp_path: Path) -> None
     )
 
 
+@needs("isotropic")
+def test_a_study_that_is_ended_is_not_said_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("growlab.reproduce.__main__.train", lambda *_: (0, [], []))
+    assert main(["isotropic_invariance", "--runs", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "begins anew, and needs 2 minutes a run\n" in told and "goes on" not in told
+
+
 def test_missing_data_and_wrong_words_are_told_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
