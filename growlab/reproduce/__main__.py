@@ -198,7 +198,7 @@ def _reproduce(
         print(
             "the same command goes on"
             if item.minutes is None
-            else f"it cannot be saved on its way: the same command begins anew, and needs {item.minutes:g} minutes a run"
+            else f"it is not saved on its way: the same command begins anew, and needs {item.minutes:g} minutes a run"
         )
     _tell(item, place, arguments.seeds)
     signals.check()
