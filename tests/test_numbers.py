@@ -123,6 +123,22 @@ def test_a_number_that_nothing_gives_is_found(tmp_path: Path) -> None:
     assert "81.85" in known() and "12.34" not in known()
 
 
+def test_intervals_of_the_digits_in_the_readme_are_those_of_the_rows() -> None:
+    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text(encoding="utf-8"))
+    (ours, full, stopped) = (
+        next(row for row in rows_of("digits") if row.method == name)
+        for name in ("ours + stagewise_norm", "fixed-size", "fixed-size, schedule.equal_flops=true")
+    )
+    intervals = []
+    for other in (stopped, full):
+        (one,) = compare_pairs([ours, other])
+        assert one.row is ours
+        intervals.append("{:.1f} to {:.1f}".format(*(100 * end for end in one.interval())))
+    assert f"five seeds, paired 95 % interval {intervals[0]})" in text
+    assert f"no difference that five seeds show ({intervals[1]})" in text
+    assert (round(ours.cost_percent), round(stopped.cost_percent)) == (73, 69)
+
+
 def test_the_table_of_the_docs_is_that_of_the_rows() -> None:
     text = (ROOT / "notebooks/docs/pages/guide/measured.md").read_text(encoding="utf-8")
     block = re.search(r"<!-- results -->\n(.*?)<!-- /results -->", text, re.S)
