@@ -81,6 +81,7 @@ FEATURES = {
             "plan/probes.py": "says which weights cannot be probed",
             "planning.py": "says what to take in place of a network whose weights are computed from others",
             "studies/continual_regression.py": "a study with them",
+            "studies/continual_regression_figure.py": "draws it",
         },
     ),
     "resolution": Feature(

@@ -81,7 +81,7 @@ PARTS = {
         ("parts/isotropic", "studies/test_isotropic*.py"),
     ),
     "hypernetworks": Files(
-        ("parts/hypernets", "studies/continual_regression.py", "reproduce/papers/2_chang.yaml"),
+        ("parts/hypernets", "studies/continual_regression*.py", "reproduce/papers/2_chang.yaml"),
         ("*/hyper*.yaml", "experiment/*hyperfan.yaml"),
         ("parts/hypernets", "studies/test_continual_regression.py"),
     ),
