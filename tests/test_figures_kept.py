@@ -1,6 +1,7 @@
 """Figures that are kept in the repository are what the rows beside them give."""
 
 import importlib.metadata
+import importlib.util
 import json
 import re
 import shutil
@@ -17,7 +18,7 @@ from tests.command_line import ROOT
 
 sys.path.insert(0, str(ROOT / "notebooks" / "docs"))
 import drawings
-from figures import OF_RUNS, RESULTS, Kept, kept
+from figures import OF_RUNS, RESULTS, Kept, draw_of_run, kept
 from results_pages import command_of_run, gallery
 
 KEPT = list(kept())
@@ -43,10 +44,12 @@ def test_a_figure_is_what_its_rows_give(one: Kept, tmp_path: Path) -> None:
 @pytest.mark.skipif(not same_matplotlib(), reason="another matplotlib than the locked one lays out otherwise")
 @pytest.mark.parametrize("file", OF_RUNS)
 def test_a_figure_of_a_study_or_plan_is_what_its_tables_give(file: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(OF_RUNS[file]) is None:
+        pytest.skip(f"there is no {OF_RUNS[file]}")
     for path in (RESULTS / file).parent.iterdir():
         if path.suffix in (".csv", ".json"):
             shutil.copy(path, tmp_path)
-    drawn, there = image.imread(OF_RUNS[file](tmp_path)), image.imread(RESULTS / file)
+    drawn, there = image.imread(draw_of_run(file, tmp_path)), image.imread(RESULTS / file)
     assert drawn.shape == there.shape
     assert np.abs(drawn - there).mean() < 1e-4
 

@@ -20,7 +20,7 @@ _GROWN = "#D55E00"
 _SWITCH: dict[str, Any] = {"color": "0.72", "linewidth": 0.7, "linestyle": (0, (3, 2))}
 
 
-def draw(content: Mapping[str, Any]) -> Figure:
+def drawn(content: Mapping[str, Any]) -> Figure:
     """Held-out loss over cost on the left, and over this machine's seconds on the right.
 
     Args:
@@ -116,7 +116,7 @@ def _grown(
     axes.axvline(rates[0] * switch, **_SWITCH, zorder=0.5, gid=style.EVENT)
 
 
-def write_figure(folder: Path) -> Path:
+def draw(folder: Path) -> Path:
     """Draw `plan.png` from the `plan.json` of a folder."""
     content = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    return style.save(draw(content), folder / "plan.png")
+    return style.save(drawn(content), folder / "plan.png")

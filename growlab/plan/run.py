@@ -13,7 +13,7 @@ from growlab.errors import UserError
 from growlab.files import write_json, write_text
 from growlab.plan.configured import problem_of, settings_of
 from growlab.plan.experiments import write_experiments
-from growlab.plan.figure import write_figure
+from growlab.plan.figure import draw
 from growlab.plan.report import content, paragraph, table
 from growlab.plan.search import plan
 from growlab.processes import program
@@ -46,6 +46,6 @@ def run(cfg: DictConfig) -> None:
     write_text(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
     write_json(folder / "plan.json", {**content(planned), "command": command})
     write_text(folder / "plan.md", table(planned))
-    write_figure(folder)
+    draw(folder)
     here = command.replace("python -m growlab", program(), 1)
     print(f"\n{paragraph(planned)}\n\nplan: {folder}\nrun it with:\n  {here}")

@@ -4,10 +4,11 @@
 """
 
 import glob
+import importlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,19 +20,18 @@ from matplotlib.figure import Figure
 from growlab.analysis import style
 from growlab.analysis.figures import FIGURES, save
 from growlab.analysis.results import load_runs
-from growlab.plan.figure import write_figure
-from growlab.studies import continual_regression, isotropic_appendices, isotropic_invariance
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "notebooks" / "results"
-# Figures of studies and plans, which their runs draw: drawn anew from the tables in their folders.
-OF_RUNS: dict[str, Callable[[Path], Path]] = {
-    "hyperfan_continual_regression/losses.png": continual_regression.draw,
-    "hyperfan_continual_regression_lookahead/losses.png": continual_regression.draw,
-    "isotropic_appendices/appendices.png": isotropic_appendices.draw,
-    "isotropic_invariance/invariance.png": isotropic_invariance.draw,
+# Figures of studies and plans, which their runs draw: the module that draws each anew from the tables in its folder.
+OF_RUNS = {
+    "hyperfan_continual_regression/losses.png": "growlab.studies.continual_regression_figure",
+    "hyperfan_continual_regression_lookahead/losses.png": "growlab.studies.continual_regression_figure",
+    "isotropic_appendices/appendices.png": "growlab.studies.isotropic_appendices",
+    "isotropic_invariance/invariance.png": "growlab.studies.isotropic_invariance",
     **{
-        path.relative_to(RESULTS).as_posix(): write_figure for path in sorted(RESULTS.glob("plan/*/plan.png"))
+        path.relative_to(RESULTS).as_posix(): "growlab.plan.figure"
+        for path in sorted(RESULTS.glob("plan/*/plan.png"))
     },
 }
 
@@ -90,6 +90,12 @@ def drawn(one: Kept) -> Path:
     return path
 
 
+def draw_of_run(file: str, folder: Path) -> Path:
+    """Draw one of `OF_RUNS` from the tables in a folder, and into it."""
+    drawn: Path = importlib.import_module(OF_RUNS[file]).draw(folder)
+    return drawn
+
+
 def _quiet(sentence: str) -> None:
     """Some runs are there twice, in figures of two folders."""
 
@@ -101,9 +107,9 @@ if __name__ == "__main__":
             save(one.draw(), RESULTS / one.file)
             pyplot.close("all")
             print(one.file)
-    for file, draw_folder in OF_RUNS.items():
+    for file in OF_RUNS:
         if not wanted or any(part in file for part in wanted):
-            draw_folder((RESULTS / file).parent)
+            draw_of_run(file, (RESULTS / file).parent)
             print(file)
     for name, draw in drawings.ALL.items():
         if not wanted or any(part in name for part in wanted):
