@@ -166,7 +166,11 @@ class _Weight:
         parameter = self.parameter
         # A module around this one may multiply what it finds to be the weight, too.
         with torch._C.DisableTorchFunction():
-            return parameter * inverse + parameter.detach() * rest
+            return parameter * inverse + (parameter * rest).detach()
+
+    def is_own(self, value: Any) -> bool:
+        """Whether this is one of the factors that `multiplied` itself multiplies the weight by."""
+        return self._ready is not None and (value is self._ready[0] or value is self._ready[1])
 
 
 class _Multiplying:
@@ -251,6 +255,9 @@ class _Multiplied(TorchFunctionMode):
         asked = getattr(getattr(func, "__self__", None), "__name__", "")
         if getattr(func, "__name__", "") == "__get__" and asked not in _TRANSPOSES:
             # A shape or a device is asked for.
+            return func(*args, **kwargs)
+        if any(weight.is_own(value) for value in args for _, weight in self._weights):
+            # A compiled forward holds the multiplication already; backends such as "eager" run it under this mode.
             return func(*args, **kwargs)
         return func(*map(self._used, args), **{name: self._used(value) for name, value in kwargs.items()})
 
