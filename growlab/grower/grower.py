@@ -229,7 +229,7 @@ class Grower:
         for part in self.parts:
             part.finish(self)
         copies = tuple(self.copies().values())
-        finish(self.network, self.graph, self.method, self.state, copies)
+        self.followers.rescale(finish(self.network, self.graph, self.method, self.state, copies))
         for network in (self.network, *copies):
             detach(network)
         self.followers.release()

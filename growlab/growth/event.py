@@ -139,8 +139,7 @@ def grow(
     known, new = ({}, None) if leading is None else (leading.observed, _new_tensors(leading))
     expansion = Expansion(*about, gradients or {}, watched, known, data, new, state.multipliers)
     growth = with_attention_scale(expansion, method.grow(expansion), method.layer_multipliers)
-    changed = {name: new for name, new in growth.tensors.items() if new is not expansion.old[name]}
-    with _replaced(model, graph, state, changed) as replaced:
+    with _replaced(model, graph, state, _changed(expansion, growth)) as replaced:
         applied = _apply(model, state, expansion, growth)
         checking = time.perf_counter()
         parity = _checked(model, method, expansion, growth, before, probe, agree, average)
@@ -168,6 +167,19 @@ def grow(
         carry=carry,
         observed=expansion.observed,
     )
+
+
+def _changed(expansion: Expansion, growth: Growth) -> dict[str, Tensor]:
+    """New tensors of an event: also those that stay as they are, but whose gradient the event rescales.
+
+    These are weights that are multiplied otherwise from then on.
+    """
+    rescaled = growth.carry.scales
+    return {
+        name: new
+        for name, new in growth.tensors.items()
+        if new is not expansion.old[name] or name in rescaled
+    }
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from torch import nn
 
 from growlab.errors import UserError
 from growlab.growth.method import GrowthMethod
-from growlab.growth.rescale import fold_output_factor
+from growlab.growth.rescale import Folded, fold_output_factor
 from growlab.growth.state import GrowthState
 from growlab.growth.weighted_norms import weighted_modules
 from growlab.widths import WidthGraph
@@ -18,7 +18,7 @@ def finish(
     method: GrowthMethod,
     state: GrowthState,
     averages: Sequence[nn.Module] = (),
-) -> None:
+) -> dict[str, Folded]:
     """Make the ordinary network of a grown one, in place: its plain copy computes what training has seen.
 
     The factor on the output is folded into the last layers, what the forward multiplies rows of weights by into the
@@ -32,6 +32,10 @@ def finish(
         method: the growth method.
         state: of the network; `output_factor` is 1 afterwards, and there are no `multipliers`.
         averages: averages of the network's weights, which are finished alike.
+
+    Returns:
+        Parameters of the network that what was folded into them has multiplied, by name, and what multiplies their
+        gradients: what an optimizer that goes on needs, see `growlab.optim.rescale_state`.
 
     Raises:
         UserError: statistics over channels are still weighted, or the output's factor cannot be folded. Network and
@@ -47,7 +51,8 @@ def finish(
             "else; call anneal_norms(network, graph, state, progress) before each training step after a growth "
             "event, with progress rising to 1, and train on."
         )
+    folded, *_ = [fold_output_factor(network, graph, state.output_factor) for network in networks]
     for network in networks:
-        fold_output_factor(network, graph, state.output_factor)
         method.finish(network)
     state.output_factor, state.multipliers = 1.0, {}
+    return folded

@@ -93,15 +93,21 @@ def multiply(model: nn.Module, graph: WidthGraph, multipliers: Mapping[str, Sequ
         modules[path].__dict__[_ATTRIBUTE] = _Multiplying(modules[path], weights)
 
 
+def row_multipliers(model: nn.Module) -> dict[str, Tensor]:
+    """What the network multiplies weights by, by the parameter's name: float64, broadcasts with the weight."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        names[id(weight.parameter)]: weight.rows
+        for known in _attached(model).values()
+        for weight in known.weights
+    }
+
+
 def multiplied_weights(model: nn.Module) -> dict[str, Tensor]:
     """Weights as the network uses them, by the parameter's name, of those whose rows it multiplies."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
     with torch.no_grad():
-        return {
-            names[id(weight.parameter)]: weight.parameter * weight.rows.to(weight.parameter)
-            for known in _attached(model).values()
-            for weight in known.weights
-        }
+        known = [(name, rows, model.get_parameter(name)) for name, rows in row_multipliers(model).items()]
+        return {name: weight * rows.to(weight) for name, rows, weight in known}
 
 
 def fold_multipliers(model: nn.Module) -> None:

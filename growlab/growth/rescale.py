@@ -1,12 +1,13 @@
 """Multiply activations by constants through the weights, without changing what the network computes."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
-from growlab.growth.multipliers import fold_multipliers, multiplied_weights
+from growlab.growth.multipliers import fold_multipliers, multiplied_weights, row_multipliers
 from growlab.widths import Norm, WidthGraph, tensors_of
 
 
@@ -54,7 +55,14 @@ def can_fold(graph: WidthGraph) -> bool:
     return graph.output_class not in graph.unit_classes
 
 
-def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> None:
+class Folded(NamedTuple):
+    """What a parameter was multiplied by, and what its gradient is multiplied by from then on; both broadcast."""
+
+    weight: Tensor
+    gradient: Tensor
+
+
+def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> dict[str, Folded]:
     """Multiply the network's output by `factor` for good, through the weights and biases that produce it.
 
     What the forward multiplies rows of weights by (`GrowthState.multipliers`) is written into them too.
@@ -64,14 +72,28 @@ def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> No
         graph: its width graph.
         factor: what the output is multiplied by.
 
+    Returns:
+        The parameters that changed, by name. A weight W with multipliers m is W' = m W afterwards and its gradient
+        m times what it was (see `growlab.growth.multipliers`); with the output's factor f, f W and 1 / f.
+
     Raises:
         UserError: the output does not come straight from affine layers.
     """
     new, tensors = folded(model, graph, factor), tensors_of(model, graph)
+    known = {
+        name: Folded(rows.to(tensors[name]), rows.to(tensors[name]))
+        for name, rows in row_multipliers(model).items()
+    }
+    ones = {name: parameter.new_ones(()) for name, parameter in model.named_parameters()}
+    outer = rescale(graph, ones, {graph.output_class: factor})[0] if factor != 1.0 else {}
+    for name, scale in outer.items():
+        inner = known.get(name) or Folded(ones[name], ones[name])
+        known[name] = Folded(inner.weight * scale, inner.gradient / scale)
     fold_multipliers(model)
     with torch.no_grad():
         for name in new.keys() & tensors.keys():
             tensors[name].copy_(new[name])
+    return known
 
 
 def folded(model: nn.Module, graph: WidthGraph, factor: float) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from growlab.optim.rates import BaseRate, MaxOne, NormRatio, RateRule
 from growlab.optim.regional import Regional
 from growlab.optim.regions import Regions, weight_regions
 from growlab.optim.sgd import SGD
-from growlab.optim.state import Inheritance, default_inheritance, follow, running_gradients
+from growlab.optim.state import Inheritance, default_inheritance, follow, rescale_state, running_gradients
 from growlab.optim.state_by_name import load_named_state, named_state
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "follow",
     "load_named_state",
     "named_state",
+    "rescale_state",
     "running_gradients",
     "weight_regions",
     "without_decay",

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from growlab.errors import UserError
+from growlab.optim.own_lists import cannot_exchange, exchange_own, holds_own
 from growlab.optim.regional import Regional
 from growlab.optim.regions import Regions
-from growlab.optim.state import Inheritance, check_following, follow, running_gradients
+from growlab.optim.state import Inheritance, check_following, follow, rescale_state, running_gradients
 from growlab.widths import Carry, WidthGraph
 
 
@@ -108,7 +109,8 @@ class Followers:
         places = {
             id(parameter): (name, parameter)
             for name, parameter in self._run.network.named_parameters()
-            if name in graph.axes and graph.changes(name, before, after)
+            # An event may rescale any of them.
+            if name in graph.axes and dict(before) != dict(after)
         }
         for optimizer in self.optimizers:
             check_following(optimizer, places, self._inheritance[id(optimizer)])
@@ -138,7 +140,27 @@ class Followers:
             if isinstance(old, nn.Parameter) and old.grad is not None and not old.grad.is_sparse:
                 gradient = carry.carried(old.grad, name, graph, before, after)
                 new.grad = torch.empty_like(new).copy_(gradient)
+        for name, parameter in network.named_parameters():
+            if carry.every != 1.0 and name not in replaced and parameter.grad is not None:
+                parameter.grad.mul_(carry.every)
         self.forget({name: old for name, (old, _) in replaced.items()})
+
+    def rescale(self, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Let all follow parameters that have been multiplied, with gradients that are being accumulated.
+
+        Args:
+            factors: by name, what a parameter was multiplied by, and what its gradient is multiplied by from now on.
+        """
+        named = dict(self._run.network.named_parameters())
+        own: dict[Tensor, tuple[Tensor, Tensor]] = {
+            named[name]: factor for name, factor in factors.items() if name in named
+        }
+        for optimizer in self.optimizers:
+            rescale_state(optimizer, own)
+        for parameter, (_, gradient) in own.items():
+            if parameter.grad is not None:
+                # Sparse ones are not broadcast.
+                parameter.grad = parameter.grad * gradient.expand_as(parameter)
 
     def exchange(self, past: Mapping[str, Tensor]) -> None:
         """Let all follow where the network has been resized to load something.
@@ -257,7 +279,13 @@ def exchange(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> None:
     Args:
         optimizer: any `torch.optim.Optimizer`; groups stay the same objects.
         replaced: the new parameter by `id` of the old one.
+
+    Raises:
+        UserError: lists of the optimizer's own would not fit the new ones.
     """
+    if told := cannot_exchange(optimizer, replaced):
+        raise UserError(f"{told}.")
+    exchange_own(optimizer, replaced)
     for group in optimizer.param_groups:
         for index, old in enumerate(group["params"]):
             group["params"][index] = replaced.get(id(old), old)
@@ -290,9 +318,15 @@ def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapp
         now: and as they are.
 
     Raises:
-        UserError: it has several groups, and names do not say which a new parameter belongs to.
+        UserError: it has several groups, and names do not say which a new parameter belongs to; or it holds parameters
+            outside of its groups too.
     """
     known = {id(p) for p in (*past.values(), *now.values())}
+    if name := holds_own(optimizer, known):
+        raise UserError(
+            f"{type(optimizer).__name__} holds parameters in {name!r} too: growlab cannot tell which of those that "
+            "come in while the network trains belong there."
+        )
     groups = optimizer.param_groups
     home = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     # Where the network is loading, an optimizer may hold its present parameters already.

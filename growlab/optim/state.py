@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from growlab.optim.lars import LARS
+from growlab.optim.own_lists import cannot_exchange, exchange_own
 from growlab.widths import Carry, WidthGraph
 
 log = logging.getLogger(__name__)
@@ -69,9 +70,8 @@ def follow(
         carry: the method's rule, from the growth event; None for old entries as they are.
 
     Raises:
-        ValueError: state that is neither shaped like its parameter nor a number and is not to be reset, or an unknown
-            `inheritance`.
-            The optimizer is then as before.
+        ValueError: state that is neither shaped like its parameter nor a number and is not to be reset, lists of the
+            optimizer's own that would not fit, or an unknown `inheritance`. The optimizer is then as before.
     """
     check_inheritance(inheritance)
     places = {id(old): (name, new) for name, (old, new) in replaced.items()}
@@ -114,12 +114,35 @@ def follow(
         for index, param in enumerate(group["params"]):
             if id(param) in places:
                 group["params"][index] = places[id(param)][1]
+    exchange_own(optimizer, {key: new for key, (_, new) in places.items()})
     for param in [param for param in optimizer.state if id(param) in places]:
         del optimizer.state[param]
     optimizer.state.update(states)
     if isinstance(optimizer, torch.optim.LBFGS):
         # It counts its parameters' elements once.
         optimizer._numel_cache = None
+
+
+def rescale_state(optimizer: torch.optim.Optimizer, factors: Mapping[Tensor, tuple[Tensor, Tensor]]) -> None:
+    """Bring state to parameters that have been multiplied, in place, so that the same training goes on.
+
+    Args:
+        optimizer: any.
+        factors: for a parameter, what it was multiplied by, and what its gradient is multiplied by from now on.
+    """
+    copies = _copies_of_weights(optimizer)
+    for param, (weight, gradient) in factors.items():
+        state = optimizer.state.get(param, {})
+        shaped = [key for key, v in state.items() if isinstance(v, Tensor) and v.shape == param.shape]
+        for key in shaped:
+            value, power = state[key], _power(optimizer, key)
+            if key in copies:
+                state[key] = value * weight.to(value)
+            elif power is not None:
+                moved = value * (gradient**power).to(value)
+                if isinstance(optimizer, LARS):
+                    moved = optimizer.inherited(param / weight, param, value, moved)
+                state[key] = moved.to(value)
 
 
 def _place(
@@ -155,8 +178,11 @@ def check_following(
         inheritance: see `follow`.
 
     Raises:
-        ValueError: it is neither shaped like its parameter nor a number, and is not to be reset.
+        ValueError: it is neither shaped like its parameter nor a number, and is not to be reset; or the optimizer
+            holds parameters by their size.
     """
+    if told := cannot_exchange(optimizer, places):
+        raise ValueError(f"{told}.")
     if inheritance not in ("reset", "auto") and (told := _cannot_follow(optimizer, places)):
         raise ValueError(f"{told}; set optimizer_state=reset.")
 

@@ -1,0 +1,104 @@
+"""Optimizers that hold parameters in lists of their own step the grown network's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from growlab import Grower, Net2Net, UserError
+from growlab.optim.followers import order_parameters
+
+
+class Own(torch.optim.Optimizer):
+    """Gradient descent on what `hold` picks, of its own list or group, and on nothing else."""
+
+    def __init__(
+        self, params: Any, hold: Callable[[list[nn.Parameter]], Any], in_group: bool = False
+    ) -> None:
+        super().__init__(params, {"lr": 0.1})
+        held = hold(self.param_groups[0]["params"])
+        if in_group:
+            self.param_groups[0]["matrices"] = held
+        else:
+            self.held = held
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = self.param_groups[0].get("matrices") or self.held
+        for parameter in list(held.values() if isinstance(held, dict) else held):
+            for one in parameter if isinstance(parameter, (list, tuple)) else [parameter]:
+                one.sub_(one.grad, alpha=0.1)
+
+
+HOLD: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "list": lambda params: [p for p in params if p.dim() == 2],
+    "tuple": tuple,
+    "set": set,
+    "lists": lambda params: [params[:2], tuple(params[2:])],
+    "dictionary": lambda params: {
+        f"kind {p.dim()}": [q for q in params if q.dim() == p.dim()] for p in params
+    },
+    "mapping of parameters": lambda params: {p: p for p in params},
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).double()
+
+
+X = torch.randn(8, 6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+@pytest.mark.parametrize("hold", HOLD)
+def test_parameters_in_an_optimizers_own_lists_are_exchanged(hold: str, in_group: bool) -> None:
+    model = network()
+    optimizer = Own(model.parameters(), HOLD[hold], in_group)
+    grower = Grower(model, X, method=Net2Net(), trigger={0: 0.25, 1: 0.5, 2: 1.0})
+    grower.follow(optimizer)
+    for epoch in range(3):
+        grower.step(epoch=epoch)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        optimizer.step()
+        for parameter, old in zip(model.parameters(), before, strict=True):
+            expected = old - 0.1 * parameter.grad if hold != "list" or parameter.dim() == 2 else old
+            torch.testing.assert_close(parameter.detach(), expected)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda params: {p.shape: [p] for p in params},
+        lambda params: {(p.shape, p.dtype): [p] for p in params},
+        lambda params: {p.numel(): [p] for p in params},
+        lambda params: [torch.zeros_like(p) for p in params],
+    ],
+    ids=["shape", "shape and dtype", "size", "velocities"],
+)
+def test_what_would_not_fit_is_refused_before_the_network_grows(
+    hold: Callable[[list[nn.Parameter]], Any],
+) -> None:
+    model = network()
+    grower = Grower(model, X, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
+    optimizer = Own(model.parameters(), hold)
+    grower.follow(optimizer)
+    grower.step(epoch=0)
+    with pytest.raises(UserError, match="'held', which growlab cannot carry through growth"):
+        grower.step(epoch=1)
+    assert grower.state.stage == 0
+    assert model[0].weight.shape == (8, 6)  # type: ignore[index, union-attr]
+
+
+def test_parameters_that_come_in_while_the_network_trains_are_refused_where_lists_may_want_them() -> None:
+    model = network()
+    past = dict(model.named_parameters())
+    now = {**past, "4.weight": nn.Parameter(torch.ones(3))}
+    order_parameters(plain := torch.optim.SGD(model.parameters()), past, now)
+    assert len(plain.param_groups[0]["params"]) == 5
+    with pytest.raises(UserError, match="Own holds parameters in 'matrices' too"):
+        order_parameters(Own(model.parameters(), HOLD["list"], in_group=True), past, now)
