@@ -1,7 +1,10 @@
 """Forward FLOPs of a network at any widths, and what a growing run costs (spec: Yuan et al. 2023, Section 4.1)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +12,13 @@ from torch.nn.utils.parametrize import cached, is_parametrized
 from torch.utils.flop_counter import FlopCounterMode
 
 
+aten = torch.ops.aten
+
+
 def forward_flops(model: nn.Module, sample: Tensor | tuple[Tensor, ...]) -> int:
-    """FLOPs of one forward pass on one sample: two per multiply-add of convolutions, linear layers, attention.
+    """FLOPs of one forward pass on one sample: two per multiply-add of convolutions, products of matrices, attention.
+
+    A complex multiply-add is four real ones.
 
     Args:
         model: any network; run in eval mode and left as it was.
@@ -18,7 +26,7 @@ def forward_flops(model: nn.Module, sample: Tensor | tuple[Tensor, ...]) -> int:
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping=_formulas())
     # The counter's hooks trip over a parameter that is itself an input of a module (a class token).
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
@@ -38,6 +46,62 @@ def forward_flops(model: nn.Module, sample: Tensor | tuple[Tensor, ...]) -> int:
         for module, training in modes.items():
             module.training = training
     return int(counter.get_total_flops())
+
+
+def _formulas() -> dict[Any, Callable[..., int]]:
+    """What torch's counter leaves out: products with vectors, bilinear layers, complex numbers."""
+    known: dict[Any, Callable[..., int]] = dict(FlopCounterMode(display=False).flop_registry)
+    products = {aten.mv: _matrix_vector, aten.addmv: _matrix_vector_added, aten.addbmm: _sum_of_products}
+    real = {**products, aten.dot: _dot, aten.vdot: _dot, aten._trilinear: _trilinear}
+    complexes = {op: partial(_complex, known[op]) for op in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)}
+    found = complexes | {op: partial(_complex, formula) for op, formula in real.items()}
+    for formula in found.values():
+        # The counter then hands tensors on, not their shapes.
+        formula._get_raw = True  # type: ignore[attr-defined]
+    return found
+
+
+def _complex(formula: Callable[..., int], *args: Any, out_val: Tensor, **kwargs: Any) -> int:
+    return formula(*args, out_val=out_val, **kwargs) * (4 if out_val.is_complex() else 1)
+
+
+def _matrix_vector(matrix: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _matrix_vector_added(_: Tensor, matrix: Tensor, *__: Any, **___: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _sum_of_products(_: Tensor, one: Tensor, other: Tensor, *__: Any, **___: Any) -> int:
+    return 2 * one.numel() * other.shape[-1]
+
+
+def _dot(vector: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * vector.numel()
+
+
+def _trilinear(
+    one: Tensor,
+    two: Tensor,
+    three: Tensor,
+    expand_1: Sequence[int],
+    expand_2: Sequence[int],
+    expand_3: Sequence[int],
+    summed: Sequence[int],
+    *_: Any,
+    out_val: Tensor,
+) -> int:
+    """`nn.Bilinear`: x W over one index, then the sum over the other; two a multiply-add of each."""
+    shapes = []
+    for tensor, expanded in ((one, expand_1), (two, expand_2), (three, expand_3)):
+        shape = list(tensor.shape)
+        for dim in sorted(expanded):
+            shape.insert(dim, 1)
+        shapes.append(shape)
+    every = [max(lengths) for lengths in zip(*shapes, strict=True)]
+    last = min((every[dim] for dim in summed), default=1)
+    return 2 * prod(every) + 2 * prod(every) // last
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """FLOPs against a count by hand, and the published cost of growing."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -81,3 +83,39 @@ def test_layers_that_torch_fuses_are_counted(layer: nn.Module, shape: tuple[int,
     fused = torch.backends.mha.get_fastpath_enabled()
     assert forward_flops(layer, torch.randn(shape)) == by_hand
     assert torch.backends.mha.get_fastpath_enabled() == fused
+
+
+class Product(nn.Module):
+    """One operation on inputs."""
+
+    def __init__(self, operation: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.operation(*inputs)
+
+
+COMPLEX = torch.complex64
+
+
+@pytest.mark.parametrize(
+    ("operation", "inputs", "by_hand"),
+    [
+        (torch.mv, (torch.ones(5, 7), torch.ones(7)), 2 * 5 * 7),
+        (torch.matmul, (torch.ones(2, 5, 7), torch.ones(7)), 2 * 2 * 5 * 7),
+        (torch.addmv, (torch.ones(5), torch.ones(5, 7), torch.ones(7)), 2 * 5 * 7),
+        (torch.dot, (torch.ones(7), torch.ones(7)), 2 * 7),
+        (torch.inner, (torch.ones(7), torch.ones(7)), 2 * 7),
+        (torch.addbmm, (torch.ones(2, 6), torch.ones(3, 2, 4), torch.ones(3, 4, 6)), 2 * 3 * 2 * 4 * 6),
+        # 4 for each of 3 outputs and 7 inputs of the first, then 7 for each output.
+        (nn.functional.bilinear, (torch.ones(2, 7), torch.ones(2, 4), torch.ones(3, 7, 4)), 2 * 2 * 3 * (7 * 4 + 7)),
+        (torch.mm, (torch.ones(5, 7, dtype=COMPLEX), torch.ones(7, 2, dtype=COMPLEX)), 4 * 2 * 5 * 7 * 2),
+        (torch.mv, (torch.ones(5, 7, dtype=COMPLEX), torch.ones(7, dtype=COMPLEX)), 4 * 2 * 5 * 7),
+        (torch.bmm, (torch.ones(2, 5, 7), torch.ones(2, 7, 3)), 2 * 2 * 5 * 7 * 3),
+    ],
+)
+def test_products_of_every_kind_are_counted(
+    operation: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], by_hand: int
+) -> None:
+    assert forward_flops(Product(operation), inputs) == by_hand
