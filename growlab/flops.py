@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import cached, is_parametrized
 from torch.utils.flop_counter import FlopCounterMode
 
-
 aten = torch.ops.aten
 
 

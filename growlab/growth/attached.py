@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from growlab.growth import entries
 from growlab.growth.outputs import quietly, tensors_kept
 from growlab.growth.state import GrowthState
 from growlab.widths import WidthGraph
@@ -111,6 +112,7 @@ def attach(
             network.get_submodule(name).register_forward_hook(scale)
     network.register_state_dict_post_hook(_WriteState(state))
     network.register_load_state_dict_pre_hook(_ReadState(owner))
+    entries.listen(network, stays=True)
 
 
 def _puts_out_one_tensor(network: nn.Module, probe: tuple[Any, ...]) -> bool:
@@ -130,6 +132,7 @@ def detach(network: nn.Module) -> None:
             for key, hook in list(hooks.items()):
                 if isinstance(getattr(hook, "hook", hook), (OutputScale, _WriteState, _ReadState)):
                     del hooks[key]
+    entries.forget(network)
 
 
 def state_of(network: nn.Module) -> GrowthState | None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from growlab.growth import entries
 from growlab.growth.recomputed import check_reached
 from growlab.widths import Carry, Layer, WidthGraph
 
@@ -91,6 +92,7 @@ def multiply(model: nn.Module, graph: WidthGraph, multipliers: Mapping[str, Sequ
     for path, weights in chosen.items():
         # A compiled module would hand an attribute that is set or asked for on to the module that it wraps.
         modules[path].__dict__[_ATTRIBUTE] = _Multiplying(modules[path], weights)
+        entries.listen(modules[path])
 
 
 def row_multipliers(model: nn.Module) -> dict[str, Tensor]:
@@ -194,7 +196,6 @@ class _Multiplying:
             module.register_forward_pre_hook(self._enter),
             module.register_forward_hook(self._leave, always_call=True),
             module.register_state_dict_post_hook(_save),
-            module.register_load_state_dict_pre_hook(self._load),
         )
 
     def remove(self) -> None:
@@ -202,23 +203,15 @@ class _Multiplying:
         for handle in self._handles:
             handle.remove()
         del self._module.__dict__[_ATTRIBUTE]
+        entries.leave(self._module)
 
     @property
     def own(self) -> list[_Weight]:
         """Those of the weights that are the module's own parameters."""
         return [weight for weight in self.weights if weight.owner is self._module]
 
-    def _load(
-        self,
-        module: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
+    def load(self, state: dict[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
+        """Take multipliers out of a state_dict."""
         for weight in self.own:
             key = prefix + weight.attribute + _KEY
             saved = state.pop(key, None)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from growlab.growth import entries
 from growlab.growth.recomputed import check_reached
 from growlab.widths import Carry, WidthGraph
 
@@ -96,10 +97,12 @@ def weigh(
             if known is not None:
                 known.remove()
                 del module.__dict__[_ATTRIBUTE]
+                entries.leave(module)
             continue
         if known is None:
             known = _Weighing(module)
             module.__dict__[_ATTRIBUTE] = known
+            entries.listen(module)
         known.set(on_axis)
         if norm.mean_over is not None:
             known.means.add(norm.mean_over)
@@ -128,7 +131,6 @@ class _Weighing:
             module.register_forward_pre_hook(self._enter),
             module.register_forward_hook(self._leave, always_call=True),
             module.register_state_dict_post_hook(_save),
-            module.register_load_state_dict_pre_hook(self._load),
         )
 
     def set(self, weights: Tensor) -> None:
@@ -144,17 +146,8 @@ class _Weighing:
         for handle in self._handles:
             handle.remove()
 
-    def _load(
-        self,
-        module: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
+    def load(self, state: dict[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
+        """Take weights out of a state_dict."""
         key = prefix + _KEY
         saved = state.pop(key, None)
         if saved is None:
