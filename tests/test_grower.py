@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 
 from growlab import ranks
@@ -638,19 +642,29 @@ def test_norms_are_plain_after_so_many_steps(anneal_steps: int) -> None:
     assert left == [step < anneal_steps for step in range(1, 5)]
 
 
-def wrapper_around(network: nn.Module, halves: bool, static: bool) -> nn.parallel.DistributedDataParallel:
+def wrapper_around(
+    network: nn.Module, halves: bool, static: bool, compressed: bool
+) -> nn.parallel.DistributedDataParallel:
     made = nn.parallel.DistributedDataParallel(network, static_graph=static)
     if halves:
         made.register_comm_hook(None, fp16_compress_hook)
+    if compressed:
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
+        made.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return made
 
 
 def by_hand(
-    rank: int, drift: bool = False, in_place: bool = False, halves: bool = False, static: bool = False
+    rank: int,
+    drift: bool = False,
+    in_place: bool = False,
+    halves: bool = False,
+    static: bool = False,
+    compressed: bool = False,
 ) -> str:
     """What a rank of two ends with; one of them goes its own way if told to."""
     loop = Loop()
-    wrapped = wrapper_around(loop.network, halves, static)
+    wrapped = wrapper_around(loop.network, halves, static, compressed)
     for step in range(STEPS * EPOCHS):
         if drift and rank == 1 and step == 2:
             nn.init.ones_(loop.network[0].bias)
@@ -659,7 +673,7 @@ def by_hand(
                 renew(nn.Sequential(wrapped))
             else:
                 del wrapped
-                wrapped = wrapper_around(loop.network, halves, static)
+                wrapped = wrapper_around(loop.network, halves, static, compressed)
         x, y = batch(2 * step + rank)
         loop.optimizer.zero_grad()
         F.cross_entropy(wrapped(x), y).backward()
@@ -678,6 +692,8 @@ def one_rank(rank: int, folder: Path) -> None:
     assert by_hand(rank, in_place=True) == whole
     assert by_hand(rank, halves=True) == by_hand(rank, halves=True, in_place=True) != whole
     assert by_hand(rank, static=True, in_place=True) == whole
+    assert by_hand(rank, compressed=True, in_place=True) != whole
+    _refusals()
     with pytest.raises(UserError, match=r"ranks hold different values after growth to stage 1: 0.bias"):
         by_hand(rank, drift=True)
     other = nn.parallel.DistributedDataParallel(mlp(), process_group=torch.distributed.new_group())
@@ -688,6 +704,22 @@ def one_rank(rank: int, folder: Path) -> None:
     ):
         renew(other.module)
     torch.distributed.destroy_process_group()
+
+
+def _refusals() -> None:
+    """What growth cannot cut anew is refused before anything has changed."""
+    x, made = batch(0)[0], {"method": PairGrowth(), "trigger": {0: 0.5, 1: 1.0}}
+    with pytest.raises(
+        UserError, match="DistributedDataParallel is a wrapper: give the network inside of it"
+    ):
+        Grower(nn.parallel.DistributedDataParallel(mlp()), x, **made)
+    sharded = mlp()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(UserError, match="is sharded: FSDP and tensor parallelism cut parameters into pieces"):
+        Grower(sharded, x, **made)
+    grower = Grower(mlp(), x, **made)
+    with pytest.raises(UserError, match="ZeroRedundancyOptimizer shares parameters out among processes once"):
+        grower.follow(ZeroRedundancyOptimizer(grower.network.parameters(), torch.optim.SGD, lr=0.1))
 
 
 def test_two_ranks_end_with_the_same_bits_and_are_told_if_they_drift(

@@ -33,6 +33,11 @@ def let_follow(
         inner = getattr(one, "optimizer", None)  # of accelerate's and Fabric's wrappers
         follower = inner if isinstance(inner, Optimizer) else one
         if isinstance(follower, Optimizer):
+            if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(follower).__mro__):
+                raise UserError(
+                    f"{type(follower).__name__} shares parameters out among processes once, by their size: growth "
+                    "would have to share them out anew; give each process an ordinary optimizer."
+                )
             # SAM, Lookahead and the like hold the optimizer that steps, with groups that they share.
             modules += let_follow(
                 run, (o for o in vars(follower).values() if isinstance(o, Optimizer)), state, False

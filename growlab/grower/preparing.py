@@ -117,9 +117,10 @@ def prepared(
 
     Raises:
         UnsupportedOperation: the network cannot be traced.
-        UserError: it has no values, or two parameters are views of one memory.
+        UserError: it has no values, is wrapped or sharded, or two parameters are views of one memory.
     """
     inputs = example if isinstance(example, tuple) else (example,)
+    _check_whole(network)
     if hollow := next((name for name, p in network.named_parameters() if p.is_meta), None):
         raise UserError(f"{hollow} is on the meta device, without values: give the network a device first.")
     _check_memory(network)
@@ -139,6 +140,21 @@ def prepared(
     for part in parts:
         graph = part.prepare(network, graph, seed, inputs)
     return graph
+
+
+def _check_whole(network: nn.Module) -> None:
+    """Refuse wrappers of distributed training, and parameters of which a process holds a piece."""
+    kind = type(network).__name__
+    if isinstance(network, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise UserError(
+            f"{kind} is a wrapper: give the network inside of it, and wrap that after the Grower is made."
+        )
+    sharded = [name for name, parameter in network.named_parameters() if hasattr(parameter, "device_mesh")]
+    if sharded or any(type(module).__name__ == "FullyShardedDataParallel" for module in network.modules()):
+        raise UserError(
+            f"{kind} is sharded: FSDP and tensor parallelism cut parameters into pieces once, and growth would have to "
+            "cut them anew; train with DistributedDataParallel."
+        )
 
 
 def _check_memory(network: nn.Module) -> None:

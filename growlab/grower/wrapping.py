@@ -8,13 +8,17 @@ from torch.nn.parallel import DistributedDataParallel
 from growlab import ranks
 from growlab.errors import UserError
 
+# What PowerSGD's state keeps for each bucket of gradients: buckets are others afterwards.
+_BY_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
+
 
 def renew(module: nn.Module) -> None:
     """Let torch's wrapper reduce the gradients of the parameters that its network has now.
 
     It is what `DistributedDataParallel` does when it is unpickled, in place: settings and communication hooks stay, and
-    whoever holds the wrapper goes on with it. Call it on all processes, after an event and before the next forward
-    pass. Nothing is sent: parameters and buffers must be alike already, as they are after an event.
+    whoever holds the wrapper goes on with it. Errors and factors that PowerSGD's hook keeps begin anew. Call it on all
+    processes, after an event and before the next forward pass. Nothing is sent: parameters and buffers must be alike
+    already, as they are after an event.
 
     Args:
         module: the wrapper, of the default process group, or what a library has put around it (accelerate's `prepare`,
@@ -49,6 +53,9 @@ def _renew(wrapper: DistributedDataParallel) -> None:
     del wrapper.reducer, wrapper.logger
     wrapper.__setstate__(state)
     for hook, its_state in hooks:
+        for name in _BY_BUCKET:
+            if isinstance(known := getattr(its_state, name, None), dict):
+                known.clear()
         wrapper.register_comm_hook(its_state, hook)
 
 
