@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 
 class Shapes(TorchFunctionMode):
-    """Notes which functions are called, and spares the dearest of them on device meta their arithmetic.
+    """Notes which functions are called with which parameters, and spares the dearest their arithmetic on device meta.
 
     Args:
         detailed: also note what they are called with, sizes in the place of tensors.
@@ -30,7 +30,7 @@ class Shapes(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.calls.append(func)
+        self.calls.append((func, *(id(x) for x in args if isinstance(x, nn.Parameter))))
         if self._detailed:
             leaves = pytree.tree_leaves((args, kwargs or {}))
             self.details.append((func, [x.shape if isinstance(x, Tensor) else x for x in leaves]))

@@ -48,7 +48,7 @@ def modes_of(model: nn.Module, inputs: tuple[Any, ...]) -> Modes:
 
 
 class _Readers(TorchFunctionMode):
-    """Notes the functions that read parameters."""
+    """Notes the functions that read parameters, and which."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,6 +57,7 @@ class _Readers(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(isinstance(leaf, nn.Parameter) for leaf in pytree.tree_leaves((args, kwargs or {}))):
-            self.functions.append(func)
+        leaves = pytree.tree_leaves((args, kwargs or {}))
+        if read := [id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)]:
+            self.functions.append((func, *read))
         return func(*args, **(kwargs or {}))

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from growlab import Grower
 from growlab.growth import Net2Net, PairGrowth
-from growlab.widths import tensors_in
+from growlab.widths import resize, tensors_in, trace
 
 A, B, C = (torch.full((1,), float(number)) for number in range(3))
 Pair = namedtuple("Pair", ["first", "second"])
@@ -87,3 +87,24 @@ def test_trials_warn_of_nothing() -> None:
     grower = Grower(network, torch.randn(2, 2, 4, 4), method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
     assert set(grower.graph.groups) == {"0", "2"}
     grower.step(epoch=1)
+
+
+class OtherHead(nn.Module):
+    """Reads its stream by one layer in train mode, and by another one of the same shape in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.trained, self.evaluated = nn.Linear(6, 16), nn.Linear(16, 3), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.body(x))
+        return self.trained(x) if self.training else self.evaluated(x)
+
+
+def test_a_layer_that_one_mode_alone_reaches_keeps_its_input_as_wide_as_it_is() -> None:
+    network, x = OtherHead(), torch.randn(4, 6)
+    graph = trace(network, x)
+    narrow = {name: max(1, group.full_width // 2) for name, group in graph.groups.items()}
+    resize(network, graph, graph.full_widths, narrow)
+    for training in (False, True):
+        assert network.train(training)(x).shape == (4, 3)
