@@ -113,7 +113,7 @@ def table(pairs: Sequence[Pair]) -> str:
         predicted = ", ".join(_predicted(pair.verdicts[size].growing) for size in ARMS)
         blind = "yes" if pair.blind else ""
         lines.append(f"| {pair.name} | {blind} | " + " | ".join([*said, *arms, gained, predicted]) + " |")
-    return "\n".join([*lines, "", *_regrets(pairs), ""])
+    return "\n".join([*lines, "", *_regrets(pairs), "", *_coverage(pairs), ""])
 
 
 def _said(pair: Pair, size: Size) -> str:
@@ -149,6 +149,25 @@ def _regrets(pairs: Sequence[Pair]) -> list[str]:
     coin = [f"{mean(pair.regret(arm, size) for pair in pairs for arm in ARMS[size]):.3f}" for size in ARMS]
     lines.append(f"| a coin | {coin[0]} | {coin[1]} |")
     return lines
+
+
+def held(pairs: Sequence[Pair], size: Size) -> tuple[int, int]:
+    """How many of the predicted 90 % intervals held what growing then gained, and of how many."""
+    told = [
+        (pair.gained(size), pair.verdicts[size].growing[0].loss)
+        for pair in pairs
+        if pair.verdicts[size].growing
+    ]
+    return sum(gain.low <= gained <= gain.high for gained, gain in told), len(told)
+
+
+def _coverage(pairs: Sequence[Pair]) -> list[str]:
+    counts = [f"{inside} of {number}" for inside, number in (held(pairs, size) for size in ARMS)]
+    return [
+        "| predicted 90 % intervals | any size | full size wanted |",
+        "|---|---|---|",
+        f"| held what growing gained | {' | '.join(counts)} |",
+    ]
 
 
 def _mean_regret(pairs: Sequence[Pair], size: Size, arm: str | None) -> str:

@@ -16,6 +16,9 @@ _SAYS = {
     "full": "TRAIN THE FULL NETWORK",
 }
 
+# Said wherever ranges are printed.
+_RANGES = "Ranges are the middle 90 % of the laws' draws; seeds scatter beside them, and no law knows a decaying rate."
+
 
 def laws(planned: Planned) -> dict[str, Curves]:
     """The draws that the verdict was made from."""
@@ -56,7 +59,7 @@ def paragraph(planned: Planned) -> str:
             else "; the run's budget is left whole."
         )
     )
-    return "\n".join(textwrap.wrap(text, 100))
+    return "\n".join(textwrap.wrap(f"{text} {_RANGES}", 100))
 
 
 def table(planned: Planned) -> str:
