@@ -1,6 +1,7 @@
 """Numbers in prose and tables come out of the rows that are kept: they are worked out again.
 
-What is looked at is every number of two digits before and two behind the point: accuracies, BLEU and costs in percent.
+What is looked at is every number of two digits before and two behind the point: accuracies, BLEU and costs in percent,
+which have to be those of some row; `test_stated.py` holds sentences to the rows of their own folders.
 """
 
 import json
