@@ -5,7 +5,8 @@ import re
 import pytest
 
 from tests.command_line import ROOT
-from tests.stated import ISOTROPIC, MEASURED, README, ROWS, Stated, plain, stated
+from tests.parts_here import needs
+from tests.stated import ISOTROPIC, MEASURED, OVERABUNDANCE, README, ROWS, Stated, plain, stated
 from tests.test_numbers import COSTS
 
 STATED = stated()
@@ -15,7 +16,11 @@ def text_of(page: str) -> str:
     return plain((ROOT / page).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("one", STATED, ids=lambda one: f"{one.page.rpartition('/')[2]}: {one.template[:40]}")
+@pytest.mark.parametrize(
+    "one",
+    [pytest.param(one, marks=[needs("isotropic")] if one.page == OVERABUNDANCE else []) for one in STATED],
+    ids=lambda one: f"{one.page.rpartition('/')[2]}: {one.template[:40]}",
+)
 def test_a_sentence_has_the_numbers_of_its_rows(one: Stated) -> None:
     assert one.text in text_of(one.page), f"{one.page} has no {one.text!r}"
 
@@ -27,9 +32,10 @@ SETTINGS = {"0.1", "0.2", "0.4", "1.2", "1.5", "3.6", "0.008"}
 NOT_TIED = {"0.3", "0.6", "0.8", "1.1", "5.6", "54.5", "68.0", "73.7", "75.1", "58.24"}
 
 
-def left_over(page: str) -> set[str]:
-    """Numbers with a point that no stated sentence of the page holds."""
+def left_over(page: str, start: str = "", end: str = "\0") -> set[str]:
+    """Numbers with a point that no stated sentence of the page holds, or of a part of it."""
     text = COSTS.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    text = text[text.index(start) :].partition(end)[0]
     text = plain(re.sub(r"<!-- results -->.*<!-- /results -->", "", text, flags=re.S))
     for one in STATED:
         text = text.replace(one.text, "") if one.page == page else text
@@ -39,6 +45,8 @@ def left_over(page: str) -> set[str]:
 def test_no_result_of_the_measured_page_stands_by_itself() -> None:
     """A new one is to be added to `tests/stated.py`, with the folder that it comes from."""
     assert left_over(MEASURED) <= SETTINGS | NOT_TIED
+    # One of 359 images of the digits.
+    assert left_over(README, "## What it costs", "## Where things are") <= SETTINGS | {"0.28"}
 
 
 @pytest.mark.parametrize(
