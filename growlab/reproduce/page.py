@@ -182,11 +182,11 @@ def page(registry: Registry, results: Path) -> str:
         _INTRODUCTION,
         "## What our rows contradict\n",
         "Statements of the papers, at the length that the column of epochs says, and at no other.\n",
-        _statements(against),
+        _statements(against, grouped=True),
         "## What one run points away from\n\nNo interval: another seed may turn it round.\n",
-        _statements(away),
+        _statements(away, grouped=True),
         "## What our rows do not decide\n",
-        _statements(undecided),
+        _statements(undecided, grouped=True),
         "## What we asked beside them\n",
         "No paper states these: other data and rates, and algorithms that a paper gives without an experiment.\n",
         _statements(own, verdict=True),
@@ -222,20 +222,37 @@ def _entries(own: Sequence[Standing]) -> str:
     return _table(head, rows)
 
 
-def _statements(outcomes: Iterable[tuple[Item, Outcome]], verdict: bool = False) -> str:
+def _like(outcomes: Iterable[tuple[Item, Outcome]]) -> Iterable[list[tuple[Item, Outcome]]]:
+    """Statements of a study that differ in the second initialisation alone, together."""
+    groups: dict[tuple[str, ...], list[tuple[Item, Outcome]]] = {}
+    for item, one in outcomes:
+        check = one.check
+        of = (check.first, check.quantity, check.study[0]) if check.study else (check.says,)
+        groups.setdefault((item.name, *of), []).append((item, one))
+    return groups.values()
+
+
+def _statements(
+    outcomes: Iterable[tuple[Item, Outcome]], verdict: bool = False, grouped: bool = False
+) -> str:
+    """A table of statements, of which those about the same initialisation take a line if they are grouped."""
     outcomes = list(outcomes)
     if not outcomes:
         return "Nothing.\n"
     head = ["entry", "statement", "ours", "epochs", "published difference", *(["verdict"] if verdict else [])]
-    rows = []
-    for item, one in outcomes:
+    rows: list[list[str]] = []
+    for (item, one), *others in _like(outcomes) if grouped else ([pair] for pair in outcomes):
         epochs = "" if one.epochs is None else str(one.epochs)
         if one.published_epochs not in (None, one.epochs):
             epochs += f" (published: {one.published_epochs})"
         theirs = "" if one.published is None else signed(one.published)
         if one.within is not None:
             theirs += ", in our interval" if one.within else ", outside our interval"
-        row = [f"`{item.name}`", one.says(), one.text(), epochs, theirs]
+        says = ", ".join(
+            [one.says(), *(f"`{other.check.study[1]}`" for _, other in others if other.check.study)]
+        )
+        ours = "<br>".join(each.text() for each in (one, *(other for _, other in others)))
+        row = [f"`{item.name}`", says, ours, epochs, theirs]
         rows.append([*row, one.verdict] if verdict else row)
     return _table(head, rows)
 

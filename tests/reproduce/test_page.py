@@ -153,6 +153,19 @@ def test_initialisations_of_a_study_are_compared_seed_by_seed(tmp_path: Path) ->
     assert outcome(named, tmp_path).verdict == HOLDS and outcome(named, tmp_path).n == 3
 
 
+def test_initialisations_that_one_is_not_below_take_one_line(tmp_path: Path) -> None:
+    study(tmp_path / "study", [1.0, 2.0, 3.1], [0.9, 1.91, 3.0])
+    summary = json.loads((tmp_path / "study" / "summary.json").read_text())
+    summary["rows"].append({**summary["rows"][1], "initialisation": "c"})
+    (tmp_path / "study" / "summary.json").write_text(json.dumps(summary))
+    named = {"first": "study", "quantity": "loss_when_learnt", "expect": "less"}
+    checks = [Check(f"loss: `a` below `{second}`", study=("a", second), **named) for second in "bc"]
+    item = entry(*checks, rows=())
+    text = page(Registry({"x": item}, {"bird": {"title": "Bird"}}, {}), tmp_path)
+    (line,) = [one for one in text.splitlines() if "`a` below `b`, `c`" in one]
+    assert line.count("+0.10 loss") == 2 and text.count("| loss: `a` below `c` |") == 1
+
+
 @needs("hypernets")
 def test_every_pair_of_the_continual_study_is_compared() -> None:
     checks = registry().items["hyperfan_continual_regression"].checks
