@@ -7,9 +7,11 @@ sentence on stderr; 130 interrupted by Ctrl-C; 1 anything else, with its traceba
 import os
 import signal
 import sys
+import textwrap
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from growlab.commands import (
 try:
     import hydra
     from hydra._internal.utils import get_args_parser
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
     from omegaconf import DictConfig, OmegaConf
@@ -39,6 +42,8 @@ from growlab.errors import FolderHeld, Stopped, UserError
 from growlab.explain import explain
 from growlab.processes import ProcessFailed, apart, end_with_parent, is_first, name_of, report
 from growlab.resuming import resume_override
+
+_HELP_COLUMNS = 100
 
 
 class JobFailed(BaseException):
@@ -167,6 +172,15 @@ def _settings_of_plan() -> str:
     return settings_of_plan(config_dir() / "plan" / "default.yaml")
 
 
+def _groups() -> str:
+    """Groups and their options as Hydra lists them, no line longer than a terminal; `$`: as its template has it."""
+    listed = GlobalHydra.instance().hydra.format_config_groups(
+        lambda group: not f"{group}/".startswith("hydra/")
+    )
+    wrap = partial(textwrap.fill, width=_HELP_COLUMNS, subsequent_indent="    ", break_on_hyphens=False)
+    return "\n".join(map(wrap, listed.splitlines()))
+
+
 def _help_page(more: Sequence[str]) -> list[str]:
     """The override that chooses a command's own help: the page named like a group that the command adds."""
     pages = {path.stem for path in (config_dir() / "hydra" / "help").glob("*.yaml")}
@@ -220,6 +234,7 @@ def main(job: Callable[[DictConfig], Any] = _job, more: Sequence[str] = ()) -> i
         added = [one for one in more if name_of(one) not in given]
         register_schemas()
         OmegaConf.register_new_resolver("growlab.commands", described, replace=True)
+        OmegaConf.register_new_resolver("growlab.groups", _groups, replace=True)
         OmegaConf.register_new_resolver("growlab.settings_of_plan", _settings_of_plan, replace=True)
         added += _help_page(more)
         folder = resume_override(overrides, multirun, arguments.config_dir, arguments.config_name or PRIMARY)

@@ -506,6 +506,7 @@ def test_help_of_a_plan_has_its_settings_and_an_example(
         main()
     assert end.value.code == 0
     told = capfd.readouterr().out
+    assert max(map(len, told.splitlines())) <= 110
     assert told.startswith("usage: growlab plan ") and "\nExample: growlab plan " in told
     settings = yaml.safe_load((config_dir() / "plan" / "default.yaml").read_text())
     assert all(re.search(rf"^plan\.{name}[=:]", told, re.MULTILINE) for name in settings)
@@ -590,13 +591,20 @@ def test_a_user_who_asks_for_tracebacks_gets_them(
     assert outcome.err.splitlines()[-1].startswith("error: there is no growth 'netnet'")
 
 
-def test_help_lists_groups_and_examples(growlab: Callable[..., Outcome]) -> None:
+def test_help_lists_groups_and_examples(
+    growlab: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
     outcome = growlab("--help")
     assert outcome.code == 0 and outcome.err == ""
     assert "growth: net2net, none, ours, pairs" in outcome.out
     assert "growlab -m seed=0,1,2" in outcome.out
     assert "$" not in outcome.out.replace('"$(growlab -sc install=bash)"', "")
     assert "hydra.cc" not in outcome.out
+    listed = outcome.out[outcome.out.index("\nGroups") : outcome.out.index("\nOptions")]
+    assert "\nhydra" not in listed
+    monkeypatch.setattr("growlab.__main__._HELP_COLUMNS", 40)
+    narrow = growlab("--help").out
+    assert "\npart: broken, deep, linear, missing,\n    negative, refusing, wandb\n" in narrow
 
 
 def test_cfg_prints_the_job_and_does_not_run_it(growlab: Callable[..., Outcome]) -> None:

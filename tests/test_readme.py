@@ -17,6 +17,7 @@ import torch
 import growlab.analysis.__main__
 import growlab.dashboard
 import growlab.widths.__main__
+from growlab.commands import COMMANDS
 from tests.command_line import ROOT, CommandLine
 from tests.parts_here import needs
 from tests.test_experiment import fake_images  # noqa: F401  (a fixture)
@@ -97,6 +98,14 @@ def test_every_line_of_a_plain_block_is_a_command_that_is_tested() -> None:
         words = line.split()
         tool = words[2] if line.startswith(PYTHON) else words[0]
         assert tool in {"make", *LAUNCHERS, *TOOLS}, f"the README has a line that no test runs: {line}"
+
+
+def test_a_command_has_one_spelling() -> None:
+    # papers.md is made from the registry, which says what started a run.
+    pages = [page for page in DOCS.rglob("*.md") if page.name != "papers.md"]
+    for page in [ROOT / "README.md", *pages]:
+        modules = re.findall(r"python -m growlab\.(\w+)", page.read_text(encoding="utf-8"))
+        assert not {*modules} & {*COMMANDS, "analysis"}, f"{page.name}: write growlab COMMAND"
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("make")])
