@@ -57,7 +57,9 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--list", action="store_true", help="say of each entry how many rows there are, and stop"
     )
-    parser.add_argument("--minutes", type=_minutes, default=60.0, help="end after so many (60)")
+    parser.add_argument(
+        "--minutes", type=_minutes, default=60.0, help="end after so many, measuring included (60)"
+    )
     parser.add_argument(
         "--at-once",
         type=_number,
@@ -215,7 +217,8 @@ def _to_go(left: Sequence[Job], at_once: int) -> str:
 def _told(at_most: Forecast) -> str:
     """What a forecast says, and what it does not know."""
     hours = at_most.seconds / 3600
-    known = f"{hours:.1f} hours" if hours >= 1 else f"{max(60 * hours, 1):.0f} minutes"
+    minutes = max(round(60 * hours), 1)
+    known = f"{hours:.1f} hours" if hours >= 1 else f"{minutes} minute{'' if minutes == 1 else 's'}"
     measured = f"{known} here at most, by a few steps at full width"
     if not at_most.unknown:
         return measured

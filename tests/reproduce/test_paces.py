@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from growlab.reproduce import paces
-from growlab.reproduce.__main__ import main
-from growlab.reproduce.paces import Network, forecast
+from growlab.reproduce.__main__ import _told, main
+from growlab.reproduce.paces import Forecast, Network, forecast
 from growlab.reproduce.registry import Job, registry
 from growlab.reproduce.slices import Place
 from growlab.reproduce.stopping import EndingSignals
@@ -87,6 +87,22 @@ def test_steps_that_take_longer_than_the_time_are_ended(tmp_path: Path) -> None:
     assert paces._codes([quick, slow], said, started + 2, EndingSignals()) == [0, None]
     assert paces._codes([quick, quick], said, far(), EndingSignals()) == [0, 0]
     assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize(
+    ("at_most", "told"),
+    [
+        (Forecast(20.0, 2, ()), "1 minute here at most, by a few steps at full width"),
+        (Forecast(150.0, 2, ()), "2 minutes here at most, by a few steps at full width"),
+        (
+            Forecast(5400.0, 2, (("a", "model=b"),)),
+            "1.5 hours here at most, by a few steps at full width, for 2 of",
+        ),
+        (Forecast(0.0, 0, (("a",), ("b",))), "the time was too short to measure a few steps of a; b"),
+    ],
+)
+def test_a_forecast_says_what_is_known(at_most: Forecast, told: str) -> None:
+    assert _told(at_most).startswith(told)
 
 
 def test_measuring_is_part_of_the_minutes(
