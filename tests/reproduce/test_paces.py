@@ -1,6 +1,7 @@
 """How long runs take: what is measured, for how long at most, and what is kept of it."""
 
 import json
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ from growlab.reproduce.__main__ import _told, main
 from growlab.reproduce.paces import Forecast, Network, forecast
 from growlab.reproduce.registry import Job, registry
 from growlab.reproduce.slices import Place
-from growlab.reproduce.stopping import EndingSignals
+from growlab.reproduce.stopping import Ended, EndingSignals
 
 REGISTRY = registry()
 # Two networks, of which the first is that of two jobs.
@@ -87,6 +88,14 @@ def test_steps_that_take_longer_than_the_time_are_ended(tmp_path: Path) -> None:
     assert paces._codes([quick, slow], said, started + 2, EndingSignals()) == [0, None]
     assert paces._codes([quick, quick], said, far(), EndingSignals()) == [0, 0]
     assert time.monotonic() - started < 60
+
+
+def test_a_signal_ends_the_steps_that_are_measured(tmp_path: Path) -> None:
+    signals, started = EndingSignals(), time.monotonic()
+    signals.received.append(signal.SIGTERM)
+    with pytest.raises(Ended):
+        forecast(JOBS, Place(tmp_path, None, ("trainer=cpu",)), REGISTRY, 2, started + 300, signals)
+    assert time.monotonic() - started < 60 and not (tmp_path / "paces.json").exists()
 
 
 @pytest.mark.parametrize(
