@@ -9,12 +9,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
 from growlab.errors import UserError
 from growlab.files import write_json
 from growlab.processes import in_folder, path_override
+from growlab.reproduce.matching import settings_of
 from growlab.reproduce.registry import Job, Registry, experiment
 from growlab.reproduce.slices import POLL_SEC, Place, share_of_cores
 from growlab.reproduce.stopping import EndingSignals, hangup_blocked
@@ -23,6 +25,7 @@ from growlab.reproduce.stopping import EndingSignals, hangup_blocked
 _STEPS = 4
 # A run that is asked to stop ends at the end of its step.
 _ENDING_SEC = 10
+_STEPS_DEPEND_ON = ("model", "data", "optimizer")
 _FIXED_SIZE = (
     *("growth=none", "lr_adapt=none", "schedule.epochs=null", "schedule.widths=null"),
     *("schedule.batch_sizes=null", "schedule.total_epochs=2", f"trainer.limit_train_batches={_STEPS}"),
@@ -54,8 +57,8 @@ def forecast(
 ) -> Forecast:
     """Seconds that training jobs take at most: each as if at full width all along, at the pace of a few real steps.
 
-    One pace a network and width, of its first job; of several runs at once that of them all. A pace is kept below
-    the runs, and not measured again on the same machine.
+    One pace a network and width, of the first job whose steps are such; of several runs at once that of them all. A
+    pace is kept below the runs, and not measured again on the same machine.
 
     Args:
         jobs: to be trained.
@@ -69,10 +72,13 @@ def forecast(
         UserError: data is missing, or the steps failed.
         Ended: a signal came.
     """
-    networks = list(dict.fromkeys(map(network_of, jobs)))
+    # Jobs whose steps are the same share a pace, whatever the experiments' names.
+    networks: dict[str, Network] = {}
+    for network in map(network_of, jobs):
+        networks.setdefault(_steps(network), network)
     kept = _Kept(place, at_once)
-    unknown: list[Network] = []
-    for number, network in enumerate(networks, start=1):
+    unknown: dict[str, Network] = {}
+    for number, (steps, network) in enumerate(networks.items(), start=1):
         if network in kept:
             continue
         if not unknown:
@@ -88,40 +94,57 @@ def forecast(
             if pace is not None:
                 kept.add(network, pace)
                 continue
-        unknown.append(network)
-    known = [job for job in jobs if network_of(job) not in unknown]
+        unknown[steps] = network
+    known = [job for job in jobs if _steps(network_of(job)) not in unknown]
     return Forecast(
         sum(_samples(job, place, registry) / kept[network_of(job)] for job in known),
         len(known),
-        tuple(unknown),
+        tuple(unknown.values()),
     )
+
+
+@cache
+def _steps(network: Network) -> str:
+    """What a network's steps depend on: itself, its data and the optimizer, at whatever rate."""
+    settings = settings_of((f"experiment={network[0]}", *network[1:]))
+    chosen = {group: settings.choices[group] for group in _STEPS_DEPEND_ON}
+    single = {
+        key: value
+        for key, value in {**settings.others, **settings.fixed}.items()
+        if key.partition(".")[0] in _STEPS_DEPEND_ON and key != "optimizer.lr"
+    }
+    return json.dumps([chosen, single], sort_keys=True, default=str)
 
 
 class _Kept:
     """Paces that were measured on this machine, in a file below the runs."""
 
     def __init__(self, place: Place, at_once: int) -> None:
-        self._where = [f"growlab {version('growlab')}", _machine()]
-        self._how = [f"{at_once} at the same time", *place.device]
+        where = [f"growlab {version('growlab')}", _machine()]
+        how = [f"{at_once} at the same time", *place.device]
         self._path = place.runs / "paces.json"
         self._paces: dict[str, float] = {}
         if self._path.is_file():
             try:
                 self._paces = dict(json.loads(self._path.read_text(encoding="utf-8")))
-            except ValueError:
+            except (ValueError, TypeError):
                 print(f"{self._path} cannot be read, and is written anew", file=sys.stderr)
-
-    def _key(self, network: Network) -> str:
-        return "; ".join([*self._where, *self._how, " ".join(network)])
+        self._before = "; ".join([*where, *how, ""])
+        self._of_steps = {
+            _steps(tuple(key.removeprefix(self._before).split())): pace
+            for key, pace in self._paces.items()
+            if key.startswith(self._before)
+        }
 
     def __contains__(self, network: Network) -> bool:
-        return self._key(network) in self._paces
+        return _steps(network) in self._of_steps
 
     def __getitem__(self, network: Network) -> float:
-        return self._paces[self._key(network)]
+        return self._of_steps[_steps(network)]
 
     def add(self, network: Network, pace: float) -> None:
-        self._paces[self._key(network)] = pace
+        self._of_steps[_steps(network)] = pace
+        self._paces[self._before + " ".join(network)] = pace
         write_json(self._path, self._paces)
 
 

@@ -66,6 +66,22 @@ def test_each_network_is_measured_once_and_kept(
     assert len(measured) == 8 and len(json.loads((tmp_path / "paces.json").read_text())) == 2
 
 
+def test_steps_that_are_the_same_are_measured_once(tmp_path: Path, measured: list[Network]) -> None:
+    """Table 2's two experiments train the same three networks; those of Table 10 have optimizers of their own."""
+    (tmp_path / "cifar10").mkdir()
+    (tmp_path / "cifar10" / "train.parquet").touch()
+    place = Place(tmp_path / "runs", tmp_path, ())
+    for name, networks in (
+        ("table2", [("table2", f"model={model}") for model in ("resnet20", "vgg11", "mobilenetv1")]),
+        ("table10", [("table10_adam",), ("table10_avagrad",)]),
+        # As ResNet-20 in Table 2.
+        ("table7", []),
+    ):
+        measured.clear()
+        found = forecast(REGISTRY.items[name].jobs(), place, REGISTRY, 1, far(), EndingSignals())
+        assert measured == networks and found.num_known == len(REGISTRY.items[name].jobs())
+
+
 def test_time_that_is_too_short_leaves_networks_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
