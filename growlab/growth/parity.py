@@ -1,5 +1,6 @@
 """Parity: does the network compute after a growth event what it computed before?"""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from growlab.growth.outputs import Outputs, observe
 from growlab.growth.rescale import eps_ratio
 from growlab.widths import Norm
+
+log = logging.getLogger(__name__)
 
 # Relative output error above which it cannot be rounding, by the parameters' precision. Ten times and more above
 # what is seen (about 1e-6 in float32, rarely 1e-5 where running statistics are far off): a run must not stop
@@ -57,8 +60,8 @@ def compare(
 ) -> Parity:
     """Compare a network's outputs before and after a change.
 
-    Where an error is above the usual bound on rounding, what rounding does to this network is measured, which takes as
-    long as both outputs.
+    Where an error is above the usual bound on rounding, what rounding does to this network is measured, and whether it
+    puts out the same twice, which takes twice as long as both outputs.
 
     Args:
         model: the network, after the change.
@@ -79,7 +82,23 @@ def compare(
 
     usual = rounding(model, before.eval)
     usually = parity(usual, usual)
-    return usually if usually.kept else parity(*rounding_measured(model, probe, after))
+    if usually.kept:
+        return usually
+    _tell_of_moods(model, probe, after, usual)
+    return parity(*rounding_measured(model, probe, after))
+
+
+def _tell_of_moods(model: nn.Module, probe: tuple[Any, ...], outputs: Outputs, usual: float) -> None:
+    """Warn of a network that puts out other numbers each time: what a change of it has done cannot be told then."""
+    again = observe(model, probe)
+    pairs = ((outputs.eval, again.eval), (outputs.train, again.train))
+    if (error := max(relative_error(*pair) for pair in pairs)) > usual:
+        log.warning(
+            "%s puts out other numbers each time it is called with the same inputs (off by %.1e), beside what it draws "
+            "from torch's, numpy's and Python's generators: whether growth preserves that cannot be checked",
+            type(model).__name__,
+            error,
+        )
 
 
 def _pair(two: Sequence[float]) -> tuple[float, float]:

@@ -6,6 +6,7 @@ ordinary module of its class at other widths.
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ def replace_tensors(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Put new tensors in the place of parameters and buffers.
 
-    Parameters become new `nn.Parameter`s (autograd keeps the old shape of an old one), with the old one's
+    Parameters become new `nn.Parameter`s (autograd keeps the old shape of an old one), with the old one's class,
     `requires_grad`, attributes, hooks, dtype, device and memory format; a tensor shared by several modules stays
     shared. An optimizer that goes on with an old one is refused at its next step.
 
@@ -185,6 +186,10 @@ def _like(content: Tensor, old: Tensor) -> Tensor:
     if not isinstance(old, nn.Parameter):
         return new
     parameter = nn.Parameter(new, requires_grad=old.requires_grad)
+    if type(old) is not nn.Parameter and issubclass(type(old), nn.Parameter):
+        # Of a class of the user's own, without its constructor.
+        own: Any = parameter.detach().as_subclass(type(old))
+        parameter = own.requires_grad_(old.requires_grad)
     parameter.__dict__.update(old.__dict__)
     for hooks in _HOOKS:
         # The same dictionary, so that the handle that its user holds removes the hook still.

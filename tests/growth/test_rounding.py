@@ -1,10 +1,14 @@
 """Networks in which rounding alone changes the output by more than in most grow; those that a rule breaks do not."""
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from growlab.growth import PairGrowth, ParityError, grow, plant
+from growlab import Grower
+from growlab.growth import Net2Net, PairGrowth, ParityError, grow, plant
 from growlab.growth.outputs import observe
 from growlab.growth.parity import ROUNDING, rounding, rounding_measured
 from growlab.widths import trace
@@ -91,3 +95,30 @@ def test_what_is_broken_there_is_refused_too():
     network, graph, state = lagging(method)
     with pytest.raises(ParityError, match="changed the output"):
         grow(network, graph, method, state, graph.full_widths, 0, X)
+
+
+class Counting(nn.Module):
+    """What it puts out goes by how often it was called."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.a, self.b, self.factor, self.scale = nn.Linear(6, 16), nn.Linear(16, 3), factor, [1.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale[0] *= self.factor
+        return self.b(torch.relu(self.a(x))) * torch.full((), self.scale[0])
+
+
+@pytest.mark.parametrize(("factor", "ends"), [(1.0005, nullcontext()), (1.1, pytest.raises(ParityError))])
+def test_a_network_of_other_outputs_each_time_is_told_of(
+    factor: float, ends: AbstractContextManager[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.randn(8, 6)
+    grower = Grower(Counting(factor), x, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
+    told = "Counting puts out other numbers each time"
+    with caplog.at_level("WARNING"):
+        grower.step(epoch=0)
+        assert not any(told in message for message in caplog.messages)
+        with ends:
+            grower.step(epoch=1)
+    assert any(told in message for message in caplog.messages)

@@ -212,3 +212,19 @@ def test_hooks_on_parameters_follow_and_are_removed_by_their_handles():
     network(torch.ones(2, 3)).square().sum().backward()
     assert network[0].weight.grad[1].any()
     assert len(called) == 2
+
+
+class Undecayed(nn.Parameter):
+    """A class by which an optimizer's groups are told apart."""
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_parameters_of_a_class_of_their_own_keep_it(trained: bool) -> None:
+    network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    network[0].weight = Undecayed(network[0].weight.detach(), requires_grad=trained)
+    graph = trace(network, torch.randn(2, 6))
+    resize(network, graph, graph.full_widths, {name: 4 for name in graph.groups})
+    weight = network[0].weight
+    assert type(weight) is Undecayed and isinstance(weight, nn.Parameter) and weight.is_leaf
+    assert weight.shape == (4, 6) and weight.requires_grad == trained
+    assert type(network[2].weight) is nn.Parameter
