@@ -1,6 +1,6 @@
 """What follows a grower's network: which optimizers and copies of it, and which of its parts' names clash."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -39,9 +39,7 @@ def let_follow(
                     "would have to share them out anew; give each process an ordinary optimizer."
                 )
             # SAM, Lookahead and the like hold the optimizer that steps, with groups that they share.
-            modules += let_follow(
-                run, (o for o in vars(follower).values() if isinstance(o, Optimizer)), state, False
-            )
+            modules += let_follow(run, _inside(follower), state, False)
             run.followers.add(follower, state, announced)
         elif isinstance(follower, nn.Module):
             copy = getattr(follower, "module", follower)
@@ -54,6 +52,15 @@ def let_follow(
                 "are averages of the network."
             )
     return modules
+
+
+def _inside(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Optimizers that another one holds, as attributes or in lists and dictionaries."""
+    for value in vars(optimizer).values():
+        held = value.values() if isinstance(value, dict) else value
+        for one in held if isinstance(value, (list, tuple, dict)) else (value,):
+            if isinstance(one, Optimizer):
+                yield one
 
 
 def _attach(run: "Grower", follower: nn.Module, copy: nn.Module) -> None:

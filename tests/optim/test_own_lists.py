@@ -102,3 +102,38 @@ def test_parameters_that_come_in_while_the_network_trains_are_refused_where_list
     assert len(plain.param_groups[0]["params"]) == 5
     with pytest.raises(UserError, match="Own holds parameters in 'matrices' too"):
         order_parameters(Own(model.parameters(), HOLD["list"], in_group=True), past, now)
+
+
+class Together(torch.optim.Optimizer):
+    """Steps several optimizers, whose groups it shows as its own."""
+
+    def __init__(self, *inner: torch.optim.Optimizer, by_name: bool) -> None:
+        super().__init__([p for one in inner for group in one.param_groups for p in group["params"]], {})
+        self.param_groups = [group for one in inner for group in one.param_groups]
+        self.inner: Any = dict(enumerate(inner)) if by_name else list(inner)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.inner.values() if isinstance(self.inner, dict) else self.inner:
+            one.step()
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_optimizers_in_an_optimizers_list_follow_with_their_state(by_name: bool) -> None:
+    def train(together: bool) -> list[torch.Tensor]:
+        model = network()
+        grower = Grower(model, X, method=Net2Net(), trigger={0: 0.25, 2: 0.5, 4: 1.0})
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        vectors = [p for p in model.parameters() if p.dim() == 1]
+        inner = torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.Adam(vectors, lr=0.01)
+        outer = [Together(*inner, by_name=by_name)] if together else list(inner)
+        grower.follow(*outer, state="inherit")
+        for epoch in range(6):
+            grower.step(epoch=epoch)
+            model.zero_grad()
+            (model(X) - 1).square().mean().backward()
+            for one in outer:
+                one.step()
+        return [p.detach() for p in model.parameters()]
+
+    for one, other in zip(train(True), train(False), strict=True):
+        assert torch.equal(one, other)
