@@ -1,7 +1,6 @@
 """Optimizers that follow a network through growth and through loading, and a guard against those that do not."""
 
 import copy
-import re
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from growlab.errors import UserError
-from growlab.optim.own_lists import cannot_exchange, exchange_own, holds_own
+from growlab.optim.exchanging import exchange, order_parameters
 from growlab.optim.regional import Regional
 from growlab.optim.regions import Regions
 from growlab.optim.state import Inheritance, check_following, follow, rescale_state, running_gradients
@@ -131,7 +130,11 @@ class Followers:
         """
         network, graph = self._run.network, self._run.graph
         own = {id(old) for old, _ in replaced.values()} | {id(p) for p in network.parameters()}
-        for optimizer in self.optimizers:
+        for optimizer, shares in self._sharing():
+            if shares:
+                exchange(optimizer, {id(old): new for old, new in replaced.values()})
+                self.relabel(optimizer)
+                continue
             others = {p: state for p, state in optimizer.state.items() if id(p) not in own}
             follow(optimizer, replaced, graph, before, after, self._inheritance[id(optimizer)], carry)
             optimizer.state.update(others)
@@ -145,6 +148,14 @@ class Followers:
                 parameter.grad.mul_(carry.every)
         self.forget({name: old for name, (old, _) in replaced.items()})
 
+    def _sharing(self) -> list[tuple[Optimizer, bool]]:
+        """All, and whether the state is that of one before it: of an optimizer around another one."""
+        known = self.optimizers
+        return [
+            (one, any(one.state is other.state for other in known[:number]))
+            for number, one in enumerate(known)
+        ]
+
     def rescale(self, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Let all follow parameters that have been multiplied, with gradients that are being accumulated.
 
@@ -155,8 +166,9 @@ class Followers:
         own: dict[Tensor, tuple[Tensor, Tensor]] = {
             named[name]: factor for name, factor in factors.items() if name in named
         }
-        for optimizer in self.optimizers:
-            rescale_state(optimizer, own)
+        for optimizer, shares in self._sharing():
+            if not shares:
+                rescale_state(optimizer, own)
         for parameter, (_, gradient) in own.items():
             if parameter.grad is not None:
                 # Sparse ones are not broadcast.
@@ -269,114 +281,9 @@ class Followers:
         return None
 
 
-def exchange(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> None:
-    """Let an optimizer track other parameters in place of those that it has: a loaded network's, at other widths.
-
-    State that fits the new parameter stays (the optimizer's own state was loaded before the network); other state is
-    of the old one and goes. A tensor fits that has the parameter's shape, or for each of its dimensions one of the
-    parameter's lengths, as Adafactor's rows and columns have.
-
-    Args:
-        optimizer: any `torch.optim.Optimizer`; groups stay the same objects.
-        replaced: the new parameter by `id` of the old one.
-
-    Raises:
-        UserError: lists of the optimizer's own would not fit the new ones.
-    """
-    if told := cannot_exchange(optimizer, replaced):
-        raise UserError(f"{told}.")
-    exchange_own(optimizer, replaced)
-    for group in optimizer.param_groups:
-        for index, old in enumerate(group["params"]):
-            group["params"][index] = replaced.get(id(old), old)
-    # An optimizer around another one shares its groups, which may be exchanged already.
-    for old in [parameter for parameter in optimizer.state if id(parameter) in replaced]:
-        new, state = replaced[id(old)], optimizer.state.pop(old)
-        if all(_fits(value, new) for value in state.values()):
-            optimizer.state[new] = state
-
-
 def _sizes(state: Mapping[str, Any]) -> list[int]:
     """Number of parameters in each group of an optimizer's state_dict."""
     return [len(group["params"]) for group in state["param_groups"]]
-
-
-def _fits(value: Any, parameter: Tensor) -> bool:
-    return not isinstance(value, Tensor) or all(length in (1, *parameter.shape) for length in value.shape)
-
-
-def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
-    """Let an optimizer that held a network's parameters hold those that have come since too, in the network's order.
-
-    So a run that makes its optimizer of the network as it is then has the same order. Of several groups a new parameter
-    joins the one that holds those whose names differ from its own in numbers alone: `layers.3.norm.weight` that of
-    `layers.0.norm.weight`.
-
-    Args:
-        optimizer: any.
-        past: the network's parameters before, by name.
-        now: and as they are.
-
-    Raises:
-        UserError: it has several groups, and names do not say which a new parameter belongs to; or it holds parameters
-            outside of its groups too.
-    """
-    known = {id(p) for p in (*past.values(), *now.values())}
-    if name := holds_own(optimizer, known):
-        raise UserError(
-            f"{type(optimizer).__name__} holds parameters in {name!r} too: growlab cannot tell which of those that "
-            "come in while the network trains belong there."
-        )
-    groups = optimizer.param_groups
-    home = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
-    # Where the network is loading, an optimizer may hold its present parameters already.
-    held = {
-        name: next(
-            (home[id(p)] for p in (now.get(name), past[name]) if p is not None and id(p) in home), None
-        )
-        for name in past
-    }
-    if len(groups) == 1 and None not in held.values():
-        members = [list(now.values())]
-    else:
-        members = _by_group(held, now, len(groups), type(optimizer).__name__)
-    for group, own in zip(groups, members, strict=True):
-        group["params"][:] = [*own, *(p for p in group["params"] if id(p) not in known)]
-    for parameter in [
-        p for p in optimizer.state if id(p) in known and not any(p is one for one in now.values())
-    ]:
-        del optimizer.state[parameter]
-
-
-def _by_group(
-    held: Mapping[str, int | None], now: Mapping[str, Tensor], num_groups: int, optimizer: str
-) -> list[list[Tensor]]:
-    """A network's parameters in each group of an optimizer.
-
-    Args:
-        held: index of the group that holds each parameter that was there, by name; None: it is not the optimizer's.
-        now: the network's parameters by name.
-        num_groups: of the optimizer.
-        optimizer: its class, for the message.
-    """
-    alike: dict[str, set[int | None]] = {}
-    for name, index in held.items():
-        alike.setdefault(re.sub(r"\d+", "*", name), set()).add(index)
-    members: list[list[Tensor]] = [[] for _ in range(num_groups)]
-    for name, parameter in now.items():
-        choices = {held[name]} if name in held else alike.get(re.sub(r"\d+", "*", name), set())
-        if not choices and num_groups == 1:
-            choices = {0 if parameter.requires_grad else None}
-        if len(choices) != 1:
-            raise UserError(
-                "parameters that come in while a network trains join the group of those of the same name; of "
-                f"{optimizer}'s {num_groups} groups {len(choices) or 'none'} hold parameters named like {name}: give "
-                "it one group, or one for each kind of parameter."
-            )
-        (own,) = choices
-        if own is not None:
-            members[own].append(parameter)
-    return members
 
 
 def copy_state(optimizer: Optimizer, sources: Mapping[Tensor, Tensor]) -> None:

@@ -25,7 +25,7 @@ from growlab.optim import (
     running_gradients,
     weight_regions,
 )
-from growlab.optim.followers import exchange
+from growlab.optim.exchanging import exchange
 from growlab.widths import Carry, replaced, resize, trace
 from tests.cases import NETWORKS, graph_of, widths_at
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from growlab import Grower, Net2Net, UserError
-from growlab.optim.followers import order_parameters
+from growlab import Grower, Net2Net, UserError, VarianceTransfer
+from growlab.optim.exchanging import order_parameters
 
 
 class Own(torch.optim.Optimizer):
@@ -134,6 +134,39 @@ def test_optimizers_in_an_optimizers_list_follow_with_their_state(by_name: bool)
             for one in outer:
                 one.step()
         return [p.detach() for p in model.parameters()]
+
+    for one, other in zip(train(True), train(False), strict=True):
+        assert torch.equal(one, other)
+
+
+class Around(torch.optim.Optimizer):
+    """Shows the groups and the state of the one inside of it as its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def test_state_that_two_optimizers_share_is_carried_once() -> None:
+    def train(around: bool) -> list[torch.Tensor]:
+        model = network()
+        # Without its multiplier the output shrinks, and with it all gradients.
+        method = VarianceTransfer(output_multiplier=False, rescale_unnormalised=True)
+        grower = Grower(model, X, method=method, trigger={0: 0.25, 2: 0.5, 4: 1.0})
+        inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        optimizer = Around(inner) if around else inner
+        grower.follow(optimizer, state="inherit")
+        for epoch in range(6):
+            grower.step(epoch=epoch)
+            optimizer.zero_grad()
+            (model(X) - 1).square().mean().backward()
+            optimizer.step()
+        assert any(event["output_factor"] != 1.0 for event in grower.events)
+        grower.finish()
+        return [one for p in model.parameters() for one in (p.detach(), inner.state[p]["momentum_buffer"])]
 
     for one, other in zip(train(True), train(False), strict=True):
         assert torch.equal(one, other)

@@ -10,7 +10,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from growlab import ranks
 from growlab.errors import UserError
 from growlab.growth import GrowthState
-from growlab.optim.followers import copy_state, order_parameters
+from growlab.optim.exchanging import order_parameters
+from growlab.optim.followers import copy_state
 from growlab.parts.depth.blocks import Blocks
 from growlab.parts.depth.describe import describe
 from growlab.parts.part import Part

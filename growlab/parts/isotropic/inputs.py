@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from growlab.optim.followers import exchange
+from growlab.optim.exchanging import exchange
 
 
 def change_inputs(layer: nn.Linear | nn.Conv2d, count: int, *optimizers: torch.optim.Optimizer) -> None:
