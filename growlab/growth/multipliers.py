@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from growlab.growth import entries
-from growlab.growth.recomputed import check_reached
+from growlab.growth.recomputed import check_reached, check_whole
 from growlab.widths import Carry, Layer, WidthGraph
 
 # The attribute of a module that holds the multipliers of weights that it applies.
@@ -223,6 +223,7 @@ class _Multiplying:
                 weight.set(saved)
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        check_whole(module)
         mode = _Multiplied(module, [(weight.prepare(), weight) for weight in self.weights])
         mode.__enter__()
         self._open.append(mode)

@@ -15,6 +15,22 @@ _CALL = nn.Module._call_impl.__code__
 _CHECKPOINT = inspect.unwrap(checkpoint.checkpoint).__code__
 
 
+def check_whole(module: nn.Module) -> None:
+    """Refuse a copy of a module that `nn.DataParallel` makes for a device, from a hook of the module's.
+
+    Its weights are other tensors, which the hook would not know; and several devices would share what hooks keep.
+
+    Raises:
+        UserError: it is one.
+    """
+    # No public name says so; a test makes such a copy.
+    if getattr(module, "_is_replica", False):
+        raise UserError(
+            f"torch.nn.DataParallel copies {type(module).__name__} to several devices in each step, which growth "
+            "cannot follow: use DistributedDataParallel with a process for each device."
+        )
+
+
 def check_reached(module: nn.Module, what: str) -> None:
     """Refuse an operation whose gradient would be another, called from a hook of the module around its forward.
 

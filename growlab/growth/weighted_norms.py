@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from growlab.growth import entries
-from growlab.growth.recomputed import check_reached
+from growlab.growth.recomputed import check_reached, check_whole
 from growlab.widths import Carry, WidthGraph
 
 # The attribute of a module that holds its weights while they are not all alike.
@@ -158,6 +158,7 @@ class _Weighing:
             self.weights.copy_(saved)
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        check_whole(module)
         example = next(module.parameters(), inputs[0])
         if self.weights.device != example.device:
             self.weights = self.weights.to(example.device)

@@ -144,3 +144,24 @@ def test_without_multipliers_a_function_of_ones_own_goes() -> None:
     grower.step(epoch=1)
     analytic, numeric = gradients(made)
     assert analytic == pytest.approx(numeric, rel=1e-5)
+
+
+@pytest.mark.parametrize("what", ["1", "2"])
+def test_copies_that_data_parallel_makes_are_refused(what: str) -> None:
+    """As `nn.DataParallel` makes them for each of its devices, of which this machine has none."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 3))
+    network = nn.Sequential(*layers).double()
+    grower = Grower(network, X, method=VarianceTransfer(), trigger={0: 0.25, 1: 0.5})
+    grower.step(epoch=0)
+    grower.step(epoch=1)
+    module = network.get_submodule(what)
+    copied: Any = module._replicate_for_data_parallel()  # type: ignore[operator]
+    for name, parameter in module.named_parameters():
+        setattr(copied, name, parameter.clone())
+    x = torch.randn(4, 8, dtype=torch.float64)
+    with pytest.raises(
+        UserError, match=r"torch\.nn\.DataParallel copies (Linear|LayerNorm) to several devices"
+    ):
+        copied(x)
+    assert module(x).isfinite().all()
