@@ -33,6 +33,24 @@ def computed(network: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     return found
 
 
+def gradients(network: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Of one loss in eval mode, which are left with the parameters too."""
+    network.zero_grad()
+    with quietly(network), tensors_kept(network), torch.enable_grad():
+        outputs = [out for out in tree_leaves(network.eval()(*inputs)) if out.is_floating_point()]
+        torch.manual_seed(0)
+        sum((out * torch.randn_like(out)).sum() for out in outputs).backward()
+    return {name: p.grad.detach().clone() for name, p in network.named_parameters() if p.grad is not None}
+
+
+def check_carried(network: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Gradients that were being accumulated are those that the grown network has, where events say what they are."""
+    carried = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+    for name, now in gradients(network, inputs).items():
+        known = carried[name] != 0
+        assert (carried[name] - now)[known].norm() <= 1e-6 * (now.norm() + 1.0), name
+
+
 def error(before: list[Tensor], after: list[Tensor]) -> float:
     """Largest difference, relative to each output's largest entry."""
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(after, before, strict=True))
@@ -134,9 +152,10 @@ def test_grows_three_times(name: str) -> None:
     for stage in (1, 2, 3):
         expected = computed(network, inputs)
         before = {key: p.detach().clone() for key, p in network.named_parameters()}
-        learning = {key for key, p in network.named_parameters() if p.grad is not None}
+        learning = gradients(network, inputs).keys()
         (event,) = grower.step(epoch=stage)
         assert learning == {key for key, p in network.named_parameters() if p.grad is not None}
+        check_carried(network, inputs)
         assert error(expected, computed(network, inputs)) <= 1e-10
         assert max(event.parity_error_eval, event.parity_error_train) <= 1e-10
         one, more = check_variances(grower.graph, case.last, before, dict(network.named_parameters()), event)
