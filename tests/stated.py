@@ -9,6 +9,9 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from math import ceil
+
+from numpy import interp
 
 from growlab.analysis.metrics import metric_of
 from growlab.analysis.published import published
@@ -396,6 +399,66 @@ def others_behind() -> tuple[str, str]:
     return f"{min(behind):.1f}", f"{max(behind):.1f}"
 
 
+def beside_fixed(pattern: str) -> tuple[float, float, float]:
+    """Cost in epochs of the full network, accuracy, and what fixed size has more, between its budgets."""
+
+    def point(pattern: str) -> tuple[float, float]:
+        found = list(runs(pattern).values())
+        costs = [run.results["train_cost_percent"] * run.reference_epochs / 100 for run in found]
+        return statistics.fmean(costs), statistics.fmean(map(score, found))
+
+    fixed = ("fixed_4", "fixed_5", "fixed_24")
+    patterns = (*(f"{SCHEDULES}/{one}" for one in fixed), f"{EIGHT}/hyperfan8_fixed", f"{NINE}/fixed_s*")
+    costs, accuracies = zip(*sorted(map(point, (*patterns, f"{NINE}/fixedflops_s*"))), strict=True)
+    cost, accuracy = point(pattern)
+    return cost, accuracy, float(interp(cost, costs, accuracies)) - accuracy
+
+
+def told_beside_fixed(pattern: str) -> tuple[str, ...]:
+    """The same in two decimals."""
+    return tuple(f"{value:.2f}" for value in beside_fixed(pattern))
+
+
+def distances() -> tuple[str, ...]:
+    """By how much schedules lie below fixed size: those with short first stages, then those with longer ones."""
+    early = [beside_fixed(one)[2] for one in (*FROM_A_QUARTER, f"{SCHEDULES}/s2_half_first_16")]
+    longer = [beside_fixed(f"{SCHEDULES}/s2_half_{one}")[2] for one in ("16", "8", "early_8")]
+    alone = [beside_fixed(f"{SCHEDULES}/{one}")[2] for one in ("s3_half_8", "s2_quarter_8")]
+    values = (min(early), max(early), alone[0], min(longer), max(longer), alone[1])
+    return tuple(f"{value:.1f}" for value in values)
+
+
+SCHEDULES = "resnet20_cifar10_schedules"
+FROM_A_QUARTER = (f"{EIGHT}/hyperfan8_ours", f"{NINE}/ours_s*")
+SETTINGS_OF = {
+    "s2_half_16": "total_epochs=16 epoch_growth_rate=0 initial_fraction=0.5 initial_width=0.5 num_stages=2",
+    "s2_half_8": "total_epochs=8 epoch_growth_rate=0 initial_fraction=0.5 initial_width=0.5 num_stages=2",
+    "s2_half_early_8": "total_epochs=8 epoch_growth_rate=0 initial_fraction=0.25 initial_width=0.5 num_stages=2",
+    "s2_half_first_16": "total_epochs=16 initial_width=0.5 num_stages=2",
+    "s2_quarter_8": "total_epochs=8 epoch_growth_rate=0 initial_fraction=0.5 initial_width=0.25 num_stages=2",
+    "s3_half_8": "total_epochs=8 epoch_growth_rate=0 initial_fraction=0.35 initial_width=0.5 num_stages=3",
+}
+
+
+def spread(*patterns: str) -> tuple[str, str]:
+    """The least and the largest score of all runs."""
+    values = [score(run) for pattern in patterns for run in runs(pattern).values()]
+    return f"{min(values):.1f}", f"{max(values):.1f}"
+
+
+def widths(pattern: str) -> tuple[str, ...]:
+    """The last widths of the runs, least first."""
+    return tuple(map(str, sorted({int(last_width(run)) for run in runs(pattern).values()})))
+
+
+def shrunk() -> tuple[str, ...]:
+    """32 to 16 neurons, beside 32 all along, and by how much it may lie below: one decimal, rounded up."""
+    pair = (f"{GRID}/iso_w32_t16_s*", f"{GRID}/iso_w32_t32_s*")
+    found = interval(differences(*pair))
+    assert found is not None
+    return (f"{ceil(10 * -found[0]) / 10:.1f}", *map(mean, pair))
+
+
 def on_digits() -> tuple[str, ...]:
     """The default experiment: scores, costs and differences."""
     ours, stopped, full = (f"{DIGITS}/{arm}_s*" for arm in ("ours", "equal_flops", "fixed"))
@@ -441,6 +504,54 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         MEASURED,
         "of `ours` by {} points (three seeds, 95 % interval {}), of the others by {} to {}.",
         lambda: (*gain(f"{NINE}/fixedflops_s*", f"{NINE}/ours_s*"), *others_behind()),
+    ),
+    *(
+        (
+            ROWS,
+            f"| `{name}` | `{settings}` | {{}} | {{}} | {{}} |",
+            lambda name=name: told_beside_fixed(f"{SCHEDULES}/{name}"),
+        )
+        for name, settings in SETTINGS_OF.items()
+    ),
+    (
+        ROWS,
+        "What grew ends at {} % for {} % of the FLOPs, fixed-size stopped at {} % of them at {}, in full at {}. "
+        "In seconds it saves nothing: {} against {} and {},",
+        lambda: (
+            *(mean(f"{DIGITS}/ours_s*"), cost(f"{DIGITS}/ours_s*", 0), cost(f"{DIGITS}/equal_flops_s*", 0)),
+            *(mean(f"{DIGITS}/{arm}_s*") for arm in ("equal_flops", "fixed")),
+            *(seconds(f"{DIGITS}/{arm}_s*") for arm in ("ours", "fixed", "equal_flops")),
+        ),
+    ),
+    (
+        ROWS,
+        "32 to 16 ends within {} points of 32 all along ({} and {} %);",
+        shrunk,
+    ),
+    (
+        ROWS,
+        "All six end with {} neurons and {} to {} %,",
+        lambda: (
+            width("isotropic_scaffold_cifar10/w*_s*"),
+            *spread("isotropic_scaffold_cifar10/w4_s*", "isotropic_scaffold_cifar10/w64_s*"),
+        ),
+    ),
+    (
+        ROWS,
+        "{} or {} neurons in three layers from 8 each, {} or {} from 64 each",
+        lambda: (*widths("isotropic_revised/width8_s*"), *widths("isotropic_revised/width64_s*")),
+    ),
+    (
+        ROWS,
+        "five stages from a quarter {}, {}, {}, and nine {}, {}, {} (three seeds).",
+        lambda: tuple(value for one in FROM_A_QUARTER for value in told_beside_fixed(one)),
+    ),
+    (
+        MEASURED,
+        "all with a first stage of 5 % of the training: {} to {} points below, which is within the spread over "
+        "seeds. With longer first stages it is more: {} points for three stages from half the width, {} to {} "
+        "for two, {} for two from a quarter.",
+        distances,
     ),
     (
         MEASURED,
