@@ -1,6 +1,7 @@
 """`python -m growlab.reproduce [NAME]` trains what is missing of the papers' tables and figures; --list says what."""
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
@@ -33,9 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(sys.argv[1:] if argv is None else argv)
         with EndingSignals() as signals:
             _run(arguments, started + 60 * arguments.minutes, signals)
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # The reader of our output has gone, as in `growlab reproduce --list | head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt as ended:
         number = ended.signal if isinstance(ended, Ended) else signal.SIGINT
         named = "interrupted" if number == signal.SIGINT else number.name

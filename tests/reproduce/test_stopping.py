@@ -106,6 +106,25 @@ def test_a_command_that_is_to_outlive_its_terminal_does(data: Path) -> None:
     assert process.returncode == 128 + signal.SIGTERM and gone(run)
 
 
+def test_a_reader_that_has_gone_is_no_error(data: Path) -> None:
+    line = [
+        sys.executable,
+        "-m",
+        "growlab.reproduce",
+        "--list",
+        "table7",
+        "--runs",
+        str(data.parent / "runs"),
+    ]
+    with subprocess.Popen(
+        line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
 def test_a_signal_is_noted_where_it_is_awaited_and_raised_elsewhere() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with EndingSignals() as signals:
