@@ -171,8 +171,8 @@ def looks(methods: Sequence[str]) -> list[dict[str, Any]]:
     """Colour, dashes and marker of each curve: a method has the same ones in every figure.
 
     Black is the full network that never grows, grey a smaller or shorter one, all others have the palette;
-    `colours.csv` says which has which, by its name. Where two curves of a figure belong to one colour, or to none, the
-    later one gets the next that is free.
+    `colours.csv` says which has which, by its name. Of several curves of a figure that belong to one colour the one
+    with the shortest name has it; the others, and those that belong to none, get the next that is free.
 
     Args:
         methods: names as `Group.method` has them.
@@ -182,7 +182,9 @@ def looks(methods: Sequence[str]) -> list[dict[str, Any]]:
         ['#D55E00', '#000000', '#0072B2']
     """
     homes = [_home(method) for method in methods]
-    firsts = {home: index for index, home in reversed(list(enumerate(homes)))}
+    # Of several with one home the plainest name has it, whatever order they come in.
+    plainest_last = sorted(range(len(homes)), key=lambda index: (len(methods[index]), index), reverse=True)
+    firsts = {homes[index]: index for index in plainest_last}
     taken = {(home, 0) for home in firsts if home is not None}
     found = []
     for index, home in enumerate(homes):

@@ -21,6 +21,12 @@ def test_a_method_keeps_its_colour_among_others() -> None:
     assert len(set(colours("zero", "one", "ours + stagewise_norm"))) == 3
 
 
+def test_the_plain_method_has_its_colour_beside_a_longer_name_that_comes_first() -> None:
+    (ours,) = colours("ours + stagewise_norm")
+    assert colours("ours + stagewise_norm, osgd.anneal=stage", "ours + stagewise_norm")[1] == ours
+    assert colours("net2net, a=1", "net2net", "net2net, b=1")[1] == colours("net2net")[0]
+
+
 @pytest.mark.parametrize(
     "less",
     [
