@@ -136,7 +136,8 @@ class Standing:
         elif all(one.verdict == HOLDS for one in at_length):
             parts = ["reproduced"]
         else:
-            parts = [f"reproduced in part: {said}" if f" {HOLDS}" in said else said]
+            in_part = f" {HOLDS}" in said and CONTRADICTED not in said
+            parts = [f"reproduced in part: {said}" if in_part else said]
         if shortened := _counted(one for one in stated if self._is_of_shorter(one)):
             parts.append(f"shortened: {shortened}")
         if ours := _counted(one for one in self.outcomes if one.check.ours):

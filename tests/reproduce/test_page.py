@@ -261,6 +261,8 @@ def test_reproduced_is_said_of_statements_of_a_paper_at_its_length_alone(tmp_pat
         entry(asked): "run; the paper states nothing of it; of what we asked: 1 holds",
         entry(holds, asked): "reproduced; of what we asked: 1 holds",
         entry(holds, short, rows=both): "reproduced; shortened: 1 contradicted",
+        entry(holds, Check("", "kept/a_s*", "kept/b_s*", expect="less")): "1 holds, 1 contradicted",
+        entry(holds, Check("", "kept/a_s0", "kept/b_s0")): "reproduced in part: 1 holds, 1 one run",
         entry(short, rows=both): "6 run at this length; shortened: 1 contradicted",
     }
     for item, verdict in said.items():
