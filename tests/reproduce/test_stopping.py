@@ -50,7 +50,13 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def started(data: Path, before: Callable[[], None] | None = None) -> tuple[subprocess.Popen[str], int]:
+def heard() -> None:
+    """A shell lets commands in the background ignore SIGINT, such as pytest's own, and they hand that on."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def started(data: Path, before: Callable[[], None] = heard) -> tuple[subprocess.Popen[str], int]:
     """The command in a session of its own, and the number of its run's process."""
     line = [sys.executable, "-c", COMMAND, "table7", "--seeds", "0", "--data", str(data)]
     process = subprocess.Popen(
@@ -68,6 +74,15 @@ def started(data: Path, before: Callable[[], None] | None = None) -> tuple[subpr
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
     return process, int(told.read_text())
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What the command has said on stderr at its end; one that does not end is killed with its run."""
+    try:
+        return process.communicate(timeout=120)[1]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
 
 
 def gone(number: int) -> bool:
@@ -88,7 +103,7 @@ def test_a_signal_lets_the_run_save_and_writes_the_table(
 ) -> None:
     process, run = started(data)
     (os.killpg if whole_group else os.kill)(process.pid, number)
-    error = process.communicate(timeout=120)[1]
+    error = ended(process)
     assert process.returncode == 128 + number
     assert (data.parent / "runs" / SECOND.folder / "saved").exists() and gone(run)
     assert (data.parent / "runs" / "table7.md").is_file(), error
@@ -97,12 +112,16 @@ def test_a_signal_lets_the_run_save_and_writes_the_table(
 
 
 def test_a_command_that_is_to_outlive_its_terminal_does(data: Path) -> None:
-    process, run = started(data, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    def as_nohup() -> None:
+        heard()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    process, run = started(data, as_nohup)
     os.killpg(process.pid, signal.SIGHUP)
     time.sleep(0.5)
     assert process.poll() is None and not gone(run)
     process.terminate()
-    process.communicate(timeout=120)
+    ended(process)
     assert process.returncode == 128 + signal.SIGTERM and gone(run)
 
 
@@ -126,7 +145,7 @@ def test_a_reader_that_has_gone_is_no_error(data: Path) -> None:
 
 
 def test_a_signal_is_noted_where_it_is_awaited_and_raised_elsewhere() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+    of_pytest = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
     with EndingSignals() as signals:
         assert not signals.came
         with signals.awaited():
@@ -137,4 +156,5 @@ def test_a_signal_is_noted_where_it_is_awaited_and_raised_elsewhere() -> None:
         assert ended.value.signal == signal.SIGTERM
         with pytest.raises(Ended):
             os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) is before
+    for number, handler in of_pytest.items():
+        assert signal.signal(number, handler) == signal.SIG_DFL
