@@ -48,10 +48,14 @@ def cannot_exchange(optimizer: Optimizer, wanted: Container[int]) -> str:
     for _, name, value in _own(optimizer):
         for container in _containers(value, set()):
             if isinstance(container, dict):
-                bad = any(
-                    any(_is_size(key, tensor) for tensor in _tensors(held, set()) if id(tensor) in wanted)
+                placed = [
+                    (key, one)
                     for key, held in container.items()
-                )
+                    for one in _tensors(held, set())
+                    if id(one) in wanted
+                ]
+                # One key that is a size may be a number of something else.
+                bad = bool(placed) and all(_is_size(key, one) for key, one in placed)
                 how = "holds parameters by their size in"
             else:
                 tensors = [one for one in container if isinstance(one, Tensor)]

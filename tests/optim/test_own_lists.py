@@ -40,12 +40,14 @@ HOLD: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "dictionary": lambda params: {
         f"kind {p.dim()}": [q for q in params if q.dim() == p.dim()] for p in params
     },
+    "by number": lambda params: {number: p for number, p in enumerate(params)},
     "mapping of parameters": lambda params: {p: p for p in params},
 }
 
 
 def network() -> nn.Module:
     torch.manual_seed(0)
+    # The last bias has as many numbers as there are parameters before it.
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).double()
 
 
