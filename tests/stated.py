@@ -570,8 +570,12 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         MEASURED,
-        "`ours` ends at {} % for {} % of the cost, the fixed-size network at equal FLOPs (85 epochs) at {} %",
-        lambda: (mean(f"{LONG}/ours_s0"), cost(f"{LONG}/ours_s0"), mean(f"{LONG}/equal_flops_s0")),
+        "`ours` ends at {} % for {} % of the cost, Net2Net at {} %, the fixed-size network at equal FLOPs (85 epochs) "
+        "at {} %",
+        lambda: (
+            *(mean(f"{LONG}/ours_s0"), cost(f"{LONG}/ours_s0")),
+            *(mean(f"{LONG}/net2net_s0"), mean(f"{LONG}/equal_flops_s0")),
+        ),
     ),
     (
         MEASURED,
@@ -674,8 +678,8 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         ROWS,
-        "`ours` ends at {} %, fixed size at equal FLOPs at {} %",
-        one_run(f"{LONG}/ours_s0", f"{LONG}/equal_flops_s0"),
+        "`ours` ends at {} %, Net2Net at {} %, fixed size at equal FLOPs at {} %",
+        one_run(f"{LONG}/ours_s0", f"{LONG}/net2net_s0", f"{LONG}/equal_flops_s0"),
     ),
     (
         ROWS,
