@@ -50,10 +50,12 @@ def forward_flops(model: nn.Module, sample: Tensor | tuple[Tensor, ...]) -> int:
 def _formulas() -> dict[Any, Callable[..., int]]:
     """What torch's counter leaves out: products with vectors, bilinear layers, complex numbers."""
     known: dict[Any, Callable[..., int]] = dict(FlopCounterMode(display=False).flop_registry)
-    products = {aten.mv: _matrix_vector, aten.addmv: _matrix_vector_added, aten.addbmm: _sum_of_products}
-    real = {**products, aten.dot: _dot, aten.vdot: _dot, aten._trilinear: _trilinear}
-    complexes = {op: partial(_complex, known[op]) for op in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)}
-    found = complexes | {op: partial(_complex, formula) for op, formula in real.items()}
+    formulas = {
+        **{op: known[op] for op in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)},
+        **dict.fromkeys((aten.mv, aten.dot, aten.vdot), _by_vector),
+        **{aten.addmv: _by_vector_added, aten.addbmm: _sum_of_products, aten._trilinear: _trilinear},
+    }
+    found = {op: partial(_complex, formula) for op, formula in formulas.items()}
     for formula in found.values():
         # The counter then hands tensors on, not their shapes.
         formula._get_raw = True  # type: ignore[attr-defined]
@@ -64,20 +66,17 @@ def _complex(formula: Callable[..., int], *args: Any, out_val: Tensor, **kwargs:
     return formula(*args, out_val=out_val, **kwargs) * (4 if out_val.is_complex() else 1)
 
 
-def _matrix_vector(matrix: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * matrix.numel()
+def _by_vector(left: Tensor, *_: Any, **__: Any) -> int:
+    """A matrix or a vector by a vector."""
+    return 2 * left.numel()
 
 
-def _matrix_vector_added(_: Tensor, matrix: Tensor, *__: Any, **___: Any) -> int:
+def _by_vector_added(_: Tensor, matrix: Tensor, *__: Any, **___: Any) -> int:
     return 2 * matrix.numel()
 
 
 def _sum_of_products(_: Tensor, one: Tensor, other: Tensor, *__: Any, **___: Any) -> int:
     return 2 * one.numel() * other.shape[-1]
-
-
-def _dot(vector: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * vector.numel()
 
 
 def _trilinear(

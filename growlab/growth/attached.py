@@ -112,7 +112,7 @@ def attach(
             network.get_submodule(name).register_forward_hook(scale)
     network.register_state_dict_post_hook(_WriteState(state))
     network.register_load_state_dict_pre_hook(_ReadState(owner))
-    entries.listen(network, stays=True)
+    entries.stay(network)
 
 
 def _puts_out_one_tensor(network: nn.Module, probe: tuple[Any, ...]) -> bool:

@@ -4,15 +4,14 @@ torch walks through a module's load_state_dict pre-hooks while it calls them. A 
 another state of growth there, so that what is loaded differs; what loads it must have been a hook before.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-# The attribute of a module that holds the handle of its hook, and whether the hook stays.
+# The attribute of a module that holds its `_Entries`.
 _ATTRIBUTE = "_growth_entries"
-#: Attributes of a module that hold what `Loading.load` is called of, where they are there.
-HOLDERS = ("_row_multipliers", "_weighted_statistics")
 
 
 class Loading(Protocol):
@@ -23,37 +22,52 @@ class Loading(Protocol):
         ...
 
 
-def listen(module: nn.Module, stays: bool = False) -> None:
-    """Let a module's holders load their entries.
+@dataclass
+class _Entries:
+    """The hook of a module, whether it stays while nothing needs it, and what it hands the state_dict to."""
 
-    Args:
-        module: any.
-        stays: `leave` does not end it, `forget` does: the hook comes behind all that are there.
-    """
-    known: tuple[RemovableHandle, bool] | None = module.__dict__.get(_ATTRIBUTE)
-    if known is not None and not stays:
-        return
+    handle: RemovableHandle
+    stays: bool
+    holders: list[Loading]
+
+
+def listen(module: nn.Module, holder: Loading) -> None:
+    """Let a holder load its entries with a module."""
+    known: _Entries | None = module.__dict__.get(_ATTRIBUTE)
+    if known is None:
+        known = _Entries(module.register_load_state_dict_pre_hook(_load), False, [])
+        module.__dict__[_ATTRIBUTE] = known
+    known.holders.append(holder)
+
+
+def leave(module: nn.Module, holder: Loading) -> None:
+    """Let a holder load nothing any more."""
+    known: _Entries = module.__dict__[_ATTRIBUTE]
+    known.holders[:] = [one for one in known.holders if one is not holder]
+    _tidy(module, known)
+
+
+def stay(module: nn.Module) -> None:
+    """Give a module the hook behind all that are there, until `forget`, whether or not anything needs it."""
+    known: _Entries | None = module.__dict__.get(_ATTRIBUTE)
     if known is not None:
-        known[0].remove()
-    module.__dict__[_ATTRIBUTE] = module.register_load_state_dict_pre_hook(_load), stays
-
-
-def leave(module: nn.Module) -> None:
-    """Take a module's hook away where nothing needs it any more."""
-    if not module.__dict__[_ATTRIBUTE][1] and not any(name in module.__dict__ for name in HOLDERS):
-        forget(module)
+        known.handle.remove()
+    handle = module.register_load_state_dict_pre_hook(_load)
+    module.__dict__[_ATTRIBUTE] = _Entries(handle, True, [] if known is None else known.holders)
 
 
 def forget(module: nn.Module) -> None:
-    """Take a module's hook away, if it has one, but where holders need it."""
-    known = module.__dict__.get(_ATTRIBUTE)
-    if known is None:
-        return
-    if any(name in module.__dict__ for name in HOLDERS):
-        module.__dict__[_ATTRIBUTE] = known[0], False
-        return
-    known[0].remove()
-    del module.__dict__[_ATTRIBUTE]
+    """Take a module's hook away, if it has one, once nothing needs it."""
+    known: _Entries | None = module.__dict__.get(_ATTRIBUTE)
+    if known is not None:
+        known.stays = False
+        _tidy(module, known)
+
+
+def _tidy(module: nn.Module, known: _Entries) -> None:
+    if not known.stays and not known.holders:
+        known.handle.remove()
+        del module.__dict__[_ATTRIBUTE]
 
 
 def _load(
@@ -66,7 +80,6 @@ def _load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    for name in HOLDERS:
-        holder: Loading | None = module.__dict__.get(name)
-        if holder is not None:
-            holder.load(state, prefix, missing, errors)
+    known: _Entries = module.__dict__[_ATTRIBUTE]
+    for holder in known.holders:
+        holder.load(state, prefix, missing, errors)

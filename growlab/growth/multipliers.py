@@ -92,7 +92,6 @@ def multiply(model: nn.Module, graph: WidthGraph, multipliers: Mapping[str, Sequ
     for path, weights in chosen.items():
         # A compiled module would hand an attribute that is set or asked for on to the module that it wraps.
         modules[path].__dict__[_ATTRIBUTE] = _Multiplying(modules[path], weights)
-        entries.listen(modules[path])
 
 
 def row_multipliers(model: nn.Module) -> dict[str, Tensor]:
@@ -197,13 +196,14 @@ class _Multiplying:
             module.register_forward_hook(self._leave, always_call=True),
             module.register_state_dict_post_hook(_save),
         )
+        entries.listen(module, self)
 
     def remove(self) -> None:
         """Let the module use its weights as they are again."""
         for handle in self._handles:
             handle.remove()
         del self._module.__dict__[_ATTRIBUTE]
-        entries.leave(self._module)
+        entries.leave(self._module, self)
 
     @property
     def own(self) -> list[_Weight]:

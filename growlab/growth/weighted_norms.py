@@ -97,12 +97,10 @@ def weigh(
             if known is not None:
                 known.remove()
                 del module.__dict__[_ATTRIBUTE]
-                entries.leave(module)
             continue
         if known is None:
             known = _Weighing(module)
             module.__dict__[_ATTRIBUTE] = known
-            entries.listen(module)
         known.set(on_axis)
         if norm.mean_over is not None:
             known.means.add(norm.mean_over)
@@ -132,6 +130,8 @@ class _Weighing:
             module.register_forward_hook(self._leave, always_call=True),
             module.register_state_dict_post_hook(_save),
         )
+        self._module = module
+        entries.listen(module, self)
 
     def set(self, weights: Tensor) -> None:
         """Weights from now on, float64 [channels]."""
@@ -145,6 +145,7 @@ class _Weighing:
         """Let the module be a plain one again."""
         for handle in self._handles:
             handle.remove()
+        entries.leave(self._module, self)
 
     def load(self, state: dict[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
         """Take weights out of a state_dict."""

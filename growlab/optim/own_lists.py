@@ -125,9 +125,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def _is_size(key: Any, tensor: Tensor) -> bool:
-    if isinstance(key, (tuple, list)) and not isinstance(key, torch.Size):
+    if isinstance(key, tuple):
         # Among others perhaps, such as a dtype.
-        return tuple(key) == tuple(tensor.shape) or any(isinstance(one, torch.Size) for one in key)
-    if isinstance(key, torch.Size):
-        return key == tensor.shape
+        return key == tuple(tensor.shape) or any(isinstance(one, torch.Size) for one in key)
     return isinstance(key, int) and tensor.numel() > 1 and key == tensor.numel()
