@@ -27,7 +27,12 @@ _NOT_A_DIFFERENCE = {
     *("hydra", "trainer", "logger", "log_rates_every_n_steps", "num_threads", "probe_size"),
 }
 # Which network or data one choice of many stands for.
-_WHICH = {"model": ("_target_", "name", "type"), "data": ("_target_", "source", "source._target_")}
+_WHICH = {
+    "model": ("_target_", "name", "type"),
+    "data": ("_target_", "source", "source._target_", "name", "path"),
+}
+# Data that their folder alone tells from others of that choice; of the others it is where this machine has them.
+_KNOWN_BY_ROOT = {"folder"}
 _NOT_A_DIFFERENCE |= {f"{group}.{key}" for group, keys in _WHICH.items() for key in keys}
 # What a choice means beyond the fields of a group.
 _MEANS = {
@@ -37,6 +42,7 @@ _MEANS = {
     "method=growing_vt_constraint": ("growth.rule=constraint",),
     "method=grown_both": ("depth.blocks=auto", "schedule.initial_width=0.5"),
     "method=grown_depth": ("depth.blocks=auto", "schedule.initial_width=1.0"),
+    "method=grown_resolution": ("schedule.initial_width=1.0",),
     "method=grown_width": ("schedule.initial_width=0.5",),
     "method=mup": ("growth.initialisation=mup",),
     "method=ours_batches": ("schedule.batch_growth_rate=0.2",),
@@ -44,6 +50,8 @@ _MEANS = {
     "method=ours_without_state": ("optimizer_state=reset",),
     "method=smaller": ("depth.blocks=auto", "growth.depth_multiple=0.0"),
 }
+# What a choice means for an optimizer whose own way is another.
+_MEANS_FOR = {("method=ours_with_state", "sgd"): ("optimizer_state=inherit",)}
 # What several of them together are called.
 _CALLED = {
     ("depth.blocks=auto", "growth.depth_multiple=0"): "fewer blocks",
@@ -113,16 +121,18 @@ class Run:
         """The row of a table that this run belongs to."""
         r = self.results
         overrides = [str(override) for override in r.get("overrides") or ()]
+        optimizer = str(r.get("optimizer") or "")
+        more = [each for override in overrides for each in _MEANS_FOR.get((override, optimizer), ())]
         return Group(
             experiment=str(r.get("experiment") or ""),
             model=_which("model", r["model"], overrides),
             data=_which("data", r["data"], overrides),
             growth=r["growth"],
             lr_adapt=r["lr_adapt"],
-            optimizer=str(r.get("optimizer") or ""),
+            optimizer=optimizer,
             epochs=r["epochs"],
             precision=str(r.get("precision") or ""),
-            overrides=distinguishing_overrides(overrides),
+            overrides=distinguishing_overrides([*more, *overrides]),
         )
 
     @property
@@ -307,7 +317,8 @@ def distinguishing_overrides(overrides: Iterable[str]) -> tuple[str, ...]:
 def _which(group: str, choice: str, overrides: Sequence[str]) -> str:
     """What was chosen in a config group, with what the command line told of it: `timm resnet18`."""
     told = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
-    which = (_spelling(told[key]) for key in (f"{group}.{each}" for each in _WHICH[group]) if key in told)
+    keys = [*_WHICH[group], *(("root",) if group == "data" and choice in _KNOWN_BY_ROOT else ())]
+    which = (_spelling(told[key]) for key in (f"{group}.{each}" for each in keys) if key in told)
     return " ".join([choice, *which])
 
 

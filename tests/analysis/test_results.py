@@ -6,10 +6,14 @@ import sys
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from growlab.analysis.__main__ import main as table
+from growlab.analysis.paired import compare_pairs
 from growlab.analysis.report import main as report
 from growlab.analysis.results import distinguishing_overrides, load_runs, open_run
+from growlab.analysis.tables import summarise
+from growlab.configuration import config_dir
 from growlab.errors import UserError
 
 from .fake_runs import STAGE_WIDTHS, write_run
@@ -180,6 +184,35 @@ def test_networks_and_data_of_ones_own_are_told_apart(tmp_path):
     assert [group.model for group in groups] == ["custom nets.one", "custom nets.two", "timm vit"]
     assert [group.data for group in groups] == [*[groups[0].data] * 2, "custom my.Set"]
     assert [group.overrides for group in groups] == [("optimizer.lr=0.2",), (), ()]
+
+
+@pytest.mark.parametrize(
+    ("choice", "key"), [("folder", "root"), ("imagenet", "name"), ("tokens", "path"), ("text", "path")]
+)
+def test_data_of_one_choice_are_told_apart_by_what_tells_where_they_are(tmp_path, choice, key):
+    for number, name in enumerate(("cats", "dogs")):
+        write_run(tmp_path / name, data=choice, seed=number, overrides=[f"data.{key}=sets/{name}"])
+    runs = load_runs(tmp_path)
+    assert [run.group.data for run in runs] == [f"{choice} sets/cats", f"{choice} sets/dogs"]
+    assert [row.n for row in summarise(runs)] == [1, 1]
+    with pytest.raises(UserError, match="there are no two methods on one network and data set"):
+        compare_pairs(summarise(runs))
+
+
+def test_methods_of_different_settings_are_told_apart(tmp_path):
+    settings: dict = {}
+    sizes = "resolution.sizes=[0.5,1.0]"
+    for path in (config_dir() / "method").glob("*.yaml"):
+        said = OmegaConf.to_container(OmegaConf.load(path))
+        choices = {"growth": "ours", "lr_adapt": "stagewise_norm", "optimizer": "sgd"}
+        for one in said["defaults"]:
+            choices |= (
+                {} if isinstance(one, str) else {k.removeprefix("override /"): v for k, v in one.items()}
+            )
+        run = write_run(tmp_path / path.stem, **choices, overrides=[f"method={path.stem}", sizes])
+        settings.setdefault(open_run(run).group, []).append((path.stem, said))
+    mixed = [methods for methods in settings.values() if any(said != methods[0][1] for _, said in methods)]
+    assert mixed == [] and len(settings) > 15
 
 
 def test_reading_and_tabulating_runs_imports_nothing_slow(tmp_path):

@@ -238,10 +238,19 @@ def test_rows_of_one_data_set_with_two_objectives_keep_their_own_metrics(tmp_pat
 
 
 def test_the_optimizers_state_sets_rows_apart(tmp_path):
-    for method in ("ours_without_state", "ours_with_state"):
-        write_run(tmp_path / method, lr_adapt="none", overrides=[f"method={method}"])
-    names = {row.method for row in summarise(load_runs(tmp_path))}
-    assert names == {"ours", "ours, optimizer_state=reset"}
+    for method in ("ours_without_state", "ours_with_state", "growing_vt"):
+        for optimizer in ("sgd", "adam"):
+            about = {"lr_adapt": "none", "optimizer": optimizer, "overrides": [f"method={method}"]}
+            write_run(tmp_path / method / optimizer, seed=int(method == "growing_vt"), **about)
+    rows = summarise(load_runs(tmp_path))
+    # What growing does by itself with the state of SGD is to begin it anew, with Adam's to keep it.
+    assert {(row.method, row.group.optimizer, row.n) for row in rows} == {
+        ("ours, optimizer_state=reset", "sgd", 1),
+        ("ours, optimizer_state=inherit", "sgd", 1),
+        ("ours", "sgd", 1),
+        ("ours, optimizer_state=reset", "adam", 1),
+        ("ours", "adam", 2),
+    }
 
 
 def test_older_runs_of_one_seed_are_told_in_one_sentence(tmp_path):
