@@ -7,6 +7,7 @@ from growlab.errors import UserError
 from growlab.grower import Grower
 from growlab.planning import Planned
 from growlab.training import RunRecorder, Task
+from growlab.training.recorder import metric_columns
 
 # Numbers near zero that training in half precision (twice its smallest), and in any other, does not take for zero.
 _HALF, _USUAL = 2.0**-23, 2.0**-100
@@ -42,6 +43,9 @@ def tell_training(
             f"{grower.method.name} looks at training data, of which this run's data module gives none "
             "(`training_batches`); choose other data, or another growth method."
         )
+    unfilled = () if data.num_val else f"{task.watched}_"
+    columns = metric_columns(task.objective, watched=task.watched)
+    grower.trigger.check_records([name for name in columns if not name.startswith(unfilled)])
     grower.look_at(
         known_batches if arriving and batches is not None else batches,
         task.loss,

@@ -35,7 +35,7 @@ def seed_widths(
     """Width of each group in the seed, those of parts too; what parts decide by themselves is left to them.
 
     Raises:
-        UserError: a stage is narrower than the one before it, and the method only widens.
+        UserError: a stage is narrower than the one before it, and the method only widens; or it cannot grow a group so.
     """
     trigger.leave_to_parts({group for part in parts if part.method is not None for group in part.groups})
     known = forecast(trigger, graph, parts)
@@ -46,6 +46,9 @@ def seed_widths(
                 f"stage {stage} of the trigger is narrower than the one before it ({before[narrower]} to "
                 f"{after[narrower]} channels of {narrower!r}), and {method.name} only widens."
             )
+    if method is not None and not any(part.grows for part in parts):
+        # Blocks that come in change which groups there are.
+        method.check(graph, trigger.steps(graph))
     first = {group: each[0] for part in parts for group, each in part.stage_widths(1).items()}
     own = first if known is None else {group: known[0][group] for group in first}
     return {**trigger.first(graph), **own}

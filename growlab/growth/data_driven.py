@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, Growth, GrowthMethod, WeightRule
 from growlab.growth.net2net import replicate
 from growlab.growth.pairs import PairGrowth
-from growlab.widths import Carry, grid, resized
+from growlab.widths import Carry, WidthGraph, grid, resized
 
 FALLBACKS = ("pairs",)
 
@@ -90,12 +91,8 @@ class DataDriven(GrowthMethod):
         # Blocks that are yet to come (depth) have no tensors: their groups merely change their numbers.
         absent = {group for group in growing if not _present(expansion, group)}
         fans = {group: fans_of(expansion.graph, group) for group in growing}
-        reasons = {
-            group: _tied(expansion, group) or self.refuses(fans[group], before[group], after[group])
-            for group in growing
-            if group not in absent
-        }
-        refused = {group: reason for group, reason in reasons.items() if reason is not None}
+        here = [fans[group] for group in growing if group not in absent]
+        refused = self._refused(expansion.graph, here, before, after)
         while True:
             self._check(refused)
             first, second = _in_two(expansion, {*refused, *absent})
@@ -123,6 +120,28 @@ class DataDriven(GrowthMethod):
             ),
             report={**growth.report, **({"grown_by_pairs": refused} if refused else {})},
         )
+
+    def check(self, graph: WidthGraph, stages: Sequence[Mapping[str, int]]) -> None:
+        """Refuse groups for which the method is not defined before training, where their widths tell.
+
+        Raises:
+            UserError: naming the first, unless something stands in for it.
+        """
+        for before, after in pairwise(stages):
+            growing = [
+                fans_of(graph, group) for group in graph.groups if before.get(group) != after.get(group)
+            ]
+            self._check(self._refused(graph, growing, before, after))
+
+    def _refused(
+        self, graph: WidthGraph, growing: Sequence[Fans], before: Mapping[str, int], after: Mapping[str, int]
+    ) -> dict[str, str]:
+        """Groups for which the method is not defined, and why."""
+        reasons = {
+            fans.group: _tied(graph, fans.group) or self.refuses(fans, before[fans.group], after[fans.group])
+            for fans in growing
+        }
+        return {group: reason for group, reason in reasons.items() if reason is not None}
 
     def _check(self, refused: Mapping[str, str]) -> None:
         if refused and self.fallback is None:
@@ -155,12 +174,12 @@ def _present(expansion: Expansion, group: str) -> bool:
     return any(group in axis.groups for name in expansion.old for axis in expansion.graph.axes.get(name, ()))
 
 
-def _tied(expansion: Expansion, group: str) -> str | None:
+def _tied(graph: WidthGraph, group: str) -> str | None:
     """Why no new channel stands alone in a group: what one does depends on how many others there are."""
-    for norm in expansion.graph.channel_norms:
+    for norm in graph.channel_norms:
         if group in norm.axis.groups:
             return f"{norm.name} takes its statistics over its channels"
-    for attention in expansion.graph.attentions:
+    for attention in graph.attentions:
         if group in attention.axis.groups:
             return "attention sums over its channels"
     return None

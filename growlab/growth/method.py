@@ -300,6 +300,9 @@ class GrowthMethod(ABC):
         """
         return graph
 
+    def check(self, graph: WidthGraph, stages: Sequence[Mapping[str, int]]) -> None:  # noqa: B027 - most have no limits
+        """Refuse widths of stages that it cannot grow through, where that is known before training."""
+
     @property
     def holds_otherwise(self) -> bool:
         """Whether the network holds its weights in another way until `finish`."""

@@ -1,7 +1,7 @@
 """Growth on demand: when a network grows, and which of its groups, decided from how training goes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, isfinite
 from typing import Any
@@ -65,6 +65,8 @@ class Demand(ABC):
     wants_bottlenecks: bool = False
     #: Whether it looks at what widths to come will cost.
     plans_cost: bool = False
+    #: A column of the records that it looks at.
+    metric: str | None = None
 
     def __init__(
         self,
@@ -122,6 +124,21 @@ class Demand(ABC):
                 f"{needed}, or lower schedule.num_stages."
             )
 
+    def check_records(self, columns: Collection[str]) -> None:
+        """Refuse a run that does not record what it looks at.
+
+        Args:
+            columns: of metrics.csv, those that will have values.
+
+        Raises:
+            ValueError: it does not.
+        """
+        if self.metric is not None and self.metric not in columns:
+            instead = "set data.validation=split, or " if self.metric.startswith("val_") else ""
+            raise ValueError(
+                f"schedule.demand.metric={self.metric} is not recorded: {instead}watch train_loss."
+            )
+
     def decide(
         self, progress: Progress, widths: Mapping[str, int], steps: Sequence[Mapping[str, int]]
     ) -> dict[str, int]:
@@ -164,6 +181,7 @@ class Plateau(Demand):
     """
 
     METRICS = ("val_loss", "val_accuracy", "train_loss", "train_accuracy")
+    metric: str
 
     def __init__(
         self, metric: str = "val_loss", patience: int = 3, min_delta: float = 0.01, **demand: Any
@@ -176,19 +194,10 @@ class Plateau(Demand):
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
 
     def wants(self, progress: Progress) -> bool:
-        """Whether the last improvement is `patience` epochs ago.
-
-        Raises:
-            ValueError: the metric was not recorded.
-        """
+        """Whether the last improvement is `patience` epochs ago."""
         sign = 1.0 if self.metric.endswith("loss") else -1.0
         best, since = None, 0
         for row in progress.rows:
-            if row.get(self.metric) is None:
-                raise ValueError(
-                    f"schedule.demand.metric={self.metric} is not recorded: set data.validation=split, or watch "
-                    "train_loss."
-                )
             value = sign * float(row[self.metric])
             if best is None or value < best - self.min_delta * abs(best):
                 best, since = value, 0

@@ -66,6 +66,13 @@ class OnDemand(Trigger):
                 f"{run.method.name} decides widths itself; take it with schedule=exponential, or another growth method."
             )
 
+    def check_records(self, columns: Collection[str]) -> None:
+        """What the demand looks at has to be there."""
+        try:
+            self.demand.check_records(columns)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
     def next(self, run: Run) -> Widths | None:
         """The demand's widths, as the first process says.
 

@@ -141,6 +141,10 @@ class Trigger(ABC):
         """
         return None
 
+    def steps(self, graph: WidthGraph) -> list[Widths]:
+        """Widths that each group goes through whatever comes, of the groups that are led; none where not known."""
+        return self.forecast(graph) or []
+
     def first(self, graph: WidthGraph) -> Widths:
         """Width of each group in the seed."""
         forecast = self.forecast(graph)
@@ -162,6 +166,13 @@ class Trigger(ABC):
 
         Raises:
             UserError: it does not go with the run, and why.
+        """
+
+    def check_records(self, columns: Collection[str]) -> None:  # noqa: B027 - most look at none
+        """Called before the first step with what each epoch's record will have.
+
+        Raises:
+            UserError: it looks at something else.
         """
 
     def stage_end(self, run: Run) -> int | None:

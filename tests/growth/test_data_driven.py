@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 import torch
@@ -9,18 +10,21 @@ from torch import nn
 from torch.nn import functional as F
 
 from growlab.errors import UserError
+from growlab.grower import Grower
 from growlab.growth import (
     FireFly,
     GradMax,
     GrowthMethod,
     GrowthState,
     Measurement,
+    Schedule,
     Splitting,
     Tiny,
     grow,
     plant,
 )
 from growlab.optim import follow
+from growlab.triggers import OnDemand, Plateau, Trigger
 from growlab.widths import tensors_of
 from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
 
@@ -149,3 +153,21 @@ def test_an_event_that_fails_leaves_the_network_as_it_was() -> None:
         run.grow()
     assert all(held[name] is parameter for name, parameter in run.network.named_parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in run.network.state_dict().items())
+
+
+def test_widths_that_it_cannot_grow_through_are_refused_before_training() -> None:
+    def grower(trigger: Trigger | dict, fallback: str | None = None) -> Grower:
+        network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        return Grower(network, torch.ones(2, 3), method=Splitting(fallback=fallback), trigger=trigger)
+
+    def on_demand(*quarters: int) -> OnDemand:
+        number = len(quarters)
+        schedule = Schedule((1,) * number, tuple(Fraction(one, 4) for one in quarters), (4,) * number)
+        return OnDemand(Plateau(groups="gradient"), schedule, 8)
+
+    for too_much in ({0: 0.25, 1: 1.0}, on_demand(1, 4)):
+        with pytest.raises(UserError, match="Splitting cannot grow 0: splitting makes at most twice as many"):
+            grower(too_much)
+        grower(too_much, fallback="pairs")
+    for fits in ({0: 0.25, 1: 0.5, 2: 1.0}, on_demand(1, 2, 4)):
+        grower(fits)

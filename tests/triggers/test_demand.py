@@ -41,8 +41,13 @@ def test_a_plateau(losses: list[float], wanted: bool) -> None:
 
 
 def test_a_metric_that_is_not_there_is_told() -> None:
-    with pytest.raises(ValueError, match=r"data\.validation=split"):
-        Plateau().wants(progress(rows("val_loss", None)))
+    recorded = ["epoch", "train_loss", "train_accuracy", "test_loss"]
+    with pytest.raises(ValueError, match=r"val_loss is not recorded: set data\.validation=split, or"):
+        Plateau().check_records(recorded)
+    with pytest.raises(ValueError, match=r"train_accuracy is not recorded: watch train_loss"):
+        Plateau("train_accuracy").check_records(["train_loss"])
+    Plateau("train_accuracy").check_records(recorded)
+    GradientNorm().check_records([])
 
 
 def test_little_within_reach() -> None:
