@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from growlab.growth import (
 )
 from growlab.optim import SGD, NormRatio, follow, weight_regions
 from growlab.parts import Part
-from growlab.triggers import At, Decided, Never
+from growlab.triggers import At, Clock, Decided, Never
 from growlab.widths import trace
 from tests.command_line import CommandLine
 
@@ -499,6 +500,50 @@ def test_where_no_gradients_are_kept_it_grows_alike(mode) -> None:
     loop = Loop()
     loop.grower.step = mode()(loop.grower.step)
     assert loop.train().everything() == Loop().train().everything()
+
+
+@pytest.mark.parametrize("network", [mlp, normed])
+def test_what_is_loaded_evaluated_and_finished_in_inference_mode_trains_on(network) -> None:
+    loop = Loop(network=network).train(2 * STEPS + 1)
+    file, other = loop.saved(), Loop(network=network)
+    with torch.inference_mode():
+        other.resume(file, ["network"]).network.eval()(PROBE)
+    other.network.train()
+    file.seek(0)
+    other.resume(file, ["optimizer", "rate", "grower"])
+    assert other.train().everything() == loop.train().everything()
+    with torch.inference_mode():
+        other.grower.finish()
+    loop.grower.finish()
+    after = [one.train(STEPS * EPOCHS + 2).network.state_dict() for one in (loop, other)]
+    assert all(torch.equal(tensor, after[1][name]) for name, tensor in after[0].items())
+
+
+def test_moments_of_any_number_type_are_in_a_checkpoint_of_plain_ones(tmp_path: Path) -> None:
+    grower = Loop().grower
+    grower.step(epoch=np.int64(1), step=torch.tensor(3), cost=np.float32(0.5))
+    torch.save(grower.state_dict(), tmp_path / "grower.pt")
+    other = Loop().grower
+    other.load_state_dict(torch.load(tmp_path / "grower.pt", weights_only=True))
+    assert other.clock == Clock(1, 3, 0.5)
+
+
+class _OfADictionary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, batch: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        return {"logits": self.inner(batch["x"][0])}
+
+
+def test_inputs_in_containers_take_the_networks_precision() -> None:
+    network = _OfADictionary().double()
+    grower = Grower(network, {"x": [PROBE]}, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
+    before = network({"x": [PROBE.double()]})["logits"]
+    (event,) = grower.step(epoch=1)
+    assert event.parity_error_eval <= 1e-12
+    assert torch.allclose(network({"x": [PROBE.double()]})["logits"], before, rtol=0, atol=1e-12)
 
 
 def test_what_is_frozen_stays_so_and_keeps_its_weights() -> None:

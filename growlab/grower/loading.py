@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
@@ -98,6 +99,8 @@ def arrive(
         restore(network, run.graph_at(known), known)
 
 
+# New parameters are to be trained, wherever they are loaded.
+@torch.inference_mode(False)
 def adopt(run: "Grower", state: GrowthState) -> None:
     """Go on in another state of growth: structure and widths of all that follows, factors, regions."""
     past, graph = dict(run.network.named_parameters()), run.graph_at(state)
@@ -111,6 +114,7 @@ def adopt(run: "Grower", state: GrowthState) -> None:
     run.followers.exchange(past)
 
 
+@torch.inference_mode(False)
 def bring(run: "Grower", network: nn.Module, state: GrowthState) -> None:
     """Bring the network, or a copy of it, to the widths and the structure of a state."""
     tensors = tensors_of(network, run.graph)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from growlab.errors import UserError
@@ -12,6 +13,8 @@ from growlab.growth.weighted_norms import weighted_modules
 from growlab.widths import WidthGraph
 
 
+# Training may go on with what it makes, wherever it is called.
+@torch.inference_mode(False)
 def finish(
     model: nn.Module,
     graph: WidthGraph,

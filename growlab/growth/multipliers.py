@@ -150,7 +150,9 @@ class _Weight:
 
     def set(self, rows: Tensor) -> None:
         """Multipliers from now on, float64 [rows]."""
-        self.rows = rows.detach().double().cpu().view(-1, *[1] * self._beside)
+        with torch.inference_mode(False):
+            # A clone: what was made in inference mode stays so.
+            self.rows = rows.detach().clone().double().cpu().view(-1, *[1] * self._beside)
         self._ready: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -162,8 +164,9 @@ class _Weight:
         parameter = self.parameter
         ready = self._ready
         if ready is None or ready[0].device != parameter.device or ready[0].dtype != parameter.dtype:
-            inverse = 1.0 / self.rows
-            self._ready = inverse.to(parameter), (self.rows - inverse).to(parameter)
+            with torch.inference_mode(False):
+                inverse = 1.0 / self.rows
+                self._ready = inverse.to(parameter), (self.rows - inverse).to(parameter)
         return parameter
 
     def multiplied(self) -> Tensor:

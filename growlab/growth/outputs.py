@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from growlab.draws import draws_kept
 from growlab.errors import UserError
@@ -333,9 +334,7 @@ def network_inputs(example: Tensor | tuple[Any, ...], network: nn.Module) -> tup
     """Inputs as the network takes them: on its device, numbers in its precision, indices as they are."""
     device, precision = device_and_precision(network)
 
-    def moved(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def moved(value: Tensor) -> Tensor:
         return value.to(device, precision if value.is_floating_point() else None)
 
-    return tuple(map(moved, example if isinstance(example, tuple) else (example,)))
+    return tree_map_only(Tensor, moved, example if isinstance(example, tuple) else (example,))

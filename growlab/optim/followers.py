@@ -156,6 +156,8 @@ class Followers:
             for number, one in enumerate(known)
         ]
 
+    # Training may go on with it, wherever growth ends.
+    @torch.inference_mode(False)
     def rescale(self, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Let all follow parameters that have been multiplied, with gradients that are being accumulated.
 

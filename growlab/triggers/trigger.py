@@ -29,6 +29,12 @@ class Clock:
     step: int = 0
     cost: float = 0.0
 
+    def __post_init__(self) -> None:
+        # numpy's and torch's would be in checkpoints, which `torch.load(weights_only=True)` does not take then.
+        for name, value in vars(self).items():
+            if hasattr(value, "item"):
+                object.__setattr__(self, name, value.item())
+
 
 @dataclass(frozen=True)
 class Training:
