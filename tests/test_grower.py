@@ -443,6 +443,22 @@ def test_gradients_that_are_being_accumulated_become_the_grown_networks() -> Non
         assert torch.allclose(own.grad, gradient, atol=1e-12)
 
 
+def test_sparse_gradients_that_are_being_accumulated_follow_too() -> None:
+    table = nn.Embedding(11, 8, sparse=True)
+    network = nn.Sequential(table, nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    words, labels = torch.tensor([[1, 4, 4], [9, 1, 0]]), torch.tensor([[0, 1, 2], [2, 1, 0]])
+    grower = Grower(network, words, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
+    grower.follow(torch.optim.SparseAdam([table.weight]), torch.optim.Adam(network[1:].parameters()))
+    F.cross_entropy(network(words).mT, labels).backward()
+    grower.step(epoch=1)
+    carried = table.weight.grad.coalesce()
+    network.zero_grad()
+    F.cross_entropy(network(words).mT, labels).backward()
+    now = table.weight.grad.coalesce()
+    assert torch.equal(carried.indices(), now.indices()) and now.shape == (11, 8)
+    assert torch.allclose(carried.values(), now.values(), atol=1e-12)
+
+
 def test_parts_are_called_where_they_say() -> None:
     class Witness(Part):
         name = "witness"

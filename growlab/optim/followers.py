@@ -140,9 +140,13 @@ class Followers:
             optimizer.state.update(others)
             self.relabel(optimizer)
         for name, (old, new) in replaced.items():
-            if isinstance(old, nn.Parameter) and old.grad is not None and not old.grad.is_sparse:
-                gradient = carry.carried(old.grad, name, graph, before, after)
-                new.grad = torch.empty_like(new).copy_(gradient)
+            if isinstance(old, nn.Parameter) and old.grad is not None:
+                gradient = carry.carried(old.grad.to_dense(), name, graph, before, after)
+                new.grad = (
+                    _rows_of(gradient, old.grad)
+                    if old.grad.is_sparse
+                    else torch.empty_like(new).copy_(gradient)
+                )
         for name, parameter in network.named_parameters():
             if carry.every != 1.0 and name not in replaced and parameter.grad is not None:
                 parameter.grad.mul_(carry.every)
@@ -281,6 +285,13 @@ class Followers:
             if any(id(p) in mine for p in _parameters(optimizer)):
                 return optimizer
         return None
+
+
+def _rows_of(gradient: Tensor, sparse: Tensor) -> Tensor:
+    """A dense gradient as a sparse one, of the rows that another one is of: an embedding table keeps its rows."""
+    indices = sparse.coalesce().indices()
+    values = gradient[tuple(indices)]
+    return torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=True, is_coalesced=True)
 
 
 def _sizes(state: Mapping[str, Any]) -> list[int]:
