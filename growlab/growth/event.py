@@ -17,6 +17,7 @@ from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, Growth, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, multiply
 from growlab.growth.outputs import Outputs, evaluate, observe, positional
+from growlab.growth.padding import padding_kept
 from growlab.growth.parity import compare, eps_bounds, relative_error
 from growlab.growth.rescale import can_fold
 from growlab.growth.state import GrowthEvent, GrowthState, ParityError
@@ -139,6 +140,7 @@ def grow(
     known, new = ({}, None) if leading is None else (leading.observed, _new_tensors(leading))
     expansion = Expansion(*about, gradients or {}, watched, known, data, new, state.multipliers)
     growth = with_attention_scale(expansion, method.grow(expansion), method.layer_multipliers)
+    growth = replace(growth, tensors=padding_kept(model, expansion.old, growth.tensors))
     with _replaced(model, graph, state, _changed(expansion, growth)) as replaced:
         applied = _apply(model, state, expansion, growth)
         checking = time.perf_counter()
@@ -300,7 +302,7 @@ def _checked(
     if noise:
         tensors = tensors_of(model, expansion.graph)
         with torch.no_grad():
-            for name, amount in noise.items():
+            for name, amount in padding_kept(model, tensors, noise).items():
                 tensors[name].add_(amount.to(tensors[name]))
         (noise_error,) = agree([relative_error(after.eval, evaluate(model, probe))])
     return {

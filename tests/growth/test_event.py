@@ -450,3 +450,28 @@ def test_new_entries_of_what_is_no_layers_lie_between_old_ones(method):
         assert len(old) == 8 and torch.equal(network.variance[:8], old)
         assert old.min() <= network.variance.min() and network.variance.max() <= old.max()
         assert network(x).isfinite().all()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize(
+    "method", [VarianceTransfer(noise_std=0.1), PairGrowth(noise_std=0.1), RandomGrowth(), Net2Net()]
+)
+def test_padding_that_no_gradient_reaches_stays_zero(method, kind, tied) -> None:
+    torch.manual_seed(0)
+    table = kind(11, 8, padding_idx=3)
+    last = nn.Linear(8, 11, bias=False)
+    network = nn.Sequential(table, nn.Linear(8, 8), nn.ReLU(), last)
+    if tied:
+        last.weight = table.weight
+    words = torch.tensor([[1, 3, 4], [9, 3, 3]])
+    graph = trace(network, words)
+    state = plant(network, graph, method, widths_at(graph, 0.5), seed=0)
+    if tied:
+        with torch.no_grad():
+            table.weight[3] += 1.0
+    grow(network, graph, method, state, graph.full_widths, seed=0, probe=words)
+    assert not table.weight.detach().eq(0).all(1)[[1, 9]].any()
+    assert bool(table.weight[3].any()) == tied
+    # What is trained at that place has no entries left at zero.
+    assert not tied or bool(table.weight[3].ne(0).all())
