@@ -35,8 +35,13 @@ def files_fingerprint(paths: Sequence[Path]) -> str:
     """Return a text that changes when one of the files does: absolute names, sizes, times of change."""
     lines = []
     for path in paths:
-        stat = path.stat()
-        lines.append(f"{path.resolve()}\t{stat.st_size}\t{stat.st_mtime_ns}")
+        try:
+            stat = path.stat()
+            told = f"{stat.st_size}\t{stat.st_mtime_ns}"
+        except FileNotFoundError:
+            # A link to nowhere, which whoever reads it will tell of.
+            told = "missing"
+        lines.append(f"{path.resolve()}\t{told}")
     return "\n".join(lines)
 
 

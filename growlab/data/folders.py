@@ -189,8 +189,16 @@ def _images(folder: Path, classes: tuple[str, ...]) -> tuple[list[str], np.ndarr
 
 def _image_names(folder: Path) -> Iterator[str]:
     # Not Path.rglob, which takes ten times as long for a million files.
-    for parent, _, files in os.walk(folder, followlinks=True):
+    for parent, folders, files in os.walk(folder, followlinks=True):
         below = os.path.relpath(parent, folder)
+        # A link to a folder above it would show the same images again and again.
+        above = os.path.realpath(parent)
+        folders[:] = [
+            name
+            for name in folders
+            if not os.path.islink(place := os.path.join(parent, name))
+            or os.path.commonpath([above, real := os.path.realpath(place)]) != real
+        ]
         for name in files:
             if os.path.splitext(name)[1].lower() in EXTENSIONS:
                 yield name if below == "." else os.path.join(below, name)

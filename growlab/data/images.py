@@ -14,6 +14,9 @@ from torch import Tensor
 from growlab.data.crops import Fit, View
 from growlab.errors import UserError
 
+# As many classes are let pass although most have no image: labels may be of a part of a larger set.
+_MOST_CLASSES = 100_000
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -276,6 +279,11 @@ def class_names(labels: Sequence[np.ndarray], names: Sequence[str] | None, where
     """
     low = min(int(part.min()) for part in labels)
     high = max(int(part.max()) for part in labels)
+    if not names and high >= max(_MOST_CLASSES, sum(map(len, labels))):
+        raise UserError(
+            f"the labels in {where} run up to {high}, which would be {high + 1} classes, more than there are images; "
+            "number the classes from 0."
+        )
     names = tuple(names) if names else tuple(str(label) for label in range(high + 1))
     if low < 0 or high >= len(names):
         raise UserError(

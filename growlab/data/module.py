@@ -121,6 +121,10 @@ class ImageData(LightningDataModule):
         height, width, channels = astuple(train.frame)
         self.image_shape = (channels, height, width)
         self.num_classes = len(train.classes)
+        if self.num_classes < 2:
+            raise UserError(
+                f"all training images are of one class, {train.classes[0]!r}: there is nothing to tell apart."
+            )
         self.num_train, self.num_test = len(images["train"]), len(test)
         self.num_val = {"none": 0, "split": len(images.get("val", ())), "test": len(test)}[validation]
         self._arrival.check(self.num_classes)

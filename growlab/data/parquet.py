@@ -1,6 +1,8 @@
 """Hugging Face's Parquet layout: one column of encoded images, one of labels."""
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +19,7 @@ from growlab.errors import UserError
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
+_SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5}).*\.parquet")
 # Above this, encoded images are read row group by row group instead of held in memory.
 _HELD_BYTES = 2 << 30
 # So much of them is kept for those who read one image at a time.
@@ -52,6 +55,12 @@ def open_parquet(splits: dict[str, list[Path]], fit: Fit) -> tuple[EncodedImages
     if "val" in splits and (labels["test"] < 0).all():
         splits = {**splits, "test": splits["val"]}
         labels["test"] = _labels(splits["val"], label_column)
+    *_, other_names = _columns(splits["test"][0])
+    if names and other_names and names != other_names:
+        raise UserError(
+            f"{splits['test'][0]} numbers its classes otherwise than {splits['train'][0].name}: "
+            f"{_first(names, other_names)}; write both with the same names."
+        )
     classes = class_names(list(labels.values()), names, str(splits["train"][0].parent))
     sets: list[EncodedImages] = []
     for split in ("train", "test"):
@@ -60,6 +69,13 @@ def open_parquet(splits: dict[str, list[Path]], fit: Fit) -> tuple[EncodedImages
         frame_of = sets[0] if sets else None
         sets.append(EncodedImages(payloads, labels[split], classes, positions, fit, frame_of))
     return sets[0], sets[1]
+
+
+def _first(names: Sequence[str], others: Sequence[str]) -> str:
+    """The first class that two lists of names number differently."""
+    number = next(i for i in range(len(names) + 1) if names[i : i + 1] != others[i : i + 1])
+    told = [repr(part[number]) if number < len(part) else "none" for part in (others, names)]
+    return f"class {number} is {told[0]} there and {told[1]} here"
 
 
 class ParquetPayloads:
@@ -163,6 +179,11 @@ def _content(value: pa.Scalar, where: Callable[[], str]) -> bytes:
         content = content.get("bytes")
     if content is None:
         raise UserError(f"{where()} holds no image bytes; write the images into the file.")
+    if not isinstance(content, bytes):
+        raise UserError(
+            f"the image {where()} is of type {type(content).__name__}, not the bytes of an image file; write images as "
+            "PNG or JPEG into the column."
+        )
     return content
 
 
@@ -170,9 +191,25 @@ def _splits(folder: Path) -> dict[str, list[Path]]:
     files = sorted(folder.glob("*.parquet"))
     names = ("train", "test", "val")
     splits = {split: [path for path in files if path.name.startswith(split)] for split in names}
+    for paths in splits.values():
+        _check_complete(paths)
     if not splits["test"]:
         splits["test"] = splits["val"]
     return {split: paths for split, paths in splits.items() if paths}
+
+
+def _check_complete(paths: Sequence[Path]) -> None:
+    """Refuse files of which the names say that there are more: `train-00000-of-00002.parquet`."""
+    there: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for path in paths:
+        if shard := _SHARD.fullmatch(path.name):
+            there[shard["split"], int(shard["count"])].add(int(shard["number"]))
+    for (split, count), numbers in there.items():
+        if missing := sorted(set(range(count)) - numbers):
+            raise UserError(
+                f"{paths[0].parent} has {len(numbers)} of {count} {split} files and lacks "
+                f"{split}-{missing[0]:05d}-of-{count:05d}; fetch it too, or rename those that are there."
+            )
 
 
 def _columns(path: Path) -> tuple[str, str, list[str] | None]:

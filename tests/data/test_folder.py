@@ -76,13 +76,14 @@ def test_damaged_images_are_left_out_or_named(
     truncated = next(whole)
     truncated.write_bytes(truncated.read_bytes()[:60])
     (root / "ant" / "empty.jpg").touch()
+    (root / "cat" / "lost.png").symlink_to(tmp_path / "nowhere.png")
     with pytest.raises(UserError, match=r"cannot read the image .*empty\.jpg .* data\.on_error=skip\.$"):
         list(_opened(root, in_memory=in_memory).train_dataloader())
     data = _opened(root, on_error="skip", in_memory=in_memory)
     assert sum(_numbers(data)) == 39 and sum(len(y) for _, y in data.train_dataloader()) == data.num_train
     (record,) = caplog.records
     assert (
-        f"left out: 2 of 41 images in {root} cannot be read, the first one {root}/ant/empty.jpg"
+        f"left out: 3 of 42 images in {root} cannot be read, the first one {root}/ant/empty.jpg"
         in record.message
     )
     # The second time nothing is decoded for it, until a file changes.

@@ -1,3 +1,4 @@
+import json
 import logging
 import pickle
 import struct
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torchvision.datasets
 
+from growlab.data import ImageData
 from growlab.data.cache import decoded
 from growlab.data.crops import Fit
 from growlab.data.images import EncodedImages
@@ -293,6 +295,58 @@ def test_missing_image_bytes_name_file_and_row(pictures, tmp_path):
     pq.write_table(table.set_column(0, "img", pa.array(images, table.schema.field("img").type)), shard)
     message = _error("insects", root)
     assert f"row 4 of {shard}" in message and "no image bytes" in message
+
+
+@pytest.mark.parametrize("value", ["1.png", [[1, 2], [3, 4]]], ids=["a name", "pixels"])
+def test_a_column_of_something_else_than_image_files_is_told(pictures, tmp_path, value):
+    root = pictures.as_parquet(tmp_path)
+    table = pq.read_table(root / "train.parquet")
+    pq.write_table(table.set_column(0, "img", pa.array([value] * len(table))), root / "train.parquet")
+    message = _error("insects", root)
+    assert f"row 0 of {root / 'train.parquet'} is of type {type(value).__name__}" in message
+    assert "on_error" not in message
+
+
+def test_parquet_of_which_a_file_is_missing(pictures, tmp_path):
+    root = pictures.as_parquet(tmp_path, "{}-SHARD.parquet".format, shards=2)
+    (root / "train-00000-of-00002.parquet").unlink()
+    assert "has 1 of 2 train files and lacks train-00000-of-00002;" in _error("insects", root)
+
+
+def test_parquet_whose_parts_number_the_classes_differently(pictures, tmp_path):
+    root = pictures.as_parquet(tmp_path)
+    for part, names in (("train", ["ant", "bee", "cat", "dog"]), ("test", ["ant", "cat", "bee", "dog"])):
+        about = json.dumps({"info": {"features": {"label": {"names": names}}}})
+        table = pq.read_table(root / f"{part}.parquet").replace_schema_metadata({"huggingface": about})
+        pq.write_table(table, root / f"{part}.parquet")
+    assert "train.parquet: class 1 is 'cat' there and 'bee' here" in _error("insects", root)
+
+
+def test_labels_that_are_no_numbers_of_classes(pictures, tmp_path):
+    pictures.labels["train"] = pictures.labels["train"] * 10**9
+    assert "more than there are images" in _error("insects", pictures.as_parquet(tmp_path))
+
+
+@pytest.mark.parametrize("layout", ["as_parquet", "as_folders"])
+def test_one_class_alone(pictures, tmp_path, layout):
+    pictures.labels = {part: labels * 0 for part, labels in pictures.labels.items()}
+    root = getattr(pictures, layout)(tmp_path)
+    with pytest.raises(UserError, match=r"all training images are of one class, '(0|ant)'"):
+        ImageData("insects", str(root)).setup()
+
+
+def test_a_link_to_a_folder_above_shows_no_image_twice(pictures, tmp_path):
+    root = pictures.as_folders(tmp_path / "pictures")
+    more = tmp_path / "more"
+    more.mkdir()
+    (more / "extra.png").write_bytes(pictures.png("train", 0))
+    data = ImageData("insects", str(root))
+    data.setup()
+    (root / "train" / "ant" / "above").symlink_to(root / "train", target_is_directory=True)
+    (root / "train" / "ant" / "elsewhere").symlink_to(more, target_is_directory=True)
+    linked = ImageData("insects", str(root))
+    linked.setup()
+    assert linked.num_train == data.num_train + 1
 
 
 def test_training_sets_in_two_folders(pictures, tmp_path):
