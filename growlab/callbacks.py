@@ -38,17 +38,41 @@ class StayStopped(Callback):
         self._stopped = state_dict["stopped"]
 
 
-def user_callbacks(cfg: DictConfig) -> list[Callback]:
+def user_callbacks(cfg: DictConfig, validates: bool) -> list[Callback]:
     """The callbacks of the group `callbacks`, and those of the list `trainer.callbacks`.
 
+    Args:
+        cfg: the run's configuration.
+        validates: whether something is held out that a callback may decide by.
+
     Raises:
-        UserError: one is no callback, or averages weights without growing the average.
+        UserError: one is no callback, averages weights without growing the average, or decides by the test set or by
+            what is not recorded.
     """
     named = {f"callbacks.{name}": settings for name, settings in (cfg.get("callbacks") or {}).items()}
     listed = cfg.trainer.get("callbacks") or []
     named |= {f"trainer.callbacks[{place}]": settings for place, settings in enumerate(listed)}
     made = [_made(name, settings) for name, settings in named.items() if settings is not None]
+    for callback in made:
+        _check_monitor(callback, validates)
     return [*made, StayStopped()] if made else []
+
+
+def _check_monitor(callback: Callback, validates: bool) -> None:
+    """Refuse what could select on the test set, and what Lightning would miss behind the first epoch."""
+    name, monitor = type(callback).__name__, getattr(callback, "monitor", None)
+    if not isinstance(monitor, str):
+        return
+    if monitor.startswith("test_"):
+        raise UserError(
+            f"{name} would decide by {monitor}, and nothing may be selected on the test set: monitor val_loss with "
+            "data.validation=split, or train_loss."
+        )
+    if monitor.startswith("val_") and not validates:
+        raise UserError(
+            f"{name} monitors {monitor}, which this run does not record: set data.validation=split, or monitor "
+            "train_loss."
+        )
 
 
 def _made(name: str, settings: Any) -> Callback:

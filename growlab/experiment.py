@@ -265,12 +265,13 @@ def _trainer(
     if cfg.trainer.get("sync_batchnorm"):
         on_cpu = cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available()
         plugins.append(SynchroniseBatchNorm(on_cpu))
+    validates = data.num_val > 0 and getattr(data, "watched", "val") == "val"
     trainer = hydra.utils.instantiate(
         for_lightning(cfg.trainer),
         max_epochs=plan.schedule.total_epochs,
         limit_val_batches=1.0 if data.num_val else 0,
         logger=loggers or False,
-        callbacks=[*user_callbacks(cfg), *callbacks],
+        callbacks=[*user_callbacks(cfg, validates), *callbacks],
         plugins=plugins,
         default_root_dir=str(run_dir),
         enable_progress_bar=False,

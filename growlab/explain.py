@@ -154,6 +154,9 @@ def _unreadable_override(override: str, overrides: Sequence[str]) -> str:
             return f"there is no command '{override}'{near}"
         return f"'{override}' is not of the form NAME=VALUE, such as seed=1"
     example = f"{name}=[1, 2]" if value.startswith("[") else f"{name}='some text'"
+    if value.startswith("~/"):
+        # Shells leave it as it is behind an equals sign.
+        example = f"{name}=$HOME{value[1:]}"
     return (
         f"cannot read '{override}': write NAME=VALUE, close every bracket and quote, and put quotes around "
         f'what the shell would take apart, as in "{example}"'

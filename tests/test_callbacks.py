@@ -48,3 +48,27 @@ def test_both_places_name_callbacks(cli: CommandLine, tmp_path: Path) -> None:
     assert config.count("callbacks.LambdaCallback") == 2 and json.loads(
         (tmp_path / "run" / "results.json").read_text()
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ("data.validation=none",),
+            "monitors val_loss, which this run does not record: set data.validation=split",
+        ),
+        (
+            ("data.validation=test",),
+            "monitors val_loss, which this run does not record: set data.validation=split",
+        ),
+        (
+            ("data.validation=test", "callbacks.early_stopping.monitor=test_loss"),
+            "would decide by test_loss, and nothing may be selected on the test set",
+        ),
+    ],
+)
+def test_no_callback_decides_by_the_test_set_or_by_nothing(
+    cli: CommandLine, tmp_path: Path, arguments: tuple[str, ...], told: str
+) -> None:
+    outcome = cli(*MLP, "callbacks=early_stopping", *arguments, "hydra.run.dir=run", cwd=tmp_path)
+    assert outcome.code == 2 and told in outcome.err and "epoch 0" not in outcome.err

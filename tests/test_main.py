@@ -207,6 +207,11 @@ GROUPS = "Groups: experiment, growth, part, schedule. Values: needed, refers, se
         ("part.numeratr=3", None),
         ("schedule=3", "there is no schedule '3'. Choices: cosine."),
         ("word", "'word' is not of the form NAME=VALUE, such as seed=1."),
+        (
+            "data.root=~/images",
+            "cannot read 'data.root=~/images': write NAME=VALUE, close every bracket and quote, and put quotes around "
+            'what the shell would take apart, as in "data.root=$HOME/images".',
+        ),
         ("tabel runs", "there is no command 'tabel'; did you mean 'table'?"),
         ("seed=1 tabel", "'tabel' is not of the form NAME=VALUE, such as seed=1."),
         ("=3", "'=3' has no name before the =."),

@@ -119,6 +119,14 @@ def test_bad_settings_are_told(path: str, settings: dict, told: str) -> None:
         data(**{"path": path, **settings})
 
 
+def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "some.txt").write_text("abc" * 400)
+    data = TextData("~/some.txt", context=8)
+    data.setup()
+    assert data.vocabulary == ["a", "b", "c"]
+
+
 def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
     (tmp_path / "image").write_bytes(bytes([0xFF, 0xD8, 0xFF]))
     with pytest.raises(UserError, match="not a text in UTF-8"):
