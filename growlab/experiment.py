@@ -43,6 +43,7 @@ from growlab.processes import (
     world_size,
 )
 from growlab.run_folder import forget_results, held_alone
+from growlab.setting_names import named_as_settings
 from growlab.starting import continuing, start_from
 from growlab.studies.running import run_study
 from growlab.telling import tell_training
@@ -95,7 +96,7 @@ def run(cfg: DictConfig) -> None:
     """
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
-        with plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
+        with named_as_settings(cfg), plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
             if is_first():
                 ending.enter_context(held_alone(run_dir))
             if cfg.study is None:

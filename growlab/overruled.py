@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from growlab.errors import UserError
-from growlab.planning import left_out
+from growlab.settings import left_out
 
 # Which settings of the schedule come before each, where they are given.
 _BEFORE = {

@@ -22,6 +22,7 @@ from growlab.pairing import make_network
 from growlab.parts import Part
 from growlab.processes import announce, is_first, started_elsewhere, world_size
 from growlab.ranks import gather
+from growlab.settings import left_out
 from growlab.trainer_options import for_lightning
 from growlab.training.anneal import anneal_steps
 from growlab.training.batch_fit import fit_batch_sizes
@@ -199,14 +200,6 @@ def _make_part(name: str, settings: Any) -> Part:
         raise UserError(f"parts.{name} makes a {type(part).__name__}, not a growlab.parts.Part.")
     part.name_by_key(name)
     return part
-
-
-def left_out(part: Any) -> bool:
-    """Whether a part's settings leave it out: they are null, or the first argument is."""
-    if not isinstance(part, Mapping):
-        return part is None
-    arguments = [value for key, value in part.items() if key != "_target_"]
-    return bool(arguments) and arguments[0] is None
 
 
 class _FoundSizes:

@@ -4,8 +4,9 @@ A class names its dataclasses in `SETTINGS` and takes their fields as keyword ar
 `growlab.signatures` and `growlab.argument_types` read them as if they were its own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from fractions import Fraction
 from inspect import Parameter, signature
 from typing import Any
 
@@ -49,3 +50,57 @@ def sorted_into(kinds: tuple[type, ...], settings: Mapping[str, Any], owner: str
     if unknown:
         raise UnknownSetting(f"{owner} got an unexpected keyword argument {unknown[0]!r}")
     return [kind(**{name: settings[name] for name in settings if name in names[kind]}) for kind in kinds]
+
+
+def left_out(part: Any) -> bool:
+    """Whether a part's settings leave it out: they are null, or the first argument is."""
+    if not isinstance(part, Mapping):
+        return part is None
+    arguments = [value for key, value in part.items() if key != "_target_"]
+    return bool(arguments) and arguments[0] is None
+
+
+def at_least(least: float, **given: float | Fraction | None) -> None:
+    """Refuse arguments below a number; None is none.
+
+    Raises:
+        ValueError: naming the first.
+
+    Examples:
+        >>> at_least(1, batches=0)
+        Traceback (most recent call last):
+        ValueError: batches must be at least 1, not 0.
+    """
+    for name, value in given.items():
+        if value is not None and not value >= least:
+            raise ValueError(f"{name} must be at least {least}, not {value}.")
+
+
+def above(bound: float, **given: float) -> None:
+    """Refuse arguments that are not above a number.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    for name, value in given.items():
+        if not value > bound:
+            raise ValueError(f"{name} must be above {bound}, not {value}.")
+
+
+def one_of(known: Iterable[str | None], **given: str | None) -> None:
+    """Refuse arguments that are none of these words.
+
+    Raises:
+        ValueError: naming the first.
+
+    Examples:
+        >>> one_of(("ratio", "constraint"), rule="mean")
+        Traceback (most recent call last):
+        ValueError: rule must be ratio or constraint, not 'mean'.
+    """
+    words = [*known]
+    for name, value in given.items():
+        if value not in words:
+            *others, last = map(str, words)
+            listed = f"{', '.join(others)} or {last}" if others else last
+            raise ValueError(f"{name} must be {listed}, not {value!r}.")

@@ -82,17 +82,18 @@ RULES = {
         "argument_types widths growth triggers parts grower data training processes trainer_options pairing"
     ),
     "overruled": rule("planning", packages="omegaconf"),
+    "setting_names": rule(packages="hydra omegaconf"),
     "starting": rule("grower library optim", packages="torch"),
     "telling": rule("grower data planning training"),
     "callbacks": rule("training", packages="lightning hydra omegaconf"),
     "pairing": rule("training data", packages="torch hydra omegaconf"),
     "experiment": rule(
         "studies networks widths growth optim data training analysis configuration processes outcome planning "
-        "callbacks next_commands overruled pairing run_folder starting telling trainer_options"
+        "callbacks next_commands overruled pairing run_folder setting_names starting telling trainer_options"
     ),
     "plan": rule(
         "growth optim triggers parts grower training analysis processes trainer_options pairing planning flops "
-        "configuration starting",
+        "configuration setting_names starting",
     ),
     "plan.__main__": rule("plan choices processes __main__", packages="omegaconf"),
     "__main__": rule(
@@ -123,6 +124,7 @@ CONFIGURED = {
     "outcome",
     "overruled",
     "resuming",
+    "setting_names",
     "processes",
     "launcher",
     "sweep_progress",

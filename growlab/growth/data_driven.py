@@ -16,6 +16,7 @@ from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, Growth, GrowthMethod, WeightRule
 from growlab.growth.net2net import replicate
 from growlab.growth.pairs import PairGrowth
+from growlab.settings import at_least, one_of
 from growlab.widths import Carry, WidthGraph, grid, resized
 
 FALLBACKS = ("pairs",)
@@ -45,10 +46,8 @@ class DataDriven(GrowthMethod):
         new_weights: WeightRule = "fan_in",
     ) -> None:
         super().__init__(0.0, gain, new_weights)
-        if batches < 1:
-            raise ValueError(f"growth.batches must be at least 1, not {batches}.")
-        if fallback is not None and fallback not in FALLBACKS:
-            raise ValueError(f"growth.fallback must be null or {', '.join(FALLBACKS)}, not {fallback!r}.")
+        at_least(1, batches=batches)
+        one_of((None, *FALLBACKS), fallback=fallback)
         self.batches, self.fallback = batches, fallback
 
     @abstractmethod
@@ -148,7 +147,7 @@ class DataDriven(GrowthMethod):
             group, reason = next(iter(refused.items()))
             more = f" (and {len(refused) - 1} more groups)" if len(refused) > 1 else ""
             raise UserError(
-                f"{self.name} cannot grow {group}{more}: {reason}; set growth.fallback=pairs to grow such groups by "
+                f"{self.name} cannot grow {group}{more}: {reason}; set fallback='pairs' to grow such groups by "
                 "function-preserving pairs."
             )
 

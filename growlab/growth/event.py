@@ -85,7 +85,7 @@ def _check_output_scale(
     if rehearsal.output_factor != 1.0:
         raise UserError(
             f"{method.name} rescales this network's output, whose scale no layer can take up at the end of "
-            "training: end the network with a linear layer or a convolution, or set growth.output_multiplier=false."
+            "training: end the network with a linear layer or a convolution, or set output_multiplier=False."
         )
 
 

@@ -14,6 +14,7 @@ from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, Growth, WeightRule
 from growlab.growth.splits import Split, directions, lengths, names_of, unit
 from growlab.growth.splitting import refuses_to_split
+from growlab.settings import above, at_least
 from growlab.widths import resized
 
 
@@ -56,10 +57,8 @@ class FireFly(DataDriven):
         new_weights: WeightRule = "fan_in",
     ) -> None:
         super().__init__(batches, fallback, gain, new_weights)
-        if new_candidates < 0 or steps < 0 or rate <= 0 or epsilon <= 0:
-            raise ValueError(
-                "growth.new_candidates and growth.steps must not be negative, growth.rate and growth.epsilon positive."
-            )
+        at_least(0, new_candidates=new_candidates, steps=steps)
+        above(0, rate=rate, epsilon=epsilon)
         self.new_candidates, self.steps, self.rate, self.epsilon = new_candidates, steps, rate, epsilon
 
     @property

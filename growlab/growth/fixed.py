@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from growlab.errors import UserError
 from growlab.growth.method import Expansion, Growth, GrowthMethod, NewWeights
+from growlab.settings import above, one_of
 
 # Exponent of the output layers' fan-in in the variance of their weights.
 _OUTPUT_POWER = {"constructor": 1, "standard": 1, "mup": 2}
@@ -28,8 +28,7 @@ class FixedSize(GrowthMethod):
         depth_multiple: part of the blocks that come in as a network grows which it has, the first ones; 0: none.
 
     Raises:
-        ValueError: the multiple is not positive.
-        UserError: there is no such initialisation.
+        ValueError: there is no such initialisation, or a multiple is impossible.
     """
 
     def __init__(
@@ -40,11 +39,12 @@ class FixedSize(GrowthMethod):
         depth_multiple: float = 1.0,
     ) -> None:
         super().__init__(gain=gain)
-        if width_multiple <= 0:
-            raise ValueError(f"growth.width_multiple must be above 0, not {width_multiple}.")
-        if initialisation not in _OUTPUT_POWER:
-            known = ", ".join(_OUTPUT_POWER)
-            raise UserError(f"growth.initialisation must be one of {known}, not {initialisation!r}.")
+        above(0, width_multiple=width_multiple)
+        one_of(_OUTPUT_POWER, initialisation=initialisation)
+        if not 0 <= depth_multiple <= 1:
+            raise ValueError(
+                f"depth_multiple must be a part of the blocks, from 0 to 1, not {depth_multiple}."
+            )
         self.width_multiple, self.depth_multiple = width_multiple, depth_multiple
         self.draws_full_width = initialisation != "constructor"
         self.new_weights = NewWeights(gain, output_power=_OUTPUT_POWER[initialisation])

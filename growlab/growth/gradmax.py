@@ -13,6 +13,7 @@ from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, Growth, WeightRule
 from growlab.growth.splits import unit
 from growlab.growth.surrogates import right_derivatives
+from growlab.settings import above, at_least, one_of
 
 SIDES = ("auto", "fan_in", "fan_out")
 # Candidates that are measured at once, in multiples of a group's width: a pass then costs some three plain ones.
@@ -75,10 +76,9 @@ class GradMax(DataDriven):
         new_weights: WeightRule = "fan_in",
     ) -> None:
         super().__init__(batches, fallback, gain, new_weights)
-        if zero not in SIDES:
-            raise ValueError(f"growth.zero must be one of {', '.join(SIDES)}, not {zero!r}.")
-        if scale <= 0 or rate <= 0 or steps < 1:
-            raise ValueError("growth.scale and growth.rate must be positive, growth.steps at least 1.")
+        one_of(SIDES, zero=zero)
+        above(0, scale=scale, rate=rate)
+        at_least(1, steps=steps)
         self.zero, self.scale, self.steps, self.rate = zero, scale, steps, rate
 
     def refuses(self, fans: Fans, before: int, after: int) -> str | None:

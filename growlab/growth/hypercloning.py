@@ -8,6 +8,7 @@ from torch import Tensor
 
 from growlab.growth.method import Expansion, Growth, GrowthMethod, WeightRule
 from growlab.growth.net2net import copies, replicate
+from growlab.settings import one_of
 from growlab.widths import Axis, Carry
 
 Form = Literal["symmetric", "diagonal"]
@@ -50,8 +51,7 @@ class HyperCloning(GrowthMethod):
         new_weights: WeightRule = "fan_in",
     ) -> None:
         super().__init__(noise_std, gain, new_weights)
-        if form not in get_args(Form):
-            raise ValueError(f"growth.form must be symmetric or diagonal, not {form!r}.")
+        one_of(get_args(Form), form=form)
         self.form = form
 
     def grow(self, expansion: Expansion) -> Growth:

@@ -46,7 +46,7 @@ class Lemon(GrowthMethod):
     ) -> None:
         super().__init__(noise_std, gain, new_weights)
         if not 0 < spread < 1:
-            raise ValueError(f"growth.spread must be between 0 and 1, not {spread}.")
+            raise ValueError(f"spread must be between 0 and 1, not {spread}.")
         self.spread = spread
 
     def grow(self, expansion: Expansion) -> Growth:

@@ -90,7 +90,7 @@ class Measurement:
         near_zero: float = 2.0**-100,
     ) -> None:
         if not batches:
-            raise ValueError("growth.batches must be at least 1.")
+            raise ValueError("batches must be at least 1, not 0.")
         self.model, self.graph, self.cost = model, graph, Cost()
         self.near_zero = near_zero
         self._norm_weights = dict(norm_weights or {})
@@ -165,8 +165,8 @@ class Measurement:
         result = {name: self._average(total / len(self._batches)) for name, total in sums.items()}
         if not bool(result.pop(_LOSS).isfinite()):
             raise UserError(
-                "the training loss that growth looks at is NaN or infinite; lower optimizer.lr, or choose a growth "
-                "method that does not look at data."
+                "the training loss that growth looks at is NaN or infinite; lower the learning rate, or choose a "
+                "growth method that does not look at data."
             )
         self.cost.flops += counter.flops
         self.cost.held_bytes = max(self.cost.held_bytes, held.most)
@@ -231,7 +231,7 @@ class Measurement:
             if several and isinstance(module, nn.SyncBatchNorm):
                 raise UserError(
                     f"this growth method takes second derivatives, which torch's SyncBatchNorm ({name}) has not: leave "
-                    "out trainer.sync_batchnorm, or choose another growth method."
+                    "out sync_batchnorm=True, or choose another growth method."
                 )
 
         def visit(

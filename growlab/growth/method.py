@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.growth.measurement import Measurement
+from growlab.settings import above, at_least, one_of
 from growlab.widths import Axis, Carry, Layer, WidthGraph, grid
 
 WeightRule = Literal["fan_in", "hyperfan_in", "hyperfan_out"]
@@ -161,10 +162,7 @@ class NewWeights:
     rule: WeightRule = "fan_in"
 
     def __post_init__(self) -> None:
-        if self.rule not in get_args(WeightRule):
-            raise ValueError(
-                f"growth.new_weights must be {', '.join(get_args(WeightRule))}, not {self.rule!r}."
-            )
+        one_of(get_args(WeightRule), new_weights=self.rule)
 
     def std(self, expansion: Expansion, layer: Layer) -> float:
         """Standard deviation of the layer's new weights after the event."""
@@ -275,10 +273,8 @@ class GrowthMethod(ABC):
     draws_full_width: bool = False
 
     def __init__(self, noise_std: float = 0.0, gain: float = 2.0, new_weights: WeightRule = "fan_in") -> None:
-        if noise_std < 0:
-            raise ValueError(f"growth.noise_std must not be negative, not {noise_std}.")
-        if gain <= 0:
-            raise ValueError(f"growth.gain must be positive, not {gain}.")
+        at_least(0, noise_std=noise_std)
+        above(0, gain=gain)
         self.noise_std = noise_std
         self.new_weights = NewWeights(gain, rule=new_weights)
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from math import floor
 from typing import Literal
 
+from growlab.settings import at_least
 from growlab.widths import WidthGraph
 
 Number = int | float | Fraction
@@ -93,20 +94,20 @@ def stage_epochs(
     if total_epochs < num_stages:
         raise ValueError(
             f"{total_epochs} epochs cannot hold {num_stages} stages of at least one epoch each; "
-            "raise schedule.total_epochs or lower schedule.num_stages."
+            "raise total_epochs or lower num_stages."
         )
     first, factor = exact(initial_epochs), 1 + exact(growth_rate)
     if first < 0 or factor <= 0:
         raise ValueError(
             f"a first stage of {initial_epochs} epochs that grows by {growth_rate} a stage is none; set "
-            "schedule.initial_epochs or schedule.initial_fraction from 0 and schedule.epoch_growth_rate above -1."
+            "initial_epochs or initial_fraction from 0 and epoch_growth_rate above -1."
         )
     epochs = [max(1, floor(first * factor**stage)) for stage in range(num_stages - 1)]
     rest = total_epochs - sum(epochs)
     if rest < 1:
         raise ValueError(
             f"the first {num_stages - 1} stages take {sum(epochs)} of {total_epochs} epochs and leave none for "
-            "the last; lower schedule.initial_epochs, schedule.epoch_growth_rate or schedule.num_stages."
+            "the last; lower initial_epochs, epoch_growth_rate or num_stages."
         )
     return [*epochs, rest]
 
@@ -125,11 +126,9 @@ def width_fractions(num_stages: int, initial_width: Number, growth_rate: Number 
     first = exact(initial_width)
     if not 0 < first <= 1:
         raise ValueError(
-            f"an initial width of {initial_width} is not a part of the full width; "
-            "set schedule.initial_width above 0 and at most 1."
+            f"initial_width must be a part of the full width, above 0 and at most 1, not {initial_width}."
         )
-    if growth_rate is not None and growth_rate < 0:
-        raise ValueError(f"schedule.width_growth_rate must not be negative, not {growth_rate}.")
+    at_least(0, width_growth_rate=growth_rate)
     equal_steps = exact(float(1 / first) ** (1 / max(1, num_stages - 1)))
     factor = equal_steps if growth_rate is None else 1 + exact(growth_rate)
     return [min(Fraction(1), first * factor**stage) for stage in range(num_stages - 1)] + [Fraction(1)]
@@ -160,11 +159,10 @@ def stage_batch_sizes(
     """
     if max_batch_size is not None and max_batch_size < batch_size:
         raise ValueError(
-            f"schedule.max_batch_size={max_batch_size} is below the {given} stage's batch size {batch_size}."
+            f"max_batch_size={max_batch_size} is below the {given} stage's batch size {batch_size}."
         )
     rate = exact(growth_rate)
-    if rate < 0:
-        raise ValueError(f"schedule.batch_growth_rate must not be negative, not {growth_rate}.")
+    at_least(0, batch_growth_rate=growth_rate)
     sizes = [batch_size]
     if given == "first":
         for _ in range(num_stages - 1):
@@ -225,7 +223,7 @@ def make_schedule(
     """
     num_stages = _num_stages(num_stages, epochs=epochs, widths=widths, batch_sizes=batch_sizes)
     if total_epochs < 1 and epochs is None:
-        raise ValueError(f"a run needs at least one epoch, not schedule.total_epochs={total_epochs}.")
+        raise ValueError(f"total_epochs must be at least 1, not {total_epochs}.")
     if epochs is None:
         first = exact(initial_fraction) * total_epochs if initial_epochs is None else initial_epochs
         epochs = stage_epochs(total_epochs, num_stages, first, epoch_growth_rate)
@@ -237,9 +235,9 @@ def make_schedule(
         room = max_batch_size_per_device and max_batch_size_per_device * num_processes
         if room is not None and batch_size > room:
             raise ValueError(
-                f"schedule.max_batch_size_per_device={max_batch_size_per_device} leaves no room for the "
+                f"max_batch_size_per_device={max_batch_size_per_device} leaves no room for the "
                 f"{batch_size_of} stage's batch of {batch_size} on {num_processes} devices; take more of them, or "
-                "trainer.accumulate_grad_batches with a smaller data.batch_size."
+                "accumulate_grad_batches with a smaller batch_size."
             )
         limit = min((size for size in (max_batch_size, room) if size is not None), default=None)
         batch_sizes = stage_batch_sizes(
@@ -253,11 +251,10 @@ def make_schedule(
 def _num_stages(otherwise: int, **lists: Sequence[Number] | None) -> int:
     lengths = {name: len(values) for name, values in lists.items() if values is not None}
     if len(set(lengths.values())) > 1:
-        named = ", ".join(f"schedule.{name} has {length}" for name, length in lengths.items())
+        named = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise ValueError(f"explicit lists must have one entry a stage each, but {named}.")
     number = next(iter(lengths.values()), otherwise)
-    if number < 1:
-        raise ValueError(f"a run needs at least one stage, not schedule.num_stages={number}.")
+    at_least(1, num_stages=number)
     return number
 
 
@@ -268,13 +265,13 @@ def _check(schedule: Schedule, num_processes: int) -> None:
     uneven = sorted({size for size in schedule.batch_sizes if size % num_processes})
     if uneven:
         raise ValueError(
-            f"a batch of {uneven[0]} images does not divide among {num_processes} processes; choose a data.batch_size "
-            f"and schedule.batch_sizes that {num_processes} divides, or another number of devices."
+            f"a batch of {uneven[0]} images does not divide among {num_processes} processes; choose a batch_size "
+            f"and batch_sizes that {num_processes} divides, or another number of devices."
         )
     if any(not 0 < fraction <= 1 for fraction in fractions) or fractions[-1] != 1:
-        raise ValueError("schedule.widths must lie above 0 and at most 1, and end with 1.")
+        raise ValueError("widths must lie above 0 and at most 1, and end with 1.")
     if any(after < before for before, after in pairwise(fractions)):
-        raise ValueError("schedule.widths must not decrease from stage to stage.")
+        raise ValueError("widths must not decrease from stage to stage.")
 
 
 def exact(number: Number) -> Fraction:

@@ -13,6 +13,7 @@ from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, Growth, WeightRule
 from growlab.growth.splits import Split, directions, lengths, names_of, unit
 from growlab.growth.surrogates import smooth
+from growlab.settings import above, at_least
 
 
 class Splitting(DataDriven):
@@ -59,10 +60,8 @@ class Splitting(DataDriven):
         new_weights: WeightRule = "fan_in",
     ) -> None:
         super().__init__(batches, fallback, gain, new_weights)
-        if (iterations is not None and iterations < 1) or epsilon <= 0 or softplus_beta <= 0:
-            raise ValueError(
-                "growth.iterations must be at least 1 or null, growth.epsilon and growth.softplus_beta positive."
-            )
+        at_least(1, iterations=iterations)
+        above(0, epsilon=epsilon, softplus_beta=softplus_beta)
         self.iterations, self.epsilon, self.softplus_beta = iterations, epsilon, softplus_beta
 
     def refuses(self, fans: Fans, before: int, after: int) -> str | None:

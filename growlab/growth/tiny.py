@@ -64,7 +64,7 @@ class Tiny(DataDriven):
     ) -> None:
         super().__init__(batches, fallback, gain, new_weights)
         if not amplitudes or min(amplitudes) <= 0:
-            raise ValueError("growth.amplitudes must be numbers above 0, at least one.")
+            raise ValueError(f"amplitudes must be numbers above 0, at least one, not {list(amplitudes)}.")
         self.update_old, self.amplitudes = update_old, tuple(amplitudes)
 
     def refuses(self, fans: Fans, before: int, after: int) -> str | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from growlab.growth.method import Expansion, Growth, NewWeights, WeightRule
 from growlab.growth.pairs import PairGrowth
 from growlab.growth.rescale import rescale
+from growlab.settings import one_of
 from growlab.widths import Carry, Layer, WidthGraph
 
 
@@ -74,8 +75,7 @@ class VarianceTransfer(PairGrowth):
         new_weights: WeightRule = "fan_in",
     ) -> None:
         super().__init__(noise_std, gain)
-        if rule not in ("ratio", "constraint"):
-            raise ValueError(f"growth.rule must be ratio or constraint, not {rule!r}.")
+        one_of(("ratio", "constraint"), rule=rule)
         self.rule = rule
         self.literal, self.preserves = literal, not literal
         self.output_multiplier = output_multiplier and not literal

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from growlab.optim.lars import LARS
 from growlab.optim.own_lists import cannot_exchange, exchange_own
+from growlab.settings import one_of
 from growlab.widths import Carry, WidthGraph
 
 log = logging.getLogger(__name__)
@@ -163,8 +164,7 @@ def check_inheritance(inheritance: str) -> None:
     Raises:
         ValueError: it is none of `INHERITANCES`.
     """
-    if inheritance not in INHERITANCES:
-        raise ValueError(f"optimizer_state must be one of {', '.join(INHERITANCES)}, not {inheritance!r}.")
+    one_of(INHERITANCES, optimizer_state=inheritance)
 
 
 def check_following(
@@ -184,7 +184,7 @@ def check_following(
     if told := cannot_exchange(optimizer, places):
         raise ValueError(f"{told}.")
     if inheritance not in ("reset", "auto") and (told := _cannot_follow(optimizer, places)):
-        raise ValueError(f"{told}; set optimizer_state=reset.")
+        raise ValueError(f"{told}; set optimizer_state='reset' (of Grower.follow: state='reset').")
 
 
 def _cannot_follow(optimizer: torch.optim.Optimizer, places: Mapping[int, tuple[str, Tensor]]) -> str:

@@ -31,7 +31,7 @@ class Averages(Part):
 
     def __init__(self, decay: float = 0.999) -> None:
         if not 0 < decay < 1:
-            raise UserError(f"ema.decay={decay} must lie between 0 and 1, or be null for no average.")
+            raise UserError(f"decay must lie between 0 and 1, not {decay}.")
         self._decay = decay
         self._average: AveragedModel | None = None
 

@@ -138,7 +138,7 @@ class OldGradient(Part):
 
     def __init__(self, anneal: Literal["stage", "run"] = "stage") -> None:
         if anneal not in ("stage", "run"):
-            raise UserError(f"osgd.anneal={anneal} must be stage, run or null.")
+            raise UserError(f"anneal must be stage or run, not {anneal!r}.")
         self._anneal: str = str(anneal)
         self._known: Orthogonalised | None = None
         self._saved: Mapping[str, Any] | None = None
@@ -147,7 +147,7 @@ class OldGradient(Part):
         """Stages' ends have to be known to fall to 0 by them, and old data has to be there to look at."""
         if self._anneal == "stage" and run.training.steps and run.trigger.stage_end(run) is None:
             raise UserError(
-                "osgd.anneal=stage needs stages whose ends, or the latest ones, are known before; set osgd.anneal=run."
+                "anneal='stage' needs stages whose ends, or the latest ones, are known before; set anneal='run'."
             )
         if run.training.epoch_batches is not None and not run.training.steps:
             raise UserError(
@@ -156,7 +156,7 @@ class OldGradient(Part):
             )
         if run.training.steps and run.training.epoch_batches is None:
             raise UserError(
-                "osgd.anneal works with data whose epochs can be gone through again; set it to null."
+                "old gradients need data whose epochs can be gone through again; leave OldGradient out."
             )
 
     def begin(self, run: Run) -> None:

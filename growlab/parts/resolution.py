@@ -52,8 +52,8 @@ class Resolution(Part):
         relative = numbers and any(type(size) is float for size in given)
         if not numbers or not given or list(given) != sorted(given) or (relative and given[-1] > 1):
             raise UserError(
-                f"resolution.sizes={sizes} must be whole numbers of pixels or tokens in ascending order, such as "
-                "[16,24,32], parts of the data's own such as [0.5,1.0], or null for whole inputs."
+                "sizes must be whole numbers of pixels or tokens in ascending order, such as [16,24,32], or parts of "
+                f"the data's own such as [0.5,1.0], not {sizes}."
             )
         self._given, self._relative = tuple(given), relative
         self._sizes = () if relative else tuple(int(size) for size in given)
@@ -89,7 +89,7 @@ class Resolution(Part):
             self._own.size = self._sizes[-1]
         if resized(example, {}, self._sizes[0])[2] is None:
             raise UserError(
-                f"resolution.sizes={list(self._given)} changes nothing: the inputs are no larger. Sizes are pixels of "
+                f"sizes={list(self._given)} changes nothing: the inputs are no larger. Sizes are pixels of "
                 "an image's shorter side, or tokens."
             )
         for size in self._sizes:
@@ -99,9 +99,9 @@ class Resolution(Part):
             except Exception as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
                 raise UserError(
-                    f"resolution.sizes: the network does not take inputs of size {size} ({reason}). It has to "
-                    "interpolate positions that it keeps for one size (dynamic_img_size=True of timm's models), and "
-                    "sizes have to be multiples of its patches."
+                    f"the network does not take inputs of size {size} ({reason}), one of sizes={list(self._sizes)}. "
+                    "It has to interpolate positions that it keeps for one size (dynamic_img_size=True of timm's "
+                    "models), and sizes have to be multiples of its patches."
                 ) from error
         return graph
 
@@ -119,8 +119,8 @@ class Resolution(Part):
         """How far growth has come has to be known."""
         if len(self._given) > 1 and run.trigger.share(0, run.trigger.first(run.graph)) is None:
             raise UserError(
-                "resolution.sizes of several stages needs a trigger that knows how far growth has come: take "
-                "schedule=exponential, linear or a demand, and a growth method that follows it."
+                "sizes of several stages need a trigger that knows how far growth has come: take a schedule of stages "
+                "or a demand, and a growth method that follows it."
             )
 
     def begin(self, run: Run) -> None:
@@ -256,8 +256,7 @@ def _cut_of(tensors: Sequence[Tensor], size: int) -> Cut | None:
         return None if size >= length else Cut((length,), (size,))
     shapes = ", ".join(str(list(x.shape)) for x in tensors) or "no tensors"
     raise UserError(
-        "resolution.sizes resizes images [B, C, H, W] and sequences [B, T] of tokens; the network's inputs are "
-        f"{shapes}."
+        f"sizes are of images [B, C, H, W] and sequences [B, T] of tokens; the network's inputs are {shapes}."
     )
 
 

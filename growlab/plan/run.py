@@ -17,6 +17,7 @@ from growlab.plan.figure import draw
 from growlab.plan.report import content, paragraph, table
 from growlab.plan.search import plan
 from growlab.processes import program
+from growlab.setting_names import named_as_settings
 from growlab.training.library_messages import plain_errors, quiet_libraries
 from growlab.training.memory import keep_freed
 
@@ -33,7 +34,7 @@ def run(cfg: DictConfig) -> None:
     if HydraConfig.get().mode != RunMode.RUN:
         raise UserError("a plan is of one budget: leave -m out, and plan others one after the other.")
     folder = Path(HydraConfig.get().runtime.output_dir)
-    with plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
+    with named_as_settings(cfg), plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
         settings = settings_of(cfg)
         if cfg.num_threads:
             torch.set_num_threads(cfg.num_threads)

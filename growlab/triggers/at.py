@@ -177,7 +177,7 @@ class Never(Trigger):
         if not (_is_number(width) and width > 0):
             raise UserError(f"a width of {width} relative to full width must be above 0.")
         if not (_is_number(depth) and 0 <= depth <= 1):
-            raise UserError(f"growth.depth_multiple={depth} must be a part of the blocks, from 0 to 1.")
+            raise UserError(f"depth must be a part of the blocks, from 0 to 1, not {depth}.")
         self._width, self.depth = width, depth
         self.resizes = width != 1
 

@@ -7,6 +7,7 @@ from math import ceil, isfinite
 from typing import Any
 
 from growlab.growth import Bottleneck
+from growlab.settings import at_least, one_of
 
 GROUPS = ("all", "gradient", "bottleneck")
 
@@ -76,16 +77,12 @@ class Demand(ABC):
         groups_fraction: float = 0.5,
         batches: int = 1,
     ) -> None:
-        if batches < 1:
-            raise ValueError(f"schedule.demand.batches must be at least 1, not {batches}.")
-        if min_epochs < 1:
-            raise ValueError(f"schedule.demand.min_epochs must be at least 1, not {min_epochs}.")
+        at_least(1, batches=batches, min_epochs=min_epochs)
         if not 0 <= final_fraction < 1:
-            raise ValueError(f"schedule.demand.final_fraction={final_fraction} must lie in [0, 1).")
-        if groups not in GROUPS:
-            raise ValueError(f"schedule.demand.groups must be {' or '.join(GROUPS)}, not {groups!r}.")
+            raise ValueError(f"final_fraction must lie in [0, 1), not {final_fraction}.")
+        one_of(GROUPS, groups=groups)
         if not 0 < groups_fraction <= 1:
-            raise ValueError(f"schedule.demand.groups_fraction={groups_fraction} must lie in (0, 1].")
+            raise ValueError(f"groups_fraction must lie in (0, 1], not {groups_fraction}.")
         self.min_epochs, self.final_fraction = min_epochs, final_fraction
         self.groups, self.groups_fraction = groups, groups_fraction
         self.batches = batches
@@ -119,9 +116,9 @@ class Demand(ABC):
         if steps and self.latest(total_epochs, steps) < self.min_epochs:
             needed = total_epochs - self.latest(total_epochs, steps) + self.min_epochs
             raise ValueError(
-                f"{total_epochs} epochs are too few to grow {steps} times, every schedule.demand.min_epochs="
+                f"{total_epochs} epochs are too few to grow {steps} times, every min_epochs="
                 f"{self.min_epochs}, and to train a part of {self.final_fraction} at full width: take "
-                f"{needed}, or lower schedule.num_stages."
+                f"{needed}, or lower num_stages."
             )
 
     def check_records(self, columns: Collection[str]) -> None:
@@ -134,10 +131,8 @@ class Demand(ABC):
             ValueError: it does not.
         """
         if self.metric is not None and self.metric not in columns:
-            instead = "set data.validation=split, or " if self.metric.startswith("val_") else ""
-            raise ValueError(
-                f"schedule.demand.metric={self.metric} is not recorded: {instead}watch train_loss."
-            )
+            instead = "set a validation set apart, or " if self.metric.startswith("val_") else ""
+            raise ValueError(f"metric={self.metric!r} is not recorded: {instead}watch train_loss.")
 
     def decide(
         self, progress: Progress, widths: Mapping[str, int], steps: Sequence[Mapping[str, int]]
@@ -187,10 +182,9 @@ class Plateau(Demand):
         self, metric: str = "val_loss", patience: int = 3, min_delta: float = 0.01, **demand: Any
     ) -> None:
         super().__init__(**demand)
-        if metric not in self.METRICS:
-            raise ValueError(f"schedule.demand.metric must be {' or '.join(self.METRICS)}, not {metric!r}.")
-        if patience < 1 or min_delta < 0:
-            raise ValueError("schedule.demand.patience must be at least 1, and min_delta not negative.")
+        one_of(self.METRICS, metric=metric)
+        at_least(1, patience=patience)
+        at_least(0, min_delta=min_delta)
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
 
     def wants(self, progress: Progress) -> bool:
@@ -224,7 +218,7 @@ class GradientNorm(Demand):
     def __init__(self, ratio: float = 0.5, **demand: Any) -> None:
         super().__init__(**demand)
         if not 0 < ratio <= 1:
-            raise ValueError(f"schedule.demand.ratio={ratio} must lie in (0, 1].")
+            raise ValueError(f"ratio must lie in (0, 1], not {ratio}.")
         self.ratio = ratio
 
     def wants(self, progress: Progress) -> bool:
@@ -255,7 +249,7 @@ class Expressivity(Demand):
     def __init__(self, ratio: float = 0.8, **demand: Any) -> None:
         super().__init__(**demand)
         if not 0 < ratio <= 1:
-            raise ValueError(f"schedule.demand.ratio={ratio} must lie in (0, 1].")
+            raise ValueError(f"ratio must lie in (0, 1], not {ratio}.")
         self.ratio = ratio
 
     def wants(self, progress: Progress) -> bool:
@@ -282,7 +276,7 @@ class Budget(Demand):
     def __init__(self, percent: float = 50.0, **demand: Any) -> None:
         super().__init__(**demand)
         if not 0 < percent <= 100:
-            raise ValueError(f"schedule.demand.percent={percent} must lie above 0 and at most at 100.")
+            raise ValueError(f"percent must lie above 0 and at most at 100, not {percent}.")
         self.percent = percent
 
     def wants(self, progress: Progress) -> bool:
@@ -298,6 +292,6 @@ class Budget(Demand):
         super().check(total_epochs, steps, cheapest)
         if cheapest > self.percent:
             raise ValueError(
-                f"schedule.demand.percent={self.percent} is below {cheapest:.1f}, what growing late costs: "
-                "raise it, or lower schedule.demand.final_fraction or schedule.initial_width."
+                f"percent={self.percent} is below {cheapest:.1f}, what growing late costs: "
+                "raise it, or lower final_fraction or initial_width."
             )

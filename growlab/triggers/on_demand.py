@@ -63,7 +63,7 @@ class OnDemand(Trigger):
         """A method that decides widths by itself leaves nothing to decide."""
         if isinstance(run.method, WidthDecision):
             raise UserError(
-                f"{run.method.name} decides widths itself; take it with schedule=exponential, or another growth method."
+                f"{run.method.name} decides widths itself; take it with a schedule of stages, or another growth method."
             )
 
     def check_records(self, columns: Collection[str]) -> None:
@@ -144,11 +144,11 @@ class OnDemand(Trigger):
 
     def _look(self, run: Run) -> dict[str, Bottleneck]:
         """Measure bottlenecks, and note what was found and what it took."""
-        name = f"schedule.demand ({type(self.demand).__name__})"
+        name = type(self.demand).__name__
         if not measurable(run.graph, run.network):
             raise UserError(
                 f"{name} looks at channels that one layer puts out and one takes, of which this network has none: "
-                "choose schedule=plateau or gradient."
+                "take Plateau or GradientNorm."
             )
         data = run.measurement(self.demand.batches, name)
         found = bottlenecks(run.graph, run.state.widths, data, run.seed)
@@ -163,8 +163,8 @@ class OnDemand(Trigger):
         found = run.gradients()
         if not found:
             raise UserError(
-                f"schedule.demand ({type(self.demand).__name__}) looks at running gradients, which this optimizer does "
-                "not keep: set optimizer.momentum, or choose another optimizer."
+                f"{type(self.demand).__name__} looks at running gradients, which this optimizer does not keep: set "
+                "its momentum, or choose another optimizer."
             )
         squares: dict[str, float] = {}
         counts: dict[str, int] = {}

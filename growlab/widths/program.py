@@ -87,7 +87,7 @@ def shapes_of(node: Any) -> list[tuple[int, ...]]:
     if any(type(size) is not int for tensor in tensors for size in tensor.shape):
         raise UnsupportedOperation(
             f"the size of what {operation_of(node)} puts out{place_of(node)} depends on numbers in the data; train the "
-            "network with growth=none, or keep all entries and multiply those that do not count by a mask."
+            "network at a fixed size, or keep all entries and multiply those that do not count by a mask."
         )
     return [tuple(tensor.shape) for tensor in tensors]
 

@@ -273,7 +273,7 @@ def _not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exception) -
         )
     return UnsupportedOperation(
         f"torch.export cannot follow {name} ({_told(error)}); "
-        "train it with growth=none or rewrite the forward without data-dependent Python."
+        "train it at a fixed size or rewrite the forward without data-dependent Python."
     )
 
 

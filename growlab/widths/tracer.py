@@ -202,7 +202,7 @@ class Tracer(Recorder):
         if getattr(node.target, "__module__", "").startswith("torch._functorch"):
             raise UnsupportedOperation(
                 f"torch.vmap cannot be followed{place_of(node)}; write it out over one more dimension, as torch.einsum "
-                "or torch.bmm do, or train the network with growth=none."
+                "or torch.bmm do, or train the network at a fixed size."
             )
         raise UnsupportedOperation(
             f"no channel rule for {node.target}{place_of(node)}; let the channels that enter it keep their full "

@@ -227,9 +227,7 @@ def test_refused_where_no_gradient_reaches_new_channels() -> None:
     case = NETWORKS["gated"]
     run = started(case.make(), case.input_shape, GradMax())
     widths = {name: width + 1 for name, width in run.state.widths.items()}
-    with pytest.raises(
-        UserError, match=r"GradMax cannot grow both: the gradient .* set growth\.fallback=pairs"
-    ):
+    with pytest.raises(UserError, match=r"GradMax cannot grow both: the gradient .* set fallback='pairs'"):
         run.grow(widths)
     run.method = GradMax(fallback="pairs")
     event, _ = run.grow(widths)
@@ -247,7 +245,7 @@ def test_channels_that_are_not_zero_are_refused_by_the_layer_s_name() -> None:
 
 def test_impossible_choices_are_refused() -> None:
     for wrong in ({"batches": 0}, {"zero": "both"}, {"scale": 0.0}, {"steps": 0}, {"fallback": "net2net"}):
-        with pytest.raises(ValueError, match=r"growth\."):
+        with pytest.raises(ValueError, match=rf"^{next(iter(wrong))} must be"):
             GradMax(**wrong)
 
 

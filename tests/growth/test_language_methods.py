@@ -302,8 +302,8 @@ def test_growing_the_moments_is_the_moments_of_the_grown_network(method: GrowthM
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: HyperCloning("oblique"), "growth.form must be symmetric or diagonal, not 'oblique'"),
-        (lambda: Lemon(spread=1.0), "growth.spread must be between 0 and 1, not 1.0"),
+        (lambda: HyperCloning("oblique"), "form must be symmetric or diagonal, not 'oblique'"),
+        (lambda: Lemon(spread=1.0), "spread must be between 0 and 1, not 1.0"),
     ],
 )
 def test_bad_arguments_are_named(make, said: str) -> None:

@@ -213,7 +213,9 @@ def test_an_instance_norm_that_reads_something_unknown_is_refused() -> None:
 def test_shared_channels_are_refused_and_may_grow_by_pairs() -> None:
     run = started(Residual(), (2, 5, 5), Tiny())
     widths = {group: width + 1 for group, width in run.state.widths.items()}
-    told = "Tiny cannot grow stem: its channels are put out by stem, back, not one layer; set growth.fallback=pairs"
+    told = (
+        "Tiny cannot grow stem: its channels are put out by stem, back, not one layer; set fallback='pairs'"
+    )
     with pytest.raises(UserError, match=told):
         run.grow(widths)
     run.method = Tiny(fallback="pairs")

@@ -95,6 +95,6 @@ def test_state_of_other_shapes_is_refused_by_name(name):
     run = Run(name, PairGrowth())
     run.steps(2)
     params = list(run.network.parameters())
-    with pytest.raises(ValueError, match=f"{name}'s '{REFUSED[name]}' of .*optimizer_state=reset"):
+    with pytest.raises(ValueError, match=f"{name}'s '{REFUSED[name]}' of .*optimizer_state='reset'"):
         run.grow()
     assert all(a is b for a, b in zip(run.optimizer.param_groups[0]["params"], params, strict=True))

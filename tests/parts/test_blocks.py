@@ -178,7 +178,7 @@ def test_a_block_that_changes_the_outputs_is_taken_out_again(monkeypatch: pytest
         (["layers.0:0"], "zero", "no such modules"),
         (["layers.1.0"], "zero", "cannot be|changes the number|does not run"),
         (["classifier"], "zero", "does not run without|cannot be"),
-        (["layers.0.1"], "one", "depth.start must be zero"),
+        (["layers.0.1"], "one", "start must be zero"),
     ],
 )
 def test_what_cannot_be_left_out_is_told(blocks: list[str], start: str, told: str) -> None:

@@ -150,7 +150,7 @@ def test_weights_of_another_network_are_no_start(cli: CommandLine, tmp_path: Pat
         (["+plan.candidates.half_width.height=2"], "plan.candidates.half_width has no 'height'"),
         (
             ["plan.use=[fewer_blocks]"],
-            "error: no candidate can be probed (fewer_blocks: depth.blocks=auto finds no",
+            "error: no candidate can be probed (fewer_blocks: depth.blocks='auto' finds no",
         ),
         (["plan.size=huge"], "error: plan.size=huge must be any or full."),
         (["plan.sise=full"], "plan has no 'sise'; did you mean 'size'?"),

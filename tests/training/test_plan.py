@@ -8,7 +8,8 @@ from growlab.errors import UserError
 from growlab.grower import prepared
 from growlab.growth import FixedSize, GrowthMethod, PairGrowth
 from growlab.networks import CifarResNet, mlp8
-from growlab.planning import left_out, optimizer_maker
+from growlab.planning import optimizer_maker
+from growlab.settings import left_out
 from growlab.training.budget import check_budget
 from growlab.training.plan import (
     Loop,

@@ -42,9 +42,9 @@ def test_a_plateau(losses: list[float], wanted: bool) -> None:
 
 def test_a_metric_that_is_not_there_is_told() -> None:
     recorded = ["epoch", "train_loss", "train_accuracy", "test_loss"]
-    with pytest.raises(ValueError, match=r"val_loss is not recorded: set data\.validation=split, or"):
+    with pytest.raises(ValueError, match="metric='val_loss' is not recorded: set a validation set apart, or"):
         Plateau().check_records(recorded)
-    with pytest.raises(ValueError, match=r"train_accuracy is not recorded: watch train_loss"):
+    with pytest.raises(ValueError, match="metric='train_accuracy' is not recorded: watch train_loss"):
         Plateau("train_accuracy").check_records(["train_loss"])
     Plateau("train_accuracy").check_records(recorded)
     GradientNorm().check_records([])
@@ -57,7 +57,7 @@ def test_little_within_reach() -> None:
     assert demand.wants(progress([{}], bottlenecks=some, out_of_reach=[0.9, 0.925]))
     # Groups that have one are at full width already: the others need not wait.
     assert demand.wants(progress([{}], bottlenecks={}, out_of_reach=[0.9, 1.0]))
-    with pytest.raises(ValueError, match=r"schedule\.demand\.ratio"):
+    with pytest.raises(ValueError, match=r"^ratio must lie"):
         Expressivity(0.0)
 
 
@@ -156,12 +156,12 @@ def test_a_budget_is_kept_and_used(percent: float, total: int, every: int, seed:
     [
         (lambda: Plateau(metric="loss"), "metric must be val_loss"),
         (lambda: Plateau(patience=0), "patience must be at least 1"),
-        (lambda: Budget(0), r"percent=0 must lie above 0"),
-        (lambda: GradientNorm(2), "ratio=2 must lie"),
+        (lambda: Budget(0), "percent must lie above 0"),
+        (lambda: GradientNorm(2), "ratio must lie"),
         (lambda: Plateau(min_epochs=0), "min_epochs must be at least 1"),
-        (lambda: Plateau(final_fraction=1), "final_fraction=1 must lie"),
-        (lambda: Plateau(groups="some"), "all or gradient or bottleneck, not 'some'"),
-        (lambda: Plateau(groups_fraction=0), "groups_fraction=0 must lie"),
+        (lambda: Plateau(final_fraction=1), "final_fraction must lie"),
+        (lambda: Plateau(groups="some"), "all, gradient or bottleneck, not 'some'"),
+        (lambda: Plateau(groups_fraction=0), "groups_fraction must lie"),
         (lambda: Plateau(min_epochs=3).check(9, 3, 50.0), "9 epochs are too few to grow 3 times"),
         (lambda: Budget(30).check(100, 3, 41.0), "percent=30 is below 41.0"),
     ],

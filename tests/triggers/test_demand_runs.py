@@ -87,7 +87,7 @@ def test_a_look_at_the_data_counts_as_cost_and_survives_a_kill(cli: CommandLine,
         (("schedule=plateau", "schedule.epochs=[2,2,2]"), "schedule.epochs is about stages"),
         (("schedule=plateau", "schedule.demand.metric=loss"), "schedule.demand.metric must be"),
         (("schedule=plateau", "method=equal_flops"), "schedule.total_epochs in place of"),
-        (("schedule=gradient", "optimizer.momentum=0"), "set optimizer.momentum"),
+        (("schedule=gradient", "optimizer.momentum=0"), "set its momentum"),
         (("schedule=expressivity", "schedule.demand.batches=0"), "schedule.demand.batches must be"),
     ],
 )

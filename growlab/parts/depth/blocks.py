@@ -55,7 +55,7 @@ class Blocks:
         example: tuple[Any, ...],
     ) -> None:
         if start not in STARTS:
-            raise UserError(f"depth.start must be {' or '.join(STARTS)}, not {start!r}.")
+            raise UserError(f"start must be {' or '.join(STARTS)}, not {start!r}.")
         self.full, self.start = graph, start
         # Names that are none are told before the network runs.
         given = None if blocks is None else [(name, _paths(network, name)) for name in blocks]
@@ -224,7 +224,7 @@ class Blocks:
             errors, tolerance = parity.errors, max(parity.tolerances) if parity.tolerances else None
             if not parity.kept:
                 raise ParityError(
-                    f"the block {name} with depth.start={self.start} changed the output by {errors[0]:.2e} in eval "
+                    f"the block {name} with start={self.start!r} changed the output by {errors[0]:.2e} in eval "
                     f"mode and {errors[1]:.2e} in train mode, more than {tolerance:.2e}; it was taken out again."
                 )
         except BaseException:
@@ -348,7 +348,7 @@ def _paths(network: nn.Module, name: str) -> tuple[str, ...]:
     missing = [path for path in paths if path not in known or not path]
     if missing or not paths:
         raise UserError(
-            f"depth.blocks names {name}, but the network has no {missing[0] if missing else 'such modules'}; name "
+            f"blocks names {name}, but the network has no {missing[0] if missing else 'such modules'}; name "
             "modules such as layers.0.1, or neighbours in a sequence such as hidden.3:6."
         )
     return tuple(paths)
@@ -366,11 +366,11 @@ def _none_found(start: str, chains: Sequence[Chain]) -> str:
     told = [f"{name}: {reason}" for chain in chains for name, reason in chain.reasons.items()]
     if not told:
         return (
-            "depth.blocks=auto finds no modules of one kind behind one another that put out what goes in; name "
+            "blocks='auto' finds no modules of one kind behind one another that put out what goes in; name "
             "blocks."
         )
     more = f", and {len(told) - 1} more" if len(told) > 1 else ""
     return (
-        f"depth.blocks=auto finds no block that depth.start={start} fits ({told[0]}{more}); name blocks, or choose "
+        f"blocks='auto' finds no block that start={start!r} fits ({told[0]}{more}); name blocks, or choose "
         "another start: identity for layers without a residual, gstack for copies that change the outputs."
     )

@@ -45,10 +45,10 @@ class Depth(Part):
         state: Literal["zero", "copy"] = "zero",
     ) -> None:
         if not isinstance(blocks, str | Sequence):
-            raise UserError(f"depth.blocks={blocks} must be auto, a list of names of modules, or null.")
+            raise UserError(f"blocks must be auto or a list of names of modules, not {blocks!r}.")
         self._names = None if blocks == "auto" else [blocks] if isinstance(blocks, str) else list(blocks)
         if state not in ("zero", "copy"):
-            raise UserError(f"depth.state must be zero or copy, not {state!r}.")
+            raise UserError(f"state must be zero or copy, not {state!r}.")
         self._start, self._state = str(start), str(state)
         self._depth: Blocks | None = None
 
@@ -79,8 +79,8 @@ class Depth(Part):
             computed = module.parametrizations if is_parametrized(module) else ()
             if any(f"{path}.parametrizations.{name}.original" not in graph.axes for name in computed):
                 raise UserError(
-                    f"depth.blocks needs weights that are no functions of others, which those of {path} are: choose "
-                    "another growth method or model."
+                    f"blocks that come in later need weights that are no functions of others, which those of {path} "
+                    "are: choose another growth method or model."
                 )
         self._depth = Blocks(network, graph, self._names, self._start, example)
         return graph
@@ -95,8 +95,8 @@ class Depth(Part):
         """How far growth has come has to be known."""
         if run.trigger.share(0, run.trigger.first(run.graph)) is None:
             raise UserError(
-                "depth.blocks needs a trigger that knows how far growth has come: take schedule=exponential, linear or "
-                "a demand, and a growth method that follows it."
+                "blocks that come in later need a trigger that knows how far growth has come: take a schedule of "
+                "stages or a demand, and a growth method that follows it."
             )
 
     def begin(self, run: Run) -> None:

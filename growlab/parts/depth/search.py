@@ -96,9 +96,7 @@ class Search:
         found = self._fitting(name, called(self._forward, paths), ())
         reason = found if isinstance(found, str) else self._measured({name: found}).get(name)
         if isinstance(found, str) or reason is not None:
-            raise UserError(
-                f"depth.blocks: {name} cannot be left out with depth.start={self._start}: {reason}."
-            )
+            raise UserError(f"{name} of blocks cannot be left out with start={self._start!r}: {reason}.")
         return found
 
     def _fitting(self, name: str, paths: tuple[str, ...], before: tuple[str, ...]) -> Block | str:
@@ -112,7 +110,7 @@ class Search:
         if self._start in ZEROING and found.zeroed is None:
             return found.obstacle
         if self._start == "identity" and found.zeroed is not None:
-            return "it has a residual branch, for which there is depth.start=zero"
+            return "it has a residual branch, for which there is start='zero'"
         if self._start in COPYING and next(twins(self._network, found), None) is None:
             return "no block of the same shapes comes before it to copy"
         return found
@@ -133,7 +131,7 @@ class Search:
                     with torch.no_grad():
                         identity(Site(rehearsal, block, self._example))
                 except UserError as error:
-                    wrong[name] = str(error).removeprefix("depth.start=identity").rstrip(".").lstrip(": ")
+                    wrong[name] = str(error).removeprefix("start='identity'").rstrip(".").lstrip()
                     continue
                 wrong |= self._changes(rehearsal, [block])
         left = [block for name, block in blocks.items() if name not in wrong]

@@ -95,7 +95,7 @@ def identity(site: Site) -> None:
     affine = [m for m in modules if isinstance(m, _AFFINE)]
     if len(affine) != 1 or affine[0].weight.shape[0] != affine[0].weight.shape[1]:
         raise UserError(
-            f"depth.start=identity is for blocks of one layer with as many outputs as inputs, such as a convolution "
+            f"start='identity' is for blocks of one layer with as many outputs as inputs, such as a convolution "
             f"with its batch normalisation and ReLU; {', '.join(paths)} holds {len(affine)} layers."
         )
     layer = affine[0]
@@ -115,7 +115,7 @@ def identity(site: Site) -> None:
         variance, mean = torch.var_mean(x, dims, correction=0)
         if norm.weight is None or norm.running_mean is None or norm.running_var is None:
             raise UserError(
-                f"depth.start=identity needs a batch normalisation with weights and statistics in {paths[0]}."
+                f"start='identity' needs a batch normalisation with weights and statistics in {paths[0]}."
             )
         norm.running_mean.copy_(mean)
         norm.running_var.copy_(variance)
@@ -142,7 +142,7 @@ def gstack(site: Site) -> None:
     """
     if not site.twin:
         raise UserError(
-            f"depth.start: there is no block of the same shape before {site.block.name} to copy; let blocks come in "
+            f"there is no block of the same shape before {site.block.name} to copy; let blocks come in "
             "behind one of their kind, in order."
         )
     for path, twin in zip(site.block.paths, site.twin, strict=True):
@@ -163,8 +163,8 @@ def _assign(module: nn.Module, name: str, value: Tensor) -> None:
     setattr(module, name, value)
     if not torch.allclose(getattr(module, name), value, atol=1e-6):
         raise UserError(
-            "depth.start: a weight that is computed from others cannot take every value, so the block cannot begin as "
-            "it should; take depth.start=zero or stack."
+            "a weight that is computed from others cannot take every value, so the block cannot begin as it should; "
+            "take start='zero' or start='stack'."
         )
 
 

@@ -7,13 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError
 from growlab.growth import Expansion, NewWeights, VarianceTransfer
 from growlab.growth.method import WeightRule
 from growlab.parts.hypernets.initialisations import Emission, Initialisation
 from growlab.parts.hypernets.parametrise import Hypernet, materialize, parametrise
 from growlab.parts.hypernets.width_graph import emitted_graph
-from growlab.settings import sorted_into
+from growlab.settings import one_of, sorted_into
 from growlab.widths import Layer, WidthGraph
 
 _RULES = ("hyperfan_in", "hyperfan_out")
@@ -116,7 +115,7 @@ class Hyperfan(VarianceTransfer):
         settings: fields of `Emitting`, see there.
 
     Raises:
-        UserError: a setting is impossible.
+        ValueError: a setting is impossible.
         TypeError: there is no such setting.
     """
 
@@ -135,14 +134,8 @@ class Hyperfan(VarianceTransfer):
             "ratio", output_multiplier, False, rescale_unnormalised, noise_std=noise_std, gain=gain
         )
         (kind,) = sorted_into(self.SETTINGS, settings, "Hyperfan")
-        for what, value, known in (
-            ("new_weights", new_weights, _RULES),
-            ("sharing", kind.sharing, _SHARINGS),
-        ):
-            if value not in known:
-                raise UserError(
-                    f"growth.{what} must be {' or '.join(known)} with growth=hyperfan, not {value!r}."
-                )
+        one_of(_RULES, new_weights=new_weights)
+        one_of(_SHARINGS, sharing=kind.sharing)
         self.hypernet = Hypernet(
             kind.sharing,
             new_weights,

@@ -51,7 +51,7 @@ def hypernetwork(
         UserError: a setting is impossible.
     """
     if monte_carlo_samples < 1:
-        raise UserError(f"model.monte_carlo_samples={monte_carlo_samples} must be at least 1.")
+        raise UserError(f"monte_carlo_samples must be at least 1, not {monte_carlo_samples}.")
     made = network(image_shape=image_shape, num_classes=num_classes)
     seed = int(torch.randint(2**31, ()))
     if hypernet.get("sharing") == "none":

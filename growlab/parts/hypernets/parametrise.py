@@ -75,11 +75,11 @@ class Hypernet:
             raise UserError("a hypernetwork's sizes and gains must be positive and its noise not negative.")
         if self.sharing == "network" and self.initialisation == "constant_embedding":
             raise UserError(
-                "constant_embedding gives every layer an embedding of its own: sharing=network has one."
+                "constant_embedding gives every layer an embedding of its own: sharing='network' has one."
             )
         if self.sharing == "chunk" and (self.biases or len(self.hidden_features) > 1):
             raise UserError(
-                "sharing=chunk emits no biases and has one hidden layer: give one hidden_features."
+                "sharing='chunk' emits no biases and has one hidden layer: give one hidden_features."
             )
         _ = self.variances
 
@@ -138,7 +138,7 @@ def parametrise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Mod
         layers = layers[:-1]
         if not layers:
             raise UserError(
-                f"{type(network).__name__} has one layer alone, and emit_last=false leaves none to emit."
+                f"{type(network).__name__} has one layer alone, and emit_last=False leaves none to emit."
             )
     if hypernet.sharing == "chunk":
         _parametrise_by_chunks(layers, hypernet, seed)

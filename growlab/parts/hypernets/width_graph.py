@@ -31,7 +31,7 @@ def emitted_graph(network: nn.Module, graph: WidthGraph, channels: int = 1) -> W
         if group.full_width % channels or group.below % channels:
             raise UserError(
                 f"the {group.full_width} channels of {group.name} do not split into chunks of {channels}; choose "
-                "another growth.chunk_channels."
+                "other chunk_channels."
             )
         units[name] = Group(name, group.full_width // channels, group.below // channels)
     modules = dict(network.named_modules())

@@ -6,6 +6,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from growlab.settings import one_of
+
 Columns = Literal["orthogonal", "zero", "copy", "random", "small"]
 Correction = Literal["bias", "batch", "none"]
 Direction = Literal["forward", "backward"]
@@ -31,7 +33,7 @@ def gradient_times_value(left: Tensor, values: Tensor, right: Tensor, gradient: 
     """
     if gradient is None:
         raise ValueError(
-            "growth.importance=gradient needs an optimizer that keeps a running mean of the gradient, such as "
+            "importance='gradient' needs an optimizer that keeps a running mean of the gradient, such as "
             "adam or sgd with momentum, and one step of it."
         )
     return (values * ((left.T @ gradient.to(left)) * right.T).sum(1)).abs()
@@ -79,15 +81,9 @@ class Choices:
     direction: Direction = "forward"
 
     def __post_init__(self) -> None:
-        if self.importance not in IMPORTANCES:
-            raise ValueError(
-                f"growth.importance must be {' or '.join(IMPORTANCES)}, not {self.importance!r}."
-            )
-        words = (("columns", COLUMNS), ("correction", CORRECTIONS), ("direction", DIRECTIONS))
-        for name, known in words:
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"growth.{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}."
-                )
+        one_of(IMPORTANCES, importance=self.importance)
+        one_of(COLUMNS, columns=self.columns)
+        one_of(CORRECTIONS, correction=self.correction)
+        one_of(DIRECTIONS, direction=self.direction)
         if not -1 < self.bias < 1:
-            raise ValueError(f"growth.bias must lie between -1 and 1 (b*^2 < o), not {self.bias}.")
+            raise ValueError(f"bias must lie between -1 and 1 (b*^2 < o), not {self.bias}.")

@@ -4,11 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-
-def _at_least_one(**counts: int | None) -> None:
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ValueError(f"growth.{name} must be at least 1, not {value}.")
+from growlab.settings import at_least
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class Boundaries:
     last: int | None = None
 
     def __post_init__(self) -> None:
-        _at_least_one(every_n_epochs=self.every_n_epochs, every_n_steps=self.every_n_steps, first=self.first)
+        at_least(1, every_n_epochs=self.every_n_epochs, every_n_steps=self.every_n_steps, first=self.first)
 
     def before(self, epoch: int, step: int) -> int | None:
         """Number of the boundary that lies before a batch, ascending over a run; None if there is none.
@@ -77,15 +73,15 @@ class Widths:
     max_width: int | None = None
 
     def __post_init__(self) -> None:
-        _at_least_one(
+        at_least(
+            1,
             target_width=self.target_width,
             neurons_per_event=self.neurons_per_event,
             min_width=self.min_width,
         )
-        if self.scaffold < 0 or not self.threshold >= 0:
-            raise ValueError("growth.scaffold and growth.threshold must not be negative.")
+        at_least(0, scaffold=self.scaffold, threshold=self.threshold)
         if self.max_width is not None and self.max_width < self.min_width:
-            raise ValueError(f"growth.max_width={self.max_width} is below growth.min_width={self.min_width}.")
+            raise ValueError(f"max_width={self.max_width} is below min_width={self.min_width}.")
 
     def after(self, width: int, scores: Tensor | None) -> int:
         """Width of a layer after a boundary.

@@ -32,9 +32,9 @@ class GainWeights(Part):
 
     def __init__(self, mode: Literal["constant", "decayed"] = "decayed", decay: float = 0.1) -> None:
         if mode not in MODES:
-            raise UserError(f"gain_weights.mode must be {', '.join(MODES)} or null, not {mode!r}.")
+            raise UserError(f"mode must be {' or '.join(MODES)}, not {mode!r}.")
         if not decay >= 0:
-            raise UserError(f"gain_weights.decay={decay} must not be negative.")
+            raise UserError(f"decay must not be negative, not {decay}.")
         self._mode, self._decay = str(mode), decay
         self._held: list[tuple[nn.Module, Tensor]] = []
 
@@ -52,8 +52,8 @@ class GainWeights(Part):
         """
         if not readers(network):
             raise UserError(
-                f"gain_weights.mode={self._mode} needs layers that read gains, such as those of "
-                "model=isotropic_mlp model.gain_channel=true; this network has none."
+                f"mode={self._mode!r} needs layers that read gains, such as those of growlab's IsotropicMLP with "
+                "gain_channel=True; this network has none."
             )
         return graph
 

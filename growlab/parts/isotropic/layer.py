@@ -211,8 +211,8 @@ class LayerTensors:
         has_bias = any(layer.bias is not None for layer in producers(self.graph, self.group))
         if not lengths or not has_bias or self._centred():
             raise ValueError(
-                f"growth.bias={self.choices.bias} needs an intrinsic length and a bias that reaches it, which "
-                f"{self.group} has not; set growth.bias=0."
+                f"bias={self.choices.bias} needs an intrinsic length and a bias that reaches it, which "
+                f"{self.group} has not; set bias=0."
             )
         length = min(self._length(name) for name in lengths)
         biases = []

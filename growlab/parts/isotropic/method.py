@@ -21,7 +21,7 @@ from growlab.parts.isotropic.spectrum import (
     gain_columns,
     producers,
 )
-from growlab.settings import sorted_into
+from growlab.settings import one_of, sorted_into
 from growlab.widths import Carry, WidthGraph
 
 MODES = ("scaffold", "scheduled")
@@ -67,10 +67,9 @@ class Isotropic(GrowthMethod, WidthDecision):
     ) -> None:
         super().__init__()
         self.boundaries, self.widths, self.choices = sorted_into(self.SETTINGS, settings, "Isotropic")
-        if mode not in MODES:
-            raise ValueError(f"growth.mode must be {' or '.join(MODES)}, not {mode!r}.")
+        one_of(MODES, mode=mode)
         if (self.widths.target_width is None) == (mode == "scheduled"):
-            raise ValueError("growth.target_width goes with growth.mode=scheduled, and only with it.")
+            raise ValueError("target_width goes with mode='scheduled', and only with it.")
         self.max_pruning_error = max_pruning_error
         self.wants_gradients = self.choices.importance == "gradient"
 
@@ -220,6 +219,6 @@ def adaptable(graph: WidthGraph) -> list[str]:
         told = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
         raise ValueError(
             "isotropic growth needs a layer whose channels no operation tells apart, such as those of "
-            f"model=isotropic_mlp; this network has none{f' ({told})' if told else ''}."
+            f"growlab's IsotropicMLP; this network has none{f' ({told})' if told else ''}."
         )
     return found

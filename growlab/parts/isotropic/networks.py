@@ -27,7 +27,7 @@ def _activation(name: str, length: float | IntrinsicLength | None, gain_channel:
     if name not in GAINS and name not in _ELEMENTWISE:
         raise ValueError(f"activation must be one of {', '.join([*GAINS, *_ELEMENTWISE])}, not {name!r}")
     if name in _ELEMENTWISE and gain_channel:
-        raise ValueError(f"{name} has no gain: take gain_channel=false")
+        raise ValueError(f"{name} has no gain: take gain_channel=False")
     return _ELEMENTWISE[name]() if name in _ELEMENTWISE else IsotropicActivation(name, length, gain_channel)
 
 

@@ -27,7 +27,7 @@ class IsotropicLayers(Part):
         settings: other arguments of it.
 
     Raises:
-        UserError: a value cannot be used.
+        ValueError: a value cannot be used.
     """
 
     SETTINGS = (Isotropic,)
@@ -37,10 +37,7 @@ class IsotropicLayers(Part):
     method: Isotropic
 
     def __init__(self, mode: Literal["scaffold", "scheduled"] = "scaffold", **settings: Any) -> None:
-        try:
-            self.method = Isotropic(mode, **settings)
-        except ValueError as error:
-            raise UserError(str(error).replace("growth.", "isotropic.")) from error
+        self.method = Isotropic(mode, **settings)
         self._start: dict[str, int] = {}
         self._prepared: WidthGraph | None = None
         # The last boundary at which the layers were asked.
@@ -77,14 +74,14 @@ class IsotropicLayers(Part):
         """
         if isinstance(run.method, WidthDecision):
             raise UserError(
-                f"{run.method.name} decides the widths of isotropic layers already: set isotropic.mode=null, or take "
+                f"{run.method.name} decides the widths of isotropic layers already: leave IsotropicLayers out, or take "
                 "another growth method for the other layers."
             )
         if run.trigger.plans_cost:
             raise UserError(
                 "a budget is kept by what widths to come will cost, which nobody can tell of isotropic layers: their "
-                "singular values decide on the way. Take schedule=exponential, plateau or gradient with "
-                "isotropic.mode, or leave isotropic.mode out."
+                "singular values decide on the way. Take a schedule of stages, or leave IsotropicLayers "
+                "out."
             )
 
         assert self._prepared is not None
@@ -93,7 +90,7 @@ class IsotropicLayers(Part):
             if behind and not producers(run.graph, group):
                 raise UserError(
                     f"{group} comes in later as the identity, for which the layers on both sides must be equally wide; "
-                    "isotropic.mode lets each decide its own width. Leave out isotropic.mode, or let no layer come in."
+                    "isotropic layers decide their own widths. Leave IsotropicLayers out, or let no layer come in."
                 )
 
     def stage_widths(self, num_stages: int) -> Mapping[str, Sequence[int]]:
@@ -114,7 +111,7 @@ class IsotropicLayers(Part):
         try:
             wanted = self.method.decide(run.graph, tensors_of(run.network, run.graph), now, run.gradients())
         except ValueError as error:
-            raise UserError(str(error).replace("growth.", "isotropic.")) from error
+            raise UserError(str(error)) from error
         # Ranks compute alike; should one not, it follows rank 0, and the comparison of ranks tells.
         own: dict[str, int] = gather({group: wanted[group] for group in self.groups})[0]
         return None if all(now[group] == width for group, width in own.items()) else own

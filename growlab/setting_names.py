@@ -1,0 +1,127 @@
+"""Arguments that errors of the engine name, called as they are on the command line.
+
+The engine is used from Python too, so that its messages name arguments as Python does: "batches must be at least 1" or
+"set fallback='pairs'". Such a message names an argument as its first word, before an `=`, or by a name with an
+underscore. Here these become the settings that the arguments come from: `growth.batches`, `growth.fallback`.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig, OmegaConf
+
+from growlab.errors import UserError
+from growlab.settings import left_out
+
+_ARGUMENT = re.compile(r"(?<![\w.'\"])([a-z][a-z_]*)(=|(?!\w|\.\w|\())")
+_CONSTANTS = {"None": "null", "True": "true", "False": "false"}
+# What is chosen by a whole group on the command line.
+_CHOICES = {
+    "a fixed size": "growth=none",
+    "a schedule of stages": "schedule=exponential",
+    "set a validation set apart": "data.validation=split",
+}
+
+
+def arguments_of(node: DictConfig) -> dict[str, str]:
+    """Settings that the values of a part of the configuration come from, by name of the argument."""
+    path = node._get_full_key(None)
+    raw = OmegaConf.to_container(node, resolve=False)
+    assert isinstance(raw, dict)
+    names = {}
+    for name, value in raw.items():
+        elsewhere = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+        names[str(name)] = elsewhere[1] if elsewhere else f"{path}.{name}"
+    return {name: setting for name, setting in names.items() if not name.startswith("_")}
+
+
+def in_settings(text: str, names: Mapping[str, str]) -> str:
+    """A message in which settings take the place of arguments.
+
+    Args:
+        text: the message.
+        names: settings by argument.
+
+    Examples:
+        >>> in_settings("batches must be at least 1, not None.", {"batches": "growth.batches"})
+        'growth.batches must be at least 1, not null.'
+        >>> in_settings("no batches: set batches=1.", {"batches": "growth.batches"})
+        'no batches: set growth.batches=1.'
+    """
+
+    def called(found: re.Match[str]) -> str:
+        name = found[1]
+        first = not found.start() and text[found.end() :].startswith(" must ")
+        if name not in names or not (first or found[2] or "_" in name):
+            return found[0]
+        return f"{names[name]}{found[2]}"
+
+    told = _ARGUMENT.sub(called, text)
+    if told == text:
+        return text
+    return re.sub(rf"\b({'|'.join(_CONSTANTS)})\b", lambda found: _CONSTANTS[found[1]], told)
+
+
+@contextmanager
+def named_as_settings(cfg: DictConfig) -> Iterator[None]:
+    """Let errors name settings as one types them.
+
+    Args:
+        cfg: the run's configuration.
+
+    Raises:
+        UserError: what was raised inside, told so.
+    """
+    try:
+        yield
+    except InstantiationException as error:
+        cause, node = error.__cause__, _described(cfg, str(error))
+        if isinstance(cause, (ValueError, UserError)) and node is not None:
+            names = arguments_of(node)
+            told = in_settings(str(cause), names)
+            if told != str(cause) or told.partition(" ")[0] in names:
+                raise UserError(told) from error
+        raise
+    except UserError as error:
+        error.args = (_with_choices(in_settings(str(error), _of_run(cfg)), cfg.parts),)
+        raise
+
+
+def _described(cfg: DictConfig, message: str) -> DictConfig | None:
+    """The part of the configuration that could not be instantiated."""
+    named = re.search(r"full_key: (\S+)", message)
+    node = OmegaConf.select(cfg, named[1]) if named else None
+    return node if isinstance(node, DictConfig) else None
+
+
+def _of_run(cfg: DictConfig) -> dict[str, str]:
+    """Settings by argument, of everything that the engine is made of; those of two things are left as they are."""
+    parts: dict[bool, list[Any]] = {True: [], False: []}
+    for part in cfg.parts.values():
+        parts[left_out(part)].append(part)
+    made = _named((cfg.growth, cfg.schedule.demand, *parts[False], cfg.schedule, cfg.data, cfg.trainer))
+    # Of a schedule `batch_size` says whether sizes are found. Candidates of a plan have parts that it has not itself.
+    names = {**_named(parts[True]), **made, "batch_size": {"data.batch_size"}}
+    return {name: next(iter(settings)) for name, settings in names.items() if len(settings) == 1}
+
+
+def _named(nodes: Iterable[Any]) -> dict[str, set[str]]:
+    names: dict[str, set[str]] = {}
+    for node in nodes:
+        for name, setting in arguments_of(node).items() if isinstance(node, DictConfig) else ():
+            names.setdefault(name, set()).add(setting)
+    return names
+
+
+def _with_choices(text: str, parts: DictConfig) -> str:
+    """The message with what one chooses on the command line behind what it is called in Python."""
+    choices = dict(_CHOICES)
+    for part in parts.values():
+        if isinstance(part, DictConfig) and "_target_" in part and (own := arguments_of(part)):
+            choices[f"leave {part._target_.rpartition('.')[2]} out"] = f"{next(iter(own.values()))}=null"
+    for phrase, setting in choices.items():
+        text = text.replace(phrase, f"{phrase} ({setting})")
+    return text
