@@ -10,7 +10,7 @@ from growlab.growth.gradmax import GradMax
 from growlab.growth.hypercloning import HyperCloning
 from growlab.growth.lemon import Lemon
 from growlab.growth.measurement import Measurement
-from growlab.growth.method import Expansion, Growth, GrowthMethod, NewWeights, WidthDecision
+from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, NewWeights, WidthDecision
 from growlab.growth.net2net import Net2Net
 from growlab.growth.pairs import PairGrowth
 from growlab.growth.random import RandomGrowth
@@ -27,7 +27,7 @@ __all__ = [
     "FireFly",
     "FixedSize",
     "GradMax",
-    "Growth",
+    "GrownTensors",
     "GrowthEvent",
     "GrowthMethod",
     "GrowthState",

@@ -3,10 +3,12 @@
 from dataclasses import replace
 from math import sqrt
 
-from growlab.growth.method import Expansion, Growth
+from growlab.growth.method import Expansion, GrownTensors
 
 
-def with_attention_scale(expansion: Expansion, growth: Growth, by_multipliers: bool = False) -> Growth:
+def with_attention_scale(
+    expansion: Expansion, growth: GrownTensors, by_multipliers: bool = False
+) -> GrownTensors:
     """The same growth, with queries that undo the change of the scale 1 / sqrt(d) (Yuan et al. 2023, Section 3.1).
 
     Attention divides the products of queries and keys by the root of their dimension. From d to d' the tensors that

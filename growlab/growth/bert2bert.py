@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from growlab.growth.method import Expansion, Growth, GrowthMethod
+from growlab.growth.method import Expansion, GrownTensors, GrowthMethod
 from growlab.growth.net2net import replicas, replicate
 from growlab.widths import Carry, Layer, Part, grid
 
@@ -32,7 +32,7 @@ class Bert2Bert(GrowthMethod):
 
     preserves = False
 
-    def grow(self, expansion: Expansion) -> Growth:
+    def grow(self, expansion: Expansion) -> GrownTensors:
         """Compute every tensor at the new widths."""
         sources, counts = replicas(expansion)
         tensors = {name: replicate(expansion, name, sources, counts) for name in expansion.old}
@@ -43,7 +43,7 @@ class Bert2Bert(GrowthMethod):
                 expansion, name, tensors[name], replicate(as_own, name, sources, counts)
             )
         carry = Carry(sources, {group: 1.0 / count for group, count in counts.items()})
-        return Growth(tensors, carry=carry, report={"rows_of_the_next_block": taken} if taken else {})
+        return GrownTensors(tensors, carry=carry, report={"rows_of_the_next_block": taken} if taken else {})
 
 
 def _with_old_rows(expansion: Expansion, name: str, own: Tensor, upper: Tensor) -> Tensor:

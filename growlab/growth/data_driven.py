@@ -13,7 +13,7 @@ from growlab.errors import UserError
 from growlab.growth.attention_scale import attention_factors, with_attention_scale
 from growlab.growth.fans import Fans, fans_of
 from growlab.growth.measurement import Measurement
-from growlab.growth.method import Expansion, Growth, GrowthMethod, WeightRule
+from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WeightRule
 from growlab.growth.net2net import replicate
 from growlab.growth.pairs import PairGrowth
 from growlab.settings import at_least, one_of
@@ -60,7 +60,7 @@ class DataDriven(GrowthMethod):
     @abstractmethod
     def grow_from_data(
         self, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
-    ) -> tuple[Growth, dict[str, str]]:
+    ) -> tuple[GrownTensors, dict[str, str]]:
         """Compute every tensor at the new widths.
 
         Args:
@@ -73,7 +73,7 @@ class DataDriven(GrowthMethod):
             it then grows anew without them.
         """
 
-    def grow(self, expansion: Expansion) -> Growth:
+    def grow(self, expansion: Expansion) -> GrownTensors:
         """Compute every tensor at the new widths.
 
         Raises:
@@ -82,7 +82,7 @@ class DataDriven(GrowthMethod):
         before, after = expansion.old_widths, expansion.new_widths
         growing = [group for group in expansion.graph.groups if before[group] != after[group]]
         if not growing:
-            return Growth(dict(expansion.old))
+            return GrownTensors(dict(expansion.old))
         if expansion.leading is not None:
             return self._follow(expansion, expansion.leading)
         if expansion.data is None:
@@ -100,7 +100,9 @@ class DataDriven(GrowthMethod):
             factors = attention_factors(first)
             groups = [fans[group] for group in growing if group not in refused and group not in absent]
             if not groups:
-                return Growth(_divided(base, factors), report={"grown_by_pairs": refused} if refused else {})
+                return GrownTensors(
+                    _divided(base, factors), report={"grown_by_pairs": refused} if refused else {}
+                )
             growth, found = self.grow_from_data(replace(second, old=base), expansion.data, groups)
             if not found:
                 break
@@ -151,7 +153,7 @@ class DataDriven(GrowthMethod):
                 "function-preserving pairs."
             )
 
-    def _follow(self, expansion: Expansion, leading: "tuple[Mapping[str, Tensor], Carry]") -> Growth:
+    def _follow(self, expansion: Expansion, leading: "tuple[Mapping[str, Tensor], Carry]") -> GrownTensors:
         """Let an average of networks go through the affine map that the network went through."""
         grown, carry = leading
         assert expansion.leader is not None
@@ -165,7 +167,7 @@ class DataDriven(GrowthMethod):
                 for tensor in (old, expansion.leader[name])
             )
             tensors[name] = own + (grown[name].to(theirs) - theirs)
-        return Growth(tensors, carry=carry)
+        return GrownTensors(tensors, carry=carry)
 
 
 def _present(expansion: Expansion, group: str) -> bool:

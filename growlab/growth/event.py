@@ -14,7 +14,7 @@ from growlab.errors import UserError
 from growlab.growth import new_statistics
 from growlab.growth.attention_scale import with_attention_scale
 from growlab.growth.measurement import Measurement
-from growlab.growth.method import Expansion, Growth, GrowthMethod
+from growlab.growth.method import Expansion, GrownTensors, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, multiply
 from growlab.growth.outputs import Outputs, evaluate, observe, positional
 from growlab.growth.padding import padding_kept
@@ -171,7 +171,7 @@ def grow(
     )
 
 
-def _changed(expansion: Expansion, growth: Growth) -> dict[str, Tensor]:
+def _changed(expansion: Expansion, growth: GrownTensors) -> dict[str, Tensor]:
     """New tensors of an event: also those that stay as they are, but whose gradient the event rescales.
 
     These are weights that are multiplied otherwise from then on.
@@ -206,7 +206,7 @@ class _Applied(NamedTuple):
     multipliers: dict[str, list[float]]
 
 
-def _apply(model: nn.Module, state: GrowthState, expansion: Expansion, growth: Growth) -> _Applied:
+def _apply(model: nn.Module, state: GrowthState, expansion: Expansion, growth: GrownTensors) -> _Applied:
     graph, widths = expansion.graph, expansion.new_widths
     past = annealed(state.norm_weights, state.norm_progress)
     norm_weights = carried_weights(graph, past, growth.carry, state.widths, widths)
@@ -268,7 +268,7 @@ def _checked(
     model: nn.Module,
     method: GrowthMethod,
     expansion: Expansion,
-    growth: Growth,
+    growth: GrownTensors,
     before: Outputs,
     probe: tuple[Any, ...],
     agree: Agree,
@@ -315,7 +315,7 @@ def _checked(
 
 
 def _advance(
-    state: GrowthState, method: GrowthMethod, growth: Growth, stage: int, new_widths: Mapping[str, int]
+    state: GrowthState, method: GrowthMethod, growth: GrownTensors, stage: int, new_widths: Mapping[str, int]
 ) -> Carry:
     """Bring the state to the stage that has begun; returns how gradients follow."""
     state.stage, state.widths = stage, dict(new_widths)

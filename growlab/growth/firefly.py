@@ -11,7 +11,7 @@ from torch import Tensor
 from growlab.growth.data_driven import DataDriven, padded
 from growlab.growth.fans import Fans, View
 from growlab.growth.measurement import Measurement
-from growlab.growth.method import Expansion, Growth, WeightRule
+from growlab.growth.method import Expansion, GrownTensors, WeightRule
 from growlab.growth.splits import Split, directions, lengths, names_of, unit
 from growlab.growth.splitting import refuses_to_split
 from growlab.settings import above, at_least
@@ -74,7 +74,7 @@ class FireFly(DataDriven):
 
     def grow_from_data(
         self, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
-    ) -> tuple[Growth, dict[str, str]]:
+    ) -> tuple[GrownTensors, dict[str, str]]:
         """Compute every tensor at the new widths."""
         neighbourhood = _Neighbourhood.drawn(self, expansion, groups)
         for step in range(self.steps):
@@ -205,7 +205,7 @@ class _Neighbourhood:
         grown: dict[str, tuple[Tensor, Tensor]],
         signs: dict[str, Tensor],
         report: dict[str, object],
-    ) -> Growth:
+    ) -> GrownTensors:
         """The network with the chosen splits and new neurons: old channels, new ones, copies."""
         old, view = self.expansion.old_widths, self._view
         widths = {
@@ -229,7 +229,7 @@ class _Neighbourhood:
                     values = values * signs[group][chosen.to(values.device)][:, None]
                 target.write(tensors, getattr(fans, side), group, places, values)
         split = Split.of(plain, tensors, {group: chosen for group, (chosen, _) in grown.items()})
-        return Growth(split.tensors(moves), carry=split.carry(old), report=report)
+        return GrownTensors(split.tensors(moves), carry=split.carry(old), report=report)
 
 
 def _at_half(neighbourhood: _Neighbourhood) -> _Neighbourhood:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from growlab.growth.method import Expansion, Growth, GrowthMethod, NewWeights
+from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, NewWeights
 from growlab.settings import above, one_of
 
 # Exponent of the output layers' fan-in in the variance of their weights.
@@ -49,6 +49,6 @@ class FixedSize(GrowthMethod):
         self.draws_full_width = initialisation != "constructor"
         self.new_weights = NewWeights(gain, output_power=_OUTPUT_POWER[initialisation])
 
-    def grow(self, expansion: Expansion) -> Growth:
+    def grow(self, expansion: Expansion) -> GrownTensors:
         """A fixed-size run has one stage and never grows."""
         raise RuntimeError("a fixed-size run does not grow")

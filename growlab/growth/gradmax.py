@@ -10,7 +10,7 @@ from torch import Tensor
 from growlab.growth.data_driven import DataDriven, padded, upright
 from growlab.growth.fans import Fans, View
 from growlab.growth.measurement import Measurement
-from growlab.growth.method import Expansion, Growth, WeightRule
+from growlab.growth.method import Expansion, GrownTensors, WeightRule
 from growlab.growth.splits import unit
 from growlab.growth.surrogates import right_derivatives
 from growlab.settings import above, at_least, one_of
@@ -91,7 +91,7 @@ class GradMax(DataDriven):
 
     def grow_from_data(
         self, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
-    ) -> tuple[Growth, dict[str, str]]:
+    ) -> tuple[GrownTensors, dict[str, str]]:
         """Compute every tensor at the new widths."""
         ascended = [fans for fans in groups if self.zero == "fan_out" or (self.zero == "auto" and fans.norms)]
         solved = [fans for fans in groups if fans not in ascended]
@@ -105,7 +105,7 @@ class GradMax(DataDriven):
             ]
             refused |= _why_flat(expansion, data, flat)
             if refused:
-                return Growth({}), refused
+                return GrownTensors({}), refused
         tensors = padded(self, expansion)
         view = View(expansion.graph, expansion.new_widths, expansion.old_widths)
         for fans in solved:
@@ -126,7 +126,7 @@ class GradMax(DataDriven):
                 if norm < _LEAST * wanted[group]
             }
             if asleep:
-                return Growth({}), asleep
+                return GrownTensors({}), asleep
             for group, norm in shown.items():
                 report[group] = {**report[group], "gradient_norm": norm, "gradient_norm_bound": wanted[group]}
         if ascended:
@@ -137,7 +137,7 @@ class GradMax(DataDriven):
                     "gradient_norm": norms[-1],
                     "gradient_norm_drawn": norms[0],
                 }
-        return Growth(tensors, report={"groups": report}), {}
+        return GrownTensors(tensors, report={"groups": report}), {}
 
     def _rest(
         self,

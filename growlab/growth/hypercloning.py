@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from growlab.growth.method import Expansion, Growth, GrowthMethod, WeightRule
+from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WeightRule
 from growlab.growth.net2net import copies, replicate
 from growlab.settings import one_of
 from growlab.widths import Axis, Carry
@@ -54,14 +54,16 @@ class HyperCloning(GrowthMethod):
         one_of(get_args(Form), form=form)
         self.form = form
 
-    def grow(self, expansion: Expansion) -> Growth:
+    def grow(self, expansion: Expansion) -> GrownTensors:
         """Compute every tensor at the new widths."""
         sources = cloned(expansion)
         counts = {group: copies(source) for group, source in sources.items()}
         tensors = {name: replicate(expansion, name, sources, counts) for name in expansion.old}
         if self.form == "diagonal":
             tensors |= {name: _diagonal(expansion, name, tensor) for name, tensor in tensors.items()}
-        return Growth(tensors, carry=Carry(sources, {group: 1.0 / count for group, count in counts.items()}))
+        return GrownTensors(
+            tensors, carry=Carry(sources, {group: 1.0 / count for group, count in counts.items()})
+        )
 
     def noise(self, expansion: Expansion) -> dict[str, Tensor]:
         """Noise that changes no output: over the clones of each column its sum is zero."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from growlab.growth.hypercloning import cloned
-from growlab.growth.method import Expansion, Growth, GrowthMethod, WeightRule
+from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WeightRule
 from growlab.growth.net2net import copies, replicate
 from growlab.widths import Carry
 
@@ -49,13 +49,13 @@ class Lemon(GrowthMethod):
             raise ValueError(f"spread must be between 0 and 1, not {spread}.")
         self.spread = spread
 
-    def grow(self, expansion: Expansion) -> Growth:
+    def grow(self, expansion: Expansion) -> GrownTensors:
         """Compute every tensor at the new widths."""
         sources = cloned(expansion)
         shares = {group: self._shares(expansion, group, source) for group, source in sources.items()}
         divisors = {group: 1.0 / share for group, share in shares.items()}
         tensors = {name: replicate(expansion, name, sources, divisors) for name in expansion.old}
-        return Growth(tensors, carry=Carry(sources, shares))
+        return GrownTensors(tensors, carry=Carry(sources, shares))
 
     def _shares(self, expansion: Expansion, group: str, source: Tensor) -> Tensor:
         """Share of each channel, float64 [new width]; 1 where a channel has no copies."""

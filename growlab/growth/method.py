@@ -220,8 +220,8 @@ def _normal(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Growth:
-    """What a method gives back.
+class GrownTensors:
+    """All tensors of a network after a growth event, as a method computes them, and what follows from them.
 
     Attributes:
         tensors: every tensor of `Expansion.old` at the new widths; the old object itself where nothing changed.
@@ -318,7 +318,7 @@ class GrowthMethod(ABC):
         return {}
 
     @abstractmethod
-    def grow(self, expansion: Expansion) -> Growth:
+    def grow(self, expansion: Expansion) -> GrownTensors:
         """Compute every tensor at the new widths."""
 
     def initialise(self, expansion: Expansion) -> dict[str, Tensor]:

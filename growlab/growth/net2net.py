@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from growlab.growth.method import Expansion, Growth, GrowthMethod
+from growlab.growth.method import Expansion, GrownTensors, GrowthMethod
 from growlab.widths import Carry
 
 
@@ -29,12 +29,12 @@ class Net2Net(GrowthMethod):
     the plain statistics; otherwise copies share their channel's weight in them (`weighted_norms`).
     """
 
-    def grow(self, expansion: Expansion) -> Growth:
+    def grow(self, expansion: Expansion) -> GrownTensors:
         """Compute every tensor at the new widths."""
         sources, counts = replicas(expansion)
         carry = Carry(sources, {group: 1.0 / count for group, count in counts.items()})
         tensors = {name: replicate(expansion, name, sources, counts) for name in expansion.old}
-        return Growth(tensors, carry=carry)
+        return GrownTensors(tensors, carry=carry)
 
 
 def replicas(expansion: Expansion) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

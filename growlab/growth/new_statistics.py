@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from growlab.growth.method import Expansion, Growth
+from growlab.growth.method import Expansion, GrownTensors
 
 #: Mean and variance of each channel, by the name of the normalisation that they enter.
 Moments = Mapping[str, tuple[Tensor, Tensor]]
@@ -17,7 +17,7 @@ Moments = Mapping[str, tuple[Tensor, Tensor]]
 
 def begin(
     expansion: Expansion,
-    growth: Growth,
+    growth: GrownTensors,
     tensors: Mapping[str, Tensor],
     average: Callable[[Tensor], Tensor],
 ) -> Callable[[Moments], None]:
@@ -52,7 +52,7 @@ def begin(
     return write
 
 
-def _new_channels(expansion: Expansion, growth: Growth) -> Iterable[tuple[str, Tensor]]:
+def _new_channels(expansion: Expansion, growth: GrownTensors) -> Iterable[tuple[str, Tensor]]:
     """By the name of a running average, a mask [channels] of what is new there and has its default."""
     before, after = expansion.old_widths, expansion.new_widths
     for norm in expansion.graph.norms:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from growlab.growth.method import Expansion, Growth, GrowthMethod
+from growlab.growth.method import Expansion, GrownTensors, GrowthMethod
 from growlab.widths import Axis, grid
 
 
@@ -25,9 +25,9 @@ class PairGrowth(GrowthMethod):
     **Preserves** exactly, in eval and train mode, over residual streams, concatenation and flattening.
     """
 
-    def grow(self, expansion: Expansion) -> Growth:
+    def grow(self, expansion: Expansion) -> GrownTensors:
         """Compute every tensor at the new widths."""
-        return Growth({name: self.expand(expansion, name, old) for name, old in expansion.old.items()})
+        return GrownTensors({name: self.expand(expansion, name, old) for name, old in expansion.old.items()})
 
     def expand(self, expansion: Expansion, name: str, old: Tensor) -> Tensor:
         """One tensor at the new widths, with `old` (rescaled or not) at the old places."""

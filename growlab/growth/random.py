@@ -1,6 +1,6 @@
 """Random growth: the naive baseline."""
 
-from growlab.growth.method import Expansion, Growth, GrowthMethod
+from growlab.growth.method import Expansion, GrownTensors, GrowthMethod
 from growlab.widths import grid
 
 
@@ -15,7 +15,7 @@ class RandomGrowth(GrowthMethod):
 
     preserves = False
 
-    def grow(self, expansion: Expansion) -> Growth:
+    def grow(self, expansion: Expansion) -> GrownTensors:
         """Compute every tensor at the new widths."""
         tensors = {}
         for name, old in expansion.old.items():
@@ -25,4 +25,4 @@ class RandomGrowth(GrowthMethod):
             new = self.new_weights.draw(expansion, name).to(old)
             new[grid(expansion.kept(name), new.device)] = old
             tensors[name] = new
-        return Growth(tensors)
+        return GrownTensors(tensors)

@@ -10,7 +10,7 @@ from torch import Tensor
 from growlab.growth.data_driven import DataDriven
 from growlab.growth.fans import Fans, View
 from growlab.growth.measurement import Measurement
-from growlab.growth.method import Expansion, Growth, WeightRule
+from growlab.growth.method import Expansion, GrownTensors, WeightRule
 from growlab.growth.splits import Split, directions, lengths, names_of, unit
 from growlab.growth.surrogates import smooth
 from growlab.settings import above, at_least
@@ -70,7 +70,7 @@ class Splitting(DataDriven):
 
     def grow_from_data(
         self, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
-    ) -> tuple[Growth, dict[str, str]]:
+    ) -> tuple[GrownTensors, dict[str, str]]:
         """Compute every tensor at the new widths."""
         found = splitting_eigen(self, expansion, data, groups, self.iterations, self.softplus_beta)
         view = View(expansion.graph, expansion.old_widths, expansion.old_widths)
@@ -92,7 +92,7 @@ class Splitting(DataDriven):
             }
         split = Split.of(_unchanged(expansion), expansion.old, chosen)
         carry = split.carry(expansion.old_widths)
-        return Growth(split.tensors(moves), carry=carry, report={"groups": report}), {}
+        return GrownTensors(split.tensors(moves), carry=carry, report={"groups": report}), {}
 
 
 def refuses_to_split(fans: Fans, before: int, after: int) -> str | None:

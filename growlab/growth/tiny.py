@@ -11,7 +11,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from growlab.growth.data_driven import DataDriven, padded, upright
 from growlab.growth.fans import Fans, Slot, View
 from growlab.growth.measurement import Measurement, Seen
-from growlab.growth.method import Expansion, Growth, WeightRule
+from growlab.growth.method import Expansion, GrownTensors, WeightRule
 from growlab.growth.moments import bottleneck, moments, usual
 from growlab.widths import resized
 
@@ -83,7 +83,7 @@ class Tiny(DataDriven):
 
     def grow_from_data(
         self, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
-    ) -> tuple[Growth, dict[str, str]]:
+    ) -> tuple[GrownTensors, dict[str, str]]:
         """Compute every tensor at the new widths."""
         modules = dict(data.model.named_modules())
         refused = {
@@ -93,7 +93,7 @@ class Tiny(DataDriven):
             if not usual(modules.get(layer.name))
         }
         if refused:
-            return Growth({}), refused
+            return GrownTensors({}), refused
         refused = {
             fans.group: f"{norm.name} normalises each sample, and is no module of torch that does nothing else"
             for fans in groups
@@ -101,7 +101,7 @@ class Tiny(DataDriven):
             if norm.per_sample and not isinstance(modules.get(norm.name), (_InstanceNorm, nn.GroupNorm))
         }
         if refused:
-            return Growth({}), refused
+            return GrownTensors({}), refused
         found_moments = moments(expansion, data, groups, modules)
         refused = {
             fans.group: f"{layer.name} is called more than once"
@@ -110,7 +110,7 @@ class Tiny(DataDriven):
             if float(found_moments[f"calls {layer.name}"]) != 1.0
         }
         if refused:
-            return Growth({}), refused
+            return GrownTensors({}), refused
         view = View(expansion.graph, expansion.old_widths, expansion.old_widths)
         refused = {
             fans.group: f"{fans.producers[0].name} has several rows for each of its channels"
@@ -118,7 +118,7 @@ class Tiny(DataDriven):
             if view.size(fans.into, fans.group) != len(found_moments[f"input {fans.group}"])
         }
         if refused:
-            return Growth({}), refused
+            return GrownTensors({}), refused
         updates = {
             fans.group: solved(found_moments[f"square {fans.group}"], found_moments[f"goal {fans.group}"])
             for fans in groups
@@ -139,7 +139,7 @@ class Tiny(DataDriven):
         groups: Sequence[Fans],
         updates: Mapping[str, Tensor],
         found: Mapping[str, tuple[Tensor, Tensor, Tensor]],
-    ) -> Growth:
+    ) -> GrownTensors:
         view = View(expansion.graph, expansion.new_widths, expansion.old_widths)
         empty = padded(self, expansion)
         unit = dict(empty)
@@ -169,7 +169,7 @@ class Tiny(DataDriven):
             "loss_after": losses[best],
             "singular_values": {fans.group: found[fans.group][2].tolist() for fans in groups},
         }
-        return Growth(at(self.amplitudes[best]), report=report)
+        return GrownTensors(at(self.amplitudes[best]), report=report)
 
 
 def best_neurons(square: Tensor, product: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from growlab.growth.method import Expansion, Growth, NewWeights, WeightRule
+from growlab.growth.method import Expansion, GrownTensors, NewWeights, WeightRule
 from growlab.growth.pairs import PairGrowth
 from growlab.growth.rescale import rescale
 from growlab.settings import one_of
@@ -83,7 +83,7 @@ class VarianceTransfer(PairGrowth):
         self.rescale_unnormalised = rescale_unnormalised or literal
         self.new_weights = NewWeights(gain, output_power=2, rule=new_weights)
 
-    def grow(self, expansion: Expansion) -> Growth:
+    def grow(self, expansion: Expansion) -> GrownTensors:
         """Compute every tensor at the new widths."""
         graph = expansion.graph
         wanted = {layer.weight: self._wanted(expansion, layer.weight) for layer in graph.layers}
@@ -101,7 +101,7 @@ class VarianceTransfer(PairGrowth):
             if self.layer_multipliers and factor != needed[name]
         }
         told = {name: factor for name, factor in stored.items() if factor != 1.0}
-        return Growth(
+        return GrownTensors(
             tensors,
             1.0 if self.literal else 1.0 / classes.get(graph.output_class, 1.0),
             norm_scale,

@@ -11,7 +11,7 @@ from growlab.errors import UserError
 from growlab.growth import (
     Expansion,
     FixedSize,
-    Growth,
+    GrownTensors,
     GrowthState,
     Net2Net,
     PairGrowth,
@@ -36,10 +36,10 @@ class Broken(PairGrowth):
         super().__init__()
         self.change = change
 
-    def grow(self, expansion: Expansion) -> Growth:
+    def grow(self, expansion: Expansion) -> GrownTensors:
         tensors = super().grow(expansion).tensors
         tensors["classifier.weight"] = self.change(tensors["classifier.weight"])
-        return Growth(tensors)
+        return GrownTensors(tensors)
 
 
 def planted(name: str = "depthwise", method=None):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from growlab.errors import UserError
-from growlab.growth.method import Expansion, Growth, GrowthMethod, WidthDecision
+from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WidthDecision
 from growlab.parts.isotropic.choices import IMPORTANCES, Choices
 from growlab.parts.isotropic.decision import Boundaries, Widths
 from growlab.parts.isotropic.layer import Change
@@ -115,7 +115,7 @@ class Isotropic(GrowthMethod, WidthDecision):
             decided[group] = self.widths.after(widths[group], scores)
         return decided
 
-    def grow(self, expansion: Expansion) -> Growth:
+    def grow(self, expansion: Expansion) -> GrownTensors:
         """Bring every layer to its new width, one after the other in forward order."""
         graph, widths = expansion.graph, dict(expansion.old_widths)
         changing = [g for g in adaptable(graph) if expansion.new_widths[g] != widths[g]]
@@ -155,7 +155,7 @@ class Isotropic(GrowthMethod, WidthDecision):
                 }
         exact = self.choices.bias == 0 or self.choices.columns == "zero"
         exact = exact or all(_reads_gains(graph, group, widths) for group in bases)
-        return Growth(
+        return GrownTensors(
             tensors,
             # Rows that are stored as m W have the gradient that the forward's m W has: m times that of W.
             carry=Carry(bases=bases, scales=scales),
