@@ -24,25 +24,26 @@ _TRAIN, _TEST, _VAL = ("train", "training"), ("test", "testing"), ("val", "valid
 
 
 def find_folders(root: Path) -> dict[str, Path]:
-    """Return {"train": folder, "test": folder} as far as they are there; empty without `train/<class>/`."""
+    """Return the folders of "train", "test" and "val" as far as they are there; empty without `train/<class>/`.
+
+    Where there is no test/, val/ is the test set.
+    """
     train = _called(root, _TRAIN)
     if train is None or not any(path.is_dir() for path in _entries(train)):
         return {}
-    test = _called(root, _TEST + _VAL)
-    return {"train": train, "test": test} if test else {"train": train}
+    test, val = _called(root, _TEST), _called(root, _VAL)
+    found = {"train": train, "test": test or val, "val": val if test else None}
+    return {part: folder for part, folder in found.items() if folder is not None}
 
 
 def all_folders(root: Path) -> dict[str, Path]:
-    """Return the folders of all parts there are: "train" and, if they are there, "val" and "test".
-
-    Without `train/<class>/` the class folders lie in `root` itself. Where there is no test/, val/ is the test set.
+    """Return what `find_folders` does; without `train/<class>/` the class folders lie in `root` itself.
 
     Raises:
         UserError: there are no class folders.
     """
     if folders := find_folders(root):
-        val = _called(root, _VAL)
-        return {**folders, "val": val} if val is not None and val != folders.get("test") else folders
+        return folders
     classes = [path for path in _entries(root) if path.is_dir() and next(_image_names(path), None)]
     if len(classes) < 2:
         raise UserError(

@@ -139,8 +139,7 @@ class ImageData(LightningDataModule):
 
     def _open(self) -> dict[str, Images]:
         """The training and the test set, and a validation set where the data has its own."""
-        train, test = open_images(self.name, self.root, self.download, self.views.fit)
-        return {"train": train, "test": test}
+        return open_images(self.name, self.root, self.download, self.views.fit)
 
     def teardown(self, stage: str | None = None) -> None:
         """End the processes that read images."""

@@ -27,7 +27,7 @@ _RECENT_BYTES = 256 << 20
 
 
 def find_parquet(root: Path) -> dict[str, list[Path]]:
-    """Return the Parquet files of "train" and "test", in `root` or one folder below it.
+    """Return the Parquet files of "train", "test" and "val", in `root` or one folder below it.
 
     A split is known by how the file's name begins: train, test or val(idation); validation files serve as the
     test set where there is none, or one without labels (-1), as ImageNet's. Empty if there is no training file.
@@ -44,31 +44,30 @@ def find_parquet(root: Path) -> dict[str, list[Path]]:
     return next(iter(found.values()), {})
 
 
-def open_parquet(splits: dict[str, list[Path]], fit: Fit) -> tuple[EncodedImages, EncodedImages]:
-    """Open the training and the test set; images are read when asked for.
+def open_parquet(splits: dict[str, list[Path]], fit: Fit) -> dict[str, EncodedImages]:
+    """Open the training, the test and, if it is there, the validation set; images are read when asked for.
 
     Raises:
         UserError: a file is unreadable, or has no column of images or labels.
     """
     image_column, label_column, names = _columns(splits["train"][0])
-    labels = {split: _labels(splits[split], label_column) for split in ("train", "test")}
+    splits = dict(splits)
+    labels = {split: _labels(paths, label_column) for split, paths in splits.items()}
     if "val" in splits and (labels["test"] < 0).all():
-        splits = {**splits, "test": splits["val"]}
-        labels["test"] = _labels(splits["val"], label_column)
-    *_, other_names = _columns(splits["test"][0])
-    if names and other_names and names != other_names:
-        raise UserError(
-            f"{splits['test'][0]} numbers its classes otherwise than {splits['train'][0].name}: "
-            f"{_first(names, other_names)}; write both with the same names."
-        )
+        splits["test"], labels["test"] = splits.pop("val"), labels.pop("val")
+    for split in splits.keys() - {"train"}:
+        *_, other_names = _columns(splits[split][0])
+        if names and other_names and names != other_names:
+            raise UserError(
+                f"{splits[split][0]} numbers its classes otherwise than {splits['train'][0].name}: "
+                f"{_first(names, other_names)}; write both with the same names."
+            )
     classes = class_names(list(labels.values()), names, str(splits["train"][0].parent))
-    sets: list[EncodedImages] = []
-    for split in ("train", "test"):
-        payloads = ParquetPayloads(splits[split], image_column)
-        positions = np.arange(len(labels[split]))
-        frame_of = sets[0] if sets else None
-        sets.append(EncodedImages(payloads, labels[split], classes, positions, fit, frame_of))
-    return sets[0], sets[1]
+    sets: dict[str, EncodedImages] = {}
+    for split, paths in splits.items():
+        payloads, positions = ParquetPayloads(paths, image_column), np.arange(len(labels[split]))
+        sets[split] = EncodedImages(payloads, labels[split], classes, positions, fit, sets.get("train"))
+    return sets
 
 
 def _first(names: Sequence[str], others: Sequence[str]) -> str:
@@ -194,7 +193,7 @@ def _splits(folder: Path) -> dict[str, list[Path]]:
     for paths in splits.values():
         _check_complete(paths)
     if not splits["test"]:
-        splits["test"] = splits["val"]
+        splits["test"] = splits.pop("val")
     return {split: paths for split, paths in splits.items() if paths}
 
 

@@ -22,8 +22,8 @@ def default_root(name: str) -> Path:
 
 def open_images(
     name: str, root: str | os.PathLike[str] | None, download: bool = True, fit: Fit | None = None
-) -> tuple[Images, Images]:
-    """Return the training and the test set of `name`.
+) -> dict[str, Images]:
+    """Return the sets of `name`: "train", "test", and "val" where the data has one beside the test set.
 
     Args:
         name: digits, cifar10, cifar100, mnist, fashion_mnist, or any name for data that lies in `root`.
@@ -36,7 +36,7 @@ def open_images(
         UserError: nothing usable is there, in a sentence that says what was looked for and where.
     """
     if name == "digits" and root is None:
-        return load_digits()
+        return _named(load_digits())
     folder = Path(root).expanduser() if root is not None else default_root(name)
     try:
         return _open_folder(name, folder, download, fit or Fit())
@@ -47,29 +47,32 @@ def open_images(
         ) from error
 
 
-def _open_folder(name: str, folder: Path, download: bool, fit: Fit) -> tuple[Images, Images]:
+def _open_folder(name: str, folder: Path, download: bool, fit: Fit) -> dict[str, Images]:
     if folder.exists() and not folder.is_dir():
         raise UserError(
             f"data.root={folder} is a file; point data.root=... at the folder that holds the data."
         )
     if folder.is_dir():
         if has_torchvision_files(name, folder):
-            return load_torchvision(name, folder, download)
+            return _named(load_torchvision(name, folder, download))
         if folders := find_folders(folder):
-            sets = open_folders(_complete(folders, folder), fit)
-            return sets["train"], sets["test"]
+            return {**open_folders(_complete(folders, folder), fit)}
         # pyarrow takes a third of a second to import: only where it may be needed.
         if any(folder.glob("*.parquet")) or any(folder.glob("*/*.parquet")):
             from growlab.data.parquet import find_parquet, open_parquet
 
             if splits := find_parquet(folder):
-                return open_parquet(_complete(splits, folder), fit)
+                return {**open_parquet(_complete(splits, folder), fit)}
         if any(folder.iterdir()):
             raise UserError(f"{folder} holds no {name} data that growlab knows: {_looked_for(name)}.")
     if name in DATASETS and download:
-        return load_torchvision(name, folder, download=True)
+        return _named(load_torchvision(name, folder, download=True))
     hint = "; without data.root the digits come from scikit-learn" if name == "digits" else ""
     raise UserError(f"found no {name} data in {folder}: {_looked_for(name)}{hint}.")
+
+
+def _named(sets: tuple[Images, Images]) -> dict[str, Images]:
+    return dict(zip(("train", "test"), sets, strict=True))
 
 
 def _looked_for(name: str) -> str:

@@ -16,9 +16,10 @@ class Sets:
     """Which images are trained on, validated on and tested on.
 
     Attributes:
-        validation: "none"; "split": part of the training set; "test": the test set, watched under this name and not
-            selected on, so that all training images are trained on.
-        validation_fraction: the part that "split" takes.
+        validation: "none"; "split": the data's own validation set where it has one beside the test set, else part of
+            the training set; "test": the test set, watched under this name and not selected on, so that all training
+            images are trained on.
+        validation_fraction: the part of the training set that "split" takes.
         split_seed: decides which images "split" takes, whatever the seed of the run.
         limit_train: use only so many training images, the first ones of each class.
         limit_test: likewise of the test set.

@@ -30,7 +30,7 @@ def decodings(monkeypatch):
 
 
 def _train(root):
-    return decoded(open_images("insects", root)[0])
+    return decoded(open_images("insects", root)["train"])
 
 
 def _archives(cache):
@@ -49,7 +49,7 @@ def test_the_second_run_decodes_nothing(root, many_pictures, own_cache, decoding
 def test_selections_come_from_the_cache_of_the_whole(root, many_pictures, decodings):
     _train(root)
     positions = np.array([7, 3, 2399])
-    few = decoded(open_images("insects", root)[0].select(positions))
+    few = decoded(open_images("insects", root)["train"].select(positions))
     assert decodings["images"] == 2400
     assert np.array_equal(few.images_NHWC, many_pictures.images["train"][positions])
     assert np.array_equal(few.labels, many_pictures.labels["train"][positions])
@@ -57,7 +57,7 @@ def test_selections_come_from_the_cache_of_the_whole(root, many_pictures, decodi
 
 def test_a_few_images_are_decoded_alone(root, many_pictures, own_cache, decodings):
     positions = np.arange(0, 2400, 100)
-    few = decoded(open_images("insects", root)[0].select(positions))
+    few = decoded(open_images("insects", root)["train"].select(positions))
     assert decodings["images"] == 24 and not _archives(own_cache)
     assert np.array_equal(few.images_NHWC, many_pictures.images["train"][positions])
 

@@ -1,6 +1,7 @@
 import json
 import logging
 import pickle
+import shutil
 import struct
 import urllib.error
 from hashlib import md5
@@ -25,7 +26,7 @@ def _arrays(name, root, **kwargs):
     """Both sets decoded: (images uint8 [N, H, W, C], labels) of each."""
     sets = [
         decoded(part) if isinstance(part, EncodedImages) else part
-        for part in open_images(name, root, **kwargs)
+        for part in open_images(name, root, **kwargs).values()
     ]
     return [(part.images_NHWC.numpy(), part.labels) for part in sets]
 
@@ -51,7 +52,7 @@ def _error(name, root, **kwargs) -> str:
 def test_folders(pictures, tmp_path, test_name):
     root = pictures.as_folders(tmp_path / "data", test_name)
     _assert_same(_arrays("insects", root), pictures)
-    assert open_images("insects", root)[0].classes == pictures.classes
+    assert open_images("insects", root)["train"].classes == pictures.classes
 
 
 @pytest.mark.parametrize(
@@ -70,17 +71,17 @@ def test_parquet(pictures, tmp_path, names, options):
 
 def test_parquet_takes_the_names_of_classes_from_hugging_faces_metadata(pictures, tmp_path):
     root = pictures.as_parquet(tmp_path)
-    assert open_images("insects", root)[0].classes == ("0", "1", "2", "3")
+    assert open_images("insects", root)["train"].classes == ("0", "1", "2", "3")
     table = pq.read_table(root / "train.parquet")
     info = '{"info": {"features": {"label": {"names": ["a", "b", "c", "d", "e"]}}}}'
     pq.write_table(table.replace_schema_metadata({"huggingface": info}), root / "train.parquet")
-    assert open_images("insects", root)[0].classes == ("a", "b", "c", "d", "e")
+    assert open_images("insects", root)["train"].classes == ("a", "b", "c", "d", "e")
 
 
 def test_large_parquet_is_read_by_row_groups(pictures, tmp_path, monkeypatch):
     monkeypatch.setattr("growlab.data.parquet._HELD_BYTES", 0)
     root = pictures.as_parquet(tmp_path, "{}-SHARD.parquet".format, shards=3, row_group_size=4)
-    train, test = open_images("insects", root)
+    train, test = open_images("insects", root).values()
     # 14 + 13 + 13 rows in groups of at most four.
     rows = [4, 4, 4, 2, 4, 4, 4, 1, 4, 4, 4, 1]
     assert train.blocks_N.tolist() == np.repeat(np.arange(12), rows).tolist()
@@ -118,7 +119,7 @@ def test_torchvisions_mnist_files(grey_pictures, tmp_path, name, folder):
     _write_mnist(tmp_path, folder, grey_pictures)
     _assert_same(_arrays(name, tmp_path), grey_pictures)
     _assert_same(_arrays("grey", grey_pictures.as_folders(tmp_path / "folders")), grey_pictures)
-    assert len(open_images(name, tmp_path)[0].classes) == 10
+    assert len(open_images(name, tmp_path)["train"].classes) == 10
 
 
 @pytest.mark.parametrize(
@@ -373,3 +374,22 @@ def test_empty_class_folders(tmp_path):
     (tmp_path / "train" / "ant").mkdir(parents=True)
     (tmp_path / "test").mkdir()
     assert "hold no images" in _error("insects", tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["folders", "parquet"])
+@pytest.mark.parametrize(("validation", "held_out"), [("split", 39), ("test", 12), ("none", 0)])
+def test_a_validation_set_beside_the_test_set_is_validated_on(
+    pictures, tmp_path, layout, validation, held_out
+):
+    """All training images are trained on; the validation set is theirs but one."""
+    if layout == "folders":
+        root = pictures.as_folders(tmp_path / "data")
+        shutil.copytree(root / "train", root / "val")
+        next((root / "val").rglob("*.png")).unlink()
+    else:
+        root = pictures.as_parquet(tmp_path / "data", "{}-00000.parquet".format)
+        table = pq.read_table(root / "train-00000.parquet")
+        pq.write_table(table.slice(1), root / "validation-00000.parquet")
+    data = ImageData("insects", str(root), validation=validation)
+    data.setup()
+    assert (data.num_train, data.num_val, data.num_test) == (40, held_out, 12)
