@@ -1,6 +1,9 @@
 """Choices of the command line that Hydra lets pass: parts that do not exist, and runs without what they need."""
 
+import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +34,15 @@ def check_choices(overrides: Sequence[str], conf: Path, more: str | None = None)
     Raises:
         UserError: naming the nearest valid names, or what to write instead.
     """
+    given = list(_read(overrides))
+    searched = [one for one in given if one.key_or_group == SEARCHPATH and not one.is_delete()]
     folders = [conf, *([] if more is None else [Path(more)])]
-    for override in _read(overrides):
+    folders += [found for one in searched for place in _words(one.value()) for found in _folders_of(place)]
+    for override in given:
         name = override.key_or_group
         if override.is_delete():
             _check_deletion(name, conf)
-        elif name == _OPTIONAL and not any(one.startswith(f"{SEARCHPATH}=") for one in overrides):
+        elif name == _OPTIONAL:
             _check_parts(_words(override.value()), folders)
 
 
@@ -48,15 +54,50 @@ def check_parts_of_job() -> None:
     """
     job = HydraConfig.get()
     sources = [one for one in job.runtime.config_sources if one.path not in ("", "hydra.conf")]
-    if any(one.schema != "file" for one in sources):
-        return  # a package of the user's own may have parts too
-    folders = [Path(one.path) for one in sources]
+    places = [f"{one.schema}://{one.path}" for one in sources if one.schema in ("file", "pkg")]
+    folders = [folder for place in places for folder in _folders_of(place)]
     for override in _read(job.overrides.task):
         if override.key_or_group == _OPTIONAL and not override.is_delete():
             _check_parts(_words(override.value()), folders)
     for group in ("experiment", "method"):
         for file, parts in _parts_in_files(group, job.runtime.choices.get(group), folders):
             _check_parts(parts, folders, f"{file}: ")
+
+
+def _folders_of(place: str) -> list[Path]:
+    """The folders of configurations that an entry of the search path means, such as `pkg://mine.conf`.
+
+    Raises:
+        UserError: there is no such folder or package, of which Hydra would only warn.
+    """
+    schema, _, path = place.rpartition("://")
+    if schema == "pkg":
+        folders = _folders_of_package(path)
+        if not folders:
+            raise UserError(
+                f"{SEARCHPATH} names {place}, but Python finds no package {path}: install it, or start growlab in the "
+                "folder that holds it"
+            )
+        return folders
+    if schema not in ("", "file"):
+        return []  # of a plugin of Hydra's
+    if not Path(path).is_dir():
+        raise UserError(f"{SEARCHPATH} names {place}, which is no folder: {Path(path).absolute()}")
+    return [Path(path)]
+
+
+def _folders_of_package(name: str) -> list[Path]:
+    try:
+        spec = find_spec(name)
+    except (ImportError, ValueError):
+        return []
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
+    if folders and not any((folder / "__init__.py").is_file() for folder in folders):
+        # Hydra reads such a package all the same.
+        warnings.filterwarnings(
+            "ignore", rf"provider=hydra\.searchpath.*, path={re.escape(name)} is not available"
+        )
+    return folders
 
 
 def _check_parts(parts: Iterable[str], folders: Sequence[Path], where: str = "") -> None:

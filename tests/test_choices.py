@@ -49,7 +49,7 @@ def test_parts_of_the_users_own_folders_pass(folder: Path, tmp_path: Path) -> No
     (own / "parts").mkdir(parents=True)
     (own / "parts" / "mine.yaml").touch()
     check_choices(["parts=[ema,mine]"], folder, str(own))
-    check_choices(["parts=[ema,mine]", "hydra.searchpath=[file://x]"], folder)
+    check_choices(["parts=[ema,mine]", f"hydra.searchpath=['file://{own}']"], folder)
     with pytest.raises(UserError, match="no part 'mine'"):
         check_choices(["parts=[ema,mine]"], folder)
 

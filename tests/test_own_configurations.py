@@ -134,3 +134,74 @@ def test_both_ways_beside_each_other(own: Path, tmp_path: Path, monkeypatch: pyt
 )
 def test_more_overrides_stand_beside_the_others(argv: str, overrides: str, expected: str) -> None:
     assert _with_more(argv.split(), overrides.split(), ["M"]) == expected.split()
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package with configurations of its own: a part, and experiments with it and with a part that is not there."""
+    conf = tmp_path / "mine" / "conf"
+    for group in ("parts", "experiment"):
+        (conf / group).mkdir(parents=True)
+    (tmp_path / "mine" / "__init__.py").touch()
+    (tmp_path / "mine" / "counting.py").write_text(
+        "from growlab.parts import Part\n\n\nclass Counted(Part):\n    name = 'counted'\n    steps = 0\n\n"
+        "    def __init__(self, by):\n        self.by = by\n\n"
+        "    def after_step(self, run):\n        self.steps += self.by\n\n"
+        "    def after_growth(self, run, event):\n        return {'counted_steps': self.steps}\n"
+    )
+    (conf / "parts" / "counted.yaml").write_text(
+        "# @package _global_\nparts: {counted: {_target_: mine.counting.Counted, by: 1}}\n"
+    )
+    for name, part in {"counting": "counted", "miscounting": "cuonted"}.items():
+        (conf / "experiment" / f"{name}.yaml").write_text(
+            f"# @package _global_\ndefaults: [digits, override /parts: [{part}]]\n"
+        )
+    return conf
+
+
+IN_PACKAGE = "hydra.searchpath=[pkg://mine.conf]"
+
+
+@pytest.mark.parametrize("with_init", [True, False])
+def test_parts_and_experiments_of_a_package_are_found(
+    with_init: bool, cli: CommandLine, package: Path, tmp_path: Path
+) -> None:
+    if with_init:
+        (package / "__init__.py").touch()
+    outcome = cli(IN_PACKAGE, *MLP, "experiment=counting", "parts.counted.by=3", cwd=tmp_path)
+    assert outcome.code == 0 and "not available" not in outcome.err, outcome.err
+    row = results(tmp_path)
+    assert row["experiment"] == "counting_with_mlp8" and IN_PACKAGE in row["command"]
+    (path,) = tmp_path.glob("runs/*/*/growth.json")
+    counted = [event["counted_steps"] for event in json.loads(path.read_text())["events"]]
+    assert counted and all(steps > 0 and steps % 3 == 0 for steps in counted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            (IN_PACKAGE, "parts=[cuonted]"),
+            "error: there is no part 'cuonted'; did you mean 'counted'?",
+        ),
+        (
+            (IN_PACKAGE, "experiment=miscounting"),
+            "miscounting.yaml: there is no part 'cuonted'; did you mean",
+        ),
+        (
+            ("hydra.searchpath=[pkg://mine.cnf]",),
+            "names pkg://mine.cnf, but Python finds no package mine.cnf: install",
+        ),
+        (
+            ("hydra.searchpath=[pkg://yours]",),
+            "names pkg://yours, but Python finds no package yours: install it",
+        ),
+        (("hydra.searchpath=[file://mine/cnf]",), "names file://mine/cnf, which is no folder: /"),
+    ],
+)
+def test_what_a_package_has_not_is_told(
+    arguments: tuple[str, ...], told: str, cli: CommandLine, package: Path, tmp_path: Path
+) -> None:
+    outcome = cli(*arguments, *MLP, cwd=tmp_path)
+    assert outcome.code == 2 and told in outcome.err, outcome.err
+    assert not list(tmp_path.glob("runs/*/*/config.yaml"))

@@ -53,7 +53,7 @@ class Resolution(Part):
         if not numbers or not given or list(given) != sorted(given) or (relative and given[-1] > 1):
             raise UserError(
                 "sizes must be whole numbers of pixels or tokens in ascending order, such as [16,24,32], or parts of "
-                f"the data's own such as [0.5,1.0], not {sizes}."
+                f"the data's own such as [0.5,1.0], not {sizes!r}."
             )
         self._given, self._relative = tuple(given), relative
         self._sizes = () if relative else tuple(int(size) for size in given)

@@ -120,5 +120,5 @@ def test_with_a_candidate_for_every_neuron_a_layer_may_more_than_double() -> Non
 
 def test_impossible_choices_are_refused() -> None:
     for wrong in ({"new_candidates": -1.0}, {"steps": -1}, {"rate": 0.0}, {"epsilon": 0.0}):
-        with pytest.raises(ValueError, match=r"growth\."):
+        with pytest.raises(ValueError, match=rf"^{next(iter(wrong))} must be"):
             FireFly(**wrong)

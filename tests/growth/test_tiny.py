@@ -226,5 +226,5 @@ def test_shared_channels_are_refused_and_may_grow_by_pairs() -> None:
 
 def test_impossible_choices_are_refused() -> None:
     for wrong in ({"amplitudes": []}, {"amplitudes": [0.0, 1.0]}, {"fallback": "random"}):
-        with pytest.raises(ValueError, match=r"growth\."):
+        with pytest.raises(ValueError, match=rf"^{next(iter(wrong))} must be"):
             Tiny(**wrong)

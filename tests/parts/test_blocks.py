@@ -203,7 +203,7 @@ def wide_first() -> nn.Module:
             IMAGES,
             "layers.0.2",
             "identity",
-            "it has a residual branch, for which there is depth.start=zero",
+            "it has a residual branch, for which there is start='zero'",
         ),
         (wide_first, SAMPLES, "2", "stack", "no block of the same shapes comes before it to copy"),
         (transformer, SAMPLES, "1", "gstack", "no block of the same shapes comes before it to copy"),
@@ -242,7 +242,7 @@ def test_blocks_come_evenly() -> None:
 
 def test_a_trigger_has_to_know_how_far_growth_is() -> None:
     run = SimpleNamespace(trigger=Decided(), graph=trace(resnet(), IMAGES))
-    with pytest.raises(UserError, match="needs a trigger that knows how far growth has come"):
+    with pytest.raises(UserError, match="need a trigger that knows how far growth has come"):
         Depth().check(run)
 
 

@@ -290,7 +290,7 @@ def test_a_network_that_keeps_its_widths_need_not_be_traced() -> None:
 
 
 def test_the_state_of_copies_must_be_known() -> None:
-    with pytest.raises(UserError, match=r"depth\.state must be zero or copy, not 'half'"):
+    with pytest.raises(UserError, match=r"^state must be zero or copy, not 'half'"):
         Depth(state="half")  # type: ignore[arg-type]
 
 

@@ -129,9 +129,9 @@ def test_what_is_taken_out_falls_evenly_from_all_after_an_event_to_nothing(
 @pytest.mark.parametrize(
     ("anneal", "end", "batches", "message"),
     [
-        ("stage", None, list, "osgd.anneal=stage needs stages whose ends"),
-        ("stage", 3, None, "works with data whose epochs can be gone through again"),
-        ("run", None, None, "works with data whose epochs can be gone through again"),
+        ("stage", None, list, "anneal='stage' needs stages whose ends"),
+        ("stage", 3, None, "need data whose epochs can be gone through again"),
+        ("run", None, None, "need data whose epochs can be gone through again"),
         ("stage", 3, list, None),
         ("run", None, list, None),
     ],
