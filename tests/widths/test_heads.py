@@ -213,3 +213,23 @@ def test_settings_that_modules_share_are_copied_where_they_follow_a_width() -> N
     resize(network, graph, graph.full_widths, {name: 1 for name in graph.groups})
     network(torch.randn(3, 7, 5))
     assert shared.heads == HEADS
+
+
+class Correlation(nn.Module):
+    """Products of each sample's features with themselves, which are no attention."""
+
+    def __init__(self, first: str) -> None:
+        super().__init__()
+        self.features, self.out, self.first = nn.Linear(5, 6), nn.Linear(36, 3), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.features(x)
+        if self.first == "attention":
+            return self.out(F.scaled_dot_product_attention(y[:, :6], y[:, :6], y[:, :6]).flatten(1))
+        return self.out((y.transpose(1, 2) @ y).flatten(1))
+
+
+@pytest.mark.parametrize("what", ["a matrix product", "attention"])
+def test_what_keeps_a_width_is_called_what_it_is(what: str) -> None:
+    graph = trace(Correlation(what), torch.randn(2, 6, 5))
+    assert graph.fixed["features"] == f"{what} multiplies and sums over them"

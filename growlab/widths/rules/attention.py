@@ -12,7 +12,8 @@ from growlab.widths.rules.registry import Arguments, Value, keep_full_width, rul
 if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
 
-_REASON = "attention multiplies and sums over them"
+_ATTENTION = "attention multiplies and sums over them"
+_PRODUCT = "a matrix product multiplies and sums over them"
 _EINSUM = "einsum multiplies or sums over them"
 
 
@@ -30,7 +31,7 @@ def matmul(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     if not _of_activations(tracer, [first, second]) or min(len(first.shape), len(second.shape)) < 2:
         return _product(tracer, node, [first, second], rank)
     result = _product(tracer, node, [first, second], rank, num_summed=0)
-    tracer.atoms.freeze(first.axes[-1] + second.axes[-2], _REASON)
+    tracer.atoms.freeze(first.axes[-1] + second.axes[-2], _PRODUCT)
     return replace(result, axes=(*result.axes[:-2], first.axes[-2], second.axes[-1]))
 
 
@@ -113,11 +114,13 @@ def scaled_dot_product_attention(tracer: "Tracer", node: Any, args: Arguments) -
         values.append(args["attn_mask"])
     # A scale that is given as a number may follow the dimension or not.
     grows = args.get("scale") is None and tracer.attend(*values[:3])
-    result = _product(tracer, node, values, len(tracer.shape(node)), num_summed=1 if grows else 2)
+    result = _product(tracer, node, values, len(tracer.shape(node)), 1 if grows else 2, _ATTENTION)
     return replace(result, axes=(*result.axes[:-1], args["value"].axes[-1])) if grows else result
 
 
-def _product(tracer: "Tracer", node: Any, values: list[Value], rank: int, num_summed: int = 2) -> Value:
+def _product(
+    tracer: "Tracer", node: Any, values: list[Value], rank: int, num_summed: int = 2, reason: str = _PRODUCT
+) -> Value:
     shape = tracer.shape(node)
     tracer.note_attention(node)
     axes: list[Runs] = [fixed(1)] * (rank - 2)
@@ -128,7 +131,7 @@ def _product(tracer: "Tracer", node: Any, values: list[Value], rank: int, num_su
         if not num_summed:
             kept = ()
         for axis in kept if value.name is None else value.axes:
-            tracer.atoms.freeze(axis, _REASON)
+            tracer.atoms.freeze(axis, reason)
         leading = value.axes[:-2]
         for index, axis in enumerate(leading, start=rank - 2 - len(leading)):
             known = tracer.atoms.length(axes[index])
