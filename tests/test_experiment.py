@@ -490,8 +490,14 @@ def one_sentence(outcome: Outcome) -> str:
             "rewarm_steps=9 needs to know before",
         ),
         (("schedule.learning_rate.clock=images",), "'images'"),
-        (("schedule=plateau", "data.validation=none"), "val_loss is not recorded: set data.validation=split"),
-        (("schedule=plateau", "data.validation=test"), "val_loss is not recorded: set data.validation=split"),
+        (
+            ("schedule=plateau", "data.validation=none"),
+            "schedule.demand.metric='val_loss' is not recorded: set a validation set",
+        ),
+        (
+            ("schedule=plateau", "data.validation=test"),
+            "schedule.demand.metric='val_loss' is not recorded: set a validation set",
+        ),
         (("depth.blocks=3",), "depth.blocks must be text or a list"),
         (("optimizer_state=zero",), "did you mean 'zero_new'?"),
         (("growth.rule=rato",), "did you mean 'ratio'?"),
