@@ -409,7 +409,7 @@ def one_sentence(outcome: Outcome) -> str:
         (("schedule.totl_epochs=3",), "did you mean 'total_epochs'?"),
         (("data=cifar10", "data.root=/nowhere", "data.download=false"), "found no cifar10 data in /nowhere"),
         (("schedule.total_epochs=3",), "3 epochs cannot hold 5 stages"),
-        (("schedule.initial_width=0",), "initial width of 0"),
+        (("schedule.initial_width=0",), "schedule.initial_width must be a part of the full width"),
         (("trainer.accelerator=gpu",), "sees no GPU here"),
         (("trainer=ddp_cpu", "trainer.num_nodes=2"), "start growlab on every machine with torchrun"),
         (("seed=-1",), "seed=-1 must lie between 0 and"),

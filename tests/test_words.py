@@ -87,7 +87,7 @@ FEATURES = {
     "resolution": Feature(
         r"[Rr]esolution\b(?!s)|Resizer",
         ("parts/resolution.py",),
-        EXPORTS,
+        {**EXPORTS, "analysis/results.py": "calls runs by the settings that make them"},
     ),
     "growth on demand": Feature(
         r"\bOnDemand\b|\bPlateau\b|\bGradientNorm\b|\bBudget\b\(|climb",

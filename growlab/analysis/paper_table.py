@@ -10,7 +10,8 @@ from growlab.analysis.tables import Row, told_apart
 def paper_table(rows: Sequence[Row], unmeasured: bool = False) -> Grid:
     """Methods down, networks across: cost and accuracy over seeds, the published ones, and ours less theirs.
 
-    The best grown method of each network is bold, in our column and among the published values shown.
+    Networks of which nothing is published have no columns for it. The best grown method of each network is bold, in our
+    column and among the published values shown.
 
     Args:
         rows: from `summarise`.
@@ -28,21 +29,27 @@ def paper_table(rows: Sequence[Row], unmeasured: bool = False) -> Grid:
             task = (one.model, one.data)
             if task in tasks and one not in shown:
                 cells.setdefault(f"{one.row} ({one.table})", {})[task] = (None, one)
+    compared = {task for line in cells.values() for task, (_, found) in line.items() if found is not None}
+    width = {task: 4 if task in compared else 2 for task in tasks}
     best = {task: _best([line[task] for line in cells.values() if task in line]) for task in tasks}
     body = [
-        [name, *(cell for task in tasks for cell in _cells(*line.get(task, (None, None)), best[task]))]
+        [
+            name,
+            *(c for task in tasks for c in _cells(*line.get(task, (None, None)), best[task])[: width[task]]),
+        ]
         for name, line in cells.items()
     ]
     models = [model for model, _ in tasks]
-    metrics = [
-        next(row.metric for row in rows if (row.group.model, row.group.data) == task) for task in tasks
-    ]
-    columns = [("cost % (published)", metric.label, "published", "difference") for metric in metrics]
+    header = ["method"]
+    for task in tasks:
+        label = next(row.metric for row in rows if (row.group.model, row.group.data) == task).label
+        theirs = ["cost % (published)", label, "published", "difference"]
+        header += theirs if task in compared else ["cost %", label]
     return Grid(
-        header=["method", *(name for names in columns for name in names)],
+        header=header,
         rows=body,
         caption=_caption(rows, [found for line in cells.values() for _, found in line.values() if found]),
-        groups=[("", 1), *((f"{m} on {d}" if models.count(m) > 1 else m, 4) for m, d in tasks)],
+        groups=[("", 1), *((f"{m} on {d}" if models.count(m) > 1 else m, width[m, d]) for m, d in tasks)],
     )
 
 

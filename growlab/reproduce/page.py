@@ -266,7 +266,10 @@ def _beside(standing: Standing) -> str:
         if runs:
             rows = summarise(runs, lambda sentence: None)
             compared |= any(published_for(row.group) for row in rows)
-            tables.append(paper_table(rows).markdown() + "\n")
+            # A table of several networks would be wider than the page.
+            for task in dict.fromkeys((row.group.model, row.group.data) for row in rows):
+                own = [row for row in rows if (row.group.model, row.group.data) == task]
+                tables.append(paper_table(own).markdown() + "\n")
     beside = (
         "beside the published values"
         if compared

@@ -86,6 +86,17 @@ def test_methods_go_down_and_networks_across_with_the_published_values(table_2):
     assert "reproduction" not in paper_table(rows_of(table_2)).caption
 
 
+def test_a_network_without_published_values_has_no_columns_for_them(tmp_path):
+    write_run(tmp_path / "a", model="resnet20")
+    write_run(tmp_path / "b", model="mlp8", overrides=["model=mlp8"])
+    grid = paper_table(rows_of(tmp_path))
+    assert grid.groups == [("", 1), ("mlp8", 2), ("resnet20", 4)]
+    own = ["cost % (published)", "accuracy %", "published", "difference"]
+    assert grid.header == ["method", "cost %", "accuracy %", *own]
+    assert all(len(line) == 7 for line in grid.rows)
+    assert "| mlp8 cost % | mlp8 accuracy % | resnet20 cost % (published) |" in grid.markdown()
+
+
 def test_the_best_grown_method_is_bold_and_no_fixed_size_one(table_2):
     grid = paper_table(rows_of(table_2))
     bold = {line[0]: [cell for cell in line if cell.startswith("**")] for line in grid.rows}

@@ -27,6 +27,16 @@ def test_the_page_is_not_stale() -> None:
     assert written == page(registry(), ROOT / "notebooks" / "results")
 
 
+def test_a_table_of_rows_is_of_one_network() -> None:
+    """Of several it would be wider than the page."""
+    written = (ROOT / "notebooks" / "docs" / "pages" / "papers.md").read_text(encoding="utf-8")
+    heads = [line for line in written.splitlines() if line.startswith("| method ")]
+    assert len(heads) > 5
+    for head in heads:
+        columns = [cell.strip() for cell in head.strip("|").split("|")]
+        assert sum("cost %" in name for name in columns) == 1, head
+
+
 def test_no_line_is_without_a_command() -> None:
     text = page(registry(), ROOT / "notebooks" / "results")
     for item in registry().items.values():
