@@ -47,8 +47,10 @@ def seed_widths(
                 f"{after[narrower]} channels of {narrower!r}), and {method.name} only widens."
             )
     if method is not None and not any(part.grows for part in parts):
-        # Blocks that come in change which groups there are.
-        method.check(graph, trigger.steps(graph))
+        # Blocks that come in change which groups there are, and parts widen their own groups themselves.
+        theirs = {group for part in parts for group in part.groups}
+        steps = trigger.steps(graph)
+        method.check(graph, [{g: step[g] for g in step if g not in theirs} for step in steps])
     first = {group: each[0] for part in parts for group, each in part.stage_widths(1).items()}
     own = first if known is None else {group: known[0][group] for group in first}
     return {**trigger.first(graph), **own}

@@ -1,7 +1,7 @@
 """What all methods that look at data promise, on networks of the shared table."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import pytest
@@ -24,6 +24,7 @@ from growlab.growth import (
     plant,
 )
 from growlab.optim import follow
+from growlab.parts import Part
 from growlab.triggers import OnDemand, Plateau, Trigger
 from growlab.widths import tensors_of
 from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
@@ -156,9 +157,13 @@ def test_an_event_that_fails_leaves_the_network_as_it_was() -> None:
 
 
 def test_widths_that_it_cannot_grow_through_are_refused_before_training() -> None:
-    def grower(trigger: Trigger | dict, fallback: str | None = None) -> Grower:
+    class WidensItself(Part):
+        groups = ("0",)
+
+    def grower(trigger: Trigger | dict, fallback: str | None = None, parts: Sequence[Part] = ()) -> Grower:
         network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
-        return Grower(network, torch.ones(2, 3), method=Splitting(fallback=fallback), trigger=trigger)
+        method = Splitting(fallback=fallback)
+        return Grower(network, torch.ones(2, 3), method=method, trigger=trigger, parts=parts)
 
     def on_demand(*quarters: int) -> OnDemand:
         number = len(quarters)
@@ -169,5 +174,6 @@ def test_widths_that_it_cannot_grow_through_are_refused_before_training() -> Non
         with pytest.raises(UserError, match="Splitting cannot grow 0: splitting makes at most twice as many"):
             grower(too_much)
         grower(too_much, fallback="pairs")
+        grower(too_much, parts=[WidensItself()])
     for fits in ({0: 0.25, 1: 0.5, 2: 1.0}, on_demand(1, 2, 4)):
         grower(fits)
