@@ -31,7 +31,9 @@ first paper are of 8 to 16 epochs where it trains for 160 or 200: they decide no
 rows of CIFAR-10 are of images that have been JPEG files of quality 75: their accuracies are not those of the original
 images. Rows are counted by the runs that the command makes: those of its length, *shortened* ones, and *others*, which
 it does not make and which statements use (another method, network, data set or seed). `python -m growlab.reproduce
-NAME` trains what is missing, and goes on with what has begun.
+NAME` trains what is missing, and goes on with what has begun. Tables name methods as one types them: `ours +
+stagewise_norm` is what figures call "ours (variance transfer + rates by age)", the first paper's whole method, and
+`ours` is "variance transfer" alone.
 """
 
 

@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 from growlab.analysis.results import open_run
+from growlab.analysis.style import shown
 from growlab.errors import UserError
 from growlab.reproduce.page import Standing, page, standings
 from growlab.reproduce.quantities import width_gained, width_given_back
@@ -25,6 +26,12 @@ def test_the_page_is_not_stale() -> None:
     """If this fails: python -m growlab.reproduce --page notebooks/results -o notebooks/docs/pages/papers.md."""
     written = (ROOT / "notebooks" / "docs" / "pages" / "papers.md").read_text(encoding="utf-8")
     assert written == page(registry(), ROOT / "notebooks" / "results")
+
+
+def test_the_page_says_what_figures_call_the_methods_of_its_tables() -> None:
+    text = " ".join(page(registry(), ROOT / "notebooks" / "results").split())
+    for name, link in (("ours + stagewise_norm", "is what figures call"), ("ours", "is")):
+        assert f'`{name}` {link} "{shown(name)}"' in text
 
 
 def test_a_table_of_rows_is_of_one_network() -> None:
