@@ -72,7 +72,7 @@ class Splitting(DataDriven):
         self, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
     ) -> tuple[GrownTensors, dict[str, str]]:
         """Compute every tensor at the new widths."""
-        found = splitting_eigen(self, expansion, data, groups, self.iterations, self.softplus_beta)
+        found = splitting_eigen(expansion, data, groups, self.iterations, self.softplus_beta)
         view = View(expansion.graph, expansion.old_widths, expansion.old_widths)
         chosen, report = {}, {}
         moves = {name: torch.zeros_like(expansion.old[name]) for name in names_of(groups, "into")}
@@ -105,7 +105,6 @@ def refuses_to_split(fans: Fans, before: int, after: int) -> str | None:
 
 
 def splitting_eigen(
-    method: DataDriven,
     expansion: Expansion,
     data: Measurement,
     groups: Sequence[Fans],

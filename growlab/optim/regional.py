@@ -113,11 +113,6 @@ class Regional(torch.optim.Optimizer):
         regions = self._regions.get(param)
         return None if regions is None else (regions.stages, self._norms(param))
 
-    def region_grad_norms(self, param: Tensor) -> Tensor | None:
-        """Frobenius norms [K] of the gradient's regions; None without regions or gradient."""
-        regions = self._regions.get(param)
-        return None if regions is None or param.grad is None else regions.norms(param.grad)
-
     # Steps ---------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -58,7 +58,7 @@ def write_experiments(
         best = verdict.growing[0]
         begun = _begun(planned, best.candidate)
         share = _share(max(best.guess - begun, _LEAST_STAGE), 1.0 - best.guess, planned.flops[best.candidate])
-        arms["grown"] = _grown(cfg, candidates[best.candidate], share)
+        arms["grown"] = _grown(candidates[best.candidate], share)
     named = {WHOLE: WHOLE, "smaller": staying or WHOLE}
     named["grown"] = verdict.growing[0].candidate if verdict.growing else WHOLE
     chosen = {"grow": "grown", "smaller": "smaller", "full": WHOLE}[verdict.kind]
@@ -134,7 +134,7 @@ def _smaller(candidate: Candidate) -> dict[str, Any]:
     return {"/growth": "none", "/lr_adapt": "none", **multiples, **_flat(candidate.settings)}
 
 
-def _grown(cfg: DictConfig, candidate: Candidate, share: float) -> dict[str, Any]:
+def _grown(candidate: Candidate, share: float) -> dict[str, Any]:
     fixed = HydraConfig.get().runtime.choices["growth"] == "none"
     return {
         **({"/growth": "pairs", "/lr_adapt": "none"} if fixed else {}),

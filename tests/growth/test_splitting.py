@@ -40,7 +40,7 @@ def eigen(run: Started, iterations: int | None) -> dict[str, tuple[Tensor, Tenso
     expansion = Expansion(run.graph, tensors_of(run.network, run.graph), widths, widths, 5, 1)
     data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
     groups = [fans_of(run.graph, group) for group in run.graph.groups]
-    return splitting_eigen(run.method, expansion, data, groups, iterations, BETA)
+    return splitting_eigen(expansion, data, groups, iterations, BETA)
 
 
 def hessian_of_the_splitting_loss(run: Started, activation) -> Tensor:
