@@ -79,7 +79,6 @@ _FREE_ON_RESUME = (
     *("data.root", "data.download", "data.eval_batch_size"),
     *("data.in_memory", "data.num_workers", "schedule.max_memory_gib_per_device"),
 )
-_MAX_SEED = 2**32 - 1
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 # What torch starts with: a sweep's job without `num_threads` must not inherit the job's before it.
 _NUM_THREADS = torch.get_num_threads()
@@ -353,19 +352,3 @@ def _check(cfg: DictConfig) -> None:
     hydra = HydraConfig.get()
     check_overruled(cfg, hydra.overrides.task, is_sweep=hydra.mode == RunMode.MULTIRUN)
     check_part(cfg.norm_anneal)
-    if not 0 <= cfg.seed <= _MAX_SEED:
-        raise UserError(f"seed={cfg.seed} must lie between 0 and {_MAX_SEED}.")
-    if cfg.num_threads is not None and cfg.num_threads < 1:
-        raise UserError(f"num_threads={cfg.num_threads} must be at least 1, or null for all cores.")
-    if cfg.probe_size is not None and cfg.probe_size < 2:
-        raise UserError(
-            f"probe_size={cfg.probe_size} must be at least 2: batch normalisation needs two images."
-        )
-    accelerator = cfg.trainer.accelerator
-    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-        if accelerator == "gpu" and torch.backends.mps.is_available():
-            return
-        raise UserError(
-            f"trainer.accelerator={accelerator}, but torch {torch.__version__} sees no GPU here; use trainer=cpu, "
-            "or install a driver that fits this torch."
-        )

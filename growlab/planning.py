@@ -46,6 +46,8 @@ _PROBE = 32  # samples
 _MANY_EPOCHS = 10**6
 # Of `conf/schedule` what is not about stages.
 _OTHERS = ("learning_rate", "demand", "batch_size", "max_memory_gib_per_device")
+# What numpy's generators take.
+_MAX_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def probe_size(given: int | None, data: ImageData) -> int:
 
 
 def check_settings(cfg: DictConfig) -> None:
-    """Refuse values of other types than their parameters, and numbers that are not finite.
+    """Refuse values of other types than their parameters, numbers out of their range, and a device that is not here.
 
     Raises:
         UserError: naming the first.
@@ -167,6 +169,26 @@ def check_settings(cfg: DictConfig) -> None:
     for name, part in parts.items():
         if not left_out(part):
             check_types(part, name)
+    _check_ranges(cfg)
+
+
+def _check_ranges(cfg: DictConfig) -> None:
+    if not 0 <= cfg.seed <= _MAX_SEED:
+        raise UserError(f"seed={cfg.seed} must lie between 0 and {_MAX_SEED}.")
+    if cfg.num_threads is not None and cfg.num_threads < 1:
+        raise UserError(f"num_threads={cfg.num_threads} must be at least 1, or null for all cores.")
+    if cfg.probe_size is not None and cfg.probe_size < 2:
+        raise UserError(
+            f"probe_size={cfg.probe_size} must be at least 2: batch normalisation needs two images."
+        )
+    accelerator = cfg.trainer.accelerator
+    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        if accelerator == "gpu" and torch.backends.mps.is_available():
+            return
+        raise UserError(
+            f"trainer.accelerator={accelerator}, but torch {torch.__version__} sees no GPU here; use trainer=cpu, "
+            "or install a driver that fits this torch."
+        )
 
 
 def make_parts(settings: DictConfig, data: ImageData, trigger: Trigger) -> list[Part]:

@@ -120,6 +120,9 @@ class Settings:
             if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
                 told = "be a list of numbers" if name == "rates" else "be a number"
                 raise UserError(f"plan.{name}={getattr(self, name)} must {told}.")
+        for name in ("charge", "start"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"plan.{name}={getattr(self, name)} must be true or false.")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise UserError(f"plan.seed={self.seed} must be a whole number from 0.")
         if not 0 < self.max_cost < 1:

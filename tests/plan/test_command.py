@@ -137,6 +137,10 @@ def test_weights_of_another_network_are_no_start(cli: CommandLine, tmp_path: Pat
         (["schedule.budget=0.5"], "error: the budget is too small to probe: 15% of it are 2 steps"),
         (["schedule.budget=-1"], "error: schedule.budget=-1.0 must be a number above 0."),
         (["schedule.budget=inf"], "error: schedule.budget=inf must be a number above 0."),
+        (["seed=-1"], "error: seed=-1 must lie between 0 and 4294967295."),
+        (["probe_size=1"], "error: probe_size=1 must be at least 2"),
+        (["trainer.accelerator=cuda"], "error: trainer.accelerator=cuda, but torch"),
+        (["plan.charge=-2"], "error: plan.charge=-2 must be true or false."),
         (["optimizer.lr=nan"], "error: optimizer.lr must be a finite number, not nan."),
         (["growth=isotropic"], "decides widths while it trains, so no probe tells what it will cost"),
         (

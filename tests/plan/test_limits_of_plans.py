@@ -75,10 +75,12 @@ def test_the_usual_rate_stays_whatever_the_loss_does() -> None:
         ({"rates": 1.0}, "plan.rates=1.0 must be a list of numbers"),
         ({"seed": -1}, "plan.seed=-1 must be a whole number from 0"),
         ({"seed": 0.5}, "plan.seed=0.5 must be a whole number from 0"),
+        ({"charge": -2}, "plan.charge=-2 must be true or false"),
+        ({"start": "maybe"}, "plan.start=maybe must be true or false"),
         ({"rates": []}, "must be multiples of the optimizer's rate above 0"),
     ],
 )
-def test_settings_that_are_no_numbers_are_refused(settings: dict[str, Any], told: str) -> None:
+def test_settings_of_another_kind_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
         Settings(**settings)
 
