@@ -143,12 +143,7 @@ def open_pairs(root: Path, name: str, preparation: Preparation) -> SentencePairs
         raise UserError(f"found no {name} data: there is no folder {root}; {_looked_for(preparation)}.")
     if (folder := _binarised(root, preparation)) is not None:
         return _opened(folder, preparation)
-    texts = {
-        split: {
-            language: _text(root, split, language) for language in (preparation.source, preparation.target)
-        }
-        for split in SPLITS
-    }
+    texts = {split: text_files(root, split, (preparation.source, preparation.target)) for split in SPLITS}
     missing = [
         f"{split}*.{language}"
         for split in ("train", "test")
@@ -183,13 +178,29 @@ def _binarised(root: Path, preparation: Preparation) -> Path | None:
     return None
 
 
-def _text(root: Path, split: str, language: str) -> Path | None:
+def text_files(root: Path, split: str, languages: tuple[str, str]) -> dict[str, Path | None]:
+    """The file of each language of a split: the first two that are called alike, else the first of each.
+
+    Args:
+        root: the folder.
+        split: train, valid or test.
+        languages: endings of the names.
+    """
+    found = [_texts(root, split, each) for each in languages]
+    both = [stem for stem in found[0] if stem in found[1]]
+    chosen = [paths[both[0]] if both else next(iter(paths.values()), None) for paths in found]
+    return dict(zip(languages, chosen, strict=True))
+
+
+def _texts(root: Path, split: str, language: str) -> dict[str, Path]:
+    """Files of a split in one language, the likeliest first, by their names without it."""
+    found: dict[str, Path] = {}
     for start in SPLITS[split]:
         for pattern in (f"{start}.{language}", f"{start}*.{language}"):
             for ending in ("", ".gz"):
-                if found := sorted(root.glob(pattern + ending)):
-                    return found[0]
-    return None
+                for path in sorted(root.glob(pattern + ending)):
+                    found.setdefault(path.name.removesuffix(".gz").removesuffix(f".{language}"), path)
+    return found
 
 
 def _opened(folder: Path, preparation: Preparation) -> SentencePairs:
