@@ -59,7 +59,8 @@ class Averages(Part):
     def after_step(self, run: Run) -> None:
         """Average."""
         if self._average is not None:
-            _go_along(self._average.module, run.network.state_dict())
+            # Not its state_dict, which leaves out buffers that are not persistent.
+            _go_along(self._average.module, _tensors(run.network))
             self._average.n_averaged = self._average.n_averaged.to(next(run.network.parameters()).device)
             self._average.update_parameters(run.network)
 
@@ -77,7 +78,11 @@ class Averages(Part):
 
 def _go_along(average: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Bring the average's tensors to the devices and the precision of the network's."""
-    for name, tensor in (*average.named_parameters(), *average.named_buffers()):
+    for name, tensor in _tensors(average).items():
         other = tensors.get(name)
         if other is not None and (tensor.device, tensor.dtype) != (other.device, other.dtype):
             tensor.data = tensor.data.to(other.device, other.dtype)
+
+
+def _tensors(network: nn.Module) -> dict[str, Tensor]:
+    return {**dict(network.named_parameters()), **dict(network.named_buffers())}

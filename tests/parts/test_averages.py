@@ -1,6 +1,7 @@
 """An average of the weights that grows with the network."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -162,3 +163,16 @@ def test_averages_that_do_not_grow_are_refused(cli: CommandLine, tmp_path: Path,
     outcome = cli(*MLP, given, "hydra.run.dir=run", cwd=tmp_path)
     assert (outcome.code, outcome.err.count("\n")) == (2, 1), outcome.err
     assert "does not grow with the network; use ema.decay=0.999 instead" in outcome.err
+
+
+def test_buffers_that_are_not_saved_take_on_the_networks_precision_too() -> None:
+    network, part = nn.Linear(2, 2), Averages(0.5)
+    network.register_buffer("angles", torch.tensor([1.0, 2.0]), persistent=False)
+    run = SimpleNamespace(network=network)
+    part.begin(run)
+    network.bfloat16()
+    part.after_step(run)
+    network.angles *= 3
+    part.after_step(run)
+    assert part.module.angles.dtype == part.module.weight.dtype == torch.bfloat16
+    assert part.module.angles.tolist() == [2.0, 4.0]
