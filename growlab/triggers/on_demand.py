@@ -60,7 +60,7 @@ class OnDemand(Trigger):
         return self.demand.latest(self.total_epochs, ahead) if ahead else self.total_epochs
 
     def check(self, run: Run) -> None:
-        """A method that decides widths by itself leaves nothing to decide."""
+        """A method that decides widths by itself leaves nothing to decide, and bottlenecks need channels to look at."""
         if isinstance(run.method, WidthDecision):
             raise UserError(
                 f"{run.method.name} decides widths itself; take it with a schedule of stages, or another growth method."
@@ -141,6 +141,17 @@ class OnDemand(Trigger):
             found,
             [look["out_of_reach"] for look in self.looks if scheduled[look["stage"]] == stage],
         )
+
+    @property
+    def _name(self) -> str:
+        return f"schedule.demand ({type(self.demand).__name__})"
+
+    def _check_measurable(self, run: Run) -> None:
+        if not measurable(run.graph, run.network):
+            raise UserError(
+                f"{self._name} looks at channels that one layer puts out and one takes, of which this network has "
+                "none: choose schedule=plateau or gradient."
+            )
 
     def _look(self, run: Run) -> dict[str, Bottleneck]:
         """Measure bottlenecks, and note what was found and what it took."""

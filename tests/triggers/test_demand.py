@@ -1,13 +1,18 @@
 """Demands: when they say grow, and what they promise whatever happens."""
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from growlab.growth import Bottleneck
-from growlab.triggers import Budget, Demand, Expressivity, GradientNorm, Plateau, Progress
+from growlab.errors import UserError
+from growlab.grower import Grower
+from growlab.growth import Bottleneck, PairGrowth, Schedule
+from growlab.triggers import Budget, Demand, Expressivity, GradientNorm, OnDemand, Plateau, Progress
 
 STEPS = [{"a": 2, "b": 4}, {"a": 4, "b": 8}, {"a": 6, "b": 10}, {"a": 8, "b": 16}]
 
@@ -59,6 +64,25 @@ def test_little_within_reach() -> None:
     assert demand.wants(progress([{}], bottlenecks={}, out_of_reach=[0.9, 1.0]))
     with pytest.raises(ValueError, match=r"^ratio must lie"):
         Expressivity(0.0)
+
+
+def test_a_network_without_channels_to_look_at_is_told_before_training() -> None:
+    class Stream(nn.Module):
+        """Of channels that two layers put out."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.branch, self.head = nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            return self.head(x + self.branch(torch.relu(x)))
+
+    schedule = Schedule((1, 3), (Fraction(1, 2), Fraction(1)), (4, 4))
+    trigger = OnDemand(Expressivity(), schedule, 4)
+    grower = Grower(Stream(), torch.ones(2, 3), method=PairGrowth(), trigger=trigger)
+    with pytest.raises(UserError, match="one layer puts out and one takes, of which this network has none"):
+        grower.look_at(records=list)
 
 
 def test_groups_grow_where_most_is_missing() -> None:
