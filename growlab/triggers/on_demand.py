@@ -65,6 +65,8 @@ class OnDemand(Trigger):
             raise UserError(
                 f"{run.method.name} decides widths itself; take it with a schedule of stages, or another growth method."
             )
+        if self.demand.wants_bottlenecks:
+            self._check_measurable(run)
 
     def check_records(self, columns: Collection[str]) -> None:
         """What the demand looks at has to be there."""
@@ -142,26 +144,17 @@ class OnDemand(Trigger):
             [look["out_of_reach"] for look in self.looks if scheduled[look["stage"]] == stage],
         )
 
-    @property
-    def _name(self) -> str:
-        return f"schedule.demand ({type(self.demand).__name__})"
-
     def _check_measurable(self, run: Run) -> None:
         if not measurable(run.graph, run.network):
             raise UserError(
-                f"{self._name} looks at channels that one layer puts out and one takes, of which this network has "
-                "none: choose schedule=plateau or gradient."
+                f"{type(self.demand).__name__} looks at channels that one layer puts out and one takes, of which this "
+                "network has none: take Plateau or GradientNorm."
             )
 
     def _look(self, run: Run) -> dict[str, Bottleneck]:
         """Measure bottlenecks, and note what was found and what it took."""
-        name = type(self.demand).__name__
-        if not measurable(run.graph, run.network):
-            raise UserError(
-                f"{name} looks at channels that one layer puts out and one takes, of which this network has none: "
-                "take Plateau or GradientNorm."
-            )
-        data = run.measurement(self.demand.batches, name)
+        self._check_measurable(run)
+        data = run.measurement(self.demand.batches, type(self.demand).__name__)
         found = bottlenecks(run.graph, run.state.widths, data, run.seed)
         found = {group: one for group, one in found.items() if group not in self._left}
         told = {group: {"wanted": one.wanted, "missing": one.missing} for group, one in found.items()}
