@@ -90,7 +90,7 @@ class IsotropicLayers(Part):
             if behind and not producers(run.graph, group):
                 raise UserError(
                     f"{group} comes in later as the identity, for which the layers on both sides must be equally wide; "
-                    "isotropic layers decide their own widths. Leave IsotropicLayers out, or let no layer come in."
+                    "isotropic layers decide their own widths: leave IsotropicLayers out, or let no layer come in."
                 )
 
     def stage_widths(self, num_stages: int) -> Mapping[str, Sequence[int]]:

@@ -65,7 +65,7 @@ def test_monte_carlo_averages_probabilities_in_eval_mode_alone() -> None:
     torch.testing.assert_close(network.eval()(x).exp(), torch.stack(passes).mean(0))
     torch.manual_seed(1)
     torch.testing.assert_close(network.train()(x).softmax(1), passes[0])
-    with pytest.raises(UserError, match="monte_carlo_samples=0"):
+    with pytest.raises(UserError, match=r"^monte_carlo_samples must be at least 1, not 0"):
         hypernetwork([1, 4, 4], 3, factory, monte_carlo_samples=0)
 
 
