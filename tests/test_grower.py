@@ -36,7 +36,17 @@ from growlab.growth import (
 )
 from growlab.optim import SGD, NormRatio, follow, weight_regions
 from growlab.parts import Part
-from growlab.triggers import At, Clock, Decided, Never
+from growlab.triggers import (
+    At,
+    Clock,
+    Decided,
+    Demand,
+    GradientNorm,
+    Never,
+    OnDemand,
+    Plateau,
+    Trigger,
+)
 from growlab.widths import trace
 from tests.command_line import CommandLine
 
@@ -925,3 +935,57 @@ def test_growth_that_ends_early_is_told(caplog: pytest.LogCaptureFixture) -> Non
             grower.finish(at_any_stage)
         assert (f"training has ended in stage {epoch} of 2" in caplog.text) == told
     assert repr(grower) == "Grower(stage 2, PairGrowth, widths {0: 32})"
+
+
+class _Asks(Trigger):
+    """Half of the width, and from epoch 1 on what it is given."""
+
+    def __init__(self, widths: dict[str, object]) -> None:
+        self.widths = widths
+
+    def first(self, graph):
+        return {group: width // 2 for group, width in graph.full_widths.items()}
+
+    def next(self, run):
+        return self.widths if run.clock.epoch == 1 and not run.events else None
+
+
+@pytest.mark.parametrize(
+    ("widths", "told"),
+    [
+        ({"nope": 8}, r"_Asks asks for a width of 'nope': give whole numbers .* this network \(0, 3\)"),
+        ({"0": 8.0}, "_Asks asks for 8.0 channels of '0'"),
+        ({"0": 0}, "_Asks asks for 0 channels of '0'"),
+    ],
+)
+def test_widths_that_a_trigger_of_ones_own_cannot_ask_for(widths: dict[str, object], told: str) -> None:
+    grower = Loop(trigger=_Asks(widths)).grower
+    before = copy.deepcopy(grower.network.state_dict())
+    with pytest.raises(UserError, match=told):
+        grower.step(epoch=1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in grower.network.state_dict().items())
+
+
+def test_groups_that_a_trigger_of_ones_own_leaves_out_keep_their_width() -> None:
+    grower = Loop(trigger=_Asks({"3": np.int64(8)})).grower
+    grower.step(epoch=1)
+    assert grower.state.widths == {"0": 4, "3": 8}
+
+
+def _on_demand(demand: Demand) -> Grower:
+    return Loop(trigger=OnDemand(demand, make_schedule(8, 8, num_stages=3), 8)).grower
+
+
+def test_growth_on_demand_in_a_loop_that_does_not_tell_of_itself_is_refused() -> None:
+    with pytest.raises(UserError, match=r"needs to know the training: call Grower.look_at\(records="):
+        _on_demand(Plateau()).step(epoch=0)
+    with pytest.raises(UserError, match=r"count 'epoch', which Grower.step was never told"):
+        _on_demand(Plateau()).step(step=0)
+    for demand, column in ((Plateau(), "val_loss"), (GradientNorm(), "gradient_norm")):
+        grower = _on_demand(demand)
+        grower.gradients = grower.network.state_dict
+        known = {"samples": [8] * 8, "flops": lambda widths, _: sum(widths.values()), "reference_flops": 1e3}
+        grower.look_at(records=lambda: [{"epoch": epoch, "stage": 0} for epoch in range(4)], **known)
+        grower.step(epoch=0)
+        with pytest.raises(UserError, match=f"the column '{column}' of the records, which lack it"):
+            grower.step(epoch=4)

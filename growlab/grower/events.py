@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +61,7 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
     assert method is not None
     before, num_params = dict(run.state.widths), _num_params(run.network)
     if asker is None:
-        widths = with_parts(run, widths, run.state.scheduled_stage + 1)
+        widths = with_parts(run, _whole(run, widths), run.state.scheduled_stage + 1)
         given = {**widths, **{g: before[g] for part in run.parts for g in part.groups if g in before}}
     else:
         widths = given = {**before, **widths}
@@ -123,6 +124,23 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
     if run.state.norm_weights and run.anneal_steps < 1:
         run.anneal(1.0)
     return event
+
+
+def _whole(run: "Grower", widths: Widths) -> Widths:
+    """Widths that a trigger asks for, with those of the groups that it leaves out as they are.
+
+    Raises:
+        UserError: there is no such group, or a width is no number of channels.
+    """
+    for group, width in widths.items():
+        known = group in run.state.widths
+        if not known or not isinstance(width, Integral) or width < 1:
+            what = f"{width!r} channels" if known else "a width"
+            raise UserError(
+                f"{type(run.trigger).__name__} asks for {what} of {group!r}: give whole numbers from 1 on for groups "
+                f"of this network ({', '.join(run.state.widths)})."
+            )
+    return {**run.state.widths, **{group: int(width) for group, width in widths.items()}}
 
 
 def _average_along(

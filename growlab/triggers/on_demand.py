@@ -25,6 +25,8 @@ class OnDemand(Trigger):
         total_epochs: of the run.
     """
 
+    counts = "epoch"
+
     def __init__(self, demand: Demand, stages: Schedule, total_epochs: int) -> None:
         self.demand, self.total_epochs = demand, total_epochs
         self._stages, self._told, self._left = stages, dict[str, Any](), frozenset[str]()
@@ -82,6 +84,7 @@ class OnDemand(Trigger):
             UserError: what the demand looks at is not there.
         """
         epoch, state = run.clock.epoch, run.state
+        self._check_told(run)
         # Nothing is known before the first epoch, and an epoch that a run is resumed in has been asked about.
         if not state.asked < epoch < self.total_epochs or not epoch:
             return None
@@ -92,6 +95,11 @@ class OnDemand(Trigger):
             widths = self.demand.decide(progress, led, self.steps(run.graph))
         except ValueError as error:
             raise UserError(str(error)) from error
+        except KeyError as error:
+            raise UserError(
+                f"{type(self.demand).__name__} looks at the column {error} of the records, which lack it: give each "
+                "epoch's in Grower.look_at(records=...)."
+            ) from error
         reason = {
             "by": type(self.demand).__name__,
             "due": progress.steps_left > 0 and self.demand.must(progress),
@@ -101,6 +109,15 @@ class OnDemand(Trigger):
         widths, reason = gather((widths, reason))[0]
         self._told = {"demand": reason}
         return None if widths == led else {**state.widths, **widths}
+
+    def _check_told(self, run: Run) -> None:
+        """Refuse a training that has not told what cost is counted by, before its first step."""
+        training = run.training
+        if training.flops is None or not training.samples or not training.reference_flops:
+            raise UserError(
+                "growth on demand needs to know the training: call Grower.look_at(records=..., samples=..., flops=..., "
+                "reference_flops=...) before the first step; see growlab.triggers.Training."
+            )
 
     def told(self) -> Mapping[str, Any]:
         """How the last decision came about."""
