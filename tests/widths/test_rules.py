@@ -31,6 +31,22 @@ class Around(nn.Module):
         return self.function(self, x)
 
 
+def on_stacks(
+    function: Callable[..., Tensor], up: tuple[int, ...], down: tuple[int, ...], **biases: tuple[int, ...]
+) -> Around:
+    """`function(network, x [tokens, samples, channels])` uses parameters that hold several matrices each."""
+    parameters = {
+        name: nn.Parameter(0.3 * torch.randn(size))
+        for name, size in {"up": up, "down": down, **biases}.items()
+    }
+    return Around(
+        lambda net, x: net.head(function(net, net.inside(x).transpose(0, 1)).mean(0)),
+        inside=nn.Linear(8, 6),
+        head=nn.Linear(7, 4),
+        **parameters,
+    )
+
+
 @dataclass(frozen=True)
 class RuleCase:
     """A small network around one operation.
@@ -465,6 +481,135 @@ CASES = {
         ),
         TOKENS,
         {"w": 6},
+    ),
+    "matrices of one parameter": RuleCase(
+        lambda: on_stacks(
+            lambda net, x: torch.bmm(F.silu(torch.bmm(x, net.up)), net.down),
+            up=(5, 6, 9),
+            down=(5, 9, 7),
+        ),
+        TOKENS,
+        {"inside": 6, "up": 9, "down": 7},
+    ),
+    "transposed matrices of one parameter": RuleCase(
+        lambda: on_stacks(
+            lambda net, x: F.silu(x @ net.up.mT) @ net.down.transpose(1, 2),
+            up=(5, 9, 6),
+            down=(5, 7, 9),
+        ),
+        TOKENS,
+        {"inside": 6, "up": 9, "down": 7},
+    ),
+    "permuted matrices of one parameter": RuleCase(
+        lambda: on_stacks(
+            lambda net, x: F.silu(x @ net.up.permute(0, 2, 1)) @ net.down.permute(0, 2, 1),
+            up=(5, 9, 6),
+            down=(5, 7, 9),
+        ),
+        TOKENS,
+        {"inside": 6, "up": 9, "down": 7},
+    ),
+    "matrices on the left": RuleCase(
+        lambda: on_stacks(
+            lambda net, x: (net.down @ F.silu(net.up @ x.mT)).mT,
+            up=(5, 9, 6),
+            down=(5, 7, 9),
+        ),
+        TOKENS,
+        {"inside": 6, "up": 9, "down": 7},
+    ),
+    "transposed matrices on the left": RuleCase(
+        lambda: on_stacks(
+            lambda net, x: (net.down.mT @ F.silu(net.up.mT @ x.mT)).mT,
+            up=(5, 6, 9),
+            down=(5, 9, 7),
+        ),
+        TOKENS,
+        {"inside": 6, "up": 9, "down": 7},
+    ),
+    "matrices for every row": RuleCase(
+        lambda: on_stacks(
+            lambda net, x: (F.silu(x[:, None] @ net.up) @ net.down).sum(1),
+            up=(3, 6, 9),
+            down=(3, 9, 7),
+        ),
+        TOKENS,
+        {"inside": 6, "up": 9, "down": 7},
+    ),
+    "matrices of four dimensions": RuleCase(
+        lambda: on_stacks(
+            lambda net, x: (F.silu(x[None] @ net.up) @ net.down)[0],
+            up=(1, 5, 6, 9),
+            down=(1, 5, 9, 7),
+        ),
+        TOKENS,
+        {"inside": 6, "up": 9, "down": 7},
+    ),
+    "matrices and added biases": RuleCase(
+        lambda: on_stacks(
+            lambda net, x: torch.bmm(F.silu(torch.bmm(x, net.up) + net.first), net.down) + net.second,
+            up=(5, 6, 9),
+            down=(5, 9, 7),
+            first=(5, 1, 9),
+            second=(1, 7),
+        ),
+        TOKENS,
+        {"inside": 6, "up": 9, "down": 7},
+    ),
+    "baddbmm with matrices": RuleCase(
+        lambda: on_stacks(
+            lambda net, x: torch.baddbmm(net.second, F.silu(torch.baddbmm(net.first, x, net.up)), net.down),
+            up=(5, 6, 9),
+            down=(5, 9, 7),
+            first=(5, 1, 9),
+            second=(5, 1, 7),
+        ),
+        TOKENS,
+        {"inside": 6, "up": 9, "down": 7},
+    ),
+    "einsum with matrices": RuleCase(
+        lambda: on_stacks(
+            lambda net, x: torch.einsum(
+                "ebh,eho->ebo", F.silu(torch.einsum("ebi,eih->ebh", x, net.up)), net.down
+            ),
+            up=(5, 6, 9),
+            down=(5, 9, 7),
+        ),
+        TOKENS,
+        {"inside": 6, "up": 9, "down": 7},
+    ),
+    "einsum with matrices laid out otherwise": RuleCase(
+        lambda: on_stacks(
+            lambda net, x: torch.einsum(
+                "hbe,oeh->ebo", F.silu(torch.einsum("ebi,hei->hbe", x, net.up)), net.down
+            ),
+            up=(9, 5, 6),
+            down=(7, 5, 9),
+        ),
+        TOKENS,
+        {"inside": 6, "up": 9, "down": 7},
+    ),
+    "einsum with every matrix": RuleCase(
+        lambda: on_stacks(
+            lambda net, x: torch.einsum(
+                "tbeh,eho->tbo", F.silu(torch.einsum("tbi,eih->tbeh", x, net.up)), net.down
+            ),
+            up=(3, 6, 9),
+            down=(3, 9, 7),
+        ),
+        TOKENS,
+        {"inside": 6, "up": 3, "up#2": 9, "down": 7},
+    ),
+    "einsum with a matrix a head": RuleCase(
+        lambda: on_stacks(
+            lambda net, x: torch.einsum(
+                "tbhk,hko->tbo", F.silu(torch.einsum("tbi,ihk->tbhk", x, net.up)), net.down
+            ),
+            up=(6, 2, 5),
+            down=(2, 5, 7),
+        ),
+        TOKENS,
+        {"inside": 6, "up": 2, "up#2": 5, "down": 7},
     ),
     "einsum over heads": RuleCase(
         lambda: Around(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from growlab.widths.atoms import Run, fixed
+from growlab.widths.atoms import Run, Runs, fixed
 from growlab.widths.rules.opaque import CHECKS
 from growlab.widths.rules.registry import Arguments, Value, freeze_windows, keep_full_width, rule, values_in
 
@@ -185,20 +185,42 @@ def product_with_weight(
 def product_per_expert(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Rows [N, I] sorted by their expert, times that expert's matrix of a weight [E, I, O] or of [E, O, I] turned."""
     x, factor, *rest = values_in(args)
-    weight = factor.turned or factor
-    if x.name is not None or weight.name is None or weight.name in tracer.buffers or len(weight.shape) != 3:
+    if x.name is not None or len(factor.shape) != 3 or not is_stack(tracer, factor):
         return keep_full_width(tracer, node, args)
-    columns, rows = (2, 1) if factor.turned is not None else (1, 2)
-    tracer.atoms.freeze(weight.axes[0], "one matrix for each expert")
-    tracer.parameter_axis(weight, "in", x.axes[-1], dimension=columns)
-    tracer.parameter_axis(weight, "out", weight.axes[rows], dimension=rows)
     for value in rest:
         for axis in value.axes:
             tracer.atoms.freeze(axis, "where experts' rows end")
+    return product_with_stack(tracer, node, x, factor, x.axes[:-1])
+
+
+def is_stack(tracer: "Tracer", factor: Value) -> bool:
+    """Whether activations are multiplied with a weight of several matrices, [..., I, O], or [..., O, I] turned."""
+    weight = factor.turned or factor
+    return len(weight.shape) > 2 and weight.name is not None and weight.name not in tracer.buffers
+
+
+def product_with_stack(
+    tracer: "Tracer", node: Any, x: Value, factor: Value, kept: Sequence[Runs], left: bool = False
+) -> Value:
+    """Activations times matrices of such a weight, each of which grows as the others do.
+
+    Args:
+        tracer: of the program.
+        node: the product.
+        x: activations, [..., I], or [..., I, N] with `left`.
+        factor: the weight, see `is_stack`; with `left` [..., O, I], or [..., I, O] turned.
+        kept: the output's axes but for the channels' one, which is the last, or the last but one with `left`.
+        left: whether the weight stands on the left.
+    """
+    weight, rank = factor.turned or factor, len(factor.shape)
+    columns, rows = (rank - 1, rank - 2) if (factor.turned is not None) != left else (rank - 2, rank - 1)
+    for axis in weight.axes[:-2]:
+        tracer.atoms.freeze(axis, "one matrix for each of several")
+    tracer.parameter_axis(weight, "in", x.axes[-2 if left else -1], dimension=columns)
+    tracer.parameter_axis(weight, "out", weight.axes[rows], dimension=rows)
     tracer.scales.pin(x.scale)
-    shape = tracer.shape(node)
-    result = Value(shape, (*x.axes[:-1], weight.axes[rows]), tracer.scales.new(unit=True))
-    return tracer.follow(x, weight, result)
+    axes = (*kept[:-1], weight.axes[rows], kept[-1]) if left else (*kept, weight.axes[rows])
+    return tracer.follow(x, weight, Value(tracer.shape(node), axes, tracer.scales.new(unit=True)))
 
 
 @rule("addmm")

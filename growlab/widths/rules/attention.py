@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Runs, fixed
 from growlab.widths.layout import Role
-from growlab.widths.rules.affine import product_with_weight, weight_in_product
-from growlab.widths.rules.registry import Arguments, Value, keep_full_width, rule
+from growlab.widths.rules.affine import is_stack, product_with_stack, product_with_weight, weight_in_product
+from growlab.widths.rules.registry import RULES, Arguments, Value, keep_full_width, rule
 
 if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
@@ -22,17 +22,38 @@ def matmul(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Leading dimensions (heads) are worked on one by one: they pass. The last two of each operand keep their width.
 
     Where values pass, so do the rows of the first operand and the columns of the second. Activations times a parameter
-    of two dimensions are a linear layer. Other parameters keep their width.
+    of two dimensions are a linear layer, times a parameter of more dimensions one for each of its matrices.
     """
     first, second = args["self"], args["other"] if "other" in args else args["mat2"]
     if first.name is None and len(first.shape) > 1 and weight_in_product(second):
         return product_with_weight(tracer, node, first, second)
+    for left, (factor, x) in enumerate(((second, first), (first, second))):
+        if _is_activation(x) and is_stack(tracer, factor):
+            kept = _beside_matrices(tracer, node, x, factor, x.axes[-1 if left else -2])
+            return product_with_stack(tracer, node, x, factor, kept, left=bool(left))
     rank = len(tracer.shape(node))
     if not _of_activations(tracer, [first, second]) or min(len(first.shape), len(second.shape)) < 2:
         return _product(tracer, node, [first, second], rank)
     result = _product(tracer, node, [first, second], rank, num_summed=0)
     tracer.atoms.freeze(first.axes[-1] + second.axes[-2], _PRODUCT)
     return replace(result, axes=(*result.axes[:-2], first.axes[-2], second.axes[-1]))
+
+
+def _is_activation(value: Value) -> bool:
+    return value.name is None and value.turned is None and len(value.shape) > 1
+
+
+def _beside_matrices(tracer: "Tracer", node: Any, x: Value, factor: Value, positions: Runs) -> list[Runs]:
+    """Axes of a product with a stack of matrices, without the channels': what has a matrix for each keeps its width."""
+    leading = tracer.shape(node)[:-2]
+    axes: list[Runs] = [fixed(size) for size in leading]
+    for place, axis in enumerate(x.axes[:-2], start=len(leading) - len(x.shape) + 2):
+        from_end = place - len(leading) - 2
+        if len(factor.shape) >= -from_end and factor.shape[from_end] > 1:
+            tracer.atoms.freeze(axis, "one matrix for each of several")
+        elif tracer.atoms.length(axis) == leading[place]:
+            axes[place] = axis
+    return [*axes, positions]
 
 
 def _of_activations(tracer: "Tracer", values: Sequence[Value]) -> bool:
@@ -43,9 +64,14 @@ def _of_activations(tracer: "Tracer", values: Sequence[Value]) -> bool:
 
 
 @rule("baddbmm")
-def biased_matmul(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Likewise, plus a bias per position."""
-    return _product(tracer, node, [args["batch1"], args["batch2"], args["self"]], len(tracer.shape(node)))
+def biased_matmul(tracer: "Tracer", node: Any, args: Arguments) -> Any:
+    """Likewise, plus a bias."""
+    x, factor, bias = args["batch1"], args["batch2"], args["self"]
+    if _is_activation(x) and is_stack(tracer, factor):
+        kept = _beside_matrices(tracer, node, x, factor, x.axes[-2])
+        product = product_with_stack(tracer, node, x, factor, kept)
+        return RULES["add"](tracer, node, {"self": product, "other": bias})
+    return _product(tracer, node, [x, factor, bias], len(tracer.shape(node)))
 
 
 @rule("einsum")
@@ -60,7 +86,8 @@ def einsum(tracer: "Tracer", node: Any, args: Arguments) -> Any:
     letters = inputs.split(",")
     if "." in equation or not arrow or any(len(set(term)) < len(term) for term in letters):
         return keep_full_width(tracer, node, args)
-    layer = _linear_einsum(tracer, node, dict(zip(letters, operands, strict=True)), output)
+    terms = dict(zip(letters, operands, strict=True))
+    layer = _linear_einsum(tracer, node, terms, output) or _stacked_einsum(tracer, node, terms, output)
     if layer is not None:
         return layer
     tracer.note_attention(node)
@@ -104,6 +131,30 @@ def _linear_einsum(tracer: "Tracer", node: Any, operands: dict[str, Value], outp
     return tracer.affine(
         node, weight, None, False, x, shape, result, output.index(made[0]), transposed=transposed
     )
+
+
+def _stacked_einsum(tracer: "Tracer", node: Any, operands: dict[str, Value], output: str) -> Value | None:
+    """Activations times a parameter of three dimensions or more: the sums over some of them, for each of the others."""
+    weights = [(term, v) for term, v in operands.items() if is_stack(tracer, v) and v.turned is None]
+    others = [(term, v) for term, v in operands.items() if v.name is None]
+    if len(operands) != 2 or len(weights) != 1 or len(others) != 1:
+        return None
+    (term, weight), (given, x) = weights[0], others[0]
+    summed = [letter for letter in term if letter in given and letter not in output]
+    made = [letter for letter in term if letter in output and letter not in given]
+    if not (summed and made) or set(term + given) - set(output) - set(summed):
+        return None
+    known = dict(zip(given, x.axes, strict=True))
+    for place, letter in enumerate(term):
+        if letter in summed:
+            tracer.parameter_axis(weight, "in", known[letter], dimension=place)
+        elif letter in made:
+            known[letter] = tracer.parameter_axis(weight, "out", weight.axes[place], dimension=place)
+        else:
+            tracer.atoms.freeze(weight.axes[place] + known[letter], "one matrix for each of several")
+    tracer.scales.pin(x.scale)
+    axes = tuple(known[letter] for letter in output)
+    return tracer.follow(x, weight, Value(tracer.shape(node), axes, tracer.scales.new(unit=True)))
 
 
 @rule("scaled_dot_product_attention")

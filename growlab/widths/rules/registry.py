@@ -29,8 +29,7 @@ class Value:
         linear_in: names of the parameters of one layer that it is linear in, if it is a layer's output, scaled,
             rearranged or summed with itself.
         made_by: weights of the affine layers that it is computed from with no other affine layer in between.
-        turned: the parameter of two dimensions whose transpose it is, or of three whose last two are exchanged;
-            or None.
+        turned: the parameter of which it is the transpose (the last two dimensions exchanged), or None.
         rows_of: the parameter of which it is some rows, if nothing but linear layers reads them; or None.
     """
 

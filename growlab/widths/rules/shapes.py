@@ -1,4 +1,4 @@
-"""Rules for operations that rearrange: padding, slicing, splitting, concatenation, permutation, reshaping."""
+"""Rules for operations that rearrange: padding, slicing, splitting, concatenation, reshaping."""
 
 import math
 import operator
@@ -143,44 +143,6 @@ def concatenate(tracer: "Tracer", node: Any, args: Arguments) -> Value:
                 tracer.atoms.unify(values[0].axes[index], other.axes[index], "concatenated")
             axes.append(values[0].axes[index])
     return Value(shape, tuple(axes), scale)
-
-
-@rule("permute")
-def permute(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Dimensions in another order."""
-    x = args["self"]
-    tracer.spread(x)
-    return Value(tracer.shape(node), tuple(x.axes[dim] for dim in args["dims"]), x.scale)
-
-
-@rule("movedim", "moveaxis")
-def movedim(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Some dimensions in other places."""
-    x = args["self"]
-    given = (args["source"], args["destination"])
-    dims = [list(one) if isinstance(one, (list, tuple)) else [one] for one in given]
-    sources, targets = ([dim % len(x.shape) for dim in one] for one in dims)
-    axes = [axis for dim, axis in enumerate(x.axes) if dim not in sources]
-    for target, source in sorted(zip(targets, sources, strict=True)):
-        axes.insert(target, x.axes[source])
-    return Value(tracer.shape(node), tuple(axes), x.scale)
-
-
-@rule("transpose", "swapaxes", "transpose_")
-def transpose(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Two dimensions exchanged."""
-    x = args["self"]
-    first = args["dim0"] if "dim0" in args else args["axis0"]
-    second = args["dim1"] if "dim1" in args else args["axis1"]
-    axes = list(x.axes)
-    axes[first], axes[second] = axes[second], axes[first]
-    last_two = {first % len(axes), second % len(axes)} == {len(axes) - 2, len(axes) - 1}
-    turned = _turned(x) if last_two else None
-    return Value(tracer.shape(node), tuple(axes), x.scale, turned=turned)
-
-
-def _turned(x: Value) -> Value | None:
-    return x if x.name is not None and len(x.shape) in (2, 3) else None
 
 
 @rule("expand", "expand_as", "broadcast_to")
@@ -383,13 +345,6 @@ def alike(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         for axis in x.axes:
             tracer.atoms.freeze(axis, DRAWN)
     return Value(x.shape, x.axes, tracer.scales.new(unit=True))
-
-
-@rule("t", "numpy_T")
-def turned(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Dimensions backwards."""
-    x = args["self"]
-    return Value(tracer.shape(node), x.axes[::-1], x.scale, turned=_turned(x) if len(x.shape) == 2 else None)
 
 
 @rule("getitem")
