@@ -2,7 +2,7 @@
 
 import importlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -32,7 +32,10 @@ TYPES = (
     ),
     *("convnext", "convnextv2", "clip_text_model", "clip_vision_model", "siglip_text_model"),
     *("siglip_vision_model", "whisper", "wav2vec2", "hubert", "mamba"),
-    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "llama4_text", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+    *("glm4_moe", "granitemoe", "ernie4_5_moe", "phimoe", "minimax"),
+    *("mamba2", "bamba", "jamba", "lfm2", "lfm2_moe", "rwkv", "recurrent_gemma"),
+    *("clip", "siglip", "segformer", "pvt_v2", "hiera", "dinov3_vit", "videomae"),
 )
 _TOKENS, _LENGTH, _IMAGE = 64, 12, 32
 _SAMPLES = 800
@@ -53,8 +56,19 @@ _SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
     **dict.fromkeys(("max_source_positions", "max_target_positions"), 32),
     "image_size": _IMAGE,
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    "num_experts_per_tok": 2,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_top_k", "n_group"), 2),
+    **dict.fromkeys(("topk_group", "first_k_dense_replace", "num_dense_layers", "n_shared_experts"), 1),
+    # Latent attention.
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
+    "v_head_dim": 16,
+    # State-space models: heads times their size is `expand` times the hidden size.
+    **dict.fromkeys(("mamba_n_heads", "n_mamba_heads"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
+    **dict.fromkeys(("mamba_d_state", "mamba_state_dim", "ssm_state_size"), 8),
+    **dict.fromkeys(("mamba_n_groups", "mamba_ngroups"), 1),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 4),
     "sliding_window": 8,
     "use_cache": False,
     "num_labels": 10,
@@ -89,7 +103,9 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "convnext": {**_SEVERAL_WIDTHS, "num_stages": 2},
     "convnextv2": {**_SEVERAL_WIDTHS, "num_stages": 2},
     "whisper": {"num_mel_bins": 16},
-    "mamba": {"state_size": 8, "time_step_rank": 8},
+    "mamba": {"state_size": 8, "time_step_rank": 6, "intermediate_size": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"state_size": 8, "num_heads": 8, "n_groups": 1},
     **{
         name: {"patch_size": 8}
         for name in (
@@ -99,13 +115,14 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     },
 }
 _EXPERTS = "_experts_implementation_internal"
-_ANSWERS = ("logits", "text_embeds", "image_embeds", "pooler_output")
+_ANSWERS = ("logits", "logits_per_image", "text_embeds", "image_embeds", "pooler_output")
 _TASKS = (
     "CAUSAL_LM",
     "MASKED_LM",
     "SEQ_TO_SEQ_CAUSAL_LM",
     "IMAGE_CLASSIFICATION",
     "AUDIO_CLASSIFICATION",
+    "VIDEO_CLASSIFICATION",
     "SPEECH_SEQ_2_SEQ",
 )
 _CLASSES = {
@@ -200,14 +217,46 @@ class FirstOutput(nn.Module):
 
 
 def small_config(kind: Any, model_type: str) -> Any:
-    """A configuration of small sizes; what is not a size stays as the type has it."""
+    """A configuration of small sizes; what is not a size, or a list of sizes, stays as the type has it."""
     usual = kind()
     known, own = {*usual.to_dict(), *usual.attribute_map}, _OWN.get(model_type, {})
     aliases = {alias for alias, name in usual.attribute_map.items() if name in own}
-    wanted = {name: value for name, value in {**_SIZES, **_SPECIAL}.items() if name not in aliases} | dict(
-        own
-    )
+    sizes = {name: _like(getattr(usual, name, None), size) for name, size in _sizes_of(known).items()}
+    wanted = {
+        name: value for name, value in sizes.items() if name not in aliases and value is not None
+    } | dict(own)
+    layers = getattr(usual, "num_hidden_layers", None)
+    for name in known - set(wanted):
+        value = getattr(usual, name, None)
+        if isinstance(getattr(kind, usual.attribute_map.get(name, name), None), property):
+            continue
+        if name in usual.sub_configs and value is not None:
+            wanted[name] = small_config(type(value), value.model_type)
+        elif (
+            isinstance(value, (list, tuple)) and value and len(value) == layers and isinstance(value[0], str)
+        ):
+            # Kinds of layers, one for each: one of every kind, and two at least.
+            kinds = list(dict.fromkeys(value))
+            wanted[name] = kinds if len(kinds) > 1 else kinds * 2
+            wanted["num_hidden_layers"] = len(wanted[name])
     return kind(**{name: value for name, value in wanted.items() if name in known})
+
+
+def _sizes_of(known: Collection[str]) -> dict[str, Any]:
+    """Small sizes for a configuration that knows these names."""
+    sizes = {**_SIZES, **_SPECIAL}
+    if "qk_rope_head_dim" in known:
+        # Of latent attention: what it rotates is the size that `head_dim` stands for, and all heads have keys.
+        sizes = {**sizes, "num_key_value_heads": sizes["num_attention_heads"]}
+        del sizes["head_dim"]
+    return sizes
+
+
+def _like(usual: Any, size: Any) -> Any:
+    """A size where the type has one size; None, the type's own, where it has one for each of several stages."""
+    if not isinstance(usual, (list, tuple)) or isinstance(size, (list, tuple)):
+        return size
+    return [size] * len(usual) if len(set(map(str, usual))) == 1 else None
 
 
 def _class_of(auto: Any, model_type: str, config: type) -> Any:
@@ -226,19 +275,32 @@ def _class_of(auto: Any, model_type: str, config: type) -> Any:
     return found[0] if isinstance(found, (tuple, list)) else found
 
 
+def _pixels(config: Any, source: torch.Generator) -> Tensor:
+    """Two images, or two films of several frames."""
+    side = getattr(config, "image_size", _IMAGE)
+    sides = tuple(side) if isinstance(side, (list, tuple)) else (side, side)
+    frames = (config.num_frames,) if hasattr(config, "num_frames") else ()
+    return torch.randn(2, *frames, getattr(config, "num_channels", 3), *sides, generator=source)
+
+
+def _has_two_towers(config: Any) -> bool:
+    """Whether texts and images are embedded beside each other and compared, as by CLIP."""
+    auto = importlib.import_module("transformers.models.auto").modeling_auto
+    return type(config) in auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING
+
+
 def inputs_of(network: nn.Module) -> dict[str, Tensor]:
     """Two samples for a network of transformers, by the names of its inputs."""
     source = torch.Generator().manual_seed(0)
     config = network.config
-    text = getattr(config, "vocab_size", None)
+    text = getattr(getattr(config, "text_config", config), "vocab_size", None)
 
     def tokens() -> Tensor:
         return torch.randint(3, text or _TOKENS, (2, _LENGTH), generator=source)
 
     name = network.main_input_name
-    if name == "pixel_values":
-        channels, side = getattr(config, "num_channels", 3), getattr(config, "image_size", _IMAGE)
-        return {name: torch.randn(2, channels, side, side, generator=source)}
+    if name == "pixel_values" and not _has_two_towers(config):
+        return {name: _pixels(config, source)}
     if name == "input_values":
         return {name: torch.randn(2, _SAMPLES, generator=source)}
     if name == "input_features":
@@ -246,6 +308,8 @@ def inputs_of(network: nn.Module) -> dict[str, Tensor]:
         found = {name: torch.randn(shape, generator=source)}
     else:
         found = {"input_ids": tokens()}
+    if _has_two_towers(config):
+        found = {"input_ids": tokens(), "pixel_values": _pixels(config.vision_config, source)}
     if config.is_encoder_decoder:
         found["decoder_input_ids"] = tokens()
     return found

@@ -174,6 +174,12 @@ def with_state(net: nn.Module, x: Tensor) -> Tensor:
     return net.head(state)
 
 
+def causal(x: Tensor, filters: Tensor, bias: Tensor) -> Tensor:
+    """Each channel's own filter [channels, width] over its past, as state space models have it."""
+    channels, width = filters.shape
+    return F.conv1d(x, filters.unsqueeze(1), bias, padding=width - 1, groups=channels)[:, :, : x.shape[-1]]
+
+
 def einsum_attention(net: nn.Module, x: Tensor) -> Tensor:
     q, k, v = (layer(x).unflatten(-1, (net.heads, -1)) for layer in (net.q, net.k, net.v))
     weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) / 3**0.5).softmax(-1)
@@ -610,6 +616,84 @@ CASES = {
         ),
         TOKENS,
         {"inside": 6, "up": 2, "up#2": 5, "down": 7},
+    ),
+    "a weight on the left": RuleCase(
+        lambda: Around(
+            lambda net, x: net.head((net.v @ F.silu(net.w @ net.inside(x).mT)).mT.mean(1)),
+            inside=nn.Linear(8, 6),
+            w=nn.Parameter(torch.randn(9, 6)),
+            v=nn.Parameter(torch.randn(7, 9)),
+            head=nn.Linear(7, 4),
+        ),
+        TOKENS,
+        {"w": 9, "v": 7, "inside": 6},
+    ),
+    "a transposed weight on the left": RuleCase(
+        lambda: Around(
+            lambda net, x: net.head((net.v.T @ F.silu(net.w.T @ net.inside(x).mT)).mT.mean(1)),
+            inside=nn.Linear(8, 6),
+            w=nn.Parameter(torch.randn(6, 9)),
+            v=nn.Parameter(torch.randn(9, 7)),
+            head=nn.Linear(7, 4),
+        ),
+        TOKENS,
+        {"w": 9, "v": 7, "inside": 6},
+    ),
+    "a kernel handed on without its single dimension": RuleCase(
+        lambda: Around(
+            lambda net, x: net.head(
+                F.silu(causal(net.inside(x).mT, net.filters.weight.squeeze(1), net.filters.bias)).mean(2)
+            ),
+            inside=nn.Linear(8, 6),
+            filters=nn.Conv1d(6, 6, 2, groups=6),
+            head=nn.Linear(6, 4),
+        ),
+        TOKENS,
+        {"inside": 6},
+    ),
+    "a pointwise kernel handed on as a matrix": RuleCase(
+        lambda: Around(
+            lambda net, x: net.head(
+                F.silu(
+                    F.conv1d(net.inside(x).mT, net.mix.weight.squeeze(-1).unsqueeze(-1), net.mix.bias)
+                ).mean(2)
+            ),
+            inside=nn.Linear(8, 6),
+            mix=nn.Conv1d(6, 7, 1),
+            head=nn.Linear(7, 4),
+        ),
+        TOKENS,
+        {"inside": 6, "mix": 7},
+    ),
+    "states read out": RuleCase(
+        lambda: Around(
+            lambda net, x: net.head(
+                (F.silu(net.inside(x)[..., None] * net.into(x)[:, :, None]) @ net.out(x)[..., None])[
+                    ..., 0
+                ].mean(1)
+            ),
+            inside=nn.Linear(8, 6),
+            into=nn.Linear(8, 3),
+            out=nn.Linear(8, 3),
+            head=nn.Linear(6, 4),
+        ),
+        TOKENS,
+        {"inside": 6},
+    ),
+    "states read out by einsum": RuleCase(
+        lambda: Around(
+            lambda net, x: net.head(
+                torch.einsum(
+                    "btcs,bts->btc", F.silu(net.inside(x)[..., None] * net.into(x)[:, :, None]), net.out(x)
+                ).mean(1)
+            ),
+            inside=nn.Linear(8, 6),
+            into=nn.Linear(8, 3),
+            out=nn.Linear(8, 3),
+            head=nn.Linear(6, 4),
+        ),
+        TOKENS,
+        {"inside": 6},
     ),
     "einsum over heads": RuleCase(
         lambda: Around(

@@ -181,6 +181,18 @@ def product_with_weight(
     )
 
 
+def product_from_left(tracer: "Tracer", node: Any, factor: Value, x: Value) -> Value:
+    """A weight [O, I], or one [I, O] turned, times activations [..., I, N]."""
+    weight, transposed = factor.turned or factor, factor.turned is not None
+    first, second = tracer.weight_axes(weight, *(("in", "out") if transposed else ("out", "in")), [])
+    columns, rows = (first, second) if transposed else (second, first)
+    tracer.atoms.unify(columns, x.axes[-2], "input of a linear layer")
+    shape, axes = tracer.shape(node), (*x.axes[:-2], rows, x.axes[-1])
+    return tracer.affine(
+        node, weight, None, False, x, shape, axes, channel_axis=len(shape) - 2, transposed=transposed
+    )
+
+
 @rule("_grouped_mm", "grouped_mm_fallback")
 def product_per_expert(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Rows [N, I] sorted by their expert, times that expert's matrix of a weight [E, I, O] or of [E, O, I] turned."""

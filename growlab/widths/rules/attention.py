@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Runs, fixed
 from growlab.widths.layout import Role
-from growlab.widths.rules.affine import is_stack, product_with_stack, product_with_weight, weight_in_product
+from growlab.widths.rules.affine import (
+    is_stack,
+    product_from_left,
+    product_with_stack,
+    product_with_weight,
+    weight_in_product,
+)
 from growlab.widths.rules.registry import RULES, Arguments, Value, keep_full_width, rule
 
 if TYPE_CHECKING:
@@ -27,12 +33,19 @@ def matmul(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     first, second = args["self"], args["other"] if "other" in args else args["mat2"]
     if first.name is None and len(first.shape) > 1 and weight_in_product(second):
         return product_with_weight(tracer, node, first, second)
+    if _is_activation(second) and weight_in_product(first):
+        return product_from_left(tracer, node, first, second)
     for left, (factor, x) in enumerate(((second, first), (first, second))):
         if _is_activation(x) and is_stack(tracer, factor):
             kept = _beside_matrices(tracer, node, x, factor, x.axes[-1 if left else -2])
             return product_with_stack(tracer, node, x, factor, kept, left=bool(left))
     rank = len(tracer.shape(node))
-    if not _of_activations(tracer, [first, second]) or min(len(first.shape), len(second.shape)) < 2:
+    matrices = min(len(first.shape), len(second.shape)) > 1
+    passing = _of_activations(tracer, [first, second])
+    if matrices and second.shape[-1] == 1 and first.name is None and second.name is None:
+        # A state space's read-out, no attention: each row by itself.
+        passing = True
+    if not (passing and matrices):
         return _product(tracer, node, [first, second], rank)
     result = _product(tracer, node, [first, second], rank, num_summed=0)
     tracer.atoms.freeze(first.axes[-1] + second.axes[-2], _PRODUCT)
@@ -93,6 +106,10 @@ def einsum(tracer: "Tracer", node: Any, args: Arguments) -> Any:
     tracer.note_attention(node)
     # As in a product of matrices of activations: what is not worked on one by one keeps its width.
     passing = any(v.name for v in operands) or _of_activations(tracer, operands)
+    # Where one operand has no dimension of its own, each row of the other is worked on by itself: no attention.
+    passing |= len(letters) == 2 and (
+        set(letters[0]) <= set(letters[1]) or set(letters[1]) <= set(letters[0])
+    )
     one_by_one = set(output) if passing else set(output).intersection(*letters)
     found: dict[str, Runs] = {}
     for term, value in zip(letters, operands, strict=True):

@@ -30,6 +30,7 @@ class Value:
             rearranged or summed with itself.
         made_by: weights of the affine layers that it is computed from with no other affine layer in between.
         turned: the parameter of which it is the transpose (the last two dimensions exchanged), or None.
+        squeezed: the parameter that this is in another shape, if all that uses it gives it its own again; or None.
         rows_of: the parameter of which it is some rows, if nothing but linear layers reads them; or None.
     """
 
@@ -40,6 +41,7 @@ class Value:
     linear_in: frozenset[str] = frozenset()
     made_by: frozenset[str] = frozenset()
     turned: "Value | None" = None
+    squeezed: "Value | None" = None
     rows_of: "Value | None" = None
 
 

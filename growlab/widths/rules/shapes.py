@@ -164,21 +164,22 @@ def expand(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return Value(shape, tuple(axes), x.scale)
 
 
-@rule(
-    "flatten",
-    "view",
-    "reshape",
-    "reshape_as",
-    "_unsafe_view",
-    "unflatten",
-    "squeeze",
-    "unsqueeze",
-    "view_as",
-    "squeeze_",
-)
+_RESHAPING = """
+flatten view reshape reshape_as _unsafe_view unflatten squeeze unsqueeze view_as squeeze_
+"""
+
+
+@rule(*_RESHAPING.split())
 def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Match runs of input and output dimensions with equal products; merge or split inside each."""
     x, shape = args["self"], tracer.shape(node)
+    if x.squeezed is not None:
+        return x.squeezed
+    if _is_taken_back(tracer, node, x):
+        wide = iter([axis for size, axis in zip(x.shape, x.axes, strict=True) if size > 1])
+        return Value(
+            shape, tuple(next(wide) if size > 1 else fixed(1) for size in shape), x.scale, squeezed=x
+        )
     wide = [dim for dim, size in enumerate(x.shape) if size > 1]
     if x.name in tracer.buffers and len(wide) == 1 and sorted(shape)[:-1] == [1] * (len(shape) - 1):
         # A value per channel, laid along the dimension that it is broadcast over.
@@ -209,6 +210,23 @@ def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     for size, axis in zip(shape, axes, strict=True):
         tracer.note_size(node, size, axis)
     return Value(shape, tuple(axes), x.scale)
+
+
+def _is_taken_back(tracer: "Tracer", node: Any, x: Value) -> bool:
+    """Whether a parameter gets its shape back behind this, such as a kernel without its dimension of 1."""
+    users, sizes = (
+        list(node.users),
+        ([size for size in of if size > 1] for of in (x.shape, tracer.shape(node))),
+    )
+    return (
+        x.name is not None
+        and x.name not in tracer.buffers
+        and next(sizes) == next(sizes)
+        and bool(users)
+        and all(
+            tracer.operation(user) in _RESHAPING.split() and tracer.shape(user) == x.shape for user in users
+        )
+    )
 
 
 def _span(tracer: "Tracer", node: Any, x: Value, span: range, sizes: Sequence[int]) -> list[Runs]:
