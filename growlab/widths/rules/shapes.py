@@ -176,10 +176,8 @@ def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     if x.squeezed is not None:
         return x.squeezed
     if _is_taken_back(tracer, node, x):
-        wide = iter([axis for size, axis in zip(x.shape, x.axes, strict=True) if size > 1])
-        return Value(
-            shape, tuple(next(wide) if size > 1 else fixed(1) for size in shape), x.scale, squeezed=x
-        )
+        own = iter([axis for size, axis in zip(x.shape, x.axes, strict=True) if size > 1])
+        return Value(shape, tuple(next(own) if size > 1 else fixed(1) for size in shape), x.scale, squeezed=x)
     wide = [dim for dim, size in enumerate(x.shape) if size > 1]
     if x.name in tracer.buffers and len(wide) == 1 and sorted(shape)[:-1] == [1] * (len(shape) - 1):
         # A value per channel, laid along the dimension that it is broadcast over.
