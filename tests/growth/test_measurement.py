@@ -94,7 +94,7 @@ def test_flops_are_torchs_and_its_table_of_formulas_is_where_it_is_read() -> Non
 def test_a_loss_that_is_not_finite_is_told() -> None:
     run = started(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), (4,), GradMax())
     run.batches[1][0][0] = float("nan")
-    with pytest.raises(UserError, match="NaN or infinite; lower optimizer"):
+    with pytest.raises(UserError, match="NaN or infinite; lower the learning rate"):
         run.grow({"0": 4})
 
 
@@ -105,7 +105,7 @@ def test_second_derivatives_that_torch_has_not_are_told(monkeypatch: pytest.Monk
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     with pytest.raises(
-        UserError, match=r"torch's SyncBatchNorm \(1\) has not: leave out trainer\.sync_batchnorm"
+        UserError, match=r"torch's SyncBatchNorm \(1\) has not: leave out sync_batchnorm=True"
     ):
         data.products({}, {}, [])
 

@@ -405,7 +405,7 @@ def test_state_that_fits_goes_on_with_an_exchanged_parameter(rows):
 
 
 def test_an_unknown_choice_is_refused():
-    with pytest.raises(ValueError, match="auto, inherit, reset, zero_new"):
+    with pytest.raises(ValueError, match="auto, inherit, reset or zero_new"):
         run = Run(SGD, PairGrowth(), "keep")
         run.grow()
 

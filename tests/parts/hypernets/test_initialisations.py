@@ -228,7 +228,7 @@ def test_the_last_layer_may_be_a_plain_one(network: str, sharing: str) -> None:
 
 
 def test_nothing_to_emit_is_told() -> None:
-    with pytest.raises(UserError, match="has one layer alone, and emit_last=false leaves none"):
+    with pytest.raises(UserError, match="has one layer alone, and emit_last=False leaves none"):
         parametrise(nn.Sequential(nn.Linear(3, 2)), Hypernet(emit_last=False))
 
 
