@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules import transformer
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from growlab.draws import draws_kept
 from growlab.widths.groups import WidthGraph
@@ -64,35 +64,40 @@ def trace(
     inputs = example if isinstance(example, tuple) else (example,)
     with draws_kept(model):
         graph = _traced(model, inputs, opaque, follow_norms)
-        others = _other_rows(model, inputs) if WRITTEN in graph.fixed.values() else None
-        if others is None:
-            return graph
-        try:
-            other = _traced(model, others, opaque, follow_norms)
-        except UnsupportedOperation:
-            # It was no batch.
-            return graph
-        return max(graph, other, key=lambda found: _growing(model, found))
+        for others in _other_rows(model, inputs) if WRITTEN in graph.fixed.values() else ():
+            try:
+                other = _traced(model, others, opaque, follow_norms)
+            except UnsupportedOperation:
+                # It was no batch, or not all of these are rows of it.
+                continue
+            return max(graph, other, key=lambda found: _growing(model, found))
+        return graph
 
 
-def _other_rows(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The inputs with so many rows that no width is a multiple of their number; None: it is as they are.
+def _other_rows(model: nn.Module, inputs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The inputs with so many rows that no width is a multiple of their number; none where it is so already.
 
     Attention that works on batch times heads, as many as a stream has channels, cannot be told from one that works on
-    the channels.
+    the channels. First all inputs of as many rows as the first one have others, then that one alone: a mask over
+    positions may be as long.
     """
-    rows = {value.shape[0] for value in inputs if isinstance(value, Tensor) and value.dim()}
+    tensors = [value for value in tree_leaves(inputs) if isinstance(value, Tensor) and value.dim()]
     sizes = {size for _, tensor in model.named_parameters() for size in tensor.shape}
-    if len(rows) != 1 or not any(size % max(rows) == 0 for size in sizes):
-        return None
+    rows = len(tensors[0]) if tensors else 0
     number = next((n for n in _PRIMES if not any(size % n == 0 for size in sizes)), None)
-    if number is None:
-        return None
-    index = torch.arange(number) % max(rows)
-    return tuple(
-        value[index.to(value.device)] if isinstance(value, Tensor) and value.dim() else value
-        for value in inputs
-    )
+    if not rows or number is None or not any(size % rows == 0 for size in sizes):
+        return []
+    index = torch.arange(number) % rows
+    alike = [value for value in tensors if len(value) == rows]
+
+    def with_others(chosen: Sequence[Tensor]) -> tuple[Any, ...]:
+        return tree_map_only(
+            Tensor,
+            lambda value: value[index.to(value.device)] if any(value is one for one in chosen) else value,
+            inputs,
+        )
+
+    return [with_others(chosen) for chosen in ([alike, alike[:1]] if len(alike) > 1 else [alike])]
 
 
 def _traced(

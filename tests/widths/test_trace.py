@@ -336,9 +336,9 @@ class Attending(nn.Module):
         self.a, self.attend = nn.Linear(5, 16), nn.MultiheadAttention(16, 4, batch_first=True)
         self.b = nn.Linear(16, 3)
 
-    def forward(self, x):
+    def forward(self, x, mask=None):
         x = self.a(x)
-        return self.b((x + self.attend(x, x, x)[0]).mean(1))
+        return self.b((x + self.attend(x, x, x, attn_mask=mask)[0]).mean(1))
 
 
 @pytest.mark.parametrize("rows", [2, 3, 4, 8, 16])
@@ -346,6 +346,14 @@ def test_a_batch_of_as_many_rows_as_heads_have_channels_is_none_of_them(rows: in
     """torch's attention works on batch times heads: with four rows as many as the stream has channels."""
     graph = trace(Attending(), torch.randn(rows, 6, 5))
     assert list(graph.groups) == ["a"] and graph.fixed.keys() == {"b"}
+
+
+@pytest.mark.parametrize("rows", [4, 6])
+@pytest.mark.parametrize("length", [4, 6])
+def test_a_mask_over_positions_is_no_batch(rows: int, length: int) -> None:
+    """It keeps its shape where the example's rows become others, also where it is as long as the batch."""
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+    assert list(trace(Attending(), (torch.randn(rows, length, 5), mask)).groups) == ["a"]
 
 
 def test_rows_that_are_no_batch_stay() -> None:
