@@ -249,6 +249,7 @@ def test_trained_weights_and_their_average_lie_in_folders_of_their_own(
 
 
 @pytest.mark.slow  # the compiler takes most of a minute for each size of the network
+@pytest.mark.timeout(900)
 def test_a_compiled_run_trains_alike_and_leaves_the_same_folder(
     cli: CommandLine, uninterrupted: Callable[..., Left], llama: tuple[str, ...], tmp_path: Path
 ) -> None:
