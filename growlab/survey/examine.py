@@ -32,7 +32,7 @@ from growlab.growth.outputs import observe
 from growlab.growth.parity import relative_error
 from growlab.parts import available
 from growlab.survey.sources import load
-from growlab.widths import UnsupportedOperation, WidthGraph, light_copy, resize, tensors_in, trace
+from growlab.widths import FAILURES, UnsupportedOperation, WidthGraph, light_copy, resize, tensors_in, trace
 from growlab.widths.findings import layer_name
 
 METHODS: Mapping[str, type[GrowthMethod]] = {
@@ -197,7 +197,7 @@ def _one_sample(network: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, tuple
             rows = len(whole[0])
             first = tree_map_only(Tensor, lambda x: x[:1] if x.dim() and len(x) == rows else x, inputs)
             alone = tensors_in(network(*first))
-    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
+    except FAILURES:
         return 1, inputs
     shapes = [(1, *x.shape[1:]) for x in whole if x.dim()]
     if rows < 2 or [tuple(x.shape) for x in alone] != shapes:
@@ -244,7 +244,7 @@ def _runs(network: nn.Module, image: Tensor) -> bool:
         with torch.no_grad():
             for training in (True, False):
                 network.train(training)(image.to(device))
-    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
+    except FAILURES:
         return False
     return True
 

@@ -19,7 +19,8 @@ from growlab.widths.predictions import Call, Predictions, Seen, run_calls
 from growlab.widths.program import UnsupportedOperation
 from growlab.widths.resize import replace_tensors, resized, restore_tensors, tensors_of
 
-_FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, IndexError, ZeroDivisionError)
+#: What a network's code may end in at sizes that it is not written for: a layer that it has at others alone, too.
+FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, ArithmeticError, AttributeError)
 _INHERITED = object()
 
 
@@ -92,7 +93,7 @@ class Trials:
         try:
             with self._narrow(self._following(attributes), widths):
                 narrow = self._calls()
-        except _FAILURES:
+        except FAILURES:
             # Some networks cannot be followed so at any width.
             return self._at_full_width() is None
         return self._predictions.agree(narrow, widths, lambda: self._at_full_width() or [])
@@ -123,7 +124,7 @@ class Trials:
             write(holder, place, size // 2 if size > 1 else size + 1)
         try:
             return self._sizes() != self._reference
-        except _FAILURES:
+        except FAILURES:
             return True
         finally:
             for holder, attribute, content in reversed(kept):
@@ -141,7 +142,7 @@ class Trials:
         if self._full_calls is None:
             try:
                 self._full_calls = [self._calls()]
-            except _FAILURES:
+            except FAILURES:
                 self._full_calls = []
         return next(iter(self._full_calls), None)
 
@@ -167,7 +168,7 @@ class Trials:
         try:
             with self._narrow(graph, widths):
                 return [self._run(training)[0] for training in self._modes] == self._expected
-        except _FAILURES:
+        except FAILURES:
             return False
 
     def _narrowed(self, name: str, tensor: Tensor, widths: Mapping[str, int]) -> Tensor:

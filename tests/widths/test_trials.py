@@ -108,3 +108,23 @@ def test_a_layer_that_one_mode_alone_reaches_keeps_its_input_as_wide_as_it_is() 
     resize(network, graph, graph.full_widths, narrow)
     for training in (False, True):
         assert network.train(training)(x).shape == (4, 3)
+
+
+def test_a_layer_that_code_has_at_other_sizes_alone_is_no_error() -> None:
+    """Trials change the sizes that a module keeps: its code then asks for what it has not made."""
+
+    class Changing(nn.Module):
+        def __init__(self, size: int, size_out: int) -> None:
+            super().__init__()
+            self.size, self.size_out = size, size_out
+            self.inside, self.out = nn.Linear(5, size), nn.Linear(size_out, 3)
+            if size != size_out:
+                self.between = nn.Linear(size, size_out)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inside(x)
+            x = self.between(x) if self.size != self.size_out else x
+            return self.out(x.view(-1, self.size_out))
+
+    assert trace(Changing(8, 8), torch.randn(2, 5)).full_widths == {"inside": 8}
+    assert trace(Changing(8, 6), torch.randn(2, 5)).full_widths == {"inside": 8, "between": 6}
