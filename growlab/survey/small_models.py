@@ -247,7 +247,7 @@ def _sizes_of(known: Collection[str]) -> dict[str, Any]:
     sizes = {**_SIZES, **_SPECIAL}
     if "qk_rope_head_dim" in known:
         # Of latent attention: what it rotates is the size that `head_dim` stands for, and all heads have keys.
-        sizes = {**sizes, "num_key_value_heads": sizes["num_attention_heads"]}
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
         del sizes["head_dim"]
     return sizes
 

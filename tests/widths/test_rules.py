@@ -695,6 +695,18 @@ CASES = {
         TOKENS,
         {"inside": 6},
     ),
+    "einsum that repeats a single position": RuleCase(
+        lambda: Around(
+            lambda net, x: net.head(
+                torch.einsum("bte,eho->bto", net.inside(x).mean(-1, keepdim=True), net.up).mean(1)
+            ),
+            inside=nn.Linear(8, 6),
+            up=nn.Parameter(torch.randn(3, 2, 7)),
+            head=nn.Linear(7, 4),
+        ),
+        TOKENS,
+        {},
+    ),
     "einsum over heads": RuleCase(
         lambda: Around(
             einsum_attention,

@@ -41,11 +41,9 @@ def matmul(tracer: "Tracer", node: Any, args: Arguments) -> Value:
             return product_with_stack(tracer, node, x, factor, kept, left=bool(left))
     rank = len(tracer.shape(node))
     matrices = min(len(first.shape), len(second.shape)) > 1
-    passing = _of_activations(tracer, [first, second])
-    if matrices and second.shape[-1] == 1 and first.name is None and second.name is None:
-        # A state space's read-out, no attention: each row by itself.
-        passing = True
-    if not (passing and matrices):
+    # A state space's read-out is no attention: each row is worked on by itself.
+    read_out = second.shape[-1] == 1 and first.name is None and second.name is None
+    if not ((_of_activations(tracer, [first, second]) or read_out) and matrices):
         return _product(tracer, node, [first, second], rank)
     result = _product(tracer, node, [first, second], rank, num_summed=0)
     tracer.atoms.freeze(first.axes[-1] + second.axes[-2], _PRODUCT)
@@ -91,8 +89,8 @@ def biased_matmul(tracer: "Tracer", node: Any, args: Arguments) -> Any:
 def einsum(tracer: "Tracer", node: Any, args: Arguments) -> Any:
     """Letters that stay are worked on one by one: they pass. Those that are summed over keep their width.
 
-    Activations and a parameter of two dimensions, of which one is summed over, are a linear layer. Other parameters
-    keep their width.
+    Activations and a parameter of two dimensions, of which one is summed over, are a linear layer; a parameter of more
+    dimensions is several. Others keep their width.
     """
     equation, operands = args["equation"].replace(" ", ""), args["tensors"]
     inputs, arrow, output = equation.partition("->")
