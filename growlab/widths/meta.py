@@ -81,6 +81,23 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return input.new_empty(*input.shape[:-1], weight.shape[0])
 
 
+def _transposed_convolution(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Any:
+    # On device meta torch takes any number of channels here, and runs into the wrong ones elsewhere.
+    if input.dim() >= weight.dim() - 1 and input.shape[1 - weight.dim()] != weight.shape[0]:
+        raise ValueError(f"a transposed weight of {tuple(weight.shape)} for {tuple(input.shape)}")
+    return NotImplemented
+
+
+def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, **_: Any) -> Any:
+    # As above: sizes beside that of `dim` are not compared.
+    if input.dim() == source.dim() and any(
+        one != other and axis != dim % input.dim()
+        for axis, (one, other) in enumerate(zip(input.shape, source.shape, strict=True))
+    ):
+        raise ValueError(f"{tuple(source.shape)} cannot be added into {tuple(input.shape)}")
+    return NotImplemented
+
+
 def _gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
     return torch.empty_like(input)
 
@@ -107,6 +124,8 @@ _RULES: dict[Any, Callable[..., Tensor]] = {
     F.layer_norm: _layer_norm,
     F.linear: _linear,
     F.gelu: _gelu,
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _transposed_convolution),
+    **dict.fromkeys((torch.index_add, Tensor.index_add, Tensor.index_add_), _index_add),
     F.scaled_dot_product_attention: _attention,
     **dict.fromkeys((torch.Tensor.add, torch.Tensor.mul, torch.Tensor.sub), _element_wise),
     **dict.fromkeys((torch.add, torch.mul, torch.sub), _element_wise),

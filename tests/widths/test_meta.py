@@ -25,6 +25,11 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "linear of one": lambda: F.linear(made(4), made(5, 4)),
     "linear of others": lambda: F.linear(made(2, 3), made(5, 4)),
     "linear by others": lambda: F.linear(made(2, 4), made(5, 4), made(6)),
+    "transposed convolution": lambda: F.conv_transpose2d(
+        made(2, 4, 5, 5), made(4, 2, 3, 3), made(4), groups=2
+    ),
+    "transposed convolution of one": lambda: F.conv_transpose1d(made(4, 5), made(4, 3, 2)),
+    "rows added": lambda: made(3, 4).index_add(0, made(2, dtype=torch.int64), made(2, 4)),
     "gelu": lambda: F.gelu(made(2, 3), approximate="tanh"),
     "attention": lambda: F.scaled_dot_product_attention(
         made(2, 3, 5, 4), made(2, 3, 6, 4), made(2, 3, 6, 7), scale=0.5
@@ -71,3 +76,13 @@ def test_what_lies_in_memory_is_worked_out() -> None:
     x, weight = torch.ones(2, 3), torch.ones(4, 3)
     with Shapes():
         assert torch.equal(F.linear(x, weight), torch.full((2, 4), 3.0))
+
+
+def test_channels_that_device_meta_does_not_compare_are_compared() -> None:
+    with Shapes():
+        for number, call in enumerate((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), 1):
+            with pytest.raises(ValueError, match="transposed weight"):
+                call(made(2, 2, *[5] * number), made(8, 4, *[3] * number))
+        for add in (torch.index_add, Tensor.index_add, Tensor.index_add_):
+            with pytest.raises(ValueError, match="cannot be added into"):
+                add(made(3, 4), 0, made(2, dtype=torch.int64), made(2, 5))

@@ -1,6 +1,7 @@
 """Groups whose width the network's own code fixes, and what of a network can grow."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -34,6 +35,39 @@ def test_a_width_written_into_the_forward_keeps_its_group_full():
     assert not graph.grows("classifier.weight")
     resize(network, graph, graph.full_widths, {"conv1": 2})
     assert network(torch.randn(5, 3, 2, 2)).shape == (5, 3)
+
+
+class LooksAside(nn.Module):
+    """Computes something that only those read who look at the module."""
+
+    def __init__(self, aside: Callable[[nn.Module, Tensor], Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)
+        self.aside = aside
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        self.seen = self.aside(self, x)
+        return self.last(x).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LooksAside(lambda net, x: net.decoder(x), decoder=nn.ConvTranspose2d(8, 3, 2)),
+        lambda: LooksAside(lambda net, x: net.decoder(x), decoder=nn.ConvTranspose2d(8, 4, 2, groups=2)),
+        lambda: LooksAside(
+            lambda net, x: x.new_zeros(2, 8).index_add(0, torch.zeros(len(x)).long(), x.mean((2, 3)))
+        ),
+    ],
+    ids=["transposed", "transposed in groups", "rows added"],
+)
+def test_what_is_computed_aside_keeps_what_it_reads_full(make: Callable[[], nn.Module]) -> None:
+    network, x = make(), torch.randn(2, 3, 4, 4)
+    grower = Grower(network, x, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
+    assert not grower.graph.groups and network(x).shape == (2, 4)
 
 
 class Shuffle(nn.Module):
