@@ -65,6 +65,9 @@ def grown(function: Callable[[Tensor], Any]) -> list[str]:
         lambda h: torch.vstack([h, h])[:2],
         lambda h: F.smooth_l1_loss(h, h * h, reduction="none"),
         lambda h: h.clone().subtract_(0.5),
+        # Along one dimension.
+        lambda h: torch.cumprod(h, 2),
+        lambda h: h.clone().cumprod_(3),
         # Entry by entry, by the tag that torch gives them.
         lambda h: torch.special.i0e(h),
         lambda h: h.clone().sin_(),
@@ -86,10 +89,26 @@ def test_channels_grow_through_what_is_composite_or_works_entry_by_entry(
         lambda h: torch.dist(h, h * h),
         lambda h: F.cosine_similarity(h, h * h, dim=1),
         lambda h: F.cross_entropy(h, h.argmax(1)),
+        lambda h: torch.cumprod(h, 1),
+        lambda h: torch.masked_scatter(h, h > 0.5, h * h),
+        lambda h: F.pdist(h.flatten(0, 1).flatten(1)),
+        lambda h: torch.linalg.householder_product(h.flatten(2).mT, h[:, :, 0, 0]),
+        lambda h: torch.segment_reduce(h.mean((2, 3)), "sum", lengths=torch.tensor([1, 1])),
     ],
 )
 def test_channels_that_are_mixed_keep_their_width(function: Callable[[Tensor], Any]) -> None:
     assert "a" not in grown(function)
+
+
+@pytest.mark.parametrize(
+    "wrap", [nn.utils.parametrizations.orthogonal, nn.utils.parametrizations.weight_norm]
+)
+def test_a_convolution_whose_weight_torch_computes_keeps_its_width(wrap: Callable[..., nn.Module]) -> None:
+    network = nn.Sequential(
+        nn.Conv1d(3, 8, 1), nn.ReLU(), wrap(nn.Conv1d(8, 4, 3)), nn.ReLU(), nn.Conv1d(4, 6, 1)
+    )
+    network.extend([nn.ReLU(), nn.Conv1d(6, 2, 1)])
+    assert list(trace(network, torch.randn(2, 3, 5)).groups) == ["4"]
 
 
 def test_what_is_added_for_nothing_is_of_one_width_too() -> None:

@@ -214,7 +214,7 @@ def _product(
     return Value(shape, (*axes, *map(fixed, shape[rank - 2 :])), tracer.scales.new(unit=True))
 
 
-@rule("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumsum_")
+@rule("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumsum_", "cumprod", "cumprod_")
 def over_one_dimension(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Over one dimension, which keeps its width; the others pass."""
     x = args["self"]

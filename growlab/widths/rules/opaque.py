@@ -30,6 +30,7 @@ OPAQUE = (
         ),
         *("linalg_pinv", "cholesky_inverse", "cholesky_solve", "triangular_solve"),
         *("prod", "histc", "histogram", "frexp", "slice_scatter"),
+        *("linalg_householder_product", "_pdist_forward", "masked_scatter", "segment_reduce"),
     ),
     *(
         "bincount",
