@@ -151,3 +151,15 @@ def channels_beside_one_another():
         return m.c(F.relu(m.b(x)))
 
     return Net(run, a=Linear(7, 12), b=Linear(36, 10), c=Linear(10, 3))
+
+
+@odd((torch.arange(20) % 11).view(4, 5))
+def embeddings_of_a_largest_norm():
+    """Which the forward shortens in place: their width stays, and what follows them grows."""
+
+    def run(m, i):
+        x = m.a(m.e(i)).sum(1) + m.d(m.bag(i))
+        return m.c(F.relu(m.b(F.relu(x))))
+
+    parts = {"e": nn.Embedding(11, 6, max_norm=1.0), "bag": nn.EmbeddingBag(11, 6, max_norm=0.5)}
+    return Net(run, **parts, a=Linear(6, 12), d=Linear(6, 12), b=Linear(12, 15), c=Linear(15, 3))

@@ -313,3 +313,11 @@ def embedding(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Valu
     # Where bags begin, their sizes and the indices of largest entries: F.embedding_bag keeps them to itself.
     rest = [Value(shape, tuple(map(fixed, shape)), tracer.scales.new(unit=True)) for shape in positions]
     return [channels, *rest]
+
+
+@rule("embedding_renorm_")
+def embedding_renorm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+    """Rows [V, C] that `max_norm` shortens where they are too long, in place: more channels would change each norm."""
+    weight = args["self"]
+    keep_full_width(tracer, node, args, "rows of an embedding of a largest norm (max_norm)")
+    return weight

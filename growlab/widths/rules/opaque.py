@@ -29,7 +29,7 @@ OPAQUE = (
             "linalg_lu_factor_ex",
         ),
         *("linalg_pinv", "cholesky_inverse", "cholesky_solve", "triangular_solve"),
-        *("prod", "histc", "histogram", "frexp", "slice_scatter"),
+        *("prod", "histc", "histogram", "frexp", "slice_scatter", "renorm"),
         *("linalg_householder_product", "_pdist_forward", "masked_scatter", "segment_reduce"),
     ),
     *(
