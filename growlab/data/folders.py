@@ -28,11 +28,19 @@ def find_folders(root: Path) -> dict[str, Path]:
 
     Where there is no test/, val/ is the test set.
     """
-    train = _called(root, _TRAIN)
-    if train is None or not any(path.is_dir() for path in _entries(train)):
+    found = split_folders(root)
+    if "train" not in found or not any(path.is_dir() for path in _entries(found["train"])):
         return {}
-    test, val = _called(root, _TEST), _called(root, _VAL)
-    found = {"train": train, "test": test or val, "val": val if test else None}
+    if "test" not in found and "val" in found:
+        found["test"] = found.pop("val")
+    return found
+
+
+def split_folders(root: Path) -> dict[str, Path]:
+    """The folders in `root` that are called by "train", "test" and "val", as far as they are there."""
+    found = {
+        part: _called(root, names) for part, names in (("train", _TRAIN), ("test", _TEST), ("val", _VAL))
+    }
     return {part: folder for part, folder in found.items() if folder is not None}
 
 

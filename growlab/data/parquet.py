@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from growlab.data.cache import files_fingerprint
 from growlab.data.crops import Fit
+from growlab.data.folders import split_folders
 from growlab.data.images import EncodedImages, class_names
 from growlab.errors import UserError
 
@@ -29,13 +30,15 @@ _RECENT_BYTES = 256 << 20
 def find_parquet(root: Path) -> dict[str, list[Path]]:
     """Return the Parquet files of "train", "test" and "val", in `root` or one folder below it.
 
-    A split is known by how the file's name begins: train, test or val(idation); validation files serve as the
-    test set where there is none, or one without labels (-1), as ImageNet's. Empty if there is no training file.
+    A split is known by how the file's name begins, train, test or val(idation), or by the folder of such a name that
+    the file lies in, as in `train/0000.parquet`. Validation files serve as the test set where there is none, or one
+    without labels (-1), as ImageNet's. Empty if there is no training file.
 
     Raises:
-        UserError: several folders hold a training set.
+        UserError: several folders hold a training set, or files of a split are missing.
     """
-    folders = [root, *sorted(path for path in root.iterdir() if path.is_dir())]
+    parts = set(split_folders(root).values())
+    folders = [root, *sorted(path for path in root.iterdir() if path.is_dir() and path not in parts)]
     found = {folder: _splits(folder) for folder in folders}
     found = {folder: splits for folder, splits in found.items() if "train" in splits}
     if len(found) > 1:
@@ -187,11 +190,13 @@ def _content(value: pa.Scalar, where: Callable[[], str]) -> bytes:
 
 
 def _splits(folder: Path) -> dict[str, list[Path]]:
-    files = sorted(folder.glob("*.parquet"))
-    names = ("train", "test", "val")
-    splits = {split: [path for path in files if path.name.startswith(split)] for split in names}
-    for paths in splits.values():
-        _check_complete(paths)
+    files, inside = sorted(folder.glob("*.parquet")), split_folders(folder)
+    splits = {}
+    for split in ("train", "test", "val"):
+        within = sorted(inside[split].glob("*.parquet")) if split in inside else []
+        splits[split] = [*(path for path in files if path.name.startswith(split)), *within]
+        _check_complete(splits[split])
+        _check_numbers(within)
     if not splits["test"]:
         splits["test"] = splits.pop("val")
     return {split: paths for split, paths in splits.items() if paths}
@@ -209,6 +214,17 @@ def _check_complete(paths: Sequence[Path]) -> None:
                 f"{paths[0].parent} has {len(numbers)} of {count} {split} files and lacks "
                 f"{split}-{missing[0]:05d}-of-{count:05d}; fetch it too, or rename those that are there."
             )
+
+
+def _check_numbers(paths: Sequence[Path]) -> None:
+    """Refuse files that are called by their numbers, `0000.parquet`, where one before the last is missing."""
+    numbers = {int(path.stem): path for path in paths if path.stem.isdecimal()}
+    if missing := sorted(set(range(max(numbers, default=-1))) - numbers.keys()):
+        last = numbers[max(numbers)]
+        raise UserError(
+            f"{last.parent} has {last.name} and lacks {missing[0]:0{len(last.stem)}d}.parquet; fetch it too, or rename "
+            "those that are there."
+        )
 
 
 def _columns(path: Path) -> tuple[str, str, list[str] | None]:

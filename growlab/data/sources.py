@@ -11,7 +11,10 @@ from growlab.data.images import Images
 from growlab.data.torchvision_files import DATASETS, has_torchvision_files, load_torchvision
 from growlab.errors import UserError
 
-_LAYOUTS = "Parquet files (train*.parquet, test*.parquet), folders (train/<class>/*.png, test/<class>/*.png)"
+_LAYOUTS = (
+    "Parquet files (train*.parquet or train/*.parquet, test likewise), folders (train/<class>/*.png, "
+    "test/<class>/*.png)"
+)
 
 
 def default_root(name: str) -> Path:
@@ -58,7 +61,7 @@ def _open_folder(name: str, folder: Path, download: bool, fit: Fit) -> dict[str,
         if folders := find_folders(folder):
             return {**open_folders(_complete(folders, folder), fit)}
         # pyarrow takes a third of a second to import: only where it may be needed.
-        if any(folder.glob("*.parquet")) or any(folder.glob("*/*.parquet")):
+        if any(any(folder.glob(depth * "*/" + "*.parquet")) for depth in range(3)):
             from growlab.data.parquet import find_parquet, open_parquet
 
             if splits := find_parquet(folder):

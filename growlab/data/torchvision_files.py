@@ -75,7 +75,7 @@ def _download(dataset: Callable[..., Any], name: str, root: Path, train: bool) -
         reason = str(getattr(error, "reason", "") or error).partition("\n")[0] or type(error).__name__
         raise UserError(
             f"found no {name} in {root} and could not download it ({reason}); point data.root=FOLDER at "
-            "torchvision's files, at Parquet files (train*.parquet, test*.parquet) or at folders of images "
+            "torchvision's files, at Parquet files (train*.parquet or train/*.parquet) or at folders of images "
             "(train/<class>/*.png, test/<class>/*.png)."
         ) from error
     finally:

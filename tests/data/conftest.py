@@ -74,7 +74,8 @@ class Pictures:
                 table = pa.table(
                     {image_column: [contents[p] for p in positions], label_column: labels[positions]}
                 )
-                path = root / names(split).replace("SHARD", f"{shard:05}-of-{shards:05}")
+                name = names(split).replace("SHARD", f"{shard:05}-of-{shards:05}")
+                path = root / name.replace("NUMBER", f"{shard:04}")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 pq.write_table(table, path, row_group_size=row_group_size)
         return root

@@ -5,6 +5,7 @@ import shutil
 import struct
 import urllib.error
 from hashlib import md5
+from pathlib import Path
 
 import numpy as np
 import PIL.Image
@@ -62,11 +63,38 @@ def test_folders(pictures, tmp_path, test_name):
         ("{}-SHARD.parquet", {"shards": 3, "image_column": "image"}),
         ("data/{}-SHARD.parquet", {"label_column": "fine_label"}),
         ("plain_text/{}-SHARD.parquet", {"shards": 2, "wrap": bytes}),
+        ("{}/NUMBER.parquet", {}),
+        ("{0}/{0}-SHARD.parquet", {"shards": 2}),
+        ("plain_text/{}/NUMBER.parquet", {"shards": 3}),
     ],
 )
 def test_parquet(pictures, tmp_path, names, options):
     root = pictures.as_parquet(tmp_path / "data", names.format, **options)
     _assert_same(_arrays("insects", root), pictures)
+
+
+def test_parquet_of_three_splits_in_folders(pictures, tmp_path):
+    root = pictures.as_parquet(tmp_path, "default/{}/NUMBER.parquet".format)
+    shutil.copytree(root / "default" / "test", root / "default" / "validation")
+    assert open_images("insects", root).keys() == {"train", "test", "val"}
+    shutil.rmtree(root / "default" / "test")
+    assert open_images("insects", root).keys() == {"train", "test"}
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        ("data/{}-SHARD.parquet", "data/train-00001-of-00003.parquet"),
+        ("{0}/{0}-SHARD.parquet", "train/train-00001-of-00003.parquet"),
+        ("{}/NUMBER.parquet", "train/0001.parquet"),
+        ("plain_text/{}/NUMBER.parquet", "plain_text/test/0000.parquet"),
+    ],
+)
+def test_parquet_files_that_are_missing_are_told(pictures, tmp_path, names, missing):
+    root = pictures.as_parquet(tmp_path, names.format, shards=3)
+    (root / missing).unlink()
+    message = _error("insects", root)
+    assert f"lacks {Path(missing).stem}" in message and str((root / missing).parent) in message
 
 
 def test_parquet_takes_the_names_of_classes_from_hugging_faces_metadata(pictures, tmp_path):
