@@ -11,17 +11,19 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import cached, is_parametrized
 from torch.utils.flop_counter import FlopCounterMode
 
+from growlab.widths.inputs import Example, call_with, inputs_of
+
 aten = torch.ops.aten
 
 
-def forward_flops(model: nn.Module, sample: Tensor | tuple[Tensor, ...]) -> int:
+def forward_flops(model: nn.Module, sample: Example) -> int:
     """FLOPs of one forward pass on one sample: two per multiply-add of convolutions, products of matrices, attention.
 
     A complex multiply-add is four real ones.
 
     Args:
         model: any network; run in eval mode and left as it was.
-        sample: one input [1, ...], or the tuple of the forward's positional inputs.
+        sample: one input [1, ...], the tuple of the forward's positional inputs, or inputs by name.
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -38,7 +40,7 @@ def forward_flops(model: nn.Module, sample: Tensor | tuple[Tensor, ...]) -> int:
                     for name in module.get_submodule("parametrizations")._modules:
                         getattr(module, name)
             with counter:
-                model(*(sample if isinstance(sample, tuple) else (sample,)))
+                call_with(model, inputs_of(sample, model))
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)

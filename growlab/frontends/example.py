@@ -1,13 +1,12 @@
 """What a network is called with, found out by calling something that calls it."""
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError
+from growlab.widths.inputs import arguments, changed
 
 
 class _Called(BaseException):
@@ -15,7 +14,7 @@ class _Called(BaseException):
 
 
 def captured(call: Callable[[], Any], network: nn.Module, whole: nn.Module) -> tuple[Any, ...] | None:
-    """Positional inputs that `network` gets when something is called, which then ends at once.
+    """Inputs that `network` gets when something is called, which then ends at once.
 
     Args:
         call: calls the network sooner or later.
@@ -31,7 +30,7 @@ def captured(call: Callable[[], Any], network: nn.Module, whole: nn.Module) -> t
     found: list[tuple[Any, ...]] = []
 
     def note(module: nn.Module, args: Any, named: Any) -> None:
-        found.append(positional(module, args, named))
+        found.append(as_example(module, args, named))
         raise _Called
 
     modes = {module: module.training for module in whole.modules()}
@@ -49,22 +48,8 @@ def captured(call: Callable[[], Any], network: nn.Module, whole: nn.Module) -> t
     return found[0] if found else None
 
 
-def positional(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a forward as positional ones, defaults between them filled in.
-
-    Raises:
-        UserError: an argument can only be given by name.
-    """
-    parameters = list(inspect.signature(module.forward).parameters.values())[len(args) :]
-    values = list(args)
-    missing = dict(named)
-    for parameter in parameters:
-        if not missing:
-            break
-        if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            raise UserError(
-                f"{type(module).__name__} takes {', '.join(missing)} by name alone; give an example of its positional "
-                "inputs."
-            )
-        values.append(missing.pop(parameter.name, parameter.default))
-    return tuple(value.detach() if isinstance(value, Tensor) else value for value in values)
+def as_example(network: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a call as an example of a network's inputs, detached."""
+    return changed(
+        lambda value: value.detach() if isinstance(value, Tensor) else value, arguments(network, args, named)
+    )

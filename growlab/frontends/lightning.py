@@ -15,7 +15,7 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -32,6 +32,7 @@ from growlab.growth import GrowthEvent, GrowthMethod, Schedule, restore
 from growlab.optim import Inheritance
 from growlab.parts.part import Part
 from growlab.triggers import Clock, Never, Trigger, as_trigger
+from growlab.widths.inputs import Example
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +116,8 @@ class Growth(GrowthSteps):
         trigger: which widths come next, and when; see `growlab.Grower`. Batch sizes that it says are put into the
             data module's `batch_size`.
         parts: features beside growing; see `growlab.parts`.
-        example: the submodule's input or tuple of positional inputs, [B, ...] with B >= 2; None: the module's
-            `example_input_array` if the module itself grows, else what the first training batch leads to.
+        example: the submodule's input, tuple of positional inputs or inputs by name, [B, ...] with B >= 2; None: the
+            module's `example_input_array` if the module itself grows, else what the first training batch leads to.
         seed: of everything that growth draws.
         optimizer_state: see `growlab.optim.follow`.
         anneal_steps: see `growlab.Grower`.
@@ -138,7 +139,7 @@ class Growth(GrowthSteps):
         method: GrowthMethod,
         trigger: Trigger | Schedule | Mapping[float, Any],
         parts: Sequence[Part] = (),
-        example: Tensor | tuple[Any, ...] | None = None,
+        example: Example | None = None,
         seed: int = 0,
         optimizer_state: Inheritance = "auto",
         anneal_steps: int = 100,
@@ -331,7 +332,8 @@ class Growth(GrowthSteps):
                 "give Growth an example of the network's input, such as example=torch.randn(2, 3, 32, 32)."
             )
         call = partial(module, **example) if isinstance(example, dict) else partial(module, *_tuple(example))
-        return captured(call, network, module) or _tuple(example)
+        found = captured(call, network, module)
+        return _tuple(example) if found is None else found
 
     def _seen(
         self, trainer: Trainer, module: LightningModule, stage: str, network: nn.Module

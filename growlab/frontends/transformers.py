@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from growlab.errors import UserError, how_to_install, needs
 from growlab.frontends.checks import check_unit
 from growlab.frontends.ending import finish
-from growlab.frontends.example import positional
+from growlab.frontends.example import as_example
 from growlab.grower import Grower
 from growlab.grower.plain import plain_state_dict, put_back
 from growlab.grower.wrapping import renew, wrapper_of
@@ -23,6 +23,7 @@ from growlab.growth import GrowthMethod, Schedule
 from growlab.optim import Inheritance
 from growlab.parts.part import Part
 from growlab.triggers import Trigger, as_trigger
+from growlab.widths.inputs import Example
 
 with needs("Growth in Hugging Face's Trainer", how_to_install("transformers")):
     from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -47,8 +48,8 @@ class Growth(TrainerCallback, ExportableState):
         method: what new entries are and how old ones are rescaled.
         trigger: which widths come next, and when; see `growlab.Grower`. Batch sizes stay the Trainer's.
         parts: features beside growing; see `growlab.parts`.
-        example: the network's input or tuple of positional inputs, [B, ...] with B >= 2; None: the model's
-            `dummy_inputs`.
+        example: the network's input, tuple of positional inputs or inputs by name, [B, ...] with B >= 2; None: the
+            model's `dummy_inputs`.
         seed: of everything that growth draws.
         optimizer_state: see `growlab.optim.follow`.
         anneal_steps: see `growlab.Grower`.
@@ -64,7 +65,7 @@ class Growth(TrainerCallback, ExportableState):
         method: GrowthMethod,
         trigger: Trigger | Schedule | Mapping[float, Any],
         parts: Sequence[Part] = (),
-        example: Tensor | tuple[Any, ...] | None = None,
+        example: Example | None = None,
         seed: int = 0,
         optimizer_state: Inheritance = "auto",
         anneal_steps: int = 100,
@@ -123,7 +124,7 @@ class Growth(TrainerCallback, ExportableState):
                 raise UserError(
                     f"{type(network).__name__} has no dummy_inputs; give Growth an example of its input."
                 )
-            example = positional(network, (), dict(inputs))
+            example = as_example(network, (), inputs)
         self.grower = self._make(network, example)
 
     def on_train_begin(

@@ -31,7 +31,7 @@ from growlab.optim import Inheritance, Regions, weight_regions
 from growlab.optim.followers import Followers
 from growlab.parts.part import Part
 from growlab.triggers import Clock, Run, Training, Trigger, as_trigger
-from growlab.widths import WidthGraph
+from growlab.widths import Example, WidthGraph
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ class Grower:
 
     Args:
         network: at full width; class, parameter names and modules stay its own.
-        example: an input [B, ...] with B >= 2, or the tuple of the forward's positional inputs: the network is traced
-            with it, and the outputs before and after each event are compared on it.
+        example: an input [B, ...] with B >= 2, the tuple of the forward's positional inputs, or inputs by name: the
+            network is traced with it, and the outputs before and after each event are compared on it.
         method: what new entries are and how old ones are rescaled.
         trigger: which widths come next, and when: a `growlab.triggers.Trigger`, a schedule, or the epoch and width of
             each stage such as {0: 0.25, 10: 0.5, 20: 1.0}.
@@ -77,7 +77,7 @@ class Grower:
     def __init__(
         self,
         network: nn.Module,
-        example: Tensor | tuple[Any, ...],
+        example: Example,
         *,
         method: GrowthMethod,
         trigger: Trigger | Schedule | Mapping[float, Any],
@@ -93,7 +93,7 @@ class Grower:
         self.seed, self.check_ranks = seed, True
         self.clock, self.events, self.training = Clock(), list[dict[str, Any]](), Training()
         self._anneal_steps = anneal_steps
-        self._example = example if isinstance(example, tuple) else (example,)
+        self._example = example
         self._modules: list[nn.Module] = []
         self._told = set[str]()
         self._regions: dict[str, Regions] | None = None
@@ -158,9 +158,9 @@ class Grower:
             known: further fields of `growlab.triggers.Training`.
 
         Raises:
-            UserError: trigger or parts do not go with it.
+            UserError: trigger or parts do not go with it, or there is no such field.
         """
-        self.training = replace(self.training, batches=batches, loss=loss, **known)
+        self.training = self.training.with_told(batches=batches, loss=loss, **known)
         self.trigger.check(self)
         for part in self.parts:
             part.check(self)

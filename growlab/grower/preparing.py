@@ -2,10 +2,10 @@
 
 from collections.abc import Collection, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from growlab import ranks
 from growlab.errors import UserError
@@ -14,7 +14,8 @@ from growlab.growth.attached import state_of
 from growlab.growth.weighted_norms import annealed
 from growlab.parts.part import Part
 from growlab.triggers import Trigger, Widths
-from growlab.widths import UnsupportedOperation, WidthGraph, trace
+from growlab.widths import Example, UnsupportedOperation, WidthGraph, trace
+from growlab.widths.inputs import inputs_of
 
 if TYPE_CHECKING:
     from growlab.grower.grower import Grower
@@ -99,7 +100,7 @@ def no_widths() -> WidthGraph:
 
 def prepared(
     network: nn.Module,
-    example: Tensor | tuple[Any, ...],
+    example: Example,
     method: GrowthMethod,
     parts: Sequence[Part] = (),
     seed: int = 0,
@@ -124,7 +125,7 @@ def prepared(
         UnsupportedOperation: the network cannot be traced.
         UserError: it has no values, is wrapped or sharded, or two parameters are views of one memory.
     """
-    inputs = example if isinstance(example, tuple) else (example,)
+    inputs = inputs_of(example, network)
     _check_whole(network)
     if hollow := next((name for name, p in network.named_parameters() if p.is_meta), None):
         raise UserError(f"{hollow} is on the meta device, without values: give the network a device first.")

@@ -14,6 +14,7 @@ from growlab.growth import entries
 from growlab.growth.outputs import quietly, tensors_kept
 from growlab.growth.state import GrowthState
 from growlab.widths import WidthGraph
+from growlab.widths.inputs import call_with
 
 #: Where a state_dict's metadata, which other code leaves alone, holds the state of growth.
 METADATA = "growlab"
@@ -121,7 +122,7 @@ def _puts_out_one_tensor(network: nn.Module, probe: tuple[Any, ...]) -> bool:
     for training in (False, True):
         with quietly(network), tensors_kept(network):
             network.train(training)
-            outputs.append(network(*probe))
+            outputs.append(call_with(network, probe))
     return all(isinstance(output, Tensor) for output in outputs)
 
 

@@ -23,8 +23,9 @@ from growlab.growth.outputs import main_output, network_inputs, quietly, tensors
 from growlab.growth.surrogates import twice_differentiable
 from growlab.growth.weighted_norms import carried_weights, weigh
 from growlab.widths import Carry, WidthGraph, replace_tensors, restore_tensors, tensors_of
+from growlab.widths.inputs import call_on
 
-#: The network's positional inputs, and the target behind them.
+#: The network's positional inputs or a mapping of those by name, and the target behind them.
 Batch = tuple[Tensor, ...]
 #: From (parameters by name, loss, what watched modules saw) to what is averaged, by name.
 Visit = Callable[[Mapping[str, Tensor], Tensor, Mapping[str, "Seen"]], Mapping[str, Tensor]]
@@ -153,7 +154,7 @@ class Measurement:
                 for *inputs, target in self._batches:
                     seen.clear()
                     with tensors_kept(self.model), held.during():
-                        loss = self._loss(main_output(self.model(*inputs)), target)
+                        loss = self._loss(main_output(call_on(self.model, inputs)), target)
                         parameters = dict(self.model.named_parameters(remove_duplicate=False))
                         found = {**visit(parameters, loss, seen), _LOSS: loss.detach().double()}
                     for name, tensor in found.items():

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from growlab.draws import draws_kept
 from growlab.errors import UserError
 from growlab.widths import Norm, tensors_in
+from growlab.widths.inputs import Example, call_with, inputs_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Outputs:
 
 def positional(probe: Any) -> tuple[Any, ...]:
     """The positional inputs that a probe stands for: a single tensor is a forward's only input."""
-    return (probe,) if isinstance(probe, Tensor) else tuple(probe)
+    return (probe,) if isinstance(probe, Tensor) else probe if isinstance(probe, tuple) else tuple(probe)
 
 
 def observe(
@@ -86,13 +87,13 @@ def observe(
         with quietly(model) as draws:
             model.train()
             with tensors_kept(model):
-                train = main_output(returned := model(*probe))
+                train = main_output(returned := call_with(model, probe))
             if draws.seen:
                 draws.means = True
                 for calls in moments.values():
                     calls.clear()
                 with tensors_kept(model):
-                    train = main_output(returned := model(*probe))
+                    train = main_output(returned := call_with(model, probe))
         if between is not None:
             between({name: _unbiased(calls) for name, calls in moments.items() if calls})
         evaluated = evaluate(model, probe)
@@ -157,7 +158,7 @@ def evaluate(model: nn.Module, probe: Tensor | Sequence[Tensor]) -> Tensor:
     """The output on the probe batch in eval mode, as `observe` runs it."""
     with quietly(model), tensors_kept(model):
         model.eval()
-        return main_output(model(*positional(probe)))
+        return main_output(call_with(model, positional(probe)))
 
 
 @contextlib.contextmanager
@@ -330,11 +331,11 @@ def device_and_precision(network: nn.Module) -> tuple[torch.device | None, torch
     return None if first is None else first.device, real
 
 
-def network_inputs(example: Tensor | tuple[Any, ...], network: nn.Module) -> tuple[Any, ...]:
+def network_inputs(example: Example, network: nn.Module) -> tuple[Any, ...]:
     """Inputs as the network takes them: on its device, numbers in its precision, indices as they are."""
     device, precision = device_and_precision(network)
 
     def moved(value: Tensor) -> Tensor:
         return value.to(device, precision if value.is_floating_point() else None)
 
-    return tree_map_only(Tensor, moved, example if isinstance(example, tuple) else (example,))
+    return tree_map_only(Tensor, moved, inputs_of(example, network))

@@ -15,6 +15,7 @@ from growlab.parts.part import Part
 from growlab.ranks import sum_over_ranks
 from growlab.triggers import Run, Widths
 from growlab.widths import Carry, WidthGraph
+from growlab.widths.inputs import call_on, changed
 
 
 class Orthogonalised:
@@ -177,7 +178,7 @@ class OldGradient(Part):
         batches = run.training.epoch_batches(max(0, run.clock.epoch - 1), len(run.training.steps) + stage)
         gradients, samples = mean_gradients(run, batches, stage)
         self._known.remember(gradients)
-        one = tuple(value[:1] if isinstance(value, Tensor) else value for value in run.probe())
+        one = changed(lambda value: value[:1] if isinstance(value, Tensor) else value, run.probe())
         return {"auxiliary_flops": forward_flops(run.network, one) * samples, "auxiliary_samples": samples}
 
     def after_growth(self, run: Run, event: GrowthEvent) -> Mapping[str, Any]:
@@ -251,7 +252,7 @@ def mean_gradients(
                 if training.seed_draws is not None:
                     training.seed_draws(-1 - pass_number, index)
                 *inputs, target = network_inputs(batch, network)
-                output = network(*inputs)
+                output = call_on(network, inputs)
                 weight = len(target) if training.weight is None else training.weight(output, target)
                 loss = loss_of(output, target) * weight
                 found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)

@@ -19,6 +19,7 @@ from growlab.growth.outputs import evaluate
 from growlab.parts.part import Part
 from growlab.triggers import Run, Trigger
 from growlab.widths import WidthGraph
+from growlab.widths.inputs import Inputs, named_in, values_of
 
 
 class Resolution(Part):
@@ -84,16 +85,16 @@ class Resolution(Part):
                 sequences.
         """
         if self._relative:
-            whole = size_of(example)
+            whole = size_of(values_of(example))
             self._sizes = tuple(_part_of(whole, part) for part in self._given)
             self._own.size = self._sizes[-1]
-        if resized(example, {}, self._sizes[0])[2] is None:
+        if resized(tuple(example), named_in(example), self._sizes[0])[2] is None:
             raise UserError(
                 f"sizes={list(self._given)} changes nothing: the inputs are no larger. Sizes are pixels of "
                 "an image's shorter side, or tokens."
             )
         for size in self._sizes:
-            inputs = resized(example, {}, size)[0]
+            inputs = resized_inputs(example, size)
             try:
                 evaluate(network, inputs)
             except Exception as error:
@@ -113,7 +114,7 @@ class Resolution(Part):
 
     def inputs_at(self, inputs: tuple[Any, ...], share: float) -> tuple[Any, ...]:
         """Positional inputs of the network as training steps have them."""
-        return resized(inputs, {}, self.size_at(share))[0]
+        return resized_inputs(inputs, self.size_at(share))
 
     def check(self, run: Run) -> None:
         """How far growth has come has to be known."""
@@ -224,6 +225,12 @@ def resized(
     small = tuple(cut.apply(value) if isinstance(value, Tensor) else value for value in inputs)
     by_name = {name: cut.apply(v) if isinstance(v, Tensor) else v for name, v in named.items()}
     return small, by_name, cut
+
+
+def resized_inputs(inputs: tuple[Any, ...], size: int) -> tuple[Any, ...]:
+    """Inputs of a network, those by name too, with images or sequences at a size; see `resized`."""
+    positional, named, _ = resized(tuple(inputs), named_in(inputs), size)
+    return Inputs(positional, named) if named else positional
 
 
 def size_of(inputs: Iterable[Any]) -> int:

@@ -34,6 +34,7 @@ from growlab.parts import available
 from growlab.survey.sources import load
 from growlab.widths import FAILURES, UnsupportedOperation, WidthGraph, light_copy, resize, tensors_in, trace
 from growlab.widths.findings import layer_name
+from growlab.widths.inputs import call_with, named_in, values_of
 
 METHODS: Mapping[str, type[GrowthMethod]] = {
     "ours": VarianceTransfer,
@@ -158,7 +159,7 @@ def examine(
     inputs = sample if all(norm.per_sample for norm in graph.norms) else inputs
     double = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
     probe = _probe(network, graph, widths[0], double)
-    report.probe = [list(x.shape) for x in probe if isinstance(x, Tensor)]
+    report.probe = [list(x.shape) for x in values_of(probe) if isinstance(x, Tensor)]
     network = network.double()
     for method in methods:
         try:
@@ -193,10 +194,10 @@ def _one_sample(network: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, tuple
     network.eval()
     try:
         with torch.no_grad():
-            whole = tensors_in(network(*inputs))
+            whole = tensors_in(call_with(network, inputs))
             rows = len(whole[0])
             first = tree_map_only(Tensor, lambda x: x[:1] if x.dim() and len(x) == rows else x, inputs)
-            alone = tensors_in(network(*first))
+            alone = tensors_in(call_with(network, first))
     except FAILURES:
         return 1, inputs
     shapes = [(1, *x.shape[1:]) for x in whole if x.dim()]
@@ -224,8 +225,8 @@ def _probe(
     network: nn.Module, graph: WidthGraph, seed_widths: Mapping[str, int], inputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """The inputs, or smaller images if the network takes them at its full and at its seed's widths."""
-    image = inputs[0]
-    if len(inputs) > 1 or not isinstance(image, Tensor) or image.dim() != 4:
+    image = next(iter(inputs), None)
+    if len(inputs) > 1 or named_in(inputs) or not isinstance(image, Tensor) or image.dim() != 4:
         return inputs
     light, _ = light_copy(network.double(), (image,))
     # Device meta does not notice every kernel that is larger than its image.
@@ -308,6 +309,6 @@ def _take_statistics(network: nn.Module, probe: tuple[Any, ...]) -> None:
     network.eval()
     for norm in norms:
         norm.train().momentum = 1.0
-    network(*probe)
+    call_with(network, probe)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum

@@ -12,6 +12,7 @@ from torch import nn
 
 from growlab.errors import UserError, how_to_install
 from growlab.survey.small_models import TYPES, small_model
+from growlab.widths.inputs import inputs_of
 
 _NUM_CLASSES = 1000
 # In train mode its auxiliary head has a kernel larger than what 224 pixels leave.
@@ -97,7 +98,7 @@ def load(
                 f"{name} returned a module without inputs; add --input-shape C,H,W, or return (module, inputs)."
             )
         return network, (torch.randn(2, *input_shape),)
-    return network, inputs if isinstance(inputs, tuple) else (inputs,)
+    return network, inputs_of(inputs, network)
 
 
 def _made(factory: Any, input_shape: Sequence[int] | None, num_classes: int) -> Any:

@@ -11,6 +11,7 @@ from growlab.growth.outputs import network_inputs
 from growlab.parts.part import Part
 from growlab.triggers import Widths
 from growlab.widths import WidthGraph, resize
+from growlab.widths.inputs import Example, changed
 
 
 class StageCost:
@@ -20,7 +21,7 @@ class StageCost:
         network: as `growlab.grower.prepared` left it, at full width; copied.
         graph: what it returned.
         parts: features beside growing.
-        example: inputs, [B, ...] or a tuple of them; the first sample is taken.
+        example: inputs, [B, ...], a tuple of them or inputs by name; the first sample is taken.
     """
 
     def __init__(
@@ -28,11 +29,11 @@ class StageCost:
         network: nn.Module,
         graph: WidthGraph,
         parts: Sequence[Part],
-        example: Tensor | tuple[Any, ...],
+        example: Example,
     ) -> None:
         self._network, self._graph, self._parts = copy.deepcopy(network), graph, tuple(parts)
         inputs = network_inputs(example, network)
-        self._sample = tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs)
+        self._sample = changed(lambda x: x[:1] if isinstance(x, Tensor) else x, inputs)
         self._known: dict[tuple[Any, ...], int] = {}
 
     def __call__(self, widths: Widths, share: float | None = None) -> int:

@@ -2,17 +2,19 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from growlab.errors import UserError
 from growlab.growth import GrowthMethod, GrowthState, Measurement
 from growlab.widths import WidthGraph
 
 Widths = Mapping[str, int]
 """Width of each group."""
+_CALLED = {"batches", "loss", "weight", "records", "flops", "epoch_batches", "seed_draws"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Training:
     """What a training loop tells triggers, parts and methods beside the network.
 
     Attributes:
-        batches: maps a number to so many training batches, this process's part: tuples of inputs and a target.
+        batches: maps a number to so many training batches, this process's part: tuples of inputs and a target,
+            or of one mapping of inputs by name and a target.
         loss: mean loss of a batch from the network's output and the target.
         weight: weight of a batch in means over batches, from output and target; None: its samples.
         near_zero: a number beside zero that training does not take for zero, in its precision.
@@ -66,6 +69,23 @@ class Training:
     flops: Callable[[Mapping[str, int], float], int] | None = None
     epoch_batches: Callable[[int, int], Iterable[tuple[Tensor, ...]]] | None = None
     seed_draws: Callable[[int, int], None] | None = None
+
+    def with_told(self, **told: Any) -> "Training":
+        """The same with some of it told anew.
+
+        Raises:
+            UserError: there is no such field, or what is to be called cannot be.
+        """
+        known = [field.name for field in fields(self)]
+        if unknown := [name for name in told if name not in known]:
+            raise UserError(f"look_at knows no {unknown[0]!r}; it takes {', '.join(known)}.")
+        for name in _CALLED & told.keys():
+            if told[name] is not None and not callable(told[name]):
+                raise UserError(
+                    f"{name} of look_at must be a function, not a {type(told[name]).__name__}; see "
+                    "growlab.triggers.Training."
+                )
+        return replace(self, **told)
 
 
 class Run(Protocol):

@@ -3,6 +3,7 @@
 from growlab.widths.bases import applied, rotate
 from growlab.widths.carry import Carry
 from growlab.widths.groups import Attention, ChannelNorm, Group, Layer, Norm, Radius, WidthGraph, Written
+from growlab.widths.inputs import Example
 from growlab.widths.layout import Axis, Part
 from growlab.widths.memory_format import avoid_unsafe_kernels
 from growlab.widths.resize import grid, replace_tensors, resize, resized, restore_tensors, tensors_of
@@ -15,6 +16,7 @@ __all__ = [
     "Axis",
     "Carry",
     "ChannelNorm",
+    "Example",
     "Group",
     "Layer",
     "Norm",

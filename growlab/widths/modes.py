@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from growlab.widths.inputs import call_with
 from growlab.widths.meta import Shapes
 from growlab.widths.trials import light_copy, tensors_in
 
@@ -41,7 +42,7 @@ def modes_of(model: nn.Module, inputs: tuple[Any, ...]) -> Modes:
     for training in (False, True):
         light.train(training)
         with torch.no_grad(), Shapes(), _Readers() as readers:
-            output = light(*light_inputs)
+            output = call_with(light, light_inputs)
         several |= not isinstance(output, Tensor)
         seen.append((len(tensors_in(output)), readers.functions))
     return Modes(seen[0] != seen[1], several)

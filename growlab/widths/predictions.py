@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 
+from growlab.widths.inputs import call_with, values_of
 from growlab.widths.layout import Axis
 
 # They compute nothing: torch.export leaves some of them out and writes others.
@@ -159,14 +160,14 @@ def run_calls(model: nn.Module, inputs: tuple[Any, ...]) -> list[Seen]:
     """
     with torch.no_grad(), enable_python_dispatcher(), _Recorder() as recorder:
         try:
-            model(*inputs)
+            call_with(model, inputs)
         except RuntimeError:
-            if not any(isinstance(x, Tensor) and x.is_meta for x in inputs):
+            if not any(isinstance(x, Tensor) and x.is_meta for x in values_of(inputs)):
                 raise
             # What the forward makes on its own is on the CPU by default.
             recorder.seen.clear()
             with torch.device("meta"):
-                model(*inputs)
+                call_with(model, inputs)
     return recorder.seen
 
 

@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules import transformer
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from growlab.draws import draws_kept
 from growlab.widths.groups import WidthGraph
+from growlab.widths.inputs import Example, by_name_alone, call_with, inputs_of, listed, named_in, values_of
 from growlab.widths.modes import modes_of
 from growlab.widths.narrowing import WRITTEN, without_what_breaks
 from growlab.widths.predictions import Call
@@ -37,7 +40,7 @@ _TORCH_LOGS = [
 
 def trace(
     model: nn.Module,
-    example: Tensor | tuple[Any, ...],
+    example: Example,
     opaque: Sequence[str] = (),
     follow_norms: bool = False,
 ) -> WidthGraph:
@@ -48,7 +51,7 @@ def trace(
 
     Args:
         model: the full-width network; left as it is, and so are the generators that it draws from.
-        example: an input [B, ...] with B >= 2, or the tuple of the forward's positional inputs.
+        example: an input [B, ...] with B >= 2, the tuple of the forward's positional inputs, or inputs by name.
         opaque: names of operations without a channel rule (`my_op` for `torch.ops.any.my_op`) that growth need not
             pass: channels that enter them keep their full width.
         follow_norms: let channels change whose Euclidean norm is taken, as isotropic activations do: for growth
@@ -61,7 +64,7 @@ def trace(
         UnsupportedOperation: the network cannot be exported, an operation has no channel rule, or `opaque` names one
             that the network does not run.
     """
-    inputs = example if isinstance(example, tuple) else (example,)
+    inputs = inputs_of(example, model)
     with draws_kept(model):
         graph = _traced(model, inputs, opaque, follow_norms)
         for others in _other_rows(model, inputs) if WRITTEN in graph.fixed.values() else ():
@@ -168,7 +171,7 @@ def _traced_program(
     return max(graphs, key=lambda graph: _growing(model, graph))
 
 
-def layouts(model: nn.Module, example: Tensor | tuple[Any, ...]) -> WidthGraph:
+def layouts(model: nn.Module, example: Example) -> WidthGraph:
     """The width graph that a network's operations amount to, whether or not its code runs at other widths.
 
     It says where channels lie in tensors of networks of the same class that are built at other widths. Heads grow as a
@@ -181,7 +184,7 @@ def layouts(model: nn.Module, example: Tensor | tuple[Any, ...]) -> WidthGraph:
     Raises:
         UnsupportedOperation: see `trace`.
     """
-    inputs = example if isinstance(example, tuple) else (example,)
+    inputs = inputs_of(example, model)
     settings = {"opaque": frozenset[str](), "follow_norms": False, "heads": "number"}
     return _best_pass(_exported(model, inputs), model, {}, settings)[0]
 
@@ -199,7 +202,7 @@ def _exported(
                 log.addFilter(_never)
             # It prints there as much of the program as it has got.
             with redirect_stderr(io.StringIO()):
-                program = torch.export.export(model, inputs, strict=False)
+                program = torch.export.export(model, tuple(inputs), named_in(inputs), strict=False)
     except Exception as error:
         raise _not_exported(model, inputs, error) from error
     finally:
@@ -269,17 +272,39 @@ def _not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exception) -
                 f"{path or name} is a torch.jit.ScriptModule, which cannot be traced; script the network at the end."
             )
     try:
-        with torch.no_grad():
-            model(*inputs)
+        with torch.no_grad(), _Packing() as packing:
+            call_with(model, inputs)
     except Exception as own:
-        shapes = ", ".join(str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in inputs)
+        if (wanted := by_name_alone(model)) and not set(wanted) <= named_in(inputs).keys():
+            return UnsupportedOperation(
+                f"{name} takes {', '.join(wanted)} by name alone: give the example as a dictionary of all its inputs "
+                "by name; growlab's own runner gives inputs by position, so let the forward take them so there."
+            )
         return UnsupportedOperation(
-            f"{name} cannot compute an input of {shapes} ({_told(own)}); choose data that it fits, or another network."
+            f"{name} cannot compute an input of {listed(inputs)} ({_told(own)}); choose data that it fits, or another "
+            "network."
+        )
+    if any(isinstance(x, PackedSequence) for x in values_of(inputs)) or packing.seen:
+        return UnsupportedOperation(
+            f"{name} packs sequences, which torch.export cannot follow: run its recurrent layers on padded sequences "
+            "and mask what lies behind the ends, or let a part of it grow that takes plain tensors."
         )
     return UnsupportedOperation(
         f"torch.export cannot follow {name} ({_told(error)}); "
         "train it at a fixed size or rewrite the forward without data-dependent Python."
     )
+
+
+class _Packing(TorchFunctionMode):
+    """Notes whether sequences are packed, or made padded ones again."""
+
+    seen = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.seen |= getattr(func, "__name__", "") in ("_pack_padded_sequence", "_pad_packed_sequence")
+        return func(*args, **(kwargs or {}))
 
 
 def _told(error: Exception) -> str:

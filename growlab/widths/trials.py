@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from growlab.widths.groups import WidthGraph, Written
+from growlab.widths.inputs import call_with, changed
 from growlab.widths.layout import Axis
 from growlab.widths.meta import Shapes
 from growlab.widths.places import kept_at, write
@@ -135,7 +136,7 @@ class Trials:
 
     def _sizes(self) -> list[Any]:
         with _unwarned(), torch.no_grad(), Shapes(detailed=True) as mode:
-            self._model.train(self._training)(*self._inputs)
+            call_with(self._model.train(self._training), self._inputs)
         return mode.details
 
     def _at_full_width(self) -> list[Seen] | None:
@@ -180,7 +181,7 @@ class Trials:
         """Shapes of the outputs, and the functions that were called on the way."""
         self._model.train(training)
         with _unwarned(), torch.no_grad(), Shapes() as mode:
-            outputs = self._model(*self._inputs)
+            outputs = call_with(self._model, self._inputs)
         return [x.shape for x in tensors_in(outputs)], mode.calls
 
 
@@ -230,17 +231,17 @@ def _light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, t
         memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
         memo |= {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
         light = copy.deepcopy(model, memo)
-        light_inputs = tuple(x.to("meta") if isinstance(x, Tensor) else x for x in inputs)
+        light_inputs = changed(lambda x: x.to("meta") if isinstance(x, Tensor) else x, inputs)
         with torch.no_grad(), Shapes():
             for training in (False, True):
-                light.train(training)(*light_inputs)
+                call_with(light.train(training), light_inputs)
     except (RuntimeError, NotImplementedError, ValueError, TypeError):
         # Tensors made in the forward, or numbers read from one, need the real device.
         light, light_inputs = copied(model), inputs
         for training in (False, True):
             try:
                 with torch.no_grad():
-                    light.train(training)(*light_inputs)
+                    call_with(light.train(training), light_inputs)
             except (RuntimeError, ValueError, TypeError) as error:
                 first_line = (str(error).strip().splitlines() or ["no message"])[0]
                 raise UnsupportedOperation(

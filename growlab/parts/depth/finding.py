@@ -18,6 +18,7 @@ from growlab.growth.outputs import main_output, quietly
 from growlab.parts.depth.absent import Absent, Handover, Kind
 from growlab.parts.depth.branches import Branches, Consumers, Edge, ancestors, edge_of, operation
 from growlab.widths import tensors_in
+from growlab.widths.inputs import call_with, changed
 
 # Modules that are what they hold: that two are of this class says nothing.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -185,14 +186,15 @@ class Forward:
 
 def traced_output(network: nn.Module, example: tuple[Any, ...]) -> Tensor:
     """The main output in eval mode, with the operations that it comes from."""
-    inputs = [
+
+    def followed(x: Any) -> Any:
         # Of another operation: networks may change their input in place.
-        x.detach().clone().requires_grad_().clone() if isinstance(x, Tensor) and x.is_floating_point() else x
-        for x in example
-    ]
+        real = isinstance(x, Tensor) and x.is_floating_point()
+        return x.detach().clone().requires_grad_().clone() if real else x
+
     with quietly(network), torch.enable_grad():
         network.eval()
-        return main_output(network(*inputs))
+        return main_output(call_with(network, changed(followed, example)))
 
 
 def learnt_parameters(network: nn.Module, output: Edge | None) -> set[str]:

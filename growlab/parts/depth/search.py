@@ -28,6 +28,7 @@ from growlab.parts.depth.finding import (
 )
 from growlab.parts.depth.starts import COPYING, ZEROING, Site, identity
 from growlab.widths import tensors_in
+from growlab.widths.inputs import call_with
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class Search:
             with quietly(network), tensors_kept(network), alike_draws():
                 for training in (False, True):
                     network.train(training)
-                    network(*self._example)
+                    call_with(network, self._example)
         finally:
             for handle in handles:
                 handle.remove()

@@ -13,6 +13,7 @@ from growlab.errors import UserError
 from growlab.growth.multipliers import fold_multipliers
 from growlab.growth.outputs import quietly, tensors_kept
 from growlab.parts.depth.finding import Block
+from growlab.widths.inputs import call_with
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -88,7 +89,7 @@ def identity(site: Site) -> None:
     try:
         with quietly(site.network), tensors_kept(site.network):
             site.network.train()
-            site.network(*site.probe)
+            call_with(site.network, site.probe)
     finally:
         handle.remove()
     modules = site.modules

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from growlab.growth.outputs import positional, quietly
 from growlab.widths import WidthGraph
+from growlab.widths.inputs import call_with
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def watch(model: nn.Module, graph: WidthGraph, probe: Tensor | Sequence[Tensor])
     try:
         with quietly(model):
             model.eval()
-            model(*positional(probe))
+            call_with(model, positional(probe))
     finally:
         for hook in hooks:
             hook.remove()

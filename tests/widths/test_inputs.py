@@ -1,0 +1,237 @@
+"""Networks that take inputs by name alone, in containers, or packed."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.utils.data import DataLoader, TensorDataset
+
+from growlab.errors import UserError
+from growlab.flops import forward_flops
+from growlab.frontends.lightning import Growth
+from growlab.grower import Grower
+from growlab.growth import GradMax, VarianceTransfer
+from growlab.parts.depth import Depth
+from growlab.parts.resolution import Resolution
+from growlab.widths import trace
+from growlab.widths.__main__ import main
+from growlab.widths.inputs import Inputs, arguments, inputs_of
+
+X, MASK, TARGETS = torch.randn(6, 5), torch.ones(6, 1), torch.randint(3, (6,))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.relu(self.a(x)))
+
+
+class ByName(nn.Module):
+    """One input by position or name, one by name alone, one with a default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.blocks = nn.Linear(5, 12), nn.Sequential(Block(), Block(), Block())
+        self.last = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor, *, mask: Tensor, scale: float = 1.0) -> Tensor:
+        return self.last(self.blocks(torch.relu(self.first(x))) * mask) * scale
+
+
+class Sized(nn.Module):
+    """Images by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 3)
+
+    def forward(self, *, image: Tensor) -> Tensor:
+        return self.last(torch.relu(self.b(torch.relu(self.a(image)))).mean((2, 3)))
+
+
+class Batched(nn.Module):
+    """A mapping is its only input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.c(torch.relu(self.b(torch.relu(self.a(batch["x"])))))
+
+
+def forward(network: Callable[..., Tensor], *inputs: Any) -> nn.Module:
+    """A module of a forward function's signature."""
+
+    class Module(nn.Module):
+        pass
+
+    Module.forward = network
+    return Module()
+
+
+@pytest.mark.parametrize(
+    ("function", "example", "positional", "named"),
+    [
+        (lambda self, x: x, X, 1, []),
+        (lambda self, x, y: x, (X, X), 2, []),
+        (lambda self, x, y=2, z=3: x, {"z": 1, "x": X}, 3, []),
+        (lambda self, x, *, mask: x, {"x": X, "mask": MASK}, 1, ["mask"]),
+        (lambda self, *, x: x, {"x": X}, 0, ["x"]),
+        (lambda self, x, **more: x, {"x": X, "other": MASK}, 1, ["other"]),
+        (lambda self, batch: batch, {"x": X, "mask": MASK}, 1, []),
+        (lambda self, batch: batch, ({"batch": X},), 1, []),
+        (lambda self, x: x, pack_sequence([X]), 1, []),
+    ],
+)
+def test_an_example_stands_for(function: Any, example: Any, positional: int, named: list[str]) -> None:
+    inputs = inputs_of(example, forward(function))
+    assert len(inputs) == positional and list(getattr(inputs, "named", {})) == named
+    assert isinstance(inputs, Inputs) == bool(named)
+    again = copy.deepcopy(inputs)
+    assert type(again) is type(inputs) and list(getattr(again, "named", {})) == named
+
+
+def test_arguments_of_a_call_are_positional_ones_as_far_as_they_can_be() -> None:
+    network = ByName()
+    assert arguments(network, (X,), {}) == (X,)
+    found = arguments(network, (), {"mask": MASK, "x": X})
+    assert tuple(found) == (X,) and found.named == {"mask": MASK}
+
+
+def test_inputs_by_name_grow_in_width_and_depth_and_are_measured() -> None:
+    network = ByName().double()
+    full = {name: tensor.shape for name, tensor in network.state_dict().items()}
+    grower = Grower(
+        network,
+        {"x": X, "mask": MASK},
+        method=VarianceTransfer(),
+        trigger={0: 0.5, 1: 0.75, 2: 1.0},
+        parts=[Depth()],
+    )
+    narrow = forward_flops(network, {"x": X[:1].double(), "mask": MASK[:1].double()})
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    grower.follow(optimizer)
+    for epoch in range(3):
+        before = network(X.double(), mask=MASK)
+        events = grower.step(epoch=epoch)
+        assert len(events) == (epoch > 0)
+        assert torch.allclose(network(X.double(), mask=MASK), before, rtol=1e-10, atol=1e-12)
+        F.cross_entropy(network(X.double(), mask=MASK), TARGETS).backward()
+        optimizer.step()
+    grower.finish()
+    assert {name: tensor.shape for name, tensor in network.state_dict().items()} == full
+    assert forward_flops(network, {"x": X[:1].double(), "mask": MASK[:1].double()}) > narrow
+
+
+def test_a_method_looks_at_batches_of_inputs_by_name() -> None:
+    network = ByName()
+    grower = Grower(network, {"x": X, "mask": MASK}, method=GradMax(), trigger={0: 0.5, 1: 1.0})
+    grower.look_at(lambda number: [({"x": X, "mask": MASK}, TARGETS)] * number, F.cross_entropy)
+    (event,) = grower.step(epoch=1)
+    assert event.parity_error_eval < 1e-5 and grower.events[0]["auxiliary_flops"] > 0
+
+
+def test_images_by_name_are_small_at_first() -> None:
+    network, image = Sized(), torch.randn(2, 3, 16, 16)
+    Grower(
+        network,
+        {"image": image},
+        method=VarianceTransfer(),
+        trigger={0: 0.5, 1: 1.0},
+        parts=[Resolution([8, 16])],
+    )
+    seen: list[Any] = []
+    network.a.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[-1]))
+    network.train()(image=image)
+    assert seen == [8]
+
+
+def test_a_mapping_that_is_the_only_input_grows() -> None:
+    network = Batched()
+    grower = Grower(network, {"x": X}, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
+    (event,) = grower.step(epoch=1)
+    assert set(grower.graph.groups) == {"a", "b"} and event.parity_error_train < 1e-5
+
+
+def test_lightning_sees_what_is_given_by_name() -> None:
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = ByName()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return F.cross_entropy(self.network(batch[0], mask=batch[1]), batch[2])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    growth = Growth("network", method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
+    trainer = Trainer(
+        max_epochs=2,
+        callbacks=[growth],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+        log_every_n_steps=1,
+    )
+    trainer.fit(Module(), DataLoader(TensorDataset(X, MASK, TARGETS), batch_size=len(X)))
+    assert [event["stage"] for event in growth.grower.events] == [1]
+
+
+def made_by_name() -> tuple[nn.Module, dict[str, Tensor]]:
+    return ByName(), {"x": X, "mask": MASK}
+
+
+def test_factories_may_return_inputs_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{__name__}:made_by_name", "--methods", "ours"]) == 0
+    assert "first" in capsys.readouterr().out
+
+
+class Packed(nn.Module):
+    """A recurrent layer over sequences that are packed before, in the forward, or padded again first."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.rnn, self.last = where, nn.LSTM(5, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Any, lengths: Tensor | None = None) -> Tensor:
+        if self.where == "inside":
+            x = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        if self.where == "padded":
+            x = pad_packed_sequence(x, batch_first=True)[0]
+        return self.last(self.rnn(x)[1][0][-1])
+
+
+@pytest.mark.parametrize(
+    ("where", "example"),
+    [
+        ("before", pack_sequence([X[:4], X[:2]])),
+        ("before", (pack_sequence([X[:4], X[:2]]),)),
+        ("padded", pack_sequence([X[:4], X[:2]])),
+        ("inside", (X[:4].expand(2, 4, 5), torch.tensor([4, 2]))),
+    ],
+)
+def test_packed_sequences_are_refused_in_a_sentence(where: str, example: Any) -> None:
+    assert isinstance(example, PackedSequence | tuple)
+    with pytest.raises(UserError, match=r"Packed packs sequences.*padded sequences and mask"):
+        trace(Packed(where), example)
+
+
+def test_positions_for_what_goes_by_name_alone_are_refused_in_a_sentence() -> None:
+    with pytest.raises(UserError, match="ByName takes mask by name alone: give the example as a dictionary"):
+        trace(ByName(), (X, MASK))
+    with pytest.raises(UserError, match=r"an input of \[6, 4\], mask \[6, 1\]"):
+        trace(ByName(), {"x": X[:, :4], "mask": MASK})
