@@ -64,8 +64,9 @@ def run_command(arguments: Sequence[str]) -> int | None:
         return None
     command = COMMANDS[arguments[0]]
     given = [*command.first, *arguments[1:]]
-    # Help and errors of the command name it as it was typed.
-    sys.argv = [f"growlab {arguments[0]}", *given]
+    # Help and errors of the command name it as it was typed; the script's own path is kept for commands to copy.
+    script = sys.argv[0] if os.path.basename(sys.argv[0]) == "growlab" else "growlab"
+    sys.argv = [f"{script} {arguments[0]}", *given]
     if command.imports and sys.stderr.isatty():
         print(f"importing {command.imports} ...", file=sys.stderr, flush=True)
     return importlib.import_module(command.module).main(given)

@@ -77,8 +77,11 @@ def program() -> str:
 
     The program comes by its name where that finds it, else by its path, from the current folder if it lies there.
     """
-    if Path(sys.argv[0]).name == "growlab":
-        return _callable(sys.argv[0])
+    # `growlab.commands.run_command` puts a command's name behind the script's.
+    script, _, _ = sys.argv[0].rpartition(" ")
+    for path in (sys.argv[0], script if os.path.dirname(script) else ""):
+        if os.path.basename(path) == "growlab":
+            return _callable(path)
     return f"{_callable(sys.executable)} -m growlab"
 
 

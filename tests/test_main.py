@@ -445,6 +445,17 @@ def test_a_command_to_copy_calls_this_program_from_where_the_user_stands(
     assert program() == "'a venv/bin/growlab'"
     monkeypatch.setattr(sys, "argv", ["/site-packages/growlab/__main__.py"])
     assert program() == "'a venv/bin/python' -m growlab"
+    seen = []
+    here = types.SimpleNamespace(main=lambda given: seen.append((program(), sys.argv[0].rpartition("/")[2])))
+    monkeypatch.setitem(sys.modules, COMMANDS["plan"].module, here)
+    for called in (folder / "growlab", "/site-packages/growlab/__main__.py"):
+        monkeypatch.setattr(sys, "argv", [str(called), "plan"])
+        run_command(["plan"])
+    assert seen == [
+        ("'a venv/bin/growlab'", "growlab plan"),
+        ("'a venv/bin/python' -m growlab", "growlab plan"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["/site-packages/growlab/__main__.py"])
     monkeypatch.chdir(folder)
     assert program() == "./python -m growlab"
     (tmp_path / "elsewhere").mkdir()

@@ -81,6 +81,8 @@ def problem_of(cfg: DictConfig) -> tuple[Problem, Any]:
     check(cfg)
     method = _method(cfg)
     held, data = _data(cfg)
+    # As configured, so that what cannot be made is told as a run tells it, and before anything is probed.
+    _optimizer(cfg, make_network(cfg.model, data), None)
     objective = make_objective(cfg.objective, data)
     # Only for its device and its precision.
     trainer: lightning.Trainer = hydra.utils.instantiate(
@@ -124,9 +126,10 @@ def _method(cfg: DictConfig) -> Any:
     return partial(hydra.utils.instantiate, cfg.growth)
 
 
-def _optimizer(cfg: DictConfig, network: nn.Module, multiple: float) -> Optimizer:
+def _optimizer(cfg: DictConfig, network: nn.Module, multiple: float | None) -> Optimizer:
     scaled = cfg.copy()
-    scaled.optimizer.lr = multiple * cfg.optimizer.lr
+    if multiple is not None:
+        scaled.optimizer.lr = multiple * cfg.optimizer.lr
     return optimizer_maker(scaled)(network.parameters())
 
 

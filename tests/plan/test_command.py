@@ -142,6 +142,7 @@ def test_weights_of_another_network_are_no_start(cli: CommandLine, tmp_path: Pat
         (["trainer.accelerator=cuda"], "error: trainer.accelerator=cuda, but torch"),
         (["plan.charge=-2"], "error: plan.charge=-2 must be true or false."),
         (["optimizer.lr=nan"], "error: optimizer.lr must be a finite number, not nan."),
+        (["optimizer.lr=-1"], "error: optimizer cannot be made with lr=-1, momentum="),
         (["growth=isotropic"], "decides widths while it trains, so no probe tells what it will cost"),
         (
             ["plan.use=[thirds]"],
