@@ -8,7 +8,6 @@ underscore. Here these become the settings that the arguments come from: `growth
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
@@ -26,9 +25,11 @@ _CHOICES = {
 }
 
 
-def arguments_of(node: DictConfig) -> dict[str, str]:
+def arguments_of(cfg: DictConfig, path: str) -> dict[str, str]:
     """Settings that the values of a part of the configuration come from, by name of the argument."""
-    path = node._get_full_key(None)
+    node = OmegaConf.select(cfg, path)
+    if not isinstance(node, DictConfig):
+        return {}
     raw = OmegaConf.to_container(node, resolve=False)
     assert isinstance(raw, dict)
     names = {}
@@ -78,49 +79,43 @@ def named_as_settings(cfg: DictConfig) -> Iterator[None]:
     try:
         yield
     except InstantiationException as error:
-        cause, node = error.__cause__, _described(cfg, str(error))
-        if isinstance(cause, (ValueError, UserError)) and node is not None:
-            names = arguments_of(node)
+        cause, part = error.__cause__, re.search(r"full_key: (\S+)", str(error))
+        if isinstance(cause, (ValueError, UserError)) and part is not None:
+            names = arguments_of(cfg, part[1])
             told = in_settings(str(cause), names)
             if told != str(cause) or told.partition(" ")[0] in names:
                 raise UserError(told) from error
         raise
     except UserError as error:
-        error.args = (_with_choices(in_settings(str(error), _of_run(cfg)), cfg.parts),)
+        error.args = (_with_choices(in_settings(str(error), _of_run(cfg)), cfg),)
         raise
-
-
-def _described(cfg: DictConfig, message: str) -> DictConfig | None:
-    """The part of the configuration that could not be instantiated."""
-    named = re.search(r"full_key: (\S+)", message)
-    node = OmegaConf.select(cfg, named[1]) if named else None
-    return node if isinstance(node, DictConfig) else None
 
 
 def _of_run(cfg: DictConfig) -> dict[str, str]:
     """Settings by argument, of everything that the engine is made of; those of two things are left as they are."""
-    parts: dict[bool, list[Any]] = {True: [], False: []}
-    for part in cfg.parts.values():
-        parts[left_out(part)].append(part)
-    made = _named((cfg.growth, cfg.schedule.demand, *parts[False], cfg.schedule, cfg.data, cfg.trainer))
+    parts: dict[bool, list[str]] = {True: [], False: []}
+    for name, part in cfg.parts.items():
+        parts[left_out(part)].append(f"parts.{name}")
+    made = _named(cfg, ("growth", "schedule.demand", *parts[False], "schedule", "data", "trainer"))
     # Of a schedule `batch_size` says whether sizes are found. Candidates of a plan have parts that it has not itself.
-    names = {**_named(parts[True]), **made, "batch_size": {"data.batch_size"}}
+    names = {**_named(cfg, parts[True]), **made, "batch_size": {"data.batch_size"}}
     return {name: next(iter(settings)) for name, settings in names.items() if len(settings) == 1}
 
 
-def _named(nodes: Iterable[Any]) -> dict[str, set[str]]:
+def _named(cfg: DictConfig, paths: Iterable[str]) -> dict[str, set[str]]:
     names: dict[str, set[str]] = {}
-    for node in nodes:
-        for name, setting in arguments_of(node).items() if isinstance(node, DictConfig) else ():
+    for path in paths:
+        for name, setting in arguments_of(cfg, path).items():
             names.setdefault(name, set()).add(setting)
     return names
 
 
-def _with_choices(text: str, parts: DictConfig) -> str:
+def _with_choices(text: str, cfg: DictConfig) -> str:
     """The message with what one chooses on the command line behind what it is called in Python."""
     choices = dict(_CHOICES)
-    for part in parts.values():
-        if isinstance(part, DictConfig) and "_target_" in part and (own := arguments_of(part)):
+    for name, part in cfg.parts.items():
+        own = arguments_of(cfg, f"parts.{name}")
+        if own and "_target_" in part:
             choices[f"leave {part._target_.rpartition('.')[2]} out"] = f"{next(iter(own.values()))}=null"
     for phrase, setting in choices.items():
         text = text.replace(phrase, f"{phrase} ({setting})")
