@@ -1,4 +1,6 @@
-"""Checks of what data modules are told."""
+"""Checks of what data modules are told, and what the machine has for them."""
+
+import os
 
 from growlab.errors import UserError
 
@@ -18,3 +20,8 @@ def check_numbers(least: int, **values: int | None) -> None:
             )
         if value < least:
             raise UserError(f"data.{key}={value} must be at least {least}.")
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
+from growlab.data.arguments import cores
 from growlab.data.images import EncodedImages, ImageArray, Images
 from growlab.errors import UserError
 from growlab.files import write_atomically
@@ -111,7 +112,7 @@ def _decode(images: EncodedImages) -> torch.Tensor:
     # The first one alone: it opens the files that all share.
     parts = [images.read(chunks[0])]
     # Threads: PIL decodes without holding the interpreter's lock.
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(max_workers=min(8, cores())) as pool:
         parts += pool.map(images.read, chunks[1:])
     return torch.cat(parts)
 

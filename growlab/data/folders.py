@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from growlab.data.arguments import cores
 from growlab.data.cache import cache_dir, files_fingerprint, locked
 from growlab.data.crops import Fit
 from growlab.data.images import EncodedImages
@@ -119,7 +120,7 @@ def damaged_images(images: EncodedImages) -> list[int]:
             return list(json.loads(path.read_text()))
         except (OSError, ValueError):
             # Threads: PIL decodes without holding the interpreter's lock.
-            with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            with ThreadPoolExecutor(max_workers=min(8, cores())) as pool:
                 readable = list(pool.map(images.is_readable, range(len(images.payloads))))
             found = [position for position, fine in enumerate(readable) if not fine]
             try:

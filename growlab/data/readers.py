@@ -1,11 +1,12 @@
 """Processes that read batches: of images that are not held in memory, or of a user's own samples."""
 
-import os
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
@@ -15,11 +16,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
-from growlab.data.arguments import check_numbers
+from growlab.data.arguments import check_numbers, cores
 from growlab.data.augment import Augmentation
 from growlab.data.crops import RandomCrop
 from growlab.data.images import EncodedImages, ImageArray
 from growlab.errors import UserError
+
+log = logging.getLogger(__name__)
 
 Batch = tuple[Tensor, Tensor]
 # How torch begins the RuntimeError that tells of a dead worker process. Its handler of SIGCHLD raises it wherever the
@@ -58,8 +61,19 @@ class Reading:
 
 def workers_of_rank(num_ranks: int) -> int:
     """Of the cores that this process may use, as many as fall to each of the ranks on this machine."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MOST_WORKERS, max(1, available // num_ranks))
+    return min(_MOST_WORKERS, max(1, cores() // num_ranks))
+
+
+@cache
+def _at_most(num_workers: int, most: int) -> int:
+    """As many processes as there are cores for them; more would read no faster, and torch warns of them."""
+    if num_workers > most:
+        log.warning(
+            "data.num_workers=%d, but this process may use %d of the cores: as many processes read",
+            num_workers,
+            most,
+        )
+    return min(num_workers, most)
 
 
 class BatchSource(Protocol):
@@ -80,12 +94,12 @@ class Readers:
 
     Args:
         source: reads a batch.
-        num_workers: processes; 0 reads in this one.
+        num_workers: processes, of which there are no more than cores that this one may use; 0 reads in this one.
         pinned: whether batches are copied to page-locked memory, from which a GPU fetches them faster.
     """
 
     def __init__(self, source: BatchSource, num_workers: int = 0, pinned: bool = False) -> None:
-        self._requests = _Requests(source)
+        self._requests, num_workers = _Requests(source), _at_most(num_workers, cores())
         self._loader = DataLoader(
             source,  # type: ignore[arg-type]
             sampler=self._requests,

@@ -14,6 +14,12 @@ from growlab.errors import UserError
 from tests.own_data import Discs, Endless, Images, Waves, drawn, loaders
 
 
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaders of two processes, of which torch warns where there is a single core."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+
+
 def opened(source: Any, **arguments: Any) -> CustomData:
     data = CustomData(source, **arguments)
     data.setup()

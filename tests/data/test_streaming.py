@@ -139,7 +139,8 @@ def test_training_crops_come_from_their_own_images(layout, request):
 
 
 @pytest.mark.parametrize("layout", ["folders", "shards"])
-def test_a_resumed_run_sees_the_same_batches_with_any_number_of_workers(layout, request):
+def test_a_resumed_run_sees_the_same_batches_with_any_number_of_workers(layout, request, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     root = request.getfixturevalue(layout)
     whole = _open(root, num_workers=2, shuffle_window=20)
     epochs = [_batches(whole, epoch) for epoch in range(3)]
@@ -155,6 +156,17 @@ def test_a_resumed_run_sees_the_same_batches_with_any_number_of_workers(layout, 
     workers = whole._readers["train"]._loader._iterator._workers
     whole.teardown()
     assert not any(worker.is_alive() for worker in workers)
+
+
+def test_no_more_processes_read_than_there_are_cores(folders, monkeypatch, caplog):
+    """Else torch warns, and warnings are errors."""
+    expected = _batches(_open(folders), 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
+    data = _open(folders, num_workers=3)
+    assert _equal(_batches(data, 1), expected)
+    assert len(data._readers["train"]._loader._iterator._workers) == 1
+    assert "data.num_workers=3, but this process may use 1 of the cores" in caplog.text
+    data.teardown()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
