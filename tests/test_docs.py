@@ -1,5 +1,6 @@
 """The API reference builds with every link and name resolved, and leaves out no package."""
 
+import ast
 import importlib
 import json
 import os
@@ -129,6 +130,22 @@ def test_every_notebook_is_a_page(site: Path) -> None:
         title = "".join(cells[0]["source"]).partition("\n")[0].removeprefix("# ")
         page = (site / "notebooks" / path.stem / "index.html").read_text()
         assert f"{title}</h1>" in re.sub(r"<a [^>]*>[^<]*</a>", "", page) and "load_runs" in page
+
+
+# mkdocstrings takes "weight, bias: names" for an entry "weight," of the type "bias".
+_SEVERAL = re.compile(r"^ +\w+(, \w+)+: ", re.MULTILINE)
+
+
+def test_an_entry_of_a_docstring_has_one_name() -> None:
+    docstrings = {
+        f"{path.relative_to(ROOT)}:{node.lineno}": ast.get_docstring(node)
+        for path in sorted((ROOT / "growlab").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
+    found = {place: _SEVERAL.search(text) for place, text in docstrings.items() if text}
+    assert len(found) > 1000
+    assert {place: match[0] for place, match in found.items() if match} == {}
 
 
 def test_every_page_is_a_package_or_named_in_the_contents() -> None:

@@ -23,7 +23,8 @@ class Fans:
 
     Attributes:
         group: the width group.
-        producers, consumers: layers whose rows put the channels out, and whose columns take them; no depthwise ones.
+        producers: layers whose rows put the channels out; no depthwise ones.
+        consumers: layers whose columns take them; no depthwise ones.
         into: weights of the producers, then their biases: a channel's entries are what it is computed by.
         out: weights of the consumers: a channel's entries are what is made of it.
         depthwise: layers that map each channel by its own filter.

@@ -89,10 +89,14 @@ class GrowthEvent:
     Attributes:
         stage: the stage that began.
         method: name of the growth method.
-        widths_before, widths_after: width of each group.
-        num_params_before, num_params: number of parameters.
-        parity_error_eval, parity_error_train: relative output error on the probe batch, before noise.
-        parity_tolerance_eval, parity_tolerance_train: what the method allows; None if it promises nothing.
+        widths_before: width of each group before the event.
+        widths_after: and after it.
+        num_params_before: number of parameters before the event.
+        num_params: and after it.
+        parity_error_eval: relative output error on the probe batch in eval mode, before noise.
+        parity_error_train: and in train mode.
+        parity_tolerance_eval: error that the method allows in eval mode; None if it promises nothing.
+        parity_tolerance_train: and in train mode.
         noise_error_eval: relative change of the output that symmetry-breaking noise then made.
         output_factor: what this event multiplied the output's multiplier by.
         weighted_norms: modules whose statistics over channels are weighted until `anneal_norms` has brought the

@@ -73,8 +73,10 @@ class Report:
         last: modules of the last affine layers, such as the classifier -> the scale of what they put out may change.
         tied: modules of embeddings whose tables end the network, where they are no layer of the rules for last ones.
         growing_share: parameters in tensors that grow, over all parameters.
-        seed_params, full_params: number of parameters.
-        seed_flops, full_flops: forward FLOPs per sample, or of the example where its rows are not samples.
+        seed_params: number of parameters of the seed.
+        full_params: and at full width.
+        seed_flops: forward FLOPs of the seed per sample, or of the example where its rows are not samples.
+        full_flops: and at full width.
         samples: rows of the example that are a sample each; 1 where its first row alone is not the first sample.
         trace_sec: CPU seconds of tracing.
         event_sec: CPU seconds of the longest growth event, its checks in float64 included.

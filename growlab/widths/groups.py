@@ -86,7 +86,10 @@ class Norm:
 
     Attributes:
         name: module path.
-        weight, bias, running_mean, running_var: tensor names, or None where the module has none.
+        weight: name of the tensor, or None where the module has none.
+        bias: likewise.
+        running_mean: likewise.
+        running_var: likewise.
         eps: added to the variance.
         scale_in: scale class of the input. The output's scale never depends on it.
         per_sample: statistics are of each sample, as those of instance normalisation; else they are of the batch.
@@ -109,7 +112,8 @@ class ChannelNorm:
     Attributes:
         name: path of the module that normalises, and takes statistics over no other channels.
         axis: the channels.
-        weight, bias: tensor names, or None where the module has none.
+        weight: name of the tensor, or None where the module has none.
+        bias: likewise.
         mean_over: the dimension that a normalisation takes means over which is written out, -1 for the last; None: it
             calls torch's.
     """
