@@ -2,6 +2,7 @@
 
 import math
 import os
+import statistics
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,8 +19,8 @@ from growlab.analysis.results import Run
 from growlab.analysis.tables import Row, one_task, summarise, told_apart
 
 _EQUAL_COST = 0.5  # percentage points within which costs have nothing to tell
-# No axis of scores is shorter than so many standard deviations over seeds; where none is known, that of accuracies of
-# ResNet-20 on CIFAR-10 (0.3 points, notebooks/results/resnet20_cifar10_16_epochs) stands in for it.
+# No axis of scores is shorter than so many standard deviations over seeds (the methods' median); where none is known,
+# that of accuracies of ResNet-20 on CIFAR-10 (0.3 points, notebooks/results/resnet20_cifar10_16_epochs) stands in.
 _LEAST_DEVIATIONS, _USUAL_DEVIATION = 10.0, 0.3
 
 
@@ -199,10 +200,13 @@ def _scatter(
 
 
 def _widen(axes: Axes, rows: Sequence[Row]) -> None:
-    """Let the axis of scores span so much that the scatter of seeds does not look like a result."""
+    """Let the axis of scores span so much that the scatter of seeds does not look like a result.
+
+    The scatter is the methods' median one: a method of which one seed collapsed leaves the others apart.
+    """
     metric = rows[0].metric
     known = [metric.scale * row.score_std for row in rows if row.score_std is not None]
-    deviation = max(known) if known else _USUAL_DEVIATION if metric.unit == "%" else 0.0
+    deviation = statistics.median(known) if known else _USUAL_DEVIATION if metric.unit == "%" else 0.0
     low, high = axes.get_ylim()
     missing = _LEAST_DEVIATIONS * deviation - (high - low)
     if missing > 0:

@@ -207,7 +207,7 @@ def test_equal_costs_are_a_column_for_each_method_with_its_name(tmp_path, num_ru
 
 @pytest.mark.parametrize(
     "scores, least",
-    [([[0.800], [0.801]], 3.0), ([[0.79, 0.81], [0.80, 0.801]], 10 * np.sqrt(2)), ([[0.2], [0.9]], 70.0)],
+    [([[0.800], [0.801]], 3.0), ([[0.79, 0.81], [0.80, 0.82]], 10 * np.sqrt(2)), ([[0.2], [0.9]], 70.0)],
     ids=["one seed", "two seeds", "far apart"],
 )
 def test_the_axis_of_scores_is_not_shorter_than_ten_deviations_over_seeds(tmp_path, scores, least):
@@ -218,6 +218,18 @@ def test_the_axis_of_scores_is_not_shorter_than_ten_deviations_over_seeds(tmp_pa
             )
     low, high = compare(load_runs(tmp_path)).axes[1].get_ylim()
     assert high - low >= 0.999 * least
+
+
+def test_a_method_that_collapsed_once_leaves_the_axis_of_scores_to_the_others(tmp_path):
+    scores = {"ours": [0.98, 0.99], "pairs": [0.97, 0.98], "net2net": [0.95, 0.55]}
+    for method, of_seeds in scores.items():
+        for seed, score in enumerate(of_seeds):
+            write_run(
+                tmp_path / f"{method}{seed}", growth=method, seed=seed, test_accuracy=score, cost_percent=60
+            )
+    low, high = compare(load_runs(tmp_path)).axes[1].get_ylim()
+    # Bars of one deviation fill it: from 46.7 to 103.3.
+    assert 56.5 < high - low < 100
 
 
 def test_scores_of_some_epochs_only_are_joined(tmp_path):
