@@ -5,9 +5,14 @@ import subprocess
 import sys
 import warnings
 
+import pytest
+import torch
+from torch import nn
+
 import growlab
 from growlab import plan
-from growlab.training.library_messages import quiet_libraries
+from growlab.errors import UserError
+from growlab.training.library_messages import plain_errors, quiet_libraries
 
 
 def test_every_name_is_there() -> None:
@@ -47,3 +52,11 @@ def test_a_warning_of_growlabs_own_is_a_sentence_in_a_run() -> None:
         assert warnings.formatwarning("It is so.", UserWarning, ours, 3) == "warning: It is so.\n"
         assert warnings.formatwarning("It is so.", UserWarning, theirs, 3).startswith(f"{theirs}:3: ")
     assert warnings.formatwarning("It is so.", UserWarning, ours, 3).startswith(f"{ours}:3: ")
+
+
+def test_a_batch_of_one_sample_under_batch_normalisation_is_told_in_a_sentence() -> None:
+    with (
+        pytest.raises(UserError, match=r"a single value per channel.*change data\.batch_size"),
+        plain_errors(),
+    ):
+        nn.BatchNorm1d(4)(torch.zeros(1, 4))

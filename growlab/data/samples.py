@@ -226,15 +226,11 @@ def seed_all(seed: int) -> None:
 def _as_input(tensor: Tensor) -> Tensor:
     if tensor.dtype == torch.uint8 and tensor.dim() > 3:
         return tensor.float() / 255
-    return _as_numbers(tensor)
-
-
-def _as_numbers(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == torch.float64 else tensor
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _as_target(tensor: Tensor) -> Tensor:
-    return _as_numbers(tensor) if tensor.is_floating_point() else tensor.long()
+    return tensor.float() if tensor.is_floating_point() else tensor.long()
 
 
 def _why_not_together(samples: list[Any], error: Exception) -> str:

@@ -12,6 +12,8 @@ from growlab.data.readers import DIED
 from growlab.errors import UserError
 from growlab.widths import UnsupportedOperation
 
+# How torch begins what it says of one sample in a batch.
+_SINGLE_VALUE = "Expected more than 1 value per channel when training"
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -27,6 +29,11 @@ def plain_errors() -> Iterator[None]:
             reason = str(error).partition("\n")[0].strip(" .")
             raise UserError(
                 f"a process that reads images died ({reason}); if memory ran out, lower data.num_workers."
+            ) from error
+        if isinstance(error, ValueError) and str(error).startswith(_SINGLE_VALUE):
+            raise UserError(
+                "batch normalisation has no statistics of a single value per channel, and a batch of training, such as "
+                "the last of an epoch, has one: change data.batch_size, or take a network with another normalisation."
             ) from error
         if isinstance(error, RuntimeError) and str(error).startswith("Early stopping conditioned on metric"):
             raise UserError(" ".join(str(error).split())) from error

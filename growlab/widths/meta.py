@@ -48,9 +48,12 @@ def _batch_norm(
     running_var: Tensor | None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
+    training: bool = False,
     *_: Any,
     **__: Any,
 ) -> Tensor:
+    if training and x.numel() == x.shape[1]:
+        raise ValueError(f"batch statistics of {list(x.shape)}, a single value per channel")
     for tensor in (running_mean, running_var, weight, bias):
         if tensor is not None and len(tensor) != x.shape[1]:
             raise ValueError(f"{len(tensor)} statistics for {x.shape[1]} channels")
@@ -74,6 +77,8 @@ def _layer_norm(
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if input.dtype != weight.dtype and not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        raise ValueError(f"a weight of {weight.dtype} for {input.dtype}")
     if weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
         raise ValueError(f"a weight of {tuple(weight.shape)} for {tuple(input.shape)}")
     if bias is not None and tuple(bias.shape) not in ((), (1,), (weight.shape[0],)):

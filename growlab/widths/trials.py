@@ -244,9 +244,12 @@ def _light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, t
                     call_with(light.train(training), light_inputs)
             except (RuntimeError, ValueError, TypeError) as error:
                 first_line = (str(error).strip().splitlines() or ["no message"])[0]
+                fitting = "take larger inputs (--input-shape) or ones that fit"
+                if "dtype" in first_line or "type (" in first_line:
+                    fitting = "give it tensors of the type that its layers have (x.float() of whole numbers)"
                 raise UnsupportedOperation(
                     f"{type(model).__name__} does not run in {'train' if training else 'eval'} mode on its example "
-                    f"inputs ({first_line}); take larger inputs (--input-shape) or ones that fit."
+                    f"inputs ({first_line}); {fitting}."
                 ) from error
     return light, light_inputs
 

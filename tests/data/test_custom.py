@@ -138,6 +138,12 @@ def test_many_samples_are_not_read_for_their_classes(monkeypatch: pytest.MonkeyP
     assert opened(Named(), network={"num_classes": 7}).network_arguments == {"num_classes": 7}
 
 
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_numbers_arrive_in_float32(kind: torch.dtype) -> None:
+    data = opened(TensorDataset(torch.randn(40, 3).to(kind), torch.randn(40).to(kind)))
+    assert {tensor.dtype for tensor in next(iter(data.train_dataloader()))} == {torch.float32}
+
+
 def test_hugging_faces_data_sets(tmp_path: Any) -> None:
     datasets = pytest.importorskip("datasets")
     import PIL.Image

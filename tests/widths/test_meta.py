@@ -17,6 +17,7 @@ def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 CALLS: dict[str, Callable[[], Tensor]] = {
     "batch norm": lambda: F.batch_norm(made(2, 4, 3), made(4), made(4), made(4), made(4), training=True),
     "batch norm of others": lambda: F.batch_norm(made(2, 4, 3), made(4), made(5)),
+    "batch norm of no others": lambda: F.batch_norm(made(1, 4), None, None, training=True),
     "layer norm": lambda: F.layer_norm(made(2, 3, 4), (3, 4), made(3, 4), made(3, 4)),
     "layer norm without": lambda: F.layer_norm(made(2, 4), [4]),
     "layer norm of others": lambda: F.layer_norm(made(2, 5), (4,)),

@@ -250,6 +250,23 @@ def test_a_network_that_does_not_run_in_train_mode_is_refused():
         trace(network, torch.randn(2, 3, 5, 5))
 
 
+@pytest.mark.parametrize(
+    ("first", "example", "told"),
+    [
+        (nn.BatchNorm1d(4), torch.randn(1, 4), r"in train mode .*more than 1 value.*; take larger inputs"),
+        (
+            nn.Identity(),
+            torch.ones(2, 4, dtype=torch.int64),
+            r"in eval mode .*dtype.*; give it tensors of the type",
+        ),
+    ],
+)
+def test_inputs_that_no_step_can_be_made_with_are_refused(first: nn.Module, example: Tensor, told: str):
+    network = nn.Sequential(first, nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    with pytest.raises(UnsupportedOperation, match=told):
+        trace(network, example)
+
+
 class TrainedOnLargeImages(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training and x.shape[-1] < 2:
