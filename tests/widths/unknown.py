@@ -4,16 +4,16 @@ import torch
 from torch import Tensor, nn
 
 
-class Products(nn.Module):
-    """Running products of its inputs."""
+class Put(nn.Module):
+    """Its inputs with another number at the first place."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cumprod(x, 1)
+        return x.put(torch.tensor([0]), x.new_zeros(1))
 
 
 def network(image_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Linear layers around running products."""
+    """Linear layers around an operation without a rule."""
     pixels = image_shape[0] * image_shape[1] * image_shape[2]
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(pixels, 8), nn.Tanh(), nn.Linear(8, 6), Products(), nn.Linear(6, num_classes)
+        nn.Flatten(), nn.Linear(pixels, 8), nn.Tanh(), nn.Linear(8, 6), Put(), nn.Linear(6, num_classes)
     )
