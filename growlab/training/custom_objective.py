@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from growlab.errors import UserError
-from growlab.training.objective import SumObjective
-from growlab.training.ready_objectives import aligned, output_tensor, shapes_of, sums_of
+from growlab.training.objective import SumObjective, output_tensor
+from growlab.training.ready_objectives import aligned, shapes_of, sums_of
 
 # Losses of class indices, whose mean runs over the weights of the classes that are not ignored.
 _BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)

@@ -1,7 +1,7 @@
 """What a network is trained for: the loss, and what is counted beside it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -87,6 +87,23 @@ class SumObjective:
         return {}
 
 
+def output_tensor(output: Any) -> Tensor:
+    """The tensor that is trained on: the output itself, or the first tensor of a mapping or tuple.
+
+    Networks of torchvision return `{"out": ..., "aux": ...}`: the loss is of "out" alone.
+
+    Raises:
+        UserError: there is no tensor.
+    """
+    found = output
+    while not isinstance(found, Tensor):
+        entries = found.values() if isinstance(found, Mapping) else found
+        if not isinstance(entries, (Mapping, Sequence)) and not hasattr(entries, "__iter__"):
+            raise UserError(f"the network returns a {type(output).__name__}, not a tensor.")
+        found = next(iter(entries), None)
+    return found
+
+
 def check_shapes(objective: Any, takes: tuple[str, ...], logits: Any, target: Tensor) -> None:
     """Refuse outputs and targets of other dimensions than an objective takes.
 
@@ -138,12 +155,13 @@ class Classification(SumObjective):
     def __init__(self, label_smoothing: float = 0.0) -> None:
         self.label_smoothing = smoothing(label_smoothing)
 
-    def __call__(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """The mean loss of logits [B, C] and classes [B]; sums of loss, hits and samples.
 
         Raises:
             UserError: they have other shapes, or a class has no output.
         """
+        logits = output_tensor(output)
         check_shapes(self, ("batch", "classes"), logits, target)
         if target.is_floating_point():
             raise UserError(
@@ -192,12 +210,13 @@ class TokenPrediction(SumObjective):
     def __init__(self, label_smoothing: float = 0.0, padding: int = -100) -> None:
         self.label_smoothing, self.padding = smoothing(label_smoothing), padding
 
-    def __call__(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """The mean loss of logits [B, T, V] and tokens [B, T]; sums of loss, hits, likelihood and tokens.
 
         Raises:
             UserError: they have other shapes.
         """
+        logits = output_tensor(output)
         check_shapes(self, ("batch", "positions", "tokens"), logits, target)
         # In float32: sums over a vocabulary lose too much in half precision.
         log_probability = (

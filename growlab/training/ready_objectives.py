@@ -3,7 +3,7 @@
 Shape suffixes: B samples, L labels, C classes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,24 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from growlab.errors import UserError
-from growlab.training.objective import SumObjective, smoothing
-
-
-def output_tensor(output: Any) -> Tensor:
-    """The tensor that is trained on: the output itself, or the first tensor of a mapping or tuple.
-
-    Networks of torchvision return `{"out": ..., "aux": ...}`: the loss is of "out" alone.
-
-    Raises:
-        UserError: there is no tensor.
-    """
-    found = output
-    while not isinstance(found, Tensor):
-        entries = found.values() if isinstance(found, Mapping) else found
-        if not isinstance(entries, (Mapping, Sequence)) and not hasattr(entries, "__iter__"):
-            raise UserError(f"the network returns a {type(output).__name__}, not a tensor.")
-        found = next(iter(entries), None)
-    return found
+from growlab.training.objective import SumObjective, output_tensor, smoothing
 
 
 def shapes_of(output: Tensor, target: Tensor) -> str:

@@ -150,6 +150,18 @@ def test_a_mapping_of_outputs_is_trained_on_its_first_tensor() -> None:
     assert Segmentation()(both, target)[0] == Segmentation()(logits, target)[0]
 
 
+@pytest.mark.parametrize("objective", [Classification(), TokenPrediction()])
+def test_a_head_beside_the_classes_is_left_to_itself(objective: Any) -> None:
+    dims = (4,) if isinstance(objective, Classification) else (4, 5)
+    logits, target = torch.randn(*dims, 3), torch.randint(3, dims)
+    expected, sums = objective(logits, target)
+    for output in ({"out": logits, "aux": torch.zeros(1)}, (logits, torch.zeros(1))):
+        loss, own = objective(output, target)
+        assert loss == expected and torch.equal(own, sums)
+    with pytest.raises(UserError, match="the network returns a dict, not a tensor"):
+        objective({}, target)
+
+
 def test_probabilities_are_made_for_metrics() -> None:
     """Logits that all lie in [0, 1] look like probabilities to torchmetrics, and 0.2 like a no."""
     output, target = torch.tensor([0.2, 0.4, 0.9]), torch.tensor([1.0, 1.0, 1.0])
