@@ -1,5 +1,6 @@
 """Data and networks of a user, which know nothing of growlab; tests copy this file beside their runs as `mine.py`."""
 
+import os
 import random
 from typing import Any
 
@@ -115,7 +116,9 @@ class Images(LightningDataModule):
 def loaders() -> dict[str, Any]:
     """A sampler, a `collate_fn`, `drop_last` and processes of the user's own."""
     sampler = WeightedRandomSampler(torch.rand(120, generator=torch.Generator().manual_seed(0)), 65)
-    train = DataLoader(Waves(), 10, sampler=sampler, drop_last=True, collate_fn=collate, num_workers=2)
+    # torch warns of more processes than cores.
+    workers = min(2, len(os.sched_getaffinity(0)))
+    train = DataLoader(Waves(), 10, sampler=sampler, drop_last=True, collate_fn=collate, num_workers=workers)
     return {"train": train, "validation": Waves(30), "test": Waves(33)}
 
 
