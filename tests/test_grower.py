@@ -602,6 +602,24 @@ def test_a_method_that_looks_at_data_is_given_some() -> None:
     assert grower.step(epoch=1)[0].parity_error_eval < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("batches", "loss", "told"),
+    [
+        ([], F.cross_entropy, "not a single batch"),
+        ([(PROBE,)], F.cross_entropy, "a tuple of inputs and a target, not 1 entries"),
+        ([PROBE], F.cross_entropy, "a tuple of inputs and a target, not a Tensor"),
+        ([batch(0)], partial(F.cross_entropy, reduction="none"), r"a single number, not of the shape \[8\]"),
+    ],
+)
+def test_data_that_cannot_be_looked_at_are_told_and_nothing_has_grown(batches, loss, told) -> None:
+    loop = Loop(method=GradMax(), trigger={0: 0.5, 1: 1.0})
+    before = loop.everything()
+    loop.grower.look_at(lambda number: batches, loss)
+    with pytest.raises(UserError, match=told):
+        loop.grower.step(epoch=1)
+    assert loop.grower.state.stage == 0 and loop.everything() == before
+
+
 def test_compiled_anew_at_every_width() -> None:
     compiled: list[int] = []
 

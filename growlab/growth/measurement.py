@@ -62,6 +62,20 @@ class Cost:
     seconds: float = 0.0
 
 
+def _of_inputs_and_target(batch: Any) -> tuple[Any, ...]:
+    """A batch as a tuple.
+
+    Raises:
+        UserError: it is none of inputs and a target.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        given = f"{len(batch)} entries" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
+        raise UserError(
+            f"a batch of training data that growth looks at must be a tuple of inputs and a target, not {given}."
+        )
+    return tuple(batch)
+
+
 class Measurement:
     """Lets a growth method run the network on training batches.
 
@@ -90,12 +104,12 @@ class Measurement:
         norm_weights: Mapping[str, Sequence[float]] | None = None,
         near_zero: float = 2.0**-100,
     ) -> None:
-        if not batches:
-            raise ValueError("batches must be at least 1, not 0.")
         self.model, self.graph, self.cost = model, graph, Cost()
         self.near_zero = near_zero
         self._norm_weights = dict(norm_weights or {})
-        self._batches = [network_inputs(tuple(batch), model) for batch in batches]
+        self._batches = [network_inputs(_of_inputs_and_target(batch), model) for batch in batches]
+        if not self._batches:
+            raise UserError("growth looks at training data, and there is not a single batch of it.")
         self._loss, self._average, self.share = loss, average, share
 
     def told(self) -> dict[str, Any]:
@@ -155,6 +169,11 @@ class Measurement:
                     seen.clear()
                     with tensors_kept(self.model), held.during():
                         loss = self._loss(main_output(call_on(self.model, inputs)), target)
+                        if loss.numel() != 1:
+                            raise UserError(
+                                "the loss that growth looks at must be the mean over a batch, a single number, not of "
+                                f"the shape {list(loss.shape)}."
+                            )
                         parameters = dict(self.model.named_parameters(remove_duplicate=False))
                         found = {**visit(parameters, loss, seen), _LOSS: loss.detach().double()}
                     for name, tensor in found.items():
