@@ -665,6 +665,12 @@ def test_the_grower_may_go_before_the_network() -> None:
         (lambda: Loop().grower.follow("adam"), "cannot follow"),
         (lambda: Loop().grower.follow(state="keep"), "optimizer_state must be auto, inherit"),
         (lambda: Loop(parts=Part()), r"must be a list of parts"),
+        (lambda: Loop(parts=[Part]), r"parts hold the class Part, not a part: write Part\(\.\.\.\)"),
+        (lambda: Loop().grower.load_state_dict(mlp().state_dict()), "no state of a Grower"),
+        (
+            lambda: Grower(mlp, PROBE, method=VarianceTransfer(), trigger=STAGES),
+            "torch.nn.Module, not a function",
+        ),
         (lambda: Loop().grower.look_at(record=list), "no 'record'; it takes batches, loss, .*, records, "),
         (lambda: Loop().grower.look_at([PROBE]), "batches of look_at must be a function, not a list"),
         (lambda: Loop(network=normed, anneal_steps=50).train().grower.finish(), "47 more optimizer steps"),

@@ -77,10 +77,12 @@ def told_apart(parts: Any) -> tuple[Part, ...]:
     """Parts as they were given, each of a name of its own.
 
     Raises:
-        UserError: they are no list, or two have one name.
+        UserError: they are no list of parts, or two have one name.
     """
     if not isinstance(parts, Sequence):
         raise UserError(f"parts={parts!r} must be a list of parts: [{parts!r}].")
+    if kind := next((part for part in parts if isinstance(part, type)), None):
+        raise UserError(f"parts hold the class {kind.__name__}, not a part: write {kind.__name__}(...).")
     names = [part.name for part in parts]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"two parts are called {twice}, the key of their states: give one another name.")

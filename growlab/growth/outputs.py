@@ -333,6 +333,8 @@ def device_and_precision(network: nn.Module) -> tuple[torch.device | None, torch
 
 def network_inputs(example: Example, network: nn.Module) -> tuple[Any, ...]:
     """Inputs as the network takes them: on its device, numbers in its precision, indices as they are."""
+    if not isinstance(network, nn.Module):
+        raise UserError(f"a network must be a torch.nn.Module, not a {type(network).__name__}.")
     device, precision = device_and_precision(network)
 
     def moved(value: Tensor) -> Tensor:
