@@ -23,7 +23,7 @@ def check_state(run: "Grower", state: Mapping[str, Any]) -> None:
     """Refuse what `Grower.state_dict` of another run returned.
 
     Raises:
-        UserError: it is no grower's state, another network's, or of a run with other parts or other widths at its stage.
+        UserError: it is no grower's state, another network's, or of a run of other parts or other widths at its stage.
     """
     if "full_widths" not in state:
         raise UserError("this is no state of a Grower: give what its own state_dict() returned.")
