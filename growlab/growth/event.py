@@ -16,6 +16,7 @@ from growlab.growth.attention_scale import with_attention_scale
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, multiply
+from growlab.growth.offsets import as_applied, as_kept
 from growlab.growth.outputs import Outputs, evaluate, observe, positional
 from growlab.growth.padding import padding_kept
 from growlab.growth.parity import compare, eps_bounds, relative_error
@@ -69,8 +70,8 @@ def plant(
     if dict(widths) != graph.full_widths or method.draws_full_width:
         resize(model, graph, graph.full_widths, widths)
         # The old tensors serve as the example of how bare parameters are spread.
-        expansion = Expansion(graph, tensors_of(model, graph), widths, widths, seed, 0)
-        replace_tensors(model, graph, method.initialise(expansion))
+        expansion = Expansion(graph, as_applied(graph, tensors_of(model, graph)), widths, widths, seed, 0)
+        replace_tensors(model, graph, as_kept(graph, method.initialise(expansion)))
         _check_output_scale(model, graph, method, widths, seed)
     return GrowthState(0, dict(widths), {group: [0] * widths[group] for group in graph.groups})
 
@@ -81,7 +82,8 @@ def _check_output_scale(
     """Rehearse all growth as one event, where a factor on the output could not be folded at the end."""
     if not method.output_multiplier or can_fold(graph):
         return
-    rehearsal = method.grow(Expansion(graph, tensors_of(model, graph), widths, graph.full_widths, seed, 1))
+    tensors = as_applied(graph, tensors_of(model, graph))
+    rehearsal = method.grow(Expansion(graph, tensors, widths, graph.full_widths, seed, 1))
     if rehearsal.output_factor != 1.0:
         raise UserError(
             f"{method.name} rescales this network's output, whose scale no layer can take up at the end of "
@@ -135,9 +137,11 @@ def grow(
     began, stage, probe = time.perf_counter(), state.stage + 1, positional(probe)
     before = _observed(model, graph, method, stage, probe, agree)
     parity_sec, num_params_before = time.perf_counter() - began, sum(p.numel() for p in model.parameters())
-    about = (graph, tensors_of(model, graph), dict(state.widths), dict(new_widths), seed, stage, leader)
+    old = as_applied(graph, tensors_of(model, graph))
+    leader = None if leader is None else as_applied(graph, leader)
+    about = (graph, old, dict(state.widths), dict(new_widths), seed, stage, leader)
     watched = method.observe(model, graph, probe)
-    known, new = ({}, None) if leading is None else (leading.observed, _new_tensors(leading))
+    known, new = ({}, None) if leading is None else (leading.observed, _new_tensors(graph, leading))
     expansion = Expansion(*about, gradients or {}, watched, known, data, new, state.multipliers)
     growth = with_attention_scale(expansion, method.grow(expansion), method.layer_multipliers)
     growth = replace(growth, tensors=padding_kept(model, expansion.old, growth.tensors))
@@ -146,12 +150,7 @@ def grow(
         checking = time.perf_counter()
         parity = _checked(model, method, expansion, growth, before, probe, agree, average)
     parity_sec += time.perf_counter() - checking
-    state.norm_weights, state.norm_progress, state.multipliers = (
-        applied.norm_weights,
-        0.0,
-        applied.multipliers,
-    )
-    widths_before, carry = dict(state.widths), _advance(state, method, growth, stage, new_widths)
+    widths_before, carry = dict(state.widths), _advance(state, method, growth, applied, stage, new_widths)
     return GrowthEvent(
         stage=stage,
         method=method.name,
@@ -177,11 +176,12 @@ def _changed(expansion: Expansion, growth: GrownTensors) -> dict[str, Tensor]:
     These are weights that are multiplied otherwise from then on.
     """
     rescaled = growth.carry.scales
-    return {
+    changed = {
         name: new
         for name, new in growth.tensors.items()
         if new is not expansion.old[name] or name in rescaled
     }
+    return as_kept(expansion.graph, changed)
 
 
 @contextlib.contextmanager
@@ -260,8 +260,9 @@ def _tell_of_terms(before: Outputs, after: Outputs) -> None:
         )
 
 
-def _new_tensors(leading: GrowthEvent) -> tuple[dict[str, Tensor], Carry]:
-    return {name: new.detach() for name, (_, new) in leading.replaced.items()}, leading.carry
+def _new_tensors(graph: WidthGraph, leading: GrowthEvent) -> tuple[dict[str, Tensor], Carry]:
+    new = {name: new.detach() for name, (_, new) in leading.replaced.items()}
+    return as_applied(graph, new), leading.carry
 
 
 def _checked(
@@ -315,10 +316,17 @@ def _checked(
 
 
 def _advance(
-    state: GrowthState, method: GrowthMethod, growth: GrownTensors, stage: int, new_widths: Mapping[str, int]
+    state: GrowthState,
+    method: GrowthMethod,
+    growth: GrownTensors,
+    applied: _Applied,
+    stage: int,
+    new_widths: Mapping[str, int],
 ) -> Carry:
     """Bring the state to the stage that has begun; returns how gradients follow."""
     state.stage, state.widths = stage, dict(new_widths)
+    state.norm_weights, state.norm_progress = applied.norm_weights, 0.0
+    state.multipliers = applied.multipliers
     for group, births in state.births.items():
         del births[new_widths[group] :]
         if group in growth.carry.bases:

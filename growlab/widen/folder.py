@@ -198,13 +198,15 @@ def _widened(
     old = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     old = {name: tensor.detach() for name, tensor in old.items()}
     widths = read_off(graph, target, old)
-    start = Widening(graph, {name: old[name] for name in graph.axes}, widths, seed)
+    start = Widening.of(graph, {name: old[name] for name in graph.axes}, widths, seed)
     wide = start.heads_and_hidden(METHODS[method]())
-    ways = [wide.copies] if wide.whole else [lambda: wide.padded("mean"), lambda: wide.padded("zero")]
+    scalars = [(old[name], new) for name, new in target.named_buffers() if name in old and new.dim() == 0]
+    computed = {
+        float(new / own) for own, new in scalars if own.is_floating_point() and not torch.equal(own, new)
+    }
     errors = []
-    for way in ways:
-        tensors = {**{name: old[name] for name in old if name not in graph.axes}, **way()}
-        _put(target, tensors)
+    for tensors in wide.ways(computed):
+        _put(target, {**{name: old[name] for name in old if name not in graph.axes}, **tensors})
         _undo_factor(target, graph, probe, expected)
         errors.append(relative_error(expected, evaluate(target, probe)))
         if errors[-1] <= EXACT:
@@ -217,7 +219,8 @@ def _widened(
 
 
 def _put(target: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    known = {**dict(target.named_parameters()), **dict(target.named_buffers())}
+    # What no file holds, the code computes as it loads a model.
+    known = target.state_dict(keep_vars=True)
     with torch.no_grad():
         for name, tensor in tensors.items():
             if name in known and known[name].is_floating_point():
@@ -238,7 +241,8 @@ def _undo_factor(target: nn.Module, graph: WidthGraph, probe: tuple[Tensor, ...]
     parameters = dict(target.named_parameters())
     with torch.no_grad():
         for name in names:
-            parameters[name].mul_(factor)
+            offset = graph.offsets.get(name, 0.0)
+            parameters[name].add_(offset).mul_(factor).sub_(offset)
 
 
 def _deepened(network: FirstOutput, config: Any, probe: tuple[Tensor, ...], expected: Tensor) -> FirstOutput:

@@ -181,12 +181,11 @@ def _widen(
     """Widen in place, by the first way that is exact; returns the relative change of the output."""
     expected, old = evaluate(network, probe), tensors_of(network, graph)
     groups = {group: replace(one, full_width=after[group]) for group, one in graph.groups.items()}
-    start = Widening(replace(graph, groups=groups), old, graph.full_widths, seed)
+    start = Widening.of(replace(graph, groups=groups), old, graph.full_widths, seed)
     wide = start.heads_and_hidden(METHODS[method]())
-    ways = [wide.copies] if wide.whole else [lambda: wide.padded("mean"), lambda: wide.padded("zero")]
     errors = []
-    for way in ways:
-        replace_tensors(network, graph, way())
+    for tensors in wide.ways():
+        replace_tensors(network, graph, tensors)
         errors.append(relative_error(expected, evaluate(network, probe)))
         if errors[-1] <= EXACT:
             return errors[-1]

@@ -9,12 +9,13 @@ by a growth method. Streams under layer or RMS normalisation end as plain ones, 
   is multiplied by s = sqrt(D'/D), new channels carry the mean of the old ones (zeros under RMS normalisation), so the
   variance over D' channels is what it was over D; gains are divided by s (average and zero expansion of LEMON, Wang et
   al. 2023, with a scale so that eps counts alike). Normalised, new channels are zero, and their consumers are free.
+  Where the code multiplies embeddings by the root of its width (Gemma), their tables stay as they are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from growlab.errors import UserError
 from growlab.growth import HyperCloning, Lemon, Net2Net, PairGrowth
 from growlab.growth.attention_scale import with_attention_scale
 from growlab.growth.method import Expansion, GrowthMethod, NewWeights
+from growlab.growth.offsets import as_applied, as_kept
 from growlab.widths import WidthGraph, grid
 
 #: Growth methods for channels that no statistics run over.
@@ -41,7 +43,7 @@ class Widening:
 
     Attributes:
         graph: layouts of the wider network.
-        old: the narrower one's tensors by name, in float64.
+        old: the narrower one's tensors by name as its forward applies them, in float64.
         widths: width of each group in it.
         seed: of everything that is drawn.
     """
@@ -50,6 +52,26 @@ class Widening:
     old: Mapping[str, Tensor]
     widths: Mapping[str, int]
     seed: int
+
+    @classmethod
+    def of(
+        cls, graph: WidthGraph, kept: Mapping[str, Tensor], widths: Mapping[str, int], seed: int
+    ) -> "Widening":
+        """Of tensors as the narrower network keeps them."""
+        return cls(graph, as_applied(graph, kept), widths, seed)
+
+    def ways(self, computed: Collection[float] = ()) -> Iterator[dict[str, Tensor]]:
+        """Tensors at full width as a network keeps them, by each way in which streams may become wider.
+
+        Args:
+            computed: numbers of the code's own that embeddings may be multiplied by, the wider network's over the
+                narrower one's.
+        """
+        if self.whole:
+            yield as_kept(self.graph, self._copies())
+        for by_code in (1.0, None, *computed):
+            for fill in get_args(Fill):
+                yield as_kept(self.graph, self._all_padded(fill, by_code))
 
     @property
     def streams(self) -> list[str]:
@@ -70,43 +92,50 @@ class Widening:
         growth = with_attention_scale(expansion, method.grow(expansion))
         return replace(self, old=dict(growth.tensors), widths=widths)
 
-    def copies(self) -> dict[str, Tensor]:
-        """Tensors at full width, streams by copies."""
+    def _copies(self) -> dict[str, Tensor]:
         return dict(Net2Net().grow(self._expansion(self.graph.full_widths, stage=2)).tensors)
 
-    def padded(self, fill: Fill) -> dict[str, Tensor]:
-        """Tensors at full width, streams by padding."""
+    def _all_padded(self, fill: Fill, by_code: float | None) -> dict[str, Tensor]:
+        """Tensors at full width, streams by padding.
+
+        Args:
+            fill: what new channels carry.
+            by_code: factor by which the code multiplies embeddings more than it did; None: the stream's own.
+        """
         padding = self
         for group in self.streams:
             widths = {**padding.widths, group: self.graph.full_widths[group]}
-            tensors = {name: padding._padded(name, group, fill, widths) for name in padding.old}
+            tensors = {name: padding._padded(name, group, fill, by_code, widths) for name in padding.old}
             padding = replace(padding, old=tensors, widths=widths)
         return dict(padding.old)
 
     def _expansion(self, widths: Mapping[str, int], stage: int) -> Expansion:
         return Expansion(self.graph, self.old, self.widths, widths, self.seed, stage)
 
-    def _padded(self, name: str, group: str, fill: Fill, widths: Mapping[str, int]) -> Tensor:
+    def _padded(
+        self, name: str, group: str, fill: Fill, by_code: float | None, widths: Mapping[str, int]
+    ) -> Tensor:
         old, axes = self.old[name], self.graph.axes[name]
         places = [(dim, axis) for dim, axis in enumerate(axes) if group in axis.groups]
         if not places:
             return old
         expansion = self._expansion(widths, stage=2)
         scale, kept = sqrt(widths[group] / self.widths[group]), expansion.kept(name)
+        table = 1.0 if by_code is None else scale / by_code
         norm_tensor = self._of_a_norm(name, group)
         if norm_tensor is not None:
             # In front of a tied table gain and bias are what consumes it.
             consumes = axes[0].role == "in"
-            factor = {"gain": scale**2 if consumes else scale, "bias": scale if consumes else 1.0}[
-                norm_tensor
-            ]
+            of_table = table if consumes else 1.0
+            factor = {"gain": scale * of_table, "bias": of_table}[norm_tensor]
             fresh = 0.0 if norm_tensor == "bias" else float((old / factor).mean())
             new = torch.full(expansion.new_shape(name), fresh, dtype=old.dtype)
             new[kept[0]] = old / factor
             return new
         new = NewWeights().draw(expansion, name).to(old)
         writes = [dim for dim, axis in places if axis.role == "out"]
-        new[grid(kept, new.device)] = old * scale if writes else old
+        factor = 1.0 if not writes else table if self._is_table(name) else scale
+        new[grid(kept, new.device)] = old * factor
         for dim in writes:
             if len(axes[dim].parts) > 1:
                 raise UserError(
@@ -116,6 +145,11 @@ class Widening:
             rest = rows.mean(dim, keepdim=True) if fill == "mean" else torch.zeros(1, dtype=new.dtype)
             new = rest.expand_as(new).clone().index_copy(dim, kept[dim], rows)
         return new
+
+    def _is_table(self, name: str) -> bool:
+        """Whether a tensor is an embedding's table."""
+        roles = [axis.role for axis in self.graph.axes[name]]
+        return roles == ["fixed", "out"] and all(layer.weight != name for layer in self.graph.layers)
 
     def _of_a_norm(self, name: str, group: str) -> str | None:
         """Whether a tensor is the gain or the bias of a normalisation of the group's channels."""

@@ -67,6 +67,7 @@ class Findings:
         self._reaching: set[str] = set()
         self._norms: list[Norm] = []
         self._channel_norms: list[NormCall] = []
+        self._offsets: dict[str, float] = {}
         self._attentions: list[tuple[Runs, frozenset[str]]] = []
         self._radii: dict[str, Runs] = {}
         self._individuated: list[tuple[Runs, str]] = []
@@ -81,6 +82,11 @@ class Findings:
     def consume(self, name: str) -> None:
         """A parameter that multiplies channels or is added to them stands for what consumes them."""
         self._roles[name] = ["in" if role == "out" else role for role in self._roles[name]]
+
+    def note_offset(self, value: Value, offset: float) -> None:
+        """The forward adds a constant to a parameter [C] before it applies it, as to gains that are kept less 1."""
+        if value.name is not None and value.name not in self.buffers and len(value.shape) == 1:
+            self._offsets[value.name] = offset
 
     def follow(self, x: Value, weight: Value, result: Value) -> Value:
         """The output of a layer that is none of the graph's: nothing before it is a last layer."""
@@ -171,6 +177,7 @@ class Findings:
             channel_norms=self._norms_over_channels(names),
             attentions=self._attentions_that_grow(names),
             tied_outputs=tuple(sorted(name for name in self._reaching if self._roles[name] == _TABLE)),
+            offsets={name: offset for name, offset in self._offsets.items() if name in axes},
         )
 
     def _in_parts(

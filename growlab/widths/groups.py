@@ -181,6 +181,8 @@ class WidthGraph:
             scale of their rows alone, and rates of output layers are not theirs.
         attentions: attention whose head dimension grows. What produces the keys has there the role "in": products
             of queries and keys are sums over the head dimension, in which the keys are like the weights.
+        offsets: constants that the forward adds to parameters [C] before it applies them, by the parameter's name: 1
+            where it multiplies channels by 1 + w.
     """
 
     groups: Mapping[str, Group]
@@ -196,6 +198,7 @@ class WidthGraph:
     channel_norms: tuple[ChannelNorm, ...] = ()
     attentions: tuple[Attention, ...] = ()
     tied_outputs: tuple[str, ...] = ()
+    offsets: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def emitters(self) -> frozenset[str]:

@@ -33,6 +33,7 @@ CASES = {
     "vit": ("1.5", "2"),
     "mixtral": ("1.5", "2"),
     "qwen2_moe": ("1.5", "2"),
+    "gemma": ("1.5", "2"),
 }
 # The others are alike, and take seconds each.
 QUICK = ("llama", "gpt2", "bert")

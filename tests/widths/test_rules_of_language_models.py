@@ -12,10 +12,10 @@ from growlab.grower import Grower
 from growlab.growth import Net2Net, PairGrowth, VarianceTransfer, anneal_norms, finish, grow, plant
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
-from growlab.optim import SGD, NormRatio
+from growlab.optim import SGD, NormRatio, follow
 from growlab.training import RateAdaptation
 from growlab.training.progress import first_line
-from growlab.widths import layouts, trace
+from growlab.widths import layouts, tensors_of, trace
 
 TOKENS = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
 
@@ -32,6 +32,20 @@ class RootMeanSquare(nn.Module):
         x = x.to(torch.float32)
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
         return self.weight * x.to(dtype)
+
+
+class OneMore(RootMeanSquare):
+    """RMS normalisation that multiplies by 1 + w, as Gemma's does."""
+
+    def __init__(self, channels: int, told: bool = False) -> None:
+        super().__init__(channels)
+        nn.init.zeros_(self.weight)
+        self.told = told
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+        x = x * (1.0 + self.weight.to(x.dtype))
+        return x + self.weight.sum() if self.told else x
 
 
 class Language(nn.Module):
@@ -77,7 +91,7 @@ class Measured(nn.Module):
 
 
 @pytest.mark.parametrize("method", [PairGrowth(), Net2Net(), VarianceTransfer()], ids=lambda m: m.name)
-@pytest.mark.parametrize("norm", [RootMeanSquare, nn.LayerNorm])
+@pytest.mark.parametrize("norm", [RootMeanSquare, nn.LayerNorm, OneMore])
 def test_a_stream_with_a_tied_table_grows_exactly(norm: type[nn.Module], method: object) -> None:
     torch.manual_seed(0)
     network = Language(norm)
@@ -98,6 +112,45 @@ def test_a_stream_with_a_tied_table_grows_exactly(norm: type[nn.Module], method:
     finish(network, graph, method, state)
     fresh.load_state_dict(network.state_dict())
     assert relative_error(evaluate(network, TOKENS), evaluate(fresh, TOKENS)) <= 1e-13
+
+
+def test_gains_that_a_constant_is_added_to_follow_in_averages_and_in_optimizers() -> None:
+    torch.manual_seed(0)
+    network, method = Language(OneMore).double(), Net2Net()
+    graph = trace(network, TOKENS)
+    assert graph.offsets == {"norm.weight": 1.0}
+    state = plant(network, graph, method, dict.fromkeys(graph.groups, 6), 0)
+    assert not network.norm.weight.any()
+    average, ends = copy.deepcopy(network), copy.deepcopy(network)
+    with torch.no_grad():
+        for middle, end, parameter in zip(
+            average.parameters(), ends.parameters(), network.parameters(), strict=True
+        ):
+            end += 0.3 * torch.randn_like(end)
+            middle.copy_((end + parameter) / 2)
+    before, after = state.widths, dict.fromkeys(graph.groups, 9)
+    leader, optimizer = tensors_of(network, graph), torch.optim.SGD(network.parameters(), 0.0, momentum=0.9)
+    _backward(network)
+    optimizer.step()
+    leading = grow(network, graph, method, copy.deepcopy(state), after, 0, (TOKENS,))
+    follow(optimizer, leading.replaced, graph, before, after, "inherit", leading.carry)
+    network.zero_grad()
+    _backward(network)
+    momentum = optimizer.state[network.norm.weight]["momentum_buffer"]
+    torch.testing.assert_close(momentum, network.norm.weight.grad)
+    for other in (average, ends):
+        grow(other, graph, method, copy.deepcopy(state), after, 0, (TOKENS,), leader=leader, leading=leading)
+    middle = (ends.norm.weight + network.norm.weight) / 2
+    torch.testing.assert_close(average.norm.weight, middle, rtol=0, atol=1e-14)
+
+
+def _backward(network: nn.Module) -> None:
+    F.cross_entropy(network(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
+
+
+def test_a_gain_that_is_read_elsewhere_keeps_its_stream() -> None:
+    graph = trace(Language(lambda channels: OneMore(channels, told=True)), TOKENS)
+    assert not graph.grows("table.weight")
 
 
 def test_a_tied_table_ends_the_network_and_is_no_output_layer_of_the_rules() -> None:

@@ -99,10 +99,9 @@ def tied_to_embedding(tracer: "Tracer", node: Any, args: Arguments, gains: Seque
     )
 
 
+_CASTS = frozenset(("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "float"))
 # What leaves channels where they are: a gain before it is one behind it.
-_PASSING = frozenset(
-    ("dropout", "to", "_to_copy", "type_as", "contiguous", "clone", "alias", "slice", "float")
-)
+_PASSING = _CASTS | {"dropout", "slice"}
 _GAINS = frozenset(("mul", "div"))
 _NORMS = {"layer_norm": (2, 3), "rms_norm": (2, 2)}
 
@@ -119,7 +118,7 @@ def gains_before(tracer: "Tracer", node: Any) -> list[str]:
         if operation in _NORMS:
             first, last = _NORMS[operation]
             given = [_vector(tracer, arg) for arg in source.args[first : last + 1]]
-            return [*names, *(name for name in given if name)] if given and given[0] else []
+            return [*names, *filter(None, given)] if given and given[0] else []
         nodes = [arg for arg in source.args if isinstance(arg, torch.fx.Node)]
         vector = next(filter(None, (_vector(tracer, one) for one in nodes)), None)
         if operation in ("mul", "add") and vector is not None and len(nodes) == 2:
@@ -146,10 +145,18 @@ def _passes(tracer: "Tracer", node: Any, operation: str, num_tensors: int) -> bo
 
 
 def _vector(tracer: "Tracer", node: Any) -> str | None:
-    """Name of the parameter of one dimension that a node stands for, if nothing else uses it."""
-    value = tracer.value_of(node)
-    named = isinstance(value, Value) and len(value.shape) == 1 and _used_once(tracer, node)
-    return value.name if named else None
+    """Name of the parameter [C] that a node stands for, alone or plus a constant, if nothing else uses it."""
+    while isinstance(node, torch.fx.Node) and _used_once(tracer, node):
+        value = tracer.value_of(node)
+        if not isinstance(value, Value) or len(value.shape) != 1:
+            return None
+        if node.op != "call_function":
+            return value.name
+        plus = tracer.operation(node) == "add" and not node.kwargs and isinstance(node.args[1], (int, float))
+        if not plus and tracer.operation(node) not in _CASTS:
+            return None
+        node = node.args[0]
+    return None
 
 
 def weight_in_product(factor: Value) -> bool:

@@ -76,6 +76,8 @@ def total(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     result = broadcast(tracer, tracer.shape(node), operands)
     if len(operands) == 1:
         tracer.scales.pin(operands[0].scale)
+        if tracer.operation(node) == "add" and not node.kwargs:
+            tracer.note_offset(operands[0], args["other"])
         return Value(result.shape, result.axes, operands[0].scale)
     scale = tracer.scales.union(operands[0].scale, operands[1].scale)
     return Value(result.shape, result.axes, scale)
