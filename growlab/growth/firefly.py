@@ -1,6 +1,6 @@
 """FireFly: grow a neighbourhood of the network and keep the best of it (Wu, Liu, Stone, Liu, NeurIPS 2020)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
@@ -16,6 +16,10 @@ from growlab.growth.splits import Split, directions, lengths, names_of, unit
 from growlab.growth.splitting import refuses_to_split
 from growlab.settings import above, at_least
 from growlab.widths import resized
+
+# The gradients of the halves of a neuron in whose way nothing bends are the same: what they differ by, up to so many
+# roundings of them, is 0. Steps of one length would make a direction of it.
+_ROUNDINGS = 100.0
 
 
 class FireFly(DataDriven):
@@ -180,7 +184,20 @@ class _Neighbourhood:
         split = self._split()
         names = names_of(self.groups, "into", "out")
         found = data.gradients(split.tensors(self.moves), names)
-        return split.by_moves(found, names_of(self.groups, "into")), split.by_plain(found, names)
+        into = names_of(self.groups, "into")
+        moved = split.by_moves(found, into)
+        sizes = split.by_plain({name: found[name].abs() for name in into}, into)
+        for fans in self.groups:
+            self._without_rounding(moved, sizes, fans)
+        return moved, split.by_plain(found, names)
+
+    def _without_rounding(self, moved: dict[str, Tensor], sizes: Mapping[str, Tensor], fans: Fans) -> None:
+        """Put zeros where a row of gradients by moves is no more than the rounding of what it is a difference of."""
+        channels, view = torch.arange(self.expansion.old_widths[fans.group]), self._view
+        rows, size = (view.read(one, fans.into, fans.group, channels) for one in (moved, sizes))
+        rounding = _ROUNDINGS * torch.finfo(rows.dtype).eps * lengths(size)
+        rows = torch.where((lengths(rows) > rounding)[:, None], rows, torch.zeros_like(rows))
+        view.write(moved, fans.into, fans.group, channels, rows)
 
     def scores(self, data: Measurement) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """By how much the loss falls with each candidate, splits first, and the signs of new columns that it takes."""

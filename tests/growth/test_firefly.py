@@ -122,3 +122,22 @@ def test_impossible_choices_are_refused() -> None:
     for wrong in ({"new_candidates": -1.0}, {"steps": -1}, {"rate": 0.0}, {"epsilon": 0.0}):
         with pytest.raises(ValueError, match=rf"^{next(iter(wrong))} must be"):
             FireFly(**wrong)
+
+
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_the_order_of_sums_decides_nothing(num_batches: int) -> None:
+    """Behind ReLUs that no sample bends, gradients by moves are rounding: steps of one length follow none of it."""
+    grown = []
+    for backwards in (False, True):
+        run = started(mlp(torch.nn.ReLU()), (3,), FireFly(steps=2), num_batches=num_batches, size=64)
+        with torch.no_grad():
+            for name in ("0", "2"):
+                run.network.get_submodule(name).bias += 20.0
+        if backwards:
+            run.batches[:] = [(x.flip(0), y.flip(0)) for x, y in run.batches]
+        event, _ = run.grow({group: width + 2 for group, width in run.state.widths.items()})
+        grown.append(run.network.state_dict())
+        report = event.report["groups"]["0"]
+        assert report["decreases"][:4] == [0.0] * 4
+    for name, tensor in grown[0].items():
+        torch.testing.assert_close(tensor, grown[1][name], rtol=1e-9, atol=1e-12, msg=name)
