@@ -6,7 +6,12 @@ from typing import Any
 
 import hydra
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from omegaconf import DictConfig
 
 from growlab.errors import UserError
@@ -46,8 +51,8 @@ def user_callbacks(cfg: DictConfig, validates: bool) -> list[Callback]:
         validates: whether something is held out that a callback may decide by.
 
     Raises:
-        UserError: one is no callback, averages weights without growing the average, or decides by the test set or by
-            what is not recorded.
+        UserError: one is no callback, averages weights without growing the average, looks for a rate or batch size
+            that the run does not take, or decides by the test set or by what is not recorded.
     """
     named = {f"callbacks.{name}": settings for name, settings in (cfg.get("callbacks") or {}).items()}
     listed = cfg.trainer.get("callbacks") or []
@@ -88,6 +93,16 @@ def _made(name: str, settings: Any) -> Callback:
         raise UserError(
             f"{type(callback).__name__} keeps an average of the weights that does not grow with the network; use "
             "ema.decay=0.999 instead."
+        )
+    # They would look for what the run then does not take.
+    if isinstance(callback, LearningRateFinder):
+        raise UserError(
+            "LearningRateFinder changes no rate of a growing run: optimizer.lr is its rate, and growlab plan chooses "
+            "one for a network and a budget."
+        )
+    if isinstance(callback, BatchSizeFinder):
+        raise UserError(
+            "BatchSizeFinder changes no batch size of a growing run: schedule.batch_size=auto finds those that fit."
         )
     return callback
 

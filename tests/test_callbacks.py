@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from growlab.callbacks import user_callbacks
+from growlab.errors import UserError
 from tests.command_line import CommandLine
 from tests.runs import MLP, Left
 
@@ -72,3 +75,18 @@ def test_no_callback_decides_by_the_test_set_or_by_nothing(
 ) -> None:
     outcome = cli(*MLP, "callbacks=early_stopping", *arguments, "hydra.run.dir=run", cwd=tmp_path)
     assert outcome.code == 2 and told in outcome.err and "epoch 0" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("LearningRateFinder", "optimizer.lr is its rate"),
+        ("BatchSizeFinder", "schedule.batch_size=auto finds those that fit"),
+    ],
+)
+def test_a_search_whose_result_a_run_would_not_take_is_refused(kind: str, told: str) -> None:
+    cfg = OmegaConf.create(
+        {"trainer": {}, "callbacks": {"x": {"_target_": f"lightning.pytorch.callbacks.{kind}"}}}
+    )
+    with pytest.raises(UserError, match=told):
+        user_callbacks(cfg, validates=True)

@@ -1015,3 +1015,9 @@ def test_growth_on_demand_in_a_loop_that_does_not_tell_of_itself_is_refused() ->
         grower.step(epoch=0)
         with pytest.raises(UserError, match=f"the column '{column}' of the records, which lack it"):
             grower.step(epoch=4)
+
+
+def test_a_network_whose_layers_have_no_shape_yet_is_refused_in_a_sentence() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 2))
+    with pytest.raises(UserError, match=r"0 \(LazyLinear\) has no shape yet; call the network once"):
+        Grower(lazy, torch.randn(4, 3), method=PairGrowth(), trigger={0: 0.5, 1: 1.0})

@@ -169,8 +169,8 @@ def _check_memory(network: nn.Module) -> None:
     for name, parameter in network.named_parameters():
         try:
             start = parameter.data_ptr()
-        except RuntimeError:
-            # A tensor subclass that wraps others has no memory itself.
+        except (RuntimeError, ValueError):
+            # A tensor subclass that wraps others has no memory itself, nor has a lazy parameter, which `trace` refuses.
             continue
         if start and parameter.numel():
             last = sum((n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True))
