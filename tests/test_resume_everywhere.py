@@ -14,7 +14,7 @@ EPOCHS, STEPS = 6, 12
 COMMAND = (
     *("data.limit_train=96", "data.limit_test=20", "data.batch_size=8", "model=mlp8", "model.width=12"),
     *("model.batch_norm=true", "schedule.epochs=[2,2,2]", "schedule.widths=[0.5,0.75,1]", "ema.decay=0.9"),
-    *("log_rates_every_n_steps=1000", "checkpoint.every_n_steps=1"),
+    *("data.validation=none", "log_rates_every_n_steps=1000", "checkpoint.every_n_steps=1"),
 )
 ENDS = [epoch * STEPS for epoch in range(1, EPOCHS + 1)]
 BOUNDARIES = [24, 25, 48, 49]
