@@ -15,6 +15,7 @@ from growlab.errors import UserError
 from growlab.grower import Grower
 from growlab.growth import PairGrowth
 from growlab.language_models import CausalModel, plain_model
+from growlab.widths import trace
 from tests.command_line import CommandLine
 from tests.parts_here import needs
 from tests.runs import Left, table
@@ -141,15 +142,17 @@ def test_what_was_grown_is_loaded_by_from_pretrained_and_generates_alike(
     assert generated.tolist() == written.tolist()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_narrower_gemma_is_saved_right_or_refused(tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tied", "stream"), [(True, False), (True, True), (False, True)])
+def test_a_narrower_gemma_is_saved_right_or_refused(tied: bool, stream: bool, tmp_path: Path) -> None:
     """Its code computes numbers from sizes: sqrt(hidden_size) scales embeddings, and queries have a scale too."""
     network = model("gemma2", config={"tie_word_embeddings": tied, "query_pre_attn_scalar": 8}).double()
     tokens = torch.randint(61, (3, 12), generator=torch.Generator().manual_seed(1))
-    grower = Grower(network, tokens, method=PairGrowth(), trigger={0: 0.5, 1: 1.0}, seed=0)
+    full_widths = trace(network, tokens).full_widths
+    narrow = {name: width // 2 if stream or "mlp" in name else width for name, width in full_widths.items()}
+    grower = Grower(network, tokens, method=PairGrowth(), trigger={0: narrow, 1: full_widths}, seed=0)
     grower.step(epoch=0)
     network.eval()
-    if not tied:
+    if stream:
         # The stream is narrower, and the factor on embeddings would be another.
         with pytest.raises(UserError, match="no configuration of gemma2 gives what the network has ended as"):
             network.save_pretrained(tmp_path / "saved")

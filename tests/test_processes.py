@@ -258,7 +258,7 @@ def test_restarted_processes_end_as_if_nothing_had_happened(
         (("at_step", 2, KILL), "process 1 of 2 was ended by SIGKILL (out of memory, or from outside)", 1),
         # What a user has to mend fails anew each time.
         (("fails", "step", 2, "the disk is gone."), "error: the disk is gone.", 0),
-        pytest.param(("at_write", 2, "unnamed", KILL), "(restarts so far: 1).", 1, marks=pytest.mark.slow),
+        pytest.param(("at_write", 2, "unnamed", KILL), "(restarts so far: 1)", 1, marks=pytest.mark.slow),
     ],
     ids=["killed", "user_error", "checkpoint"],
 )
@@ -305,7 +305,7 @@ def one_sentence(outcome: Outcome) -> str:
         ),
         pytest.param(
             ("drift", "state", 9),
-            "after growing in epoch 3 (stage 2): momentum_buffer of classifier.weight",
+            "after growth to stage 2: momentum_buffer of classifier.weight",
             marks=pytest.mark.slow,
         ),
         (("other_draws",), "after growth to stage 1: conv1.weight, "),
@@ -333,8 +333,7 @@ def test_statistics_that_a_rank_has_of_its_own_are_no_mismatch(finished: Callabl
 @pytest.mark.slow
 def test_the_check_may_be_left_out(finished: Callable[..., Path]) -> None:
     run = finished(*RESNET, *TWO, "check_ranks=false", fault=("on_rank", 1, "drift", "weight", 5))
-    events = json.loads((run / "growth.json").read_text())["events"]
-    assert [event["seconds_by_part"]["rank_check"] for event in events] == [0.0, 0.0]
+    assert [event["stage"] for event in json.loads((run / "growth.json").read_text())["events"]] == [1, 2]
 
 
 @pytest.mark.slow
