@@ -8,6 +8,7 @@ underscore. Here these become the settings that the arguments come from: `growth
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
@@ -27,16 +28,28 @@ _CHOICES = {
 
 def arguments_of(cfg: DictConfig, path: str) -> dict[str, str]:
     """Settings that the values of a part of the configuration come from, by name of the argument."""
+    above, _, own = path.rpartition(".")
+    if above:
+        # A part may stand elsewhere as a whole: parts.isotropic is ${isotropic}.
+        path = _elsewhere(_unresolved(cfg, above).get(own)) or path
+    own_values = _unresolved(cfg, path).items()
+    return {
+        name: _elsewhere(value) or f"{path}.{name}" for name, value in own_values if not name.startswith("_")
+    }
+
+
+def _unresolved(cfg: DictConfig, path: str) -> dict[str, Any]:
+    """What stands in a part of the configuration, references as they are written."""
     node = OmegaConf.select(cfg, path)
-    if not isinstance(node, DictConfig):
-        return {}
-    raw = OmegaConf.to_container(node, resolve=False)
+    raw = OmegaConf.to_container(node, resolve=False) if isinstance(node, DictConfig) else {}
     assert isinstance(raw, dict)
-    names = {}
-    for name, value in raw.items():
-        elsewhere = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
-        names[str(name)] = elsewhere[1] if elsewhere else f"{path}.{name}"
-    return {name: setting for name, setting in names.items() if not name.startswith("_")}
+    return {str(name): value for name, value in raw.items()}
+
+
+def _elsewhere(value: Any) -> str | None:
+    """The setting that a value refers to, if it is nothing but a reference."""
+    found = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+    return found[1] if found else None
 
 
 def in_settings(text: str, names: Mapping[str, str]) -> str:
