@@ -30,7 +30,7 @@ def arguments_of(cfg: DictConfig, path: str) -> dict[str, str]:
     """Settings that the values of a part of the configuration come from, by name of the argument."""
     above, _, own = path.rpartition(".")
     if above:
-        # A part may stand elsewhere as a whole: parts.isotropic is ${isotropic}.
+        # A part may stand elsewhere as a whole, where the configuration refers to it by one reference.
         path = _elsewhere(_unresolved(cfg, above).get(own)) or path
     own_values = _unresolved(cfg, path).items()
     return {
