@@ -18,6 +18,7 @@ from growlab.analysis.results import Run, load_runs
 from growlab.analysis.tables import Row, summarise, write_table
 from growlab.analysis.time_to_score import time_to_score_table, times_to_scores
 from growlab.reproduce.quantities import first_loss
+from growlab.survey import Report, matrix_table
 from tests.command_line import ROOT
 
 RESULTS = ROOT / "notebooks" / "results"
@@ -65,6 +66,14 @@ def test_a_table_is_what_its_rows_give(table: Path, monkeypatch: pytest.MonkeyPa
     made = MAKERS[table.name](rows_of(table.parent.name))
     # Paths of runs are as they were given.
     assert (RESULTS / table).read_text().replace("notebooks/results/", "") == made.replace(f"{RESULTS}/", "")
+
+
+@pytest.mark.parametrize("name", ["matrix", "transformers"])
+def test_a_matrix_is_what_its_rows_give(name: str) -> None:
+    kept = RESULTS / "matrix" / f"{name}.json"
+    rows = json.loads(kept.read_text(encoding="utf-8"))["networks"]
+    made = matrix_table([Report(**row) for row in rows])
+    assert kept.with_suffix(".md").read_text(encoding="utf-8") == made
 
 
 @cache

@@ -1,19 +1,24 @@
 """Sentences with numbers are those that the rows of their own folders give: see `tests/stated.py`."""
 
 import re
+from pathlib import Path
 
 import pytest
 
+from growlab.analysis.results import open_run
+from growlab.reproduce.quantities import first_loss
 from tests.command_line import ROOT
 from tests.parts_here import needs
 from tests.stated import ISOTROPIC, MEASURED, OVERABUNDANCE, README, ROWS, Stated, plain, stated
-from tests.test_numbers import COSTS
+from tests.stated_rows import PAIRS, more
+from tests.test_numbers import COSTS, PAGES, prose
 
-STATED = stated()
+STATED = [*stated(), *more()]
 
 
 def text_of(page: str) -> str:
-    return plain((ROOT / page).read_text(encoding="utf-8"))
+    path = ROOT / page
+    return plain(prose(path) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
@@ -25,28 +30,119 @@ def test_a_sentence_has_the_numbers_of_its_rows(one: Stated) -> None:
     assert one.text in text_of(one.page), f"{one.page} has no {one.text!r}"
 
 
-# Numbers with a point that are no results of rows here: budgets, rates, the number of parameters.
-SETTINGS = {"0.1", "0.2", "0.4", "1.2", "1.5", "3.6", "0.008"}
-# Results without rows of their own: rates that were tried before, whose runs are not kept, and a published cost whose
-# schedule is not told.
-NOT_TIED = {"0.3", "54.5", "68.0", "73.7", "75.1", "58.24"}
+# What is looked at on every page: numbers with a point or an exponent, and whole ones in front of a unit.
+RESULT = re.compile(
+    r"(?<![\w.,/=^])[−-]?(?:\d+\.\d+(?:e-?\d+)?|\d+e-?\d+|\d+(?= (?:%|points?|s\b|bits|times|neurons|BLEU)))"
+    r"(?![\w`]|\.\d|,\d)"
+)
+CHANGES = "CHANGELOG.md"
+# Numbers that are no results of rows: budgets, rates, thresholds, sizes of data and packages, sections and versions.
+SETTINGS = {
+    README: {"3.11", "1.2", "3.6", "1.5", "2.0"},
+    ROWS: {
+        *(
+            "0.001",
+            "0.002",
+            "0.004",
+            "0.008",
+            "0.01",
+            "0.08",
+            "0.1",
+            "0.2",
+            "0.5",
+            "1e-4",
+            "5.1",
+            "5.2",
+            "5.3",
+        ),
+        *("1.2", "2.4", "3.6", "8 neurons", "16 neurons", "32 neurons", "180 s"),
+    },
+    MEASURED: {"0.1", "0.2", "0.4", "1.2", "1.5", "3.6", "0.008", "3 %", "5 %", "10 %", "95 %"},
+    ISOTROPIC: {"0.01", "0.08", "0.001", "1e-6", "32 neurons"},
+    PAIRS: {"0.001", "0.2", "90 %"},
+    CHANGES: {"0.1.0"},
+    "notebooks/05_isotropic_neurons.ipynb": {"8 neurons", "32 neurons"},
+    "notebooks/docs/pages/index.md": {"3.11"},
+    "notebooks/docs/pages/guide/devices.md": {"2.15"},
+    "notebooks/docs/pages/guide/experiments.md": {"5.8", "5.3", "1e-6", "50 times"},
+    "notebooks/docs/pages/guide/growing_pays.md": {"0.2", "1.2", "90 %"},
+    "notebooks/docs/pages/guide/how_it_works.md": {"1e-4", "1e-10", "2409.12903"},
+    "notebooks/docs/pages/guide/language_models.md": {"1.5", "1.1", "3 %", "5 %", "10 %"},
+    "notebooks/docs/pages/guide/networks.md": {"1e-10", "90 %"},
+    "notebooks/docs/pages/guide/schedules.md": {"0.3", "1.2", "2405.15319"},
+}
 
 
-def left_over(page: str, start: str = "", end: str = "\0") -> set[str]:
-    """Numbers with a point that no stated sentence of the page holds, or of a part of it."""
-    text = COSTS.sub("", (ROOT / page).read_text(encoding="utf-8"))
-    text = text[text.index(start) :].partition(end)[0]
-    text = plain(re.sub(r"<!-- results -->.*<!-- /results -->", "", text, flags=re.S))
+def paragraph(folder: str) -> str:
+    """What the README of the results says of a folder."""
+    text = (ROOT / ROWS).read_text(encoding="utf-8")
+    return text[text.index(f"- `{folder}/`") :].partition("\n- `")[0]
+
+
+# Folders whose rows still come: any number of theirs may stand in their paragraphs.
+ANY_OF = ("hyperfan_mnist_full", "hyperfan_allconv")
+
+
+def left_over(page: str, text: str) -> set[str]:
+    """Numbers of a page's text that no stated sentence holds, outside of code and of tables made as a whole."""
+    text = re.sub(r"<!-- results -->.*<!-- /results -->", "", COSTS.sub("", text), flags=re.S)
+    if page == PAIRS:
+        text = re.sub(r"^\|.*$", "", text, flags=re.M)
+    text = plain(text)
     for one in STATED:
-        text = text.replace(one.text, "") if one.page == page else text
-    return set(re.findall(r"(?<![\d.,/`=])\d+\.\d+(?![\d.`])", text))
+        text = text.replace(one.text, " ") if one.page == page else text
+    text = re.sub(r"`[^`]*`", "`", re.sub(r"```.*?```", " ", text))
+    found = (match for match in RESULT.finditer(text))
+    return {_with_unit(text, match) for match in found}
 
 
-def test_no_result_of_the_measured_page_stands_by_itself() -> None:
-    """A new one is to be added to `tests/stated.py`, with the folder that it comes from."""
-    assert left_over(MEASURED) <= SETTINGS | NOT_TIED
-    # One of 359 images of the digits.
-    assert left_over(README, "## What it costs", "## Where things are") <= SETTINGS | {"0.28"}
+def _with_unit(text: str, match: re.Match[str]) -> str:
+    """A whole number with the unit behind it; one with a point by itself."""
+    if not match[0].strip("-−").isdigit():
+        return match[0]
+    return f"{match[0]} {re.match(r'%|[a-zA-Z]+', text[match.end() + 1 :])[0]}"
+
+
+def shown_by(folder: str) -> set[str]:
+    """Scores, losses and minutes of a folder's runs, of all epochs, in up to three decimals."""
+    values = set[float]()
+    for path in sorted((ROOT / "notebooks/results" / folder).glob("*/results.json")):
+        run = open_run(path.parent)
+        results = run.results
+        values |= {
+            results["test_loss"],
+            first_loss(run),
+            results["seconds"] / 60,
+            100 * results["test_accuracy"],
+        }
+        for name in ("train_loss", "val_loss", "train_accuracy", "val_accuracy"):
+            curve = run.curve(name)
+            scale = 100 if name.endswith("accuracy") else 1
+            values |= set() if curve is None else {scale * float(value) for value in curve}
+    return {f"{value:.{digits}f}" for value in values for digits in range(4)}
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / CHANGES, ROOT / PAIRS], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
+def test_no_result_stands_by_itself(page: Path) -> None:
+    """A new one is to be added to `tests/stated.py` or `stated_rows.py`, with the folder that it comes from."""
+    name, text = page.relative_to(ROOT).as_posix(), prose(page)
+    if name == ROWS:
+        for folder in ANY_OF:
+            text = text.replace(paragraph(folder), "")
+    assert left_over(name, text) <= SETTINGS.get(name, set())
+
+
+@pytest.mark.parametrize("folder", ANY_OF)
+def test_a_number_of_a_paragraph_is_one_of_its_folder(folder: str) -> None:
+    numbers = {re.sub(r"[^\d.]", "", one) for one in left_over(ROWS, paragraph(folder))}
+    assert numbers <= shown_by(folder) | SETTINGS[ROWS]
+
+
+def test_a_result_that_no_sentence_holds_is_found() -> None:
+    text = "It has 75.1 % (at 0.2), 3 points more, within 2e-6 in `lr=0.3`; 14 times. ```\n0.7 %\n```"
+    assert left_over(MEASURED, text) == {"75.1", "0.2", "3 points", "2e-6", "14 times"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,672 @@
+"""Numbers that `notebooks/results/README.md`, smaller pages and notebooks state: see `tests/stated.py`."""
+
+import csv
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import numpy
+import pandas
+from scipy.stats import t as student_t
+
+from growlab.analysis.layer_figures import read
+from growlab.analysis.published import published
+from growlab.analysis.width_paths import path_of
+from growlab.reproduce.quantities import first_loss
+from growlab.reproduce.verdicts import interval
+from tests.stated import (
+    ALONE,
+    EIGHT,
+    GRID,
+    ISOTROPIC,
+    MEASURED,
+    MULTI,
+    NINE,
+    README,
+    RESULTS,
+    ROWS,
+    TEN,
+    TEST,
+    TEXT,
+    Stated,
+    by_budget,
+    cost,
+    distances,
+    gain,
+    gap,
+    mean,
+    runs,
+    seconds,
+)
+
+LANGUAGE = "notebooks/docs/pages/guide/language_models.md"
+OPTIMIZERS = "notebooks/docs/pages/guide/optimizers.md"
+TRANSLATION = "notebooks/docs/pages/guide/translation.md"
+TUTORIAL = "notebooks/docs/pages/tutorials/your_network.md"
+PAIRS = "notebooks/results/plan/pairs.md"
+COMPARE, RATES, SCHEDULING = (
+    f"notebooks/{name}.ipynb"
+    for name in ("02_compare_methods", "03_rate_adaptation", "04_schedules_and_cost")
+)
+SLOW, BATCHES = "isotropic_mlp_cifar10_lr0.001", "resnet20_cifar10_batches"
+MNIST, VARIANTS = "hyperfan_mnist", "hyperfan_mnist_variants"
+CONTINUAL, LOOKAHEAD = "hyperfan_continual_regression", "hyperfan_continual_regression_lookahead"
+
+
+def printed(table: str, model: str, *names: str, override: str = "") -> tuple[float, ...]:
+    """Published values, one of each name."""
+    found = {
+        one.row: one.value
+        for one in published()
+        if (one.table, one.model) == (table, model) and override in " ".join(one.overrides)
+    }
+    return tuple(found[name] for name in names)
+
+
+def two(values: Iterable[float]) -> tuple[str, ...]:
+    """In two decimals."""
+    return tuple(f"{value:.2f}" for value in values)
+
+
+def ends(values: Iterable[float], digits: int = 1) -> tuple[str, str]:
+    """The least and the largest."""
+    values = list(values)
+    return f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+
+
+# Isotropic networks ----------------------------------------------------------------------------------------
+
+
+@cache
+def moves(pattern: str) -> dict[str, list[float]]:
+    """Changes of the held-out accuracy (points) from epoch 24 on, by what an epoch begins with."""
+    found: dict[str, list[float]] = {"more": [], "fewer": [], "below 16": [], "same": []}
+    for path in sorted(RESULTS.glob(pattern)):
+        if (path / "results.json").is_file():
+            (run,) = runs(path.relative_to(RESULTS).as_posix()).values()
+            widths, accuracy = path_of(run), run.held_out("accuracy")
+            for epoch in range(24, len(widths)):
+                change = numpy.sign(widths[epoch] - widths[epoch - 1])
+                kind = {1: "more", 0: "same", -1: "fewer" if widths[epoch] >= 16 else "below 16"}[change]
+                found[kind].append(100 * float(accuracy[epoch] - accuracy[epoch - 1]))
+    return found
+
+
+def moved(values: list[float]) -> tuple[str, str, str]:
+    """Mean, deviation and number."""
+    return f"{statistics.fmean(values):.2f}", f"{statistics.stdev(values):.2f}", f"{len(values):,}"
+
+
+def jumps() -> tuple[str, ...]:
+    """Of the grid at the rate 0.08."""
+    found = moves(f"{GRID}/iso_*")
+    (more, more_by, n_more), (fewer, fewer_by, n_fewer), (same, same_by, n_same) = (
+        moved(found[kind]) for kind in ("more", "fewer", "same")
+    )
+    return more, more_by, n_more, fewer, fewer_by, n_fewer, same, same_by, n_same
+
+
+def jumps_slow() -> tuple[str, ...]:
+    """Of the part of it at the rate 0.001."""
+    found = moves(f"{SLOW}/iso_*")
+    return (
+        *moved([one for kind in ("more", "fewer", "below 16") for one in found[kind]]),
+        *moved(found["same"]),
+    )
+
+
+def to_widths() -> tuple[str, ...]:
+    """Means of the grid: to 8 from elsewhere, 8 all along, all others; what an event below 16 neurons costs."""
+    means = {(w, t): float(mean(f"{GRID}/iso_w{w}_t{t}_s*", 9)) for w in WIDTHS for t in WIDTHS}
+    to_8 = [value for (start, end), value in means.items() if end == 8 and start != 8]
+    others = [value for (_, end), value in means.items() if end != 8]
+    below = statistics.fmean(moves(f"{GRID}/iso_*")["below 16"])
+    return *ends(to_8), f"{means[8, 8]:.1f}", *ends(others), f"{below:.1f}"
+
+
+def isotropic_and_tanh() -> tuple[str, ...]:
+    """The least and the largest mean of both."""
+    isotropic = [float(mean(f"{GRID}/iso_w{w}_t{t}_s*", 9)) for w in WIDTHS for t in WIDTHS]
+    return *ends(isotropic), *ends(float(mean(f"{GRID}/tanh_w{w}_s*", 9)) for w in WIDTHS)
+
+
+WIDTHS = (8, 16, 24, 32)
+
+
+def growth_error() -> tuple[str]:
+    """The largest change of the output at an event that adds neurons."""
+    events = [
+        event
+        for path in RESULTS.glob(f"{GRID}/iso_*/growth.json")
+        for event in json.loads(path.read_text(encoding="utf-8"))["events"]
+    ]
+    adding = [one for one in events if one["num_params"] > one["num_params_before"]]
+    assert len(adding) == 320
+    return (re.sub("e-0", "e-", f"{max(one['parity_error_eval'] for one in adding):.0e}"),)
+
+
+def at_0_001() -> tuple[str]:
+    """By how much isotropic tanh is above tanh on CIFAR-10 at the rate 0.001."""
+    folder = "isotropic_data_sets"
+    return (gap(f"{folder}/cifar10_isotropic_lr0.001_s*", f"{folder}/cifar10_elementwise_lr0.001_s*", 0),)
+
+
+def one(name: str) -> str:
+    """A score of the slow grid in one decimal."""
+    return mean(f"{SLOW}/{name}", 1)
+
+
+def summary(folder: str) -> dict[str, Any]:
+    """What a study has worked out."""
+    return json.loads((RESULTS / folder / "summary.json").read_text(encoding="utf-8"))
+
+
+def invariance() -> tuple[str, ...]:
+    """Errors of a resized layer, and the share of parameters that diagonal layers keep."""
+    found = summary("isotropic_invariance")
+    errors = {name: change["largest_relative_error"] for name, change in found["changes"].items()}
+    assert round(found["sparsity"]["share_by_equation_19"], 3) == round(
+        found["sparsity"]["share_of_parameters"], 3
+    )
+    return (
+        f"{errors['+75']:.1e}",
+        re.sub("e-0", "e-", f"{errors['-1']:.0e}"),
+        f"{100 * errors['-75']:.1f}",
+        f"{100 * found['sparsity']['share_of_parameters']:.1f}",
+    )
+
+
+# Hypernetworks ---------------------------------------------------------------------------------------------
+
+HYPER = ("classical", "xavier_in", "hyperfan_in", "hyperfan_out")
+
+
+def layers(name: str, quantity: str, step: int = 0) -> dict[str, float]:
+    """Deviation of each layer; of what the network has as a whole its mean."""
+    table = read(next(iter(runs(f"{MNIST}/{name}").values())))
+    rows = table[(table["quantity"] == quantity) & (table["step"] == step)]
+    column = "mean" if quantity in ("loss", "accuracy") else "std"
+    return {row["layer"]: float(row[column]) for _, row in rows.iterrows()}
+
+
+def mnist_line(name: str) -> tuple[str, ...]:
+    """A row of the table: losses before and behind 100 steps, at the end of training, of the test, and "
+    "its accuracy."""
+    (run,) = runs(f"{MNIST}/{name}").values()
+    return (
+        f"{first_loss(run):.2f}",
+        f"{layers(name, 'loss', 100)['network']:.2f}",
+        f"{run.results['train_loss']:.3f}",
+        f"{run.results['test_loss']:.3f}",
+        mean(f"{MNIST}/{name}"),
+    )
+
+
+def deviations() -> tuple[str, ...]:
+    """Of weights and activations before training, by initialisation."""
+    weights, inputs = ({name: layers(name, quantity) for name in HYPER} for quantity in QUANTITIES)
+    inner = [
+        value
+        for name in HYPER
+        if name != "xavier_in"
+        for layer, value in weights[name].items()
+        if layer.startswith("hidden") and layer != "hidden.0"
+    ]
+    hidden = {
+        name: [value for layer, value in inputs[name].items() if layer.startswith("hidden")] for name in HYPER
+    }
+    return (
+        *ends(weights["xavier_in"].values()),
+        *ends(inner, 2),
+        *ends(hidden["xavier_in"], 0),
+        *ends([*hidden["classical"], *hidden["hyperfan_in"]]),
+        f"{inputs['hyperfan_out']['hidden.0']:.1f}",
+    )
+
+
+QUANTITIES = ("weight", "activation")
+
+
+def variants() -> tuple[str, ...]:
+    """With biases, and with ReLU."""
+    (xavier,) = runs(f"{VARIANTS}/biases_xavier_in").values()
+    scores = (
+        mean(f"{VARIANTS}/{name}")
+        for name in ("biases_xavier_in", "biases_hyperfan_in", "biases_hyperfan_out")
+    )
+    relu = (
+        mean(f"{VARIANTS}/{name}") for name in ("relu_hyperfan_in", "relu_hyperfan_out", "relu_classical")
+    )
+    return f"{xavier.curve('train_loss')[0]:.2f}", *scores, *relu
+
+
+@cache
+def by_initialisation(folder: str) -> dict[str, dict[str, Any]]:
+    """Rows of the continual study."""
+    return {row["initialisation"]: row for row in summary(folder)["rows"]}
+
+
+def continual() -> tuple[str, ...]:
+    """Median first losses, then losses at the end of each task."""
+    rows = by_initialisation(CONTINUAL)
+    first = {name: row["median_first_loss"] for name, row in rows.items()}
+    return (
+        f"{first['hyperfan_in']:.2f}",
+        f"{first['hyperfan_out']:.1f}",
+        f"{first['kaiming_in']:.0f}",
+        f"{first['xavier_out']:.2f}",
+        *(f"{loss:.3f}" for name in ("xavier_out", "hyperfan_in") for loss in rows[name]["loss_when_learnt"]),
+    )
+
+
+def lookahead() -> tuple[str, ...]:
+    """Mean losses when learnt, with the look-ahead and without."""
+    found = {
+        (name, folder): f"{statistics.fmean(by_initialisation(folder)[name]['loss_when_learnt']):.3f}"
+        for name in ("hyperfan_in", "xavier_out")
+        for folder in (LOOKAHEAD, CONTINUAL)
+    }
+    assert found["hyperfan_in", LOOKAHEAD] == found["hyperfan_in", CONTINUAL]
+    return tuple(
+        found[key]
+        for key in (("hyperfan_in", CONTINUAL), ("xavier_out", LOOKAHEAD), ("xavier_out", CONTINUAL))
+    )
+
+
+# Growing networks ------------------------------------------------------------------------------------------
+
+
+def batches() -> tuple[str, ...]:
+    """What larger batches give at most, the FLOPs of a quarter of the width and of all, and the factor in time."""
+    fixed, ours, larger = (
+        next(iter(runs(f"{BATCHES}/{one}").values())).results for one in ("fixed", "ours", "ours_batches")
+    )
+    gains = [
+        b["samples_per_sec"] / a["samples_per_sec"] - 1
+        for a, b in zip(ours["stages"], larger["stages"], strict=True)
+    ]
+    assert larger["seconds"] > ours["seconds"]
+    return (
+        f"{100 * max(gains):.0f}",
+        f"{100 * ours['stages'][0]['flops_per_sample'] / fixed['stages'][0]['flops_per_sample']:.1f}",
+        f"{ours['train_cost_percent']:.0f}",
+        f"{fixed['seconds'] / ours['seconds']:.2f}",
+    )
+
+
+def spread_of_seeds() -> tuple[str]:
+    """The largest deviation over the three seeds of a method at 16 epochs."""
+    names = ("ours", "fixed", "fixedflops", "net2net", "pairs")
+    scores = ([100 * run.results["test_accuracy"] for run in runs(f"{NINE}/{n}_s*").values()] for n in names)
+    return (f"{max(map(statistics.stdev, scores)):.1f}",)
+
+
+def by_osgd() -> tuple[str, ...]:
+    """What the paper gains with it, by class and by image."""
+    pairs = (
+        printed("Table 14", "resnet18", "Ours-Dynamic-OSGD", "Ours", override=f"mode={mode}")
+        for mode in ("classes", "images")
+    )
+    return tuple(f"{first - second:.1f}" for first, second in pairs)
+
+
+def collapsed() -> tuple[str]:
+    """The least accuracy of `growing_vt` by the rule before."""
+    scores = [run.results["test_accuracy"] for run in runs("digits_methods/growing_vt_s*").values()]
+    assert sum(score < 0.9 for score in scores) == 1 and len(scores) == 3
+    return (f"{100 * min(scores):.0f}",)
+
+
+def looking() -> tuple[str, str]:
+    """What methods that look at data cost beyond growing without."""
+    base = float(cost(f"{NINE}/ours_s*", 9))
+    names = ("splitting", "firefly_split", "firefly", "gradmax", "tiny")
+    return ends((float(cost(f"{NINE}/{name}_s0", 9)) - base for name in names), 0)
+
+
+def a_flop() -> tuple[str, ...]:
+    """Seconds a FLOP of arms that were trained alone, in those of the full network."""
+
+    def pace(arm: str) -> float:
+        results = runs(f"testbed_cifar10_seconds/{arm}")[0].results
+        return results["seconds"] / results["train_cost_percent"]
+
+    return tuple(
+        f"{pace(arm) / pace('fixed_size'):.1f}"
+        for arm in ("grown_depth", "grown_both", "grown_width", "smaller")
+    )
+
+
+def less_than_asked() -> tuple[str, ...]:
+    """By how much arms cost less than the full network at 1.2 epochs."""
+    costs = {
+        (arm, budget): 100 - float(cost(f"{TEST}/b{budget}_{arm}_s*", 9))
+        for arm in ("smaller", "grown_depth", "grown_both", "grown_width")
+        for budget in ("1.2", "3.6", "10", "30")
+    }
+    width, smaller = costs.pop(("grown_width", "1.2")), costs.pop(("smaller", "1.2"))
+    return f"{max(costs.values()):.0f}", f"{width:.0f}", f"{smaller:.0f}"
+
+
+def share_of_small_images() -> tuple[str]:
+    """Of the FLOPs of training, those on the smaller images."""
+    small, large = runs(f"{TEN}/grown_resolution_s0")[0].results["stages"]
+    parts = [stage["epochs"] * stage["flops_per_sample"] for stage in (small, large)]
+    return (f"{100 * parts[0] / sum(parts):.0f}",)
+
+
+def largest_factor() -> tuple[str]:
+    """The largest rate factor of all rows that keep them."""
+    paths = RESULTS.glob("*/*/rates.csv")
+    factors = (
+        pandas.to_numeric(pandas.read_csv(path)["rate_factor"], errors="coerce").max() for path in paths
+    )
+    return (f"{max(factors):.1f}",)
+
+
+def drift() -> tuple[str, ...]:
+    """Seconds of the same work, one run after the other."""
+    return tuple(f"{run.results['seconds']:.0f}" for run in runs(f"{ALONE}/fixed_size_s*").values())
+
+
+def probed() -> tuple[str, str]:
+    """What probing cost, in percent of the budget."""
+    plans = (json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("plan/*/plan.json"))
+    return ends(100 * plan["spent"]["spent"] for plan in plans)
+
+
+def switched_early() -> tuple[str, ...]:
+    """Accuracy of the arms of p1 that grew at 15 %."""
+    with (RESULTS / "plan" / "arms.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["arm"] == "grown_at_15_percent"]
+    return tuple(f"{100 * float(row['test_accuracy']):.1f}" for row in rows)
+
+
+def surveyed() -> tuple[str]:
+    """Networks of torchvision and timm in the matrix."""
+    return (str(len(json.loads((RESULTS / "matrix/matrix.json").read_text(encoding="utf-8"))["networks"])),)
+
+
+@cache
+def tutorial() -> dict[str, tuple[list[float], float]]:
+    """Accuracies in percent and the share of FLOPs of each run of the tutorial."""
+    with (RESULTS / "your_network" / "rows.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return {
+        name: (
+            [100 * float(row["test_accuracy"]) for row in rows if row["run"] == name],
+            100 * float(next(row["flops_share"] for row in rows if row["run"] == name)),
+        )
+        for name in dict.fromkeys(row["run"] for row in rows)
+    }
+
+
+def tutorial_line(name: str) -> tuple[str, ...]:
+    """Cost, mean and deviation."""
+    scores, share = tutorial()[name]
+    return f"{share:.1f}", f"{statistics.fmean(scores):.1f}", f"{statistics.stdev(scores):.1f}"
+
+
+def tutorial_differences() -> tuple[str, ...]:
+    """Of the grown network from the shorter training, and of the longer one from it, by seed."""
+    grown, short, whole = (
+        tutorial()[name][0] for name in ("grown", "fixed size, 5 epochs", "fixed size, 12 epochs")
+    )
+    told = []
+    for first, second in ((grown, short), (whole, grown)):
+        by_seed = [a - b for a, b in zip(first, second, strict=True)]
+        reach = interval(by_seed)
+        assert reach is not None
+        told += [f"{statistics.fmean(by_seed):.1f}", "{:.1f} to {:.1f}".format(*reach)]
+    return tuple(told)
+
+
+def scheduling() -> tuple[str, ...]:
+    """Notebook 4's distances, of those of the measured page."""
+    near, far, three, two_least, two_most, quarter = distances()
+    assert float(three) < float(two_least)
+    return near, far, three, two_most, quarter
+
+
+def table_10() -> list[tuple[str, str, Callable[[], tuple[str, ...]]]]:
+    """Published values beside folders."""
+    lines = []
+    for folder, name in (("adam", "Adam"), ("avagrad", "AvaGrad")):
+        for end, row in (
+            ("reset", f"{name} without buffer"),
+            ("inherit", f"{name} with buffer"),
+            ("ra", f"{name}+our RA"),
+        ):
+            settings = {
+                "reset": " lr_adapt=none optimizer_state=reset",
+                "inherit": " lr_adapt=none",
+                "ra": "",
+            }[end]
+            lines.append(
+                (
+                    ROWS,
+                    f"| `{folder}_{end}` | `experiment=resnet20_cifar10_{folder}{settings}` | {{}} |",
+                    lambda row=row: two(printed("Table 10", "resnet20", row)),
+                )
+            )
+    return lines
+
+
+MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
+    *table_10(),
+    (
+        ROWS,
+        "(published for fixed size, `ours` and Net2Net: {}, {} and {}, on the original images",
+        lambda: two(printed("Table 2", "resnet20", "Large Baseline", "Ours", "Net2Net")),
+    ),
+    (
+        ROWS,
+        "(accuracy moves by {} points, with a deviation of {}, in the {} epochs that begin with a new neuron, by "
+        "{} and {} in the {} that begin with one removed down to 16, by {} and {} in the {} others from epoch 24 "
+        "on;",
+        jumps,
+    ),
+    (
+        ROWS,
+        "only 8 neurons cost accuracy ({} to {} % from 16, 24 and 32, {} % at 8 all along, {} to {} % at all "
+        "others; {} points an event below 16 neurons",
+        to_widths,
+    ),
+    (ROWS, "isotropic tanh is far above tanh at this rate ({} to {} against {} to {} %)", isotropic_and_tanh),
+    (
+        ROWS,
+        "The first four seeds above raised the question: they differ by {} points (95 % interval {}).",
+        lambda: gain(f"{GRID}/iso_w32_t16_s*", f"{GRID}/iso_w16_t16_s*", 2),
+    ),
+    (
+        ROWS,
+        "No jump here either ({} points with a deviation of {} in the {} epochs behind an event, {} and {} in the "
+        "{} others from epoch 24 on);",
+        jumps_slow,
+    ),
+    (
+        ROWS,
+        "8 neurons cost {} points ({} % from 32, {} all along), 32 to 16 nothing ({} and {} %), and 8 grown to 32 "
+        "end with 32's {} %.",
+        lambda: (
+            gap(f"{SLOW}/iso_w32_t32_s0", f"{SLOW}/iso_w8_t8_s0"),
+            *(one(f"iso_{name}_s0") for name in ("w32_t8", "w8_t8", "w32_t16", "w32_t32", "w8_t32")),
+        ),
+    ),
+    (
+        ROWS,
+        "learns well at this rate: {} % with 32 neurons, {} points below the isotropic network; with 8 neurons it "
+        "is four points below ({} %).",
+        lambda: (
+            one("tanh_w32_s0"),
+            gap(f"{SLOW}/iso_w32_t32_s0", f"{SLOW}/tanh_w32_s0"),
+            one("tanh_w8_s0"),
+        ),
+    ),
+    (
+        ROWS,
+        "Up to 75 neurons come without any change of the output ({}); one that goes changes it by {}, 75 of 100 "
+        "by {} %, and accuracy by nothing: the second layer uses few directions after so short a training. "
+        "Diagonal layers keep {} % of the parameters",
+        invariance,
+    ),
+    (ROWS, "growing changes the output by at most {});", growth_error),
+    (ROWS, "for their seconds (which drift: {}, {} and {} s for the same work)", drift),
+    (ROWS, "All {} rows are here,", surveyed),
+    (PAIRS, "Probing cost {} to {} % of each budget", probed),
+    (PAIRS, "it had reached {} and {} % with the switch at 15 %", switched_early),
+    (ISOTROPIC, "where tanh learns too, it is {} point above on CIFAR-10", at_0_001),
+    (README, "(359 test images, so one image is {} points)", lambda: (f"{100 / 359:.2f}",)),
+    (ROWS, "under which one seed in three of `growing_vt` collapsed to {} %)", collapsed),
+    (
+        ROWS,
+        "On one core larger batches give up to {} % in the first stages and nothing in all: a core is as little "
+        "busy with wide batches of few channels. A quarter of the width needs {} % of the FLOPs and runs only "
+        "twice as fast as the whole, so that {} % of the FLOPs become a factor of {} in time.",
+        batches,
+    ),
+    (ROWS, "runs with SGD spread by {} points over seeds.", spread_of_seeds),
+    (ROWS, "One seed: runs spread by {} points.", spread_of_seeds),
+    (ROWS, "in the paper OSGD gains {} and {} points and ends above fixed size", by_osgd),
+    (
+        ROWS,
+        "the fixed-size network translates the validation set with {}.",
+        lambda: (f"{runs(f'{MULTI}/fixed_size')[0].curve('val_bleu')[2]:.2f}",),
+    ),
+    *(
+        (
+            ROWS,
+            f"| `{name}` | `{settings}` | {{}} | {{}} | {{}} | {{}} | {{}} |",
+            lambda name=name: mnist_line(name),
+        )
+        for name, settings in (
+            ("classical", "model.sharing=none model.initialisation=xavier_in optimizer.lr=0.01"),
+            *((name, f"model.initialisation={name}") for name in HYPER[1:]),
+        )
+    ),
+    (
+        ROWS,
+        "emits weights of deviation {} to {} in every layer ({} to {} in the hidden layers behind the first with "
+        "hyperfan and in the classical network), and the hidden layers' inputs to tanh have deviations of {} to "
+        "{} (classical and hyperfan-in {} to {}; hyperfan-out starts at {} because",
+        deviations,
+    ),
+    (
+        ROWS,
+        "Xavier's hypernetwork has hardly recovered after these 600 steps ({} %)",
+        lambda: (mean(f"{MNIST}/xavier_in", 0),),
+    ),
+    (
+        ROWS,
+        "Xavier's fan-in starts at a loss of {} (mean of the first epoch) and ends at {} %, hyperfan-in at {} and "
+        "hyperfan-out at {} %. With ReLU hyperfan-in reaches {} and hyperfan-out {} %, the classical network {} %;",
+        variants,
+    ),
+    (
+        ROWS,
+        "(median first loss {} and {} against {}) and converges, while Kaiming's fan-in diverges in at least one "
+        "seed even at 1e-5 (published: trainable at 1e-5 only). But hyperfan is not the best of all: Xavier's "
+        "fan-out starts lower ({}) and is lower at the end of every task ({}, {}, {} against hyperfan-in's {}, "
+        "{}, {})",
+        continual,
+    ),
+    (
+        ROWS,
+        "(hyperfan-in's mean loss when learnt is {} with and without, Xavier's fan-out {} with and {} without)",
+        lookahead,
+    ),
+    (
+        MEASURED,
+        "All arms cost the same to {} %, but at 1.2 epochs the one grown in width ({} % less) and the smaller one "
+        "({} % less).",
+        less_than_asked,
+    ),
+    (
+        MEASURED,
+        "So a FLOP of growth in depth takes {} times as long as one of the full network, one of growth in both "
+        "{}, in width {} and one of the smaller network {} times:",
+        a_flop,
+    ),
+    (
+        MEASURED,
+        "It does not in seconds ({}, {} and {}):",
+        lambda: tuple(seconds(f"digits/{arm}_s*") for arm in ("ours", "equal_flops", "fixed")),
+    ),
+    (MEASURED, "Looking at data adds {} to {} % of cost.", looking),
+    (MEASURED, "from the middle of its epochs on ({} % of the cost)", share_of_small_images),
+    (
+        MEASURED,
+        "one seed, at {} % of the cost ([rows](../results/cifar10_8_epochs/table.md))",
+        lambda: (cost("cifar10_8_epochs/vgg11_ours", 0),),
+    ),
+    (MEASURED, "ResNet-20 at 8 epochs and {} % (", lambda: (cost(f"{EIGHT}/hyperfan8_ours", 0),)),
+    (
+        MEASURED,
+        "(The schedule behind the published {} is not told.)",
+        lambda: (
+            f"{max(o.cost_percent for o in published() if o.table == 'Table 13' and o.row == 'Ours'):.2f}",
+        ),
+    ),
+    (
+        LANGUAGE,
+        "in bits per byte: the full network ends at {} and {}, grown in depth at {} and {}, in both at {} and {}, "
+        "in width at {} and {}, and a smaller one that never grows at {} and {}",
+        lambda: tuple(
+            value
+            for arm in ("fixed_size", "grown_depth", "grown_both", "grown_width", "smaller")
+            for value in by_budget(TEXT, arm, "0.03", "0.1")
+        ),
+    ),
+    (OPTIMIZERS, "{} is the most in the runs on digits and CIFAR-10.", largest_factor),
+    (
+        TRANSLATION,
+        "where the paper has {} without",
+        lambda: (
+            f"{next(o.cost_percent for o in published() if o.table == 'Table 5' and o.row == 'Net2Net'):.2f}",
+        ),
+    ),
+    *(
+        (TUTORIAL, f"| {head} | {{}} % | {{}} ± {{}} % |", lambda name=name: tutorial_line(name))
+        for head, name in (
+            ("grown, 12 epochs", "grown"),
+            *(((name, name)) for name in ("fixed size, 5 epochs", "fixed size, 12 epochs")),
+        )
+    ),
+    (
+        TUTORIAL,
+        "against the 5 epochs it gains {} points (95 % interval of the paired difference {}), and against the 12 "
+        "epochs it loses {} ({}).",
+        tutorial_differences,
+    ),
+    (
+        COMPARE,
+        "for three it reaches {} sample standard deviations to each side.",
+        lambda: (f"{student_t.ppf(0.975, 2) / 3**0.5:.1f}",),
+    ),
+    (
+        RATES,
+        "The paper reports +{} points for ResNet-20 on CIFAR-10 after 160 epochs (Table 6: {} with variance "
+        "transfer alone, {} with both).",
+        lambda: two(
+            (
+                printed("Table 2", "resnet20", "Ours")[0] - printed("Table 6", "resnet20", "Growing+VT")[0],
+                printed("Table 6", "resnet20", "Growing+VT")[0],
+                printed("Table 2", "resnet20", "Ours")[0],
+            )
+        ),
+    ),
+    (
+        SCHEDULING,
+        "come nearest, {} to {} points below, which is within the spread over seeds; longer first stages cost {} "
+        "to {} points from half the width, {} from a quarter.",
+        scheduling,
+    ),
+]
+
+
+def more() -> list[Stated]:
+    """All of them."""
+    return [Stated(*entry) for entry in MORE]
