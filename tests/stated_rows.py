@@ -51,6 +51,7 @@ COMPARE, RATES, SCHEDULING = (
     f"notebooks/{name}.ipynb"
     for name in ("02_compare_methods", "03_rate_adaptation", "04_schedules_and_cost")
 )
+SCAFFOLD = "isotropic_scaffold_cifar10"
 SLOW, BATCHES = "isotropic_mlp_cifar10_lr0.001", "resnet20_cifar10_batches"
 MNIST, VARIANTS = "hyperfan_mnist", "hyperfan_mnist_variants"
 CONTINUAL, LOOKAHEAD = "hyperfan_continual_regression", "hyperfan_continual_regression_lookahead"
@@ -385,6 +386,26 @@ def switched_early() -> tuple[str, ...]:
     return tuple(f"{100 * float(row['test_accuracy']):.1f}" for row in rows)
 
 
+def windows() -> tuple[str, ...]:
+    """Windows of text that the full network takes at both budgets, in hundreds, and its steps."""
+    found = [runs(f"{TEXT}/b{budget}_fixed_size_s*")[0] for budget in ("0.03", "0.1")]
+    steps = [int(run.curve("step")[-1]) for run in found]
+    sizes = [run.results["batch_size"] for run in found]
+    return (
+        *(f"{round(step * size, -2):,}" for step, size in zip(steps, sizes, strict=True)),
+        *map(str, steps),
+    )
+
+
+def found_after() -> tuple[str, ...]:
+    """Epochs after which a layer first has the 10 neurons that it ends with, from 4 and from 64."""
+    first = {
+        start: sorted({list(path_of(run)).index(10) for run in runs(f"{SCAFFOLD}/w{start}_s*").values()})
+        for start in (4, 64)
+    }
+    return *map(str, first[4]), *map(str, first[64])
+
+
 def surveyed() -> tuple[str]:
     """Networks of torchvision and timm in the matrix."""
     return (str(len(json.loads((RESULTS / "matrix/matrix.json").read_text(encoding="utf-8"))["networks"])),)
@@ -516,6 +537,12 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     (ROWS, "growing changes the output by at most {});", growth_error),
     (ROWS, "for their seconds (which drift: {}, {} and {} s for the same work)", drift),
     (ROWS, "All {} rows are here,", surveyed),
+    (ROWS, "from 4 after {} epochs and from 64 after {} or {} (other work", found_after),
+    (
+        MEASURED,
+        "the full network takes {} and {} windows of 128 tokens, in {} and {} steps.",
+        windows,
+    ),
     (PAIRS, "Probing cost {} to {} % of each budget", probed),
     (PAIRS, "it had reached {} and {} % with the switch at 15 %", switched_early),
     (ISOTROPIC, "where tanh learns too, it is {} point above on CIFAR-10", at_0_001),
