@@ -23,7 +23,8 @@ it in `notebooks/results`, what the paper says and what our rows say. This page 
     python -m growlab.reproduce --page notebooks/results -o notebooks/docs/pages/papers.md
 
 and a test makes it again. A difference is the first less the second over equal seeds, with Student's 95 % interval, not
-corrected for the number of comparisons; where all seeds give the same number there is none. A statement *holds* or is
+corrected for the number of comparisons; where all seeds give the same number there is none. A number of a study that a
+statement bounds is the mean over its networks, with such an interval, or the largest of them. A statement *holds* or is
 *contradicted* where the interval says so, else it is *undecided*; *one run* has no interval. That two things are equal
 holds where the whole interval lies within a margin, and is contradicted where none of it does; the margins, which stand
 in the statements, were chosen after most of the rows were made, one for all accuracies (0.5 points). Most rows of the

@@ -32,6 +32,8 @@ class Check:
         study: two initialisations of a study's `summary.json`, in place of two folders; `quantity` is then a loss of
             its `by_seed`.
         summary: a number of a study's `summary.json`, by its keys, that is held against `at_most` or `at_least`.
+        rows: in its place a number of each network: a table in the study's folder, a column of it, and what else a row
+            has to say, as "task=rings".
         at_most: the statement's bound.
         at_least: likewise.
         published: network, then two rows of `published.csv` as "Table 2: Ours", then an override of both, if need be.
@@ -49,10 +51,16 @@ class Check:
     published: tuple[str, ...] | None = None
     expect: str = "more"
     summary: tuple[str, ...] | None = None
+    rows: tuple[str, ...] | None = None
     at_most: float | None = None
     at_least: float | None = None
     margin: float | None = None
     ours: bool = False
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether a number is held to a bound, and not compared with another."""
+        return self.summary is not None or self.rows is not None
 
     def __post_init__(self) -> None:
         """Raise UserError where a statement of equality has no margin, or another has one."""

@@ -1,5 +1,6 @@
 """Statements of the papers held against our rows: differences by seed, intervals, and what follows."""
 
+import csv
 import json
 import math
 import statistics
@@ -50,10 +51,12 @@ class Outcome:
         """Whether our rows bear the statement out: `HOLDS`, `CONTRADICTED`, `UNDECIDED` or `ONE_RUN`.
 
         Equality holds where the whole interval lies within the statement's margin around the published difference
-        (around 0 where there is none), and is contradicted where none of it does. A bound holds or does not.
+        (around 0 where there is none), and is contradicted where none of it does. So does a bound on a number of each
+        network; one on a single number of a study holds or does not.
         """
-        if self.check.summary is not None:
-            return HOLDS if self._in_bounds else CONTRADICTED
+        if self.check.is_bound:
+            inside = [self._in_bounds(value) for value in self.interval or (self.difference,)]
+            return HOLDS if all(inside) else UNDECIDED if any(inside) else CONTRADICTED
         if self.interval is None:
             return ONE_RUN
         low, high = self.interval
@@ -67,10 +70,9 @@ class Outcome:
             low, high = -high, -low
         return HOLDS if low > 0 else CONTRADICTED if high < 0 else UNDECIDED
 
-    @property
-    def _in_bounds(self) -> bool:
+    def _in_bounds(self, value: float) -> bool:
         low, high = self.check.at_least, self.check.at_most
-        return (low is None or self.difference >= low) and (high is None or self.difference <= high)
+        return (low is None or value >= low) and (high is None or value <= high)
 
     @property
     def points_away(self) -> bool:
@@ -87,14 +89,27 @@ class Outcome:
 
     def text(self) -> str:
         """The difference with its interval, as the page shows it."""
-        if self.check.summary is not None:
-            return f"{self.difference:.2g} (n = {self.n})"
+        if self.check.is_bound:
+            return self._number()
         unit = f" {self.unit}" if self.unit else ""
         if self.interval is None:
             return f"{signed(self.difference)}{unit} (1 run)"
         low, high = self.interval
         reach = "the same in each" if low == high else f"{signed(low)} to {signed(high)}"
         return f"{signed(self.difference)}{unit} ({reach}, n = {self.n})"
+
+    def _number(self) -> str:
+        """A number of a study, with its interval where it is of each network."""
+        if self.interval is not None:
+            low, high = (f"{end:.3g}".replace("-", "−", 1 if end < 0 else 0) for end in self.interval)
+            reach = "the same in each" if self.interval[0] == self.interval[1] else f"{low} to {high}"
+            return f"{self.difference:.3g} ({reach}, n = {self.n})"
+        # Such as largest_relative_error.
+        of = next(
+            (f"{word} of " for word in ("largest", "smallest") if word in (self.check.summary or ("",))[-1]),
+            "",
+        )
+        return f"{self.difference:.2g} ({of}n = {self.n})"
 
     def says(self) -> str:
         """The statement, of one of equality with its margin."""
@@ -124,6 +139,8 @@ def outcome(check: Check, results: Path) -> Outcome:
     """
     if check.summary is not None:
         return _of_summary(check, results)
+    if check.rows is not None:
+        return _of_rows(check, results)
     if check.study is not None:
         return _of_study(check, results)
     firsts = _runs(results, check.first)
@@ -230,6 +247,26 @@ def _of_summary(check: Check, results: Path) -> Outcome:
     value = float(len(value) if isinstance(value, list) else value)
     n = summary.get("num_networks") or summary["settings"]["num_seeds"]
     return Outcome(check, n, value, None, "", None, None, None)
+
+
+def _of_rows(check: Check, results: Path) -> Outcome:
+    """A number of each network of a study.
+
+    Raises:
+        UserError: the table is not there, or has no such rows, or several of one network.
+    """
+    table, column, *wanted = check.rows or ()
+    path = results / check.first / table
+    if not path.is_file():
+        raise UserError(f"{path} is not there.")
+    with path.open(encoding="utf-8", newline="") as file:
+        found = [
+            row for row in csv.DictReader(file) if all(row[k] == v for k, v in (w.split("=") for w in wanted))
+        ]
+    if not found or len({row["seed"] for row in found}) < len(found):
+        raise UserError(f"{path} has {len(found)} rows of {', '.join(wanted)}, not one of each network.")
+    values = [float(row[column]) for row in found]
+    return Outcome(check, len(values), statistics.fmean(values), interval(values), "", None, None, None)
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from tests.analysis.fake_runs import write_run
 from tests.command_line import ROOT
 from tests.parts_here import needs
 
+RESULTS = ROOT / "notebooks" / "results"
+
 
 @needs()
 def test_the_page_is_not_stale() -> None:
@@ -209,6 +211,52 @@ def test_a_bound_on_a_studys_number_holds_or_not(tmp_path: Path) -> None:
     found = [outcome(Check("", **named, **bound), tmp_path) for bound in bounds]
     assert [one.verdict for one in found] == [HOLDS, CONTRADICTED, HOLDS, CONTRADICTED, HOLDS]
     assert found[0].text() == "0.25 (n = 3)"
+
+
+def test_a_bound_on_a_number_of_each_network_goes_by_its_interval(tmp_path: Path) -> None:
+    (tmp_path / "study").mkdir()
+    table = tmp_path / "study" / "table.csv"
+    table.write_text("seed,task,error\n0,a,0.3\n1,a,0.5\n2,a,0.4\n0,b,9\n1,b,9\n2,b,9\n", encoding="utf-8")
+    rows = ("table.csv", "error", "task=a")
+    low, high = stats.ttest_1samp([0.3, 0.5, 0.4], 0).confidence_interval(0.95)
+    assert 0.1 < low < 0.2 and 0.6 < high < 0.7
+    verdicts = {0.7: HOLDS, 0.5: UNDECIDED, 0.3: UNDECIDED, 0.1: CONTRADICTED}
+    for bound, verdict in verdicts.items():
+        found = outcome(Check("", "study", rows=rows, at_most=bound), tmp_path)
+        assert (found.verdict, found.n) == (verdict, 3) and found.interval == pytest.approx((low, high))
+    assert found.text() == f"0.4 ({low:.3g} to {high:.3g}, n = 3)"
+    same = outcome(Check("", "study", rows=("table.csv", "error", "task=b"), at_least=1), tmp_path)
+    assert (same.verdict, same.text()) == (HOLDS, "9 (the same in each, n = 3)")
+    with pytest.raises(UserError, match="has 6 rows of , not one of each network"):
+        outcome(Check("", "study", rows=rows[:2], at_most=1), tmp_path)
+    with pytest.raises(UserError, match=r"other\.csv is not there"):
+        outcome(Check("", "study", rows=("other.csv", "error"), at_most=1), tmp_path)
+
+
+def test_the_largest_of_several_networks_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "summary.json").write_text('{"num_networks": 3, "largest_error": 0.25}')
+    assert outcome(Check("", "study", summary=("largest_error",), at_most=1), tmp_path).text() == (
+        "0.25 (largest of n = 3)"
+    )
+
+
+@needs()
+def test_what_is_contradicted_has_its_interval() -> None:
+    """But for counts, which are of all seeds together."""
+    outcomes = [one for standing in standings(registry(), RESULTS) for one in standing.outcomes]
+    against = [one for one in outcomes if one.verdict == CONTRADICTED]
+    assert len(against) > 10
+    assert [one.check.says for one in against if one.interval is None] == [
+        "Kaiming's fan-in diverges at three of the four rates (not at 1e-5)"
+    ]
+
+
+@needs()
+def test_a_paper_says_what_of_its_tables_and_figures_needs_no_run() -> None:
+    text = page(registry(), RESULTS)
+    for about in registry().papers.values():
+        assert f"\n{about['note']}\n" in text and "tests hold" in about["note"]
 
 
 def test_an_entry_counts_whole_rows_and_shortened_ones(tmp_path: Path) -> None:

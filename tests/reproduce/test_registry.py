@@ -30,7 +30,7 @@ def test_an_entry_names_what_there_is(item) -> None:
     assert {drawn(figure)[0] for figure in item.figures} <= set(FIGURES)
     assert item.table is None or any(one.table == item.table for one in published())
     for check in item.checks:
-        assert (check.summary is None) == (check.at_most is None and check.at_least is None)
+        assert check.is_bound != (check.at_most is None and check.at_least is None)
         assert (check.study or check.quantity in QUANTITIES) and check.expect in ("more", "less", "equal")
     for rows in item.rows:
         assert list((ROOT / "notebooks" / "results" / rows.folder).glob(rows.select))
