@@ -103,6 +103,15 @@ def test_links_between_results_and_pages_lead_somewhere(site: Path) -> None:
     assert linked and all((site / "guide" / "measured" / one).resolve().exists() for one in linked)
 
 
+@pytest.mark.parametrize(
+    ("page", "without"),
+    [("papers", 1), ("gallery", 1), ("results/matrix/transformers", 2), ("guide/measured", 0)],
+)
+def test_wide_tables_have_the_width_of_columns_that_say_nothing(site: Path, page: str, without: int) -> None:
+    text = (site / page / "index.html").read_text()
+    assert len(re.findall(r'data-md-type="(?:navigation|toc)" hidden', text)) == without
+
+
 def test_the_example_is_the_readmes(site: Path) -> None:
     text = re.sub(r"<[^>]+>", "", (site / "own_loop" / "index.html").read_text())
     assert "trigger={0: 0.25, 2: 0.5, 4: 1.0}" in text

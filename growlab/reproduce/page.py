@@ -255,8 +255,12 @@ def _statements(
         says = ", ".join(
             [one.says(), *(f"`{other.check.study[1]}`" for _, other in others if other.check.study)]
         )
-        ours = "<br>".join(each.text() for each in (one, *(other for _, other in others)))
-        row = [f"`{item.name}`", says, ours, epochs, theirs]
+        # A difference and its interval stay in one line, however narrow the column.
+        ours = "<br>".join(
+            each.text().replace(" ", "\u00a0") for each in (one, *(other for _, other in others))
+        )
+        # A long name breaks behind an underscore, and nowhere else.
+        row = [f"<code>{item.name.replace('_', '_<wbr>')}</code>", says, ours, epochs, theirs]
         rows.append([*row, one.verdict] if verdict else row)
     return _table(head, rows)
 

@@ -101,15 +101,15 @@ class Outcome:
     def _number(self) -> str:
         """A number of a study, with its interval where it is of each network."""
         if self.interval is not None:
-            low, high = (f"{end:.3g}".replace("-", "−", 1 if end < 0 else 0) for end in self.interval)
-            reach = "the same in each" if self.interval[0] == self.interval[1] else f"{low} to {high}"
-            return f"{self.difference:.3g} ({reach}, n = {self.n})"
-        # Such as largest_relative_error.
-        of = next(
-            (f"{word} of " for word in ("largest", "smallest") if word in (self.check.summary or ("",))[-1]),
-            "",
-        )
-        return f"{self.difference:.2g} ({of}n = {self.n})"
+            low, high = self.interval
+            reach = "the same in each" if low == high else f"{low:.3g} to {high:.3g}"
+            text = f"{self.difference:.3g} ({reach}, n = {self.n})"
+        else:
+            # Such as largest_relative_error.
+            key = (self.check.summary or ("",))[-1]
+            of = next((f"{word} of " for word in ("largest", "smallest") if word in key), "")
+            text = f"{self.difference:.2g} ({of}n = {self.n})"
+        return text.replace("-", "−")
 
     def says(self) -> str:
         """The statement, of one of equality with its margin."""

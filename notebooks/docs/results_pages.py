@@ -55,13 +55,23 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Show the SVG in place of each PNG that is drawn from rows; files of the repository name the PNG.
 
     What stands in notebooks/results links pages by their place in the repository, where it lies beside docs/pages.
+    Pages of wide tables, and those without others beside them, have no column of other pages.
     """
+    page.meta.update(hidden(page.file.src_uri))
     if page.file.src_uri.startswith("results/"):
         markdown = markdown.replace("](../docs/pages/", "](../")
     for one in kept():
         stem = f"results/{Path(one.file).with_suffix('')}"
         markdown = re.sub(rf"(\]\((?:\.\./)*{re.escape(stem)})\.png\)", r"\1.svg)", markdown)
     return markdown
+
+
+def hidden(source: str) -> dict[str, list[str]]:
+    """What a page does without, as Material's `hide` says it."""
+    if source.startswith("results/matrix/"):
+        return {"hide": ["navigation", "toc"]}
+    alone = source.startswith("results/") or source in ("papers.md", "gallery.md")
+    return {"hide": ["navigation"]} if alone else {}
 
 
 def gallery() -> str:

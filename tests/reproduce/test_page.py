@@ -182,7 +182,7 @@ def test_initialisations_that_one_is_not_below_take_one_line(tmp_path: Path) -> 
     item = entry(*checks, rows=())
     text = page(Registry({"x": item}, {"bird": {"title": "Bird"}}, {}), tmp_path)
     (line,) = [one for one in text.splitlines() if "`a` below `b`, `c`" in one]
-    assert line.count("+0.10 loss") == 2 and text.count("| loss: `a` below `c` |") == 1
+    assert line.count("+0.10\u00a0loss") == 2 and text.count("| loss: `a` below `c` |") == 1
 
 
 @needs("hypernets")
@@ -211,6 +211,10 @@ def test_a_bound_on_a_studys_number_holds_or_not(tmp_path: Path) -> None:
     found = [outcome(Check("", **named, **bound), tmp_path) for bound in bounds]
     assert [one.verdict for one in found] == [HOLDS, CONTRADICTED, HOLDS, CONTRADICTED, HOLDS]
     assert found[0].text() == "0.25 (n = 3)"
+    summary = tmp_path / "study" / "summary.json"
+    summary.write_text('{"num_networks": 3, "errors": {"+1": -2e-16}}')
+    # Neither a hyphen, at which a browser breaks a line, nor a space.
+    assert outcome(Check("", **named, at_most=0), tmp_path).text() == "−2e−16 (n = 3)"
 
 
 def test_a_bound_on_a_number_of_each_network_goes_by_its_interval(tmp_path: Path) -> None:
