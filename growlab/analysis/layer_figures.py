@@ -250,7 +250,8 @@ def _deviations(runs: Sequence[Run], quantity: str) -> Figure:
             axes.set_xlabel("step" if index + columns >= len(runs) else "")
             axes.set_ylabel("standard deviation" if index % columns == 0 else "")
         style.log_axis(panels[0])
-        style.legend_below(figure, *panels[0].get_legend_handles_labels(), min(6, len(layers)), 1.6)
+        handles = panels[0].get_legend_handles_labels()
+        style.legend_below(figure, *handles, min(6, len(layers)), 1.6, note="one run each")
         ratios = [abs(table["mean"]) / table["std"].where(table["std"] > 0) for table in tables]
         most = float(np.nanmax(np.concatenate([ratio.to_numpy(dtype=float) for ratio in ratios])))
         figure.suptitle(f"{QUANTITIES[quantity]}; no mean is above {most:.2g} deviations", fontsize=9)

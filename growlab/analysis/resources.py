@@ -40,7 +40,7 @@ def resources(runs: Sequence[Run]) -> Figure:
         quantities.insert(0, "peak_memory_bytes")
     with style.styled():
         # The legend's lines need room of their own.
-        figure = style.new_figure(0.6 + 2.55 * len(quantities), 2.3 + 0.16 * (len(grown) + len(fixed)))
+        figure = style.new_figure(0.6 + 2.55 * len(quantities), 2.4 + 0.16 * (len(grown) + len(fixed)))
         panels = figure.subplots(1, len(quantities), squeeze=False)[0]
         handles: list[Any] = []
         for axes, quantity in zip(panels, quantities, strict=True):
@@ -56,7 +56,14 @@ def resources(runs: Sequence[Run]) -> Figure:
                     "seconds": "seconds",
                 }[quantity]
             )
-        figure.legend(handles=handles, loc="outside lower center", ncols=1, handlelength=2.4)
+        figure.legend(
+            handles=handles,
+            loc="outside lower center",
+            ncols=1,
+            handlelength=2.4,
+            title="one run each",
+            title_fontsize=7,
+        )
     return figure
 
 

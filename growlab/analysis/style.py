@@ -147,7 +147,8 @@ def legend_below(
 
 # What tables name as configurations do, in the words of figures.
 _SHOWN = (
-    (r"^ours \+ stagewise_norm\b", "ours (variance transfer + rates by age)"),
+    (r"^ours \+ stagewise_\w+", "ours (variance transfer + rates by age)"),
+    (r"\+ stagewise_\w+", "+ rates by age"),
     (r"^ours\b(?! \()", "variance transfer"),
     (r"^fixed-size, fewer blocks\b", "smaller (fewer blocks)"),
     (r"\bschedule\.equal_flops=true\b", "equal FLOPs"),
@@ -161,6 +162,8 @@ def shown(method: str) -> str:
     Examples:
         >>> [shown(name) for name in ("ours", "ours + stagewise_norm, p_t = 0", "fixed-size, fewer blocks")]
         ['variance transfer', 'ours (variance transfer + rates by age), p_t = 0', 'smaller (fewer blocks)']
+        >>> shown("ours + stagewise_adam"), shown("pairs + stagewise_norm")
+        ('ours (variance transfer + rates by age)', 'pairs + rates by age')
     """
     for pattern, words in _SHOWN:
         method = re.sub(pattern, words, method)

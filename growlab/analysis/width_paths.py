@@ -49,6 +49,10 @@ def width_paths(runs: Sequence[Run]) -> Figure:
             n = sum(path[0] == start for path in paths)
             above.plot([], [], color=colour, label=f"from {start} to {told} (n={n})")
         _width_axis(above, min(map(min, paths)), max(map(max, paths)))
+        layers = {len(run.growth["groups"]) for run in runs}
+        above.set_ylabel(
+            "width" if layers == {1} else f"width, sum of {'/'.join(map(str, sorted(layers)))} layers"
+        )
         above.legend(frameon=False, fontsize=8, title="each line is one run", title_fontsize=7)
         below.set_ylabel(f"{held_out_name(runs)} (%)")
         for epoch, told in _tasks(runs):
@@ -77,7 +81,6 @@ def held_out_name(runs: Sequence[Run]) -> str:
 
 def _width_axis(axes: Axes, least: int, most: int) -> None:
     """Every width as a tick where they are few, else a logarithmic axis with powers of two."""
-    axes.set_ylabel("width")
     if most <= _FEW:
         axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
         axes.set_ylim(max(least - 1, 0), most + 1)

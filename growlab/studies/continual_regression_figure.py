@@ -16,7 +16,8 @@ def draw(run_dir: Path) -> Path:
 
     A panel a task. Four initialisations stand out: hyperfan's two, the paper's baseline that trains (Kaiming's
     fan-out), and of the others the one with the smallest loss when learnt; the rest are grey, without bands, and named
-    above the legend. The loss before the first step, which would hide everything else, stands in the legend.
+    above the legend, as are those that diverged and so have no line. The loss before the first step, which would hide
+    everything else, stands in the legend.
     """
     summary = json.loads((run_dir / "summary.json").read_text())
     curves: dict[str, list[tuple[float, float, float]]] = {
@@ -34,6 +35,8 @@ def draw(run_dir: Path) -> Path:
             for row in sorted(
                 summary["rows"], key=lambda row: (*shown, row["initialisation"]).index(row["initialisation"])
             ):
+                if None in row["loss_when_learnt"]:
+                    continue
                 steps, mean, error = torch.tensor(curves[row["initialisation"]]).T
                 own = (steps > task * length) & (steps < (task + 1) * length + (task == num_tasks - 1))
                 x, mean, error = steps[own] - task * length, mean[own], error[own]
@@ -54,11 +57,15 @@ def draw(run_dir: Path) -> Path:
         handles, names = panels[0].get_legend_handles_labels()
         n = summary["settings"]["num_seeds"]
         note = f"lines: means over n = {n} seeds, each at its best rate; bands: one standard error"
-        others = [row["initialisation"] for row in summary["rows"] if row["initialisation"] not in shown]
+        others, diverged = rest(summary["rows"], shown)
         if others:
             handles += panels[0].plot([], [], color="0.8", linewidth=0.8)
             names.append(f"{len(others)} others")
             note += f"; others: {', '.join(others)}"
+        if diverged:
+            note += f"; diverged at every rate: {', '.join(diverged)}"
+        if summary["settings"].get("lookahead"):
+            note += "; the regulariser looks ahead"
         style.legend_below(drawn, handles, names, 2, note=note)
     return style.save(drawn, run_dir / "losses.png")
 
@@ -69,6 +76,13 @@ def _chosen(rows: Sequence[dict[str, Any]]) -> list[str]:
     named = [name for name in ("hyperfan_in", "hyperfan_out", "kaiming_out") if name in trained]
     others = [name for name in trained if name not in named]
     return named + sorted(others, key=lambda name: sum(trained[name]["loss_when_learnt"]))[: 4 - len(named)]
+
+
+def rest(rows: Sequence[dict[str, Any]], shown: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Initialisations that are drawn in grey, and those that have no line since they diverged at every rate."""
+    diverged = [row["initialisation"] for row in rows if None in row["loss_when_learnt"]]
+    others = [row["initialisation"] for row in rows if row["initialisation"] not in (*shown, *diverged)]
+    return others, diverged
 
 
 def label(row: dict[str, Any]) -> str:

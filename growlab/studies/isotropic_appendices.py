@@ -339,7 +339,7 @@ def told(summary: dict[str, Any]) -> Iterator[str]:
 def draw(run_dir: Path) -> Path:
     """Draw `appendices.png` from a run's tables: collapse by normaliser, divergence over steps, error by direction."""
     with style.styled():
-        drawn = style.new_figure(7.2, 4.0)
+        drawn = style.new_figure(7.2, 4.2)
         left, middle, right = drawn.subplots(1, 3)
         _draw_collapse(left, read_table(run_dir / "collapse.csv"))
         divergence = read_table(run_dir / "divergence.csv")
@@ -348,7 +348,7 @@ def draw(run_dir: Path) -> Path:
             own = [row for row in divergence if (row["twin"], row["seed"]) == (twin, first)]
             look = {"color": style.PALETTE[index], "linestyle": style.DASHES[index % len(style.DASHES)]}
             y = [max(row["relative_difference"], 1e-17) for row in own]
-            label = "weights kept as U (S V$^T$)" if twin == "product" else f"new neurons: {twin} columns"
+            label = "weights kept as U (S V$^T$)" if twin == "product" else f"new columns: {twin}"
             # "orthogonal" and "random" coincide: dashes lie on what is drawn through.
             above = 2 if look["linestyle"] == "-" else 2.1
             middle.plot([row["step"] for row in own], y, **look, linewidth=1.3, label=label, zorder=above)
@@ -373,7 +373,8 @@ def draw(run_dir: Path) -> Path:
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, low), fontsize=7)
         n = len(seeds)
         note = f"left, right: a mark or line for each of n = {n} seeds; middle: one seed; all in float64"
-        drawn.supxlabel(note, fontsize=7)
+        # A line below the legends.
+        drawn.supxlabel(f"\n{note}", fontsize=7)
     return style.save(drawn, run_dir / "appendices.png")
 
 

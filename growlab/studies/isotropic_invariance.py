@@ -243,7 +243,10 @@ def draw(run_dir: Path) -> Path:
         seeds = sorted({row["seed"] for row in changes})
         numbers = sorted({row["change"] for row in changes})
         errors = [max(row["relative_error"] for row in changes if row["change"] == n) for n in numbers]
-        left.plot(numbers, errors, marker="o")
+        # Nothing lies between one neuron less and one more: no line leads from what changes to what does not.
+        for sign in (-1, 1):
+            own = [(n, error) for n, error in zip(numbers, errors, strict=True) if sign * n > 0]
+            left.plot(*zip(*own, strict=True), color=style.PALETTE[0], marker="o")
         left.set_title("second layer resized")
         left.set_xlabel("neurons removed (< 0) or added (> 0)")
         left.set_ylabel("largest relative change of outputs")

@@ -87,6 +87,7 @@ def test_deviations_over_training_share_one_scale(tmp_path: Path) -> None:
     ]
     assert len({axes.get_ylim() for axes in figure.axes}) == 1
     assert figure.get_suptitle() == "weights; no mean is above 0.1 deviations"
+    assert figure.legends[0].get_title().get_text() == "one run each"
 
 
 @pytest.mark.parametrize(("when", "spread"), [("at_start", 1.0), ("at_end", 2.0)])

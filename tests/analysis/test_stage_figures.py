@@ -50,7 +50,7 @@ def test_norms_of_two_runs_stand_side_by_side(tmp_path):
     runs = load_runs(tmp_path)
     figure = region_norms(runs, ["fc.weight"])
     titles = [axes.get_title(loc="left") for axes in figure.axes[:2]]
-    assert titles == ["ours (variance transfer + rates by\nage)", "pairs + stagewise_norm"]
+    assert titles == ["ours (variance transfer + rates by\nage)", "pairs + rates by age"]
     assert figure.get_suptitle() == "fc.weight"
     for axes, one in zip(figure.axes[:2], runs, strict=True):
         part = one.rates[(one.rates["parameter"] == "fc.weight") & (one.rates["region"] == 2)]

@@ -51,6 +51,13 @@ def test_runs_of_one_start_share_a_colour_and_a_line_of_the_legend() -> None:
         width_paths([])
 
 
+def test_a_width_that_is_the_sum_of_layers_says_so() -> None:
+    told = [
+        width_paths([fake(widths, [0])]).axes[0].get_ylabel() for widths in ({"a": [2]}, {"a": [2], "b": [3]})
+    ]
+    assert told == ["width", "width, sum of 2 layers"]
+
+
 def test_few_neurons_are_counted_and_changes_of_the_task_marked(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("data: {class_schedule: {0: [3, 4], 2: [0, 1, 2, 3, 4, 5]}}\n")
     above, below = width_paths([fake({"a": [2, 9]}, [0, 1, 1], tmp_path)]).axes
