@@ -4,10 +4,12 @@ A class names its dataclasses in `SETTINGS` and takes their fields as keyword ar
 `growlab.signatures` and `growlab.argument_types` read them as if they were its own.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from fractions import Fraction
 from inspect import Parameter, signature
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -60,19 +62,36 @@ def left_out(part: Any) -> bool:
     return bool(arguments) and arguments[0] is None
 
 
+def finite(**given: float | Fraction | None) -> None:
+    """Refuse arguments that are no finite numbers; None is none.
+
+    Raises:
+        ValueError: naming the first.
+
+    Examples:
+        >>> finite(initial_width="a quarter")
+        Traceback (most recent call last):
+        ValueError: initial_width must be a finite number, not 'a quarter'.
+    """
+    for name, value in given.items():
+        if value is not None and not _is_number(value, Real):
+            raise ValueError(f"{name} must be a finite number, not {value!r}.")
+
+
 def at_least(least: float, **given: float | Fraction | None) -> None:
     """Refuse arguments below a number; None is none.
 
     Raises:
-        ValueError: naming the first.
+        ValueError: naming the first that is too small, or no finite number.
 
     Examples:
         >>> at_least(1, batches=0)
         Traceback (most recent call last):
         ValueError: batches must be at least 1, not 0.
     """
+    finite(**given)
     for name, value in given.items():
-        if value is not None and not value >= least:
+        if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, not {value}.")
 
 
@@ -80,11 +99,34 @@ def above(bound: float, **given: float) -> None:
     """Refuse arguments that are not above a number.
 
     Raises:
-        ValueError: naming the first.
+        ValueError: naming the first that is too small, or no finite number.
     """
     for name, value in given.items():
-        if not value > bound:
+        if not _is_number(value, Real):
+            raise ValueError(f"{name} must be a finite number, not {value!r}.")
+        if value <= bound:
             raise ValueError(f"{name} must be above {bound}, not {value}.")
+
+
+def whole(least: int, **given: int | None) -> None:
+    """Refuse arguments that are no integers, or below one; None is none.
+
+    Raises:
+        ValueError: naming the first.
+
+    Examples:
+        >>> whole(1, patience=2.5)
+        Traceback (most recent call last):
+        ValueError: patience must be an integer, not 2.5.
+    """
+    for name, value in given.items():
+        if value is not None and not _is_number(value, Integral):
+            raise ValueError(f"{name} must be an integer, not {value!r}.")
+    at_least(least, **given)
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def one_of(known: Iterable[str | None], **given: str | None) -> None:

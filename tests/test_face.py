@@ -1,6 +1,8 @@
 """`import growlab`: the names that people use, and nothing that takes long."""
 
+import inspect
 import logging
+import math
 import subprocess
 import sys
 import warnings
@@ -60,3 +62,37 @@ def test_a_batch_of_one_sample_under_batch_normalisation_is_told_in_a_sentence()
         plain_errors(),
     ):
         nn.BatchNorm1d(4)(torch.zeros(1, 4))
+
+
+METHODS = [
+    growlab.Bert2Bert,
+    growlab.FireFly,
+    growlab.GradMax,
+    growlab.HyperCloning,
+    growlab.Lemon,
+    growlab.Net2Net,
+    growlab.PairGrowth,
+    growlab.RandomGrowth,
+    growlab.Splitting,
+    growlab.Tiny,
+    growlab.VarianceTransfer,
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+def test_a_method_takes_numbers_alone_where_it_computes_with_them(method) -> None:
+    kinds = {name: one.annotation for name, one in inspect.signature(method).parameters.items()}
+    kinds = {name: kind for name, kind in kinds.items() if kind in (int, float)}
+    assert "gain" in kinds
+    for name, kind in kinds.items():
+        method(**{name: kind(0.5) or 1})
+        for wrong in ("x", math.nan, math.inf, True, [], -1, *([1.5] if kind is int else [])):
+            with pytest.raises(ValueError, match=rf"^{name} must be ") as raised:
+                method(**{name: wrong})
+            assert str(raised.value).endswith(f"not {wrong!r}.")
+
+
+@pytest.mark.parametrize("amplitudes", ["x", None, 1.0, [], [1.0, "x"], [0.0], [math.nan]])
+def test_amplitudes_are_numbers_above_0(amplitudes) -> None:
+    with pytest.raises(ValueError, match=r"^amplitudes must be "):
+        growlab.Tiny(amplitudes=amplitudes)

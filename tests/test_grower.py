@@ -5,6 +5,7 @@ import gc
 import io
 import itertools
 import logging
+import math
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -650,6 +651,10 @@ def test_the_grower_may_go_before_the_network() -> None:
     network.load_state_dict(network.state_dict())
 
 
+def grower_of(example):
+    return Grower(mlp(), example, method=VarianceTransfer(), trigger=STAGES)
+
+
 @pytest.mark.parametrize(
     ("act", "sentence"),
     [
@@ -666,7 +671,22 @@ def test_the_grower_may_go_before_the_network() -> None:
         (lambda: Loop().grower.follow(state="keep"), "optimizer_state must be auto, inherit"),
         (lambda: Loop(parts=Part()), r"must be a list of parts"),
         (lambda: Loop(parts=[Part]), r"parts hold the class Part, not a part: write Part\(\.\.\.\)"),
+        (lambda: Loop(parts=[5]), "parts hold 5, which is no growlab.Part"),
         (lambda: Loop().grower.load_state_dict(mlp().state_dict()), "no state of a Grower"),
+        (lambda: Loop().grower.load_state_dict({}), "no state of a Grower"),
+        (lambda: Loop().grower.load_state_dict(None), "no state of a Grower"),
+        (lambda: Loop(seed="one"), "seed must be an integer, not 'one'"),
+        (lambda: Loop(anneal_steps="many"), "anneal_steps must be an integer, not 'many'"),
+        (lambda: Loop(anneal_steps=-1), "anneal_steps must be at least 0, not -1"),
+        (lambda: Loop(anneal_steps=None), "a number of steps or a function"),
+        (lambda: Loop(graph=5), "graph=5 must be what growlab.grower.prepared"),
+        (lambda: Loop().grower.step(epoch="1"), "epoch must be a finite number, not '1'"),
+        (lambda: Loop().grower.step(epoch=math.nan), "epoch must be a finite number, not nan"),
+        (lambda: Loop().grower.step(epoch=0, step="1"), "step must be a finite number, not '1'"),
+        (lambda: grower_of(PROBE[:0]), "no samples"),
+        (lambda: grower_of(PROBE * math.nan), "the example holds NaN"),
+        (lambda: grower_of(PROBE.to("meta")), "example is on the meta device"),
+        (lambda: grower_of(torch.ones(4, 6, dtype=torch.long)), "mat1 and mat2 must have the same dtype"),
         (
             lambda: Grower(mlp, PROBE, method=VarianceTransfer(), trigger=STAGES),
             "torch.nn.Module, not a function",

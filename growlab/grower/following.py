@@ -83,6 +83,8 @@ def told_apart(parts: Any) -> tuple[Part, ...]:
         raise UserError(f"parts={parts!r} must be a list of parts: [{parts!r}].")
     if kind := next((part for part in parts if isinstance(part, type)), None):
         raise UserError(f"parts hold the class {kind.__name__}, not a part: write {kind.__name__}(...).")
+    if (other := next((part for part in parts if not isinstance(part, Part)), None)) is not None:
+        raise UserError(f"parts hold {other!r}, which is no growlab.Part.")
     names = [part.name for part in parts]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"two parts are called {twice}, the key of their states: give one another name.")

@@ -15,6 +15,7 @@ from growlab.grower.following import let_follow, told_apart
 from growlab.grower.loading import adopt, arrive, check_state, recognised
 from growlab.grower.plain import plain_state_dict
 from growlab.grower.preparing import (
+    check_arguments,
     check_told,
     knows_stages,
     measurement,
@@ -89,13 +90,12 @@ class Grower:
         self.network: nn.Module = getattr(network, "_orig_mod", network)
         if not isinstance(method, GrowthMethod):
             raise UserError(f"method={method!r} must be a growth method, such as growlab.VarianceTransfer().")
+        check_arguments(seed, anneal_steps, graph)
         self.method, self.trigger, self.parts = method, as_trigger(trigger), told_apart(parts)
         self.seed, self.check_ranks = seed, True
         self.clock, self.events, self.training = Clock(), list[dict[str, Any]](), Training()
-        self._anneal_steps = anneal_steps
-        self._example = example
-        self._modules: list[nn.Module] = []
-        self._told = set[str]()
+        self._anneal_steps, self._example = anneal_steps, example
+        self._modules, self._told = list[nn.Module](), set[str]()
         self._regions: dict[str, Regions] | None = None
         if graph is None:
             # A network that keeps its widths need not be one whose widths can be found.

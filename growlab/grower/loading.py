@@ -25,7 +25,7 @@ def check_state(run: "Grower", state: Mapping[str, Any]) -> None:
     Raises:
         UserError: it is no grower's state, another network's, or of a run of other parts or other widths at its stage.
     """
-    if "full_widths" not in state:
+    if not isinstance(state, Mapping) or "full_widths" not in state:
         raise UserError("this is no state of a Grower: give what its own state_dict() returned.")
     if state["full_widths"] != run.full_graph.full_widths:
         raise UserError("the state is of another network: its width groups or their full widths differ.")

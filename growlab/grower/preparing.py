@@ -2,10 +2,11 @@
 
 from collections.abc import Collection, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from growlab import ranks
 from growlab.errors import UserError
@@ -13,9 +14,10 @@ from growlab.growth import GrowthMethod, Measurement
 from growlab.growth.attached import state_of
 from growlab.growth.weighted_norms import annealed
 from growlab.parts.part import Part
+from growlab.settings import whole
 from growlab.triggers import Trigger, Widths
 from growlab.widths import Example, UnsupportedOperation, WidthGraph, trace
-from growlab.widths.inputs import inputs_of
+from growlab.widths.inputs import inputs_of, values_of
 
 if TYPE_CHECKING:
     from growlab.grower.grower import Grower
@@ -76,6 +78,27 @@ def still_narrow(run: "Grower") -> str:
     )
 
 
+def check_arguments(seed: Any, anneal_steps: Any, graph: Any) -> None:
+    """Refuse what a `Grower` would only fail on later.
+
+    Raises:
+        UserError: the seed is no integer, the steps are neither a number of them nor a function, or the graph is none.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
+        raise UserError(f"seed must be an integer, not {seed!r}.")
+    if anneal_steps is None:
+        raise UserError("anneal_steps must be a number of steps or a function of the grower, not None.")
+    if not callable(anneal_steps):
+        try:
+            whole(0, anneal_steps=anneal_steps)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    if not isinstance(graph, WidthGraph | None):
+        raise UserError(
+            f"graph={graph!r} must be what growlab.grower.prepared or growlab.trace returned, or None."
+        )
+
+
 def check_told(trigger: Trigger, told: Collection[str]) -> None:
     """Refuse a loop that never tells what a trigger counts.
 
@@ -126,6 +149,7 @@ def prepared(
         UserError: it has no values, is wrapped or sharded, or two parameters are views of one memory.
     """
     inputs = inputs_of(example, network)
+    _check_values(inputs)
     _check_whole(network)
     if hollow := next((name for name, p in network.named_parameters() if p.is_meta), None):
         raise UserError(f"{hollow} is on the meta device, without values: give the network a device first.")
@@ -146,6 +170,19 @@ def prepared(
     for part in parts:
         graph = part.prepare(network, graph, seed, inputs)
     return graph
+
+
+def _check_values(inputs: tuple[Any, ...]) -> None:
+    """Refuse an example on which outputs could not be compared."""
+    for given in values_of(inputs):
+        if not isinstance(given, Tensor) or given.is_meta:
+            continue
+        if given.ndim and not len(given):
+            raise UserError("the example has no samples: give a batch of at least two.")
+        if given.is_floating_point() and bool(given.isnan().any()):
+            raise UserError(
+                "the example holds NaN: outputs before and after an event could not be compared on it."
+            )
 
 
 def _check_whole(network: nn.Module) -> None:

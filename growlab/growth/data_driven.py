@@ -16,7 +16,7 @@ from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WeightRule
 from growlab.growth.net2net import replicate
 from growlab.growth.pairs import PairGrowth
-from growlab.settings import at_least, one_of
+from growlab.settings import one_of, whole
 from growlab.widths import Carry, WidthGraph, grid, resized
 
 FALLBACKS = ("pairs",)
@@ -46,7 +46,7 @@ class DataDriven(GrowthMethod):
         new_weights: WeightRule = "fan_in",
     ) -> None:
         super().__init__(0.0, gain, new_weights)
-        at_least(1, batches=batches)
+        whole(1, batches=batches)
         one_of((None, *FALLBACKS), fallback=fallback)
         self.batches, self.fallback = batches, fallback
 

@@ -14,7 +14,7 @@ from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrownTensors, WeightRule
 from growlab.growth.splits import Split, directions, lengths, names_of, unit
 from growlab.growth.splitting import refuses_to_split
-from growlab.settings import above, at_least
+from growlab.settings import above, at_least, whole
 from growlab.widths import resized
 
 # The gradients of the halves of a neuron in whose way nothing bends are the same: what they differ by, up to so many
@@ -61,7 +61,8 @@ class FireFly(DataDriven):
         new_weights: WeightRule = "fan_in",
     ) -> None:
         super().__init__(batches, fallback, gain, new_weights)
-        at_least(0, new_candidates=new_candidates, steps=steps)
+        at_least(0, new_candidates=new_candidates)
+        whole(0, steps=steps)
         above(0, rate=rate, epsilon=epsilon)
         self.new_candidates, self.steps, self.rate, self.epsilon = new_candidates, steps, rate, epsilon
 

@@ -13,7 +13,7 @@ from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrownTensors, WeightRule
 from growlab.growth.splits import unit
 from growlab.growth.surrogates import right_derivatives
-from growlab.settings import above, at_least, one_of
+from growlab.settings import above, one_of, whole
 
 SIDES = ("auto", "fan_in", "fan_out")
 # Candidates that are measured at once, in multiples of a group's width: a pass then costs some three plain ones.
@@ -78,7 +78,7 @@ class GradMax(DataDriven):
         super().__init__(batches, fallback, gain, new_weights)
         one_of(SIDES, zero=zero)
         above(0, scale=scale, rate=rate)
-        at_least(1, steps=steps)
+        whole(1, steps=steps)
         self.zero, self.scale, self.steps, self.rate = zero, scale, steps, rate
 
     def refuses(self, fans: Fans, before: int, after: int) -> str | None:

@@ -6,6 +6,7 @@ from torch import Tensor
 from growlab.growth.hypercloning import cloned
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WeightRule
 from growlab.growth.net2net import copies, replicate
+from growlab.settings import finite
 from growlab.widths import Carry
 
 
@@ -45,6 +46,7 @@ class Lemon(GrowthMethod):
         new_weights: WeightRule = "fan_in",
     ) -> None:
         super().__init__(noise_std, gain, new_weights)
+        finite(spread=spread)
         if not 0 < spread < 1:
             raise ValueError(f"spread must be between 0 and 1, not {spread}.")
         self.spread = spread

@@ -338,6 +338,8 @@ def network_inputs(example: Example, network: nn.Module) -> tuple[Any, ...]:
     device, precision = device_and_precision(network)
 
     def moved(value: Tensor) -> Tensor:
+        if value.is_meta:
+            raise UserError("the example is on the meta device, without values: give a batch of inputs.")
         return value.to(device, precision if value.is_floating_point() else None)
 
     return tree_map_only(Tensor, moved, inputs_of(example, network))

@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import floor
 from typing import Literal
 
-from growlab.settings import at_least
+from growlab.settings import at_least, finite, one_of, whole
 from growlab.widths import WidthGraph
 
 Number = int | float | Fraction
@@ -91,6 +91,7 @@ def stage_epochs(
     Raises:
         ValueError: the stages before the last take all epochs or more, T_0 is negative, or p_t is not above -1.
     """
+    finite(initial_epochs=initial_epochs, epoch_growth_rate=growth_rate)
     if total_epochs < num_stages:
         raise ValueError(
             f"{total_epochs} epochs cannot hold {num_stages} stages of at least one epoch each; "
@@ -123,6 +124,7 @@ def width_fractions(num_stages: int, initial_width: Number, growth_rate: Number 
     Raises:
         ValueError: the initial width is not in (0, 1], or the rate is negative.
     """
+    finite(initial_width=initial_width)
     first = exact(initial_width)
     if not 0 < first <= 1:
         raise ValueError(
@@ -161,8 +163,8 @@ def stage_batch_sizes(
         raise ValueError(
             f"max_batch_size={max_batch_size} is below the {given} stage's batch size {batch_size}."
         )
-    rate = exact(growth_rate)
     at_least(0, batch_growth_rate=growth_rate)
+    rate = exact(growth_rate)
     sizes = [batch_size]
     if given == "first":
         for _ in range(num_stages - 1):
@@ -222,9 +224,12 @@ def make_schedule(
         ValueError: the schedule is impossible; the message says which setting to change.
     """
     num_stages = _num_stages(num_stages, epochs=epochs, widths=widths, batch_sizes=batch_sizes)
-    if total_epochs < 1 and epochs is None:
-        raise ValueError(f"total_epochs must be at least 1, not {total_epochs}.")
+    whole(1, batch_size=batch_size, max_batch_size=max_batch_size, num_processes=num_processes)
+    whole(1, max_batch_size_per_device=max_batch_size_per_device)
+    one_of(("last", "first"), batch_size_of=batch_size_of)
     if epochs is None:
+        whole(1, total_epochs=total_epochs)
+        finite(initial_fraction=initial_fraction)
         first = exact(initial_fraction) * total_epochs if initial_epochs is None else initial_epochs
         epochs = stage_epochs(total_epochs, num_stages, first, epoch_growth_rate)
     if widths is None:
@@ -249,12 +254,17 @@ def make_schedule(
 
 
 def _num_stages(otherwise: int, **lists: Sequence[Number] | None) -> int:
+    for name, values in lists.items():
+        if values is not None and (isinstance(values, str) or not isinstance(values, Sequence)):
+            raise ValueError(f"{name} must be a list with a number for each stage, not {values!r}.")
+        for value in values or ():
+            finite(**{name: value})
     lengths = {name: len(values) for name, values in lists.items() if values is not None}
     if len(set(lengths.values())) > 1:
         named = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise ValueError(f"explicit lists must have one entry a stage each, but {named}.")
     number = next(iter(lengths.values()), otherwise)
-    at_least(1, num_stages=number)
+    whole(1, num_stages=number)
     return number
 
 

@@ -13,6 +13,7 @@ from growlab.growth.fans import Fans, Slot, View
 from growlab.growth.measurement import Measurement, Seen
 from growlab.growth.method import Expansion, GrownTensors, WeightRule
 from growlab.growth.moments import bottleneck, moments, usual
+from growlab.settings import above
 from growlab.widths import resized
 
 # Singular values of S below this part of the largest count as zero, as in GroMo.
@@ -63,8 +64,10 @@ class Tiny(DataDriven):
         new_weights: WeightRule = "fan_in",
     ) -> None:
         super().__init__(batches, fallback, gain, new_weights)
-        if not amplitudes or min(amplitudes) <= 0:
-            raise ValueError(f"amplitudes must be numbers above 0, at least one, not {list(amplitudes)}.")
+        if isinstance(amplitudes, str) or not isinstance(amplitudes, Sequence) or not amplitudes:
+            raise ValueError(f"amplitudes must be a list of numbers above 0, not {amplitudes!r}.")
+        for amplitude in amplitudes:
+            above(0, amplitudes=amplitude)
         self.update_old, self.amplitudes = update_old, tuple(amplitudes)
 
     def refuses(self, fans: Fans, before: int, after: int) -> str | None:

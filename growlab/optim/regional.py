@@ -74,6 +74,10 @@ class Regional(torch.optim.Optimizer):
 
     @rule.setter
     def rule(self, rule: RateRule | None) -> None:
+        if rule is not None and (isinstance(rule, type) or not hasattr(rule, "factors")):
+            raise ValueError(
+                f"rule={rule!r} must be a rate rule, such as growlab.optim.NormRatio(), or None."
+            )
         self._rule = rule
         # A rule that leaves a lone region at its base rate needs no work on weights that never grew.
         self._spares_one = rule is not None and bool((rule.factors(torch.tensor([2.0])) == 1.0).all())

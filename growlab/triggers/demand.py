@@ -7,7 +7,7 @@ from math import ceil, isfinite
 from typing import Any
 
 from growlab.growth import Bottleneck
-from growlab.settings import at_least, one_of
+from growlab.settings import at_least, one_of, whole
 
 GROUPS = ("all", "gradient", "bottleneck")
 
@@ -77,7 +77,7 @@ class Demand(ABC):
         groups_fraction: float = 0.5,
         batches: int = 1,
     ) -> None:
-        at_least(1, batches=batches, min_epochs=min_epochs)
+        whole(1, batches=batches, min_epochs=min_epochs)
         if not 0 <= final_fraction < 1:
             raise ValueError(f"final_fraction must lie in [0, 1), not {final_fraction}.")
         one_of(GROUPS, groups=groups)
@@ -183,7 +183,7 @@ class Plateau(Demand):
     ) -> None:
         super().__init__(**demand)
         one_of(self.METRICS, metric=metric)
-        at_least(1, patience=patience)
+        whole(1, patience=patience)
         at_least(0, min_delta=min_delta)
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
 

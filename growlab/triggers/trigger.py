@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from growlab.errors import UserError
 from growlab.growth import GrowthMethod, GrowthState, Measurement
+from growlab.settings import finite
 from growlab.widths import WidthGraph
 
 Widths = Mapping[str, int]
@@ -25,6 +26,9 @@ class Clock:
         epoch: the current epoch, from 0.
         step: optimizer steps done.
         cost: what has been spent, in the unit of whoever counts (FLOPs, images, a part of the budget).
+
+    Raises:
+        UserError: one is no finite number.
     """
 
     epoch: int = 0
@@ -36,6 +40,10 @@ class Clock:
         for name, value in vars(self).items():
             if hasattr(value, "item"):
                 object.__setattr__(self, name, value.item())
+        try:
+            finite(**vars(self))
+        except ValueError as error:
+            raise UserError(str(error)) from error
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Stages of epochs, widths and batch sizes: the published lists and what holds for any setting."""
 
 import inspect
+import math
 from fractions import Fraction
 from itertools import pairwise
 
@@ -203,6 +204,17 @@ def test_explicit_lists():
         ({"widths": [0.75, 0.5, 1]}, "must not decrease"),
         ({"widths": [0, 1]}, "above 0"),
         ({"epochs": [0, 1]}, "at least one epoch"),
+        ({"total_epochs": 10.5}, "^total_epochs must be an integer, not 10.5"),
+        ({"batch_size": "x"}, "^batch_size must be an integer, not 'x'"),
+        ({"initial_fraction": "x"}, "^initial_fraction must be a finite number, not 'x'"),
+        ({"initial_width": math.nan}, "^initial_width must be a finite number, not nan"),
+        ({"epoch_growth_rate": True}, "^epoch_growth_rate must be a finite number, not True"),
+        ({"width_growth_rate": math.inf}, "^width_growth_rate must be a finite number, not inf"),
+        ({"batch_growth_rate": "x"}, "^batch_growth_rate must be a finite number, not 'x'"),
+        ({"epochs": 5}, "^epochs must be a list with a number for each stage, not 5"),
+        ({"widths": "1"}, "^widths must be a list with a number for each stage, not '1'"),
+        ({"widths": ["x", 1]}, "^widths must be a finite number, not 'x'"),
+        ({"batch_size_of": "next"}, "^batch_size_of must be last or first, not 'next'"),
     ],
 )
 def test_impossible_schedules_say_what_to_change(settings, message):

@@ -639,3 +639,9 @@ def test_optimizers_that_do_not_decay_keep_one_group():
     alone = AdamW(network[1].parameters(), weight_decay=0.1)
     exempt_from_decay(alone, network[1])
     assert [group["weight_decay"] for group in alone.param_groups] == [0.0]
+
+
+@pytest.mark.parametrize("rule", ["ratio", NormRatio, 0.5])
+def test_what_is_no_rule_is_refused(rule) -> None:
+    with pytest.raises(ValueError, match="must be a rate rule"):
+        SGD([torch.zeros(2, requires_grad=True)], lr=0.1, rule=rule)

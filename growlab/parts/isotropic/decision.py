@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from growlab.settings import at_least
+from growlab.settings import at_least, whole
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Boundaries:
     last: int | None = None
 
     def __post_init__(self) -> None:
-        at_least(1, every_n_epochs=self.every_n_epochs, every_n_steps=self.every_n_steps, first=self.first)
+        whole(1, every_n_epochs=self.every_n_epochs, every_n_steps=self.every_n_steps, first=self.first)
 
     def before(self, epoch: int, step: int) -> int | None:
         """Number of the boundary that lies before a batch, ascending over a run; None if there is none.
@@ -73,11 +73,12 @@ class Widths:
     max_width: int | None = None
 
     def __post_init__(self) -> None:
-        at_least(
+        whole(
             1,
             target_width=self.target_width,
             neurons_per_event=self.neurons_per_event,
             min_width=self.min_width,
+            max_width=self.max_width,
         )
         at_least(0, scaffold=self.scaffold, threshold=self.threshold)
         if self.max_width is not None and self.max_width < self.min_width:
