@@ -53,6 +53,7 @@ COMPARE, RATES, SCHEDULING = (
 )
 SCAFFOLD = "isotropic_scaffold_cifar10"
 SLOW, BATCHES = "isotropic_mlp_cifar10_lr0.001", "resnet20_cifar10_batches"
+ALLCONV = "hyperfan_allconv"
 MNIST, VARIANTS = "hyperfan_mnist", "hyperfan_mnist_variants"
 CONTINUAL, LOOKAHEAD = "hyperfan_continual_regression", "hyperfan_continual_regression_lookahead"
 
@@ -204,6 +205,38 @@ def mnist_line(name: str) -> tuple[str, ...]:
         f"{run.results['test_loss']:.3f}",
         mean(f"{MNIST}/{name}"),
     )
+
+
+def minutes(*patterns: str) -> tuple[str, ...]:
+    """The shortest and the longest of runs."""
+    return ends((run.results["seconds"] / 60 for each in patterns for run in runs(each).values()), 0)
+
+
+def short(value: float) -> str:
+    """A large number, by its exponent."""
+    return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+
+
+def allconv_first(name: str) -> str:
+    """The loss before training."""
+    (run,) = runs(f"{ALLCONV}/{name}").values()
+    return short(first_loss(run))
+
+
+def allconv_failed(*names: str) -> str:
+    """The step at which runs of the grid of rates failed, the same one."""
+    texts = [
+        (RESULTS / f"{ALLCONV}_rates" / name / "failure.json").read_text(encoding="utf-8") for name in names
+    ]
+    pattern = r"the training loss became NaN or infinite at step (\d+) "
+    (step,) = {re.match(pattern, json.loads(text)["reason"])[1] for text in texts}
+    return step
+
+
+def allconv_losses(name: str, *rates: str) -> tuple[str, ...]:
+    """Mean training losses over the steps of the grid."""
+    found = (next(iter(runs(f"{ALLCONV}_rates/{name}_lr{rate}").values())) for rate in rates)
+    return tuple(f"{run.results['train_loss']:.3f}" for run in found)
 
 
 def deviations() -> tuple[str, ...]:
@@ -573,6 +606,48 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
             ("classical", "model.sharing=none model.initialisation=xavier_in optimizer.lr=0.01"),
             *((name, f"model.initialisation={name}") for name in HYPER[1:]),
         )
+    ),
+    (
+        ROWS,
+        "A hypernetwork took {} to {} minutes on a core that it shared with other work, the classical network {} "
+        "to {}.",
+        lambda: (
+            *minutes(*(f"{MNIST}_full/{name}_s*" for name in HYPER[1:])),
+            *minutes(f"{MNIST}_full/classical_s*"),
+        ),
+    ),
+    (
+        ROWS,
+        "`hyperfan_in` has {} % of the test images after the two epochs, `hyperfan_out` {} %. At 1e-11 `kaiming_out` "
+        "begins at a loss of {} and has {} %; at 1e-15 `kaiming_in` begins at {} and has {} %: their losses",
+        lambda: (
+            *(mean(f"{ALLCONV}/{name}") for name in ("hyperfan_in", "hyperfan_out")),
+            *(
+                value
+                for name in ("kaiming_out", "kaiming_in")
+                for value in (allconv_first(name), mean(f"{ALLCONV}/{name}"))
+            ),
+        ),
+    ),
+    (
+        ROWS,
+        "the loss of `hyperfan_in` is not finite at step {}, those of `kaiming_in` and `kaiming_out` at step {}, and "
+        "`hyperfan_out` has {} % of the test images.",
+        lambda: (
+            allconv_failed("hyperfan_in_lr5e-4"),
+            allconv_failed("kaiming_in_lr5e-4", "kaiming_out_lr5e-4"),
+            mean(f"{ALLCONV}_rates/hyperfan_out_lr5e-4", 1),
+        ),
+    ),
+    (
+        ROWS,
+        "Mean training losses of `hyperfan_in` at 1e-4, 3e-5 and 1e-5 are {}, {} and {}, of `hyperfan_out` {}, {} "
+        "and {}. At 1e-14 the loss of `kaiming_in` and at 1e-10 that of `kaiming_out` are not finite at step {};",
+        lambda: (
+            *allconv_losses("hyperfan_in", "1e-4", "3e-5", "1e-5"),
+            *allconv_losses("hyperfan_out", "1e-4", "3e-5", "1e-5"),
+            allconv_failed("kaiming_in_lr1e-14", "kaiming_out_lr1e-10"),
+        ),
     ),
     (
         ROWS,
