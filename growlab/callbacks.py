@@ -7,7 +7,9 @@ from typing import Any
 import hydra
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     BatchSizeFinder,
+    GradientAccumulationScheduler,
     LearningRateFinder,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -103,6 +105,17 @@ def _made(name: str, settings: Any) -> Callback:
     if isinstance(callback, BatchSizeFinder):
         raise UserError(
             "BatchSizeFinder changes no batch size of a growing run: schedule.batch_size=auto finds those that fit."
+        )
+    # It would take steps that rates and stages do not count.
+    if isinstance(callback, GradientAccumulationScheduler):
+        raise UserError(
+            "GradientAccumulationScheduler changes the steps of an epoch, which the run's schedule counts before: set "
+            "trainer.accumulate_grad_batches for all epochs, or a batch size for each stage (schedule.batch_sizes)."
+        )
+    if isinstance(callback, BackboneFinetuning):
+        raise UserError(
+            "BackboneFinetuning freezes the module `backbone` of a LightningModule, which a run of growlab's has not: "
+            "train in a script of your own with the callback growlab.Growth."
         )
     return callback
 

@@ -78,15 +78,16 @@ def test_no_callback_decides_by_the_test_set_or_by_nothing(
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "arguments", "told"),
     [
-        ("LearningRateFinder", "optimizer.lr is its rate"),
-        ("BatchSizeFinder", "schedule.batch_size=auto finds those that fit"),
+        ("LearningRateFinder", {}, "optimizer.lr is its rate"),
+        ("BatchSizeFinder", {}, "schedule.batch_size=auto finds those that fit"),
+        ("GradientAccumulationScheduler", {"scheduling": {0: 2}}, "set trainer.accumulate_grad_batches"),
+        ("BackboneFinetuning", {}, "a script of your own with the callback growlab.Growth"),
     ],
 )
-def test_a_search_whose_result_a_run_would_not_take_is_refused(kind: str, told: str) -> None:
-    cfg = OmegaConf.create(
-        {"trainer": {}, "callbacks": {"x": {"_target_": f"lightning.pytorch.callbacks.{kind}"}}}
-    )
+def test_what_a_run_could_not_follow_is_refused(kind: str, arguments: dict[str, object], told: str) -> None:
+    settings = {"_target_": f"lightning.pytorch.callbacks.{kind}", **arguments}
+    cfg = OmegaConf.create({"trainer": {}, "callbacks": {"x": settings}})
     with pytest.raises(UserError, match=told):
         user_callbacks(cfg, validates=True)
