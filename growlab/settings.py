@@ -62,8 +62,8 @@ def left_out(part: Any) -> bool:
     return bool(arguments) and arguments[0] is None
 
 
-def finite(**given: float | Fraction | None) -> None:
-    """Refuse arguments that are no finite numbers; None is none.
+def finite(**given: float | Fraction) -> None:
+    """Refuse arguments that are no finite numbers.
 
     Raises:
         ValueError: naming the first.
@@ -74,7 +74,7 @@ def finite(**given: float | Fraction | None) -> None:
         ValueError: initial_width must be a finite number, not 'a quarter'.
     """
     for name, value in given.items():
-        if value is not None and not _is_number(value, Real):
+        if not _is_number(value, Real):
             raise ValueError(f"{name} must be a finite number, not {value!r}.")
 
 
@@ -89,9 +89,10 @@ def at_least(least: float, **given: float | Fraction | None) -> None:
         Traceback (most recent call last):
         ValueError: batches must be at least 1, not 0.
     """
-    finite(**given)
-    for name, value in given.items():
-        if value is not None and value < least:
+    numbers = {name: value for name, value in given.items() if value is not None}
+    finite(**numbers)
+    for name, value in numbers.items():
+        if value < least:
             raise ValueError(f"{name} must be at least {least}, not {value}.")
 
 
@@ -101,9 +102,8 @@ def above(bound: float, **given: float) -> None:
     Raises:
         ValueError: naming the first that is too small, or no finite number.
     """
+    finite(**given)
     for name, value in given.items():
-        if not _is_number(value, Real):
-            raise ValueError(f"{name} must be a finite number, not {value!r}.")
         if value <= bound:
             raise ValueError(f"{name} must be above {bound}, not {value}.")
 

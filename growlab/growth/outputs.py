@@ -338,7 +338,7 @@ def network_inputs(example: Example, network: nn.Module) -> tuple[Any, ...]:
     device, precision = device_and_precision(network)
 
     def moved(value: Tensor) -> Tensor:
-        if value.is_meta:
+        if value.is_meta and device is not None and device.type != "meta":
             raise UserError("the example is on the meta device, without values: give a batch of inputs.")
         return value.to(device, precision if value.is_floating_point() else None)
 

@@ -1,6 +1,7 @@
 """An exponential moving average of the weights that grows with the network."""
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,9 +31,9 @@ class Averages(Part):
     num_copies = 1
 
     def __init__(self, decay: float = 0.999) -> None:
-        if not 0 < decay < 1:
+        if not isinstance(decay, Real) or not 0 < decay < 1:
             raise UserError(f"decay must lie between 0 and 1, not {decay}.")
-        self._decay = decay
+        self._decay: float = decay
         self._average: AveragedModel | None = None
 
     @property

@@ -149,6 +149,8 @@ class Scheduled(At):
     """
 
     def __init__(self, schedule: Schedule) -> None:
+        if not isinstance(schedule, Schedule):
+            raise UserError(f"Scheduled({schedule!r}) needs a schedule: what growlab.make_schedule returns.")
         stages: dict[float, Any] = dict(zip(schedule.starts, schedule.width_fractions, strict=True))
         super().__init__(stages, batch_sizes=schedule.batch_sizes)
         self.schedule = schedule

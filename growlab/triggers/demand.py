@@ -7,7 +7,7 @@ from math import ceil, isfinite
 from typing import Any
 
 from growlab.growth import Bottleneck
-from growlab.settings import at_least, one_of, whole
+from growlab.settings import at_least, finite, one_of, whole
 
 GROUPS = ("all", "gradient", "bottleneck")
 
@@ -78,6 +78,7 @@ class Demand(ABC):
         batches: int = 1,
     ) -> None:
         whole(1, batches=batches, min_epochs=min_epochs)
+        finite(final_fraction=final_fraction, groups_fraction=groups_fraction)
         if not 0 <= final_fraction < 1:
             raise ValueError(f"final_fraction must lie in [0, 1), not {final_fraction}.")
         one_of(GROUPS, groups=groups)
@@ -217,6 +218,7 @@ class GradientNorm(Demand):
 
     def __init__(self, ratio: float = 0.5, **demand: Any) -> None:
         super().__init__(**demand)
+        finite(ratio=ratio)
         if not 0 < ratio <= 1:
             raise ValueError(f"ratio must lie in (0, 1], not {ratio}.")
         self.ratio = ratio
@@ -248,6 +250,7 @@ class Expressivity(Demand):
 
     def __init__(self, ratio: float = 0.8, **demand: Any) -> None:
         super().__init__(**demand)
+        finite(ratio=ratio)
         if not 0 < ratio <= 1:
             raise ValueError(f"ratio must lie in (0, 1], not {ratio}.")
         self.ratio = ratio
@@ -275,6 +278,7 @@ class Budget(Demand):
 
     def __init__(self, percent: float = 50.0, **demand: Any) -> None:
         super().__init__(**demand)
+        finite(percent=percent)
         if not 0 < percent <= 100:
             raise ValueError(f"percent must lie above 0 and at most at 100, not {percent}.")
         self.percent = percent

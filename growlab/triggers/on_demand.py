@@ -28,6 +28,10 @@ class OnDemand(Trigger):
     counts = "epoch"
 
     def __init__(self, demand: Demand, stages: Schedule, total_epochs: int) -> None:
+        if not isinstance(demand, Demand) or not isinstance(stages, Schedule):
+            raise UserError(
+                "OnDemand needs a demand and a schedule: such as Plateau() and make_schedule(...)."
+            )
         self.demand, self.total_epochs = demand, total_epochs
         self._stages, self._told, self._left = stages, dict[str, Any](), frozenset[str]()
         self.looks: list[dict[str, Any]] = []

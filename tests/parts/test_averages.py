@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -149,8 +150,8 @@ def test_an_average_that_drifts_on_one_rank_is_noticed(cli: CommandLine, tmp_pat
     assert len(told) == 1 and "classifier.weight of ema" in told[0]
 
 
-@pytest.mark.parametrize("decay", [0.0, 1.0, -1.0, 2.0])
-def test_impossible_decays_are_refused(decay: float) -> None:
+@pytest.mark.parametrize("decay", [0.0, 1.0, -1.0, 2.0, None, "x"])
+def test_impossible_decays_are_refused(decay: Any) -> None:
     with pytest.raises(UserError, match=r"^decay must lie between 0 and 1"):
         Averages(decay)
 

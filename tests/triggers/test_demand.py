@@ -11,8 +11,17 @@ from torch import nn
 
 from growlab.errors import UserError
 from growlab.grower import Grower
-from growlab.growth import Bottleneck, PairGrowth, Schedule
-from growlab.triggers import Budget, Demand, Expressivity, GradientNorm, OnDemand, Plateau, Progress
+from growlab.growth import Bottleneck, PairGrowth, Schedule, make_schedule
+from growlab.triggers import (
+    Budget,
+    Demand,
+    Expressivity,
+    GradientNorm,
+    OnDemand,
+    Plateau,
+    Progress,
+    Scheduled,
+)
 
 STEPS = [{"a": 2, "b": 4}, {"a": 4, "b": 8}, {"a": 6, "b": 10}, {"a": 8, "b": 16}]
 
@@ -186,6 +195,11 @@ def test_a_budget_is_kept_and_used(percent: float, total: int, every: int, seed:
         (lambda: Plateau(final_fraction=1), "final_fraction must lie"),
         (lambda: Plateau(groups="some"), "all, gradient or bottleneck, not 'some'"),
         (lambda: Plateau(groups_fraction=0), "groups_fraction must lie"),
+        (lambda: Plateau(patience="x"), "patience must be an integer, not 'x'"),
+        (lambda: Plateau(final_fraction=None), "final_fraction must be a finite number, not None"),
+        (lambda: GradientNorm("x"), "ratio must be a finite number, not 'x'"),
+        (lambda: Expressivity("x"), "ratio must be a finite number, not 'x'"),
+        (lambda: Budget("x"), "percent must be a finite number, not 'x'"),
         (lambda: Plateau(min_epochs=3).check(9, 3, 50.0), "9 epochs are too few to grow 3 times"),
         (lambda: Budget(30).check(100, 3, 41.0), "percent=30 is below 41.0"),
     ],
@@ -193,3 +207,12 @@ def test_a_budget_is_kept_and_used(percent: float, total: int, every: int, seed:
 def test_what_cannot_be_is_told(make: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         make()
+
+
+def test_what_is_no_demand_or_no_schedule_is_told() -> None:
+    schedule = make_schedule(10, 32, num_stages=2)
+    for act in (lambda: OnDemand("plateau", schedule, 10), lambda: OnDemand(Plateau(), [0.5, 1.0], 10)):
+        with pytest.raises(UserError, match="needs a demand and a schedule"):
+            act()
+    with pytest.raises(UserError, match=r"needs a schedule: what growlab\.make_schedule returns"):
+        Scheduled([0.5, 1.0])
