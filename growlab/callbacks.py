@@ -20,6 +20,30 @@ from growlab.errors import UserError
 from growlab.training import Task
 from growlab.training.plan import Plan
 
+_AVERAGED = (
+    "keeps an average of the weights that does not grow with the network; use ema.decay=0.999 instead."
+)
+# Callbacks of Lightning's that do not go with a growing run, and why.
+_REFUSED: dict[type[Callback], str] = {
+    StochasticWeightAveraging: _AVERAGED,
+    WeightAveraging: _AVERAGED,
+    LearningRateFinder: (
+        "changes no rate of a growing run: optimizer.lr is its rate, and growlab plan chooses one for a network and a "
+        "budget."
+    ),
+    BatchSizeFinder: (
+        "changes no batch size of a growing run: schedule.batch_size=auto finds those that fit."
+    ),
+    GradientAccumulationScheduler: (
+        "changes the steps of an epoch, which the run's schedule counts before: set trainer.accumulate_grad_batches "
+        "for all epochs, or a batch size for each stage (schedule.batch_sizes)."
+    ),
+    BackboneFinetuning: (
+        "freezes the module `backbone` of a LightningModule, which a run of growlab's has not: train in a script of "
+        "your own with the callback growlab.Growth."
+    ),
+}
+
 
 class StayStopped(Callback):
     """Lets a run that a callback has ended early stay ended when it is resumed behind its last epoch."""
@@ -53,8 +77,8 @@ def user_callbacks(cfg: DictConfig, validates: bool) -> list[Callback]:
         validates: whether something is held out that a callback may decide by.
 
     Raises:
-        UserError: one is no callback, averages weights without growing the average, looks for a rate or batch size
-            that the run does not take, or decides by the test set or by what is not recorded.
+        UserError: one is no callback, does not go with a growing run, or decides by the test set or by what is not
+            recorded.
     """
     named = {f"callbacks.{name}": settings for name, settings in (cfg.get("callbacks") or {}).items()}
     listed = cfg.trainer.get("callbacks") or []
@@ -91,32 +115,9 @@ def _made(name: str, settings: Any) -> Callback:
         raise UserError(
             f"{name} is {given}, not a callback of Lightning: give it a _target_ and its arguments."
         )
-    if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-        raise UserError(
-            f"{type(callback).__name__} keeps an average of the weights that does not grow with the network; use "
-            "ema.decay=0.999 instead."
-        )
-    # They would look for what the run then does not take.
-    if isinstance(callback, LearningRateFinder):
-        raise UserError(
-            "LearningRateFinder changes no rate of a growing run: optimizer.lr is its rate, and growlab plan chooses "
-            "one for a network and a budget."
-        )
-    if isinstance(callback, BatchSizeFinder):
-        raise UserError(
-            "BatchSizeFinder changes no batch size of a growing run: schedule.batch_size=auto finds those that fit."
-        )
-    # It would take steps that rates and stages do not count.
-    if isinstance(callback, GradientAccumulationScheduler):
-        raise UserError(
-            "GradientAccumulationScheduler changes the steps of an epoch, which the run's schedule counts before: set "
-            "trainer.accumulate_grad_batches for all epochs, or a batch size for each stage (schedule.batch_sizes)."
-        )
-    if isinstance(callback, BackboneFinetuning):
-        raise UserError(
-            "BackboneFinetuning freezes the module `backbone` of a LightningModule, which a run of growlab's has not: "
-            "train in a script of your own with the callback growlab.Growth."
-        )
+    for kind, why in _REFUSED.items():
+        if isinstance(callback, kind):
+            raise UserError(f"{type(callback).__name__} {why}")
     return callback
 
 

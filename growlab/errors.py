@@ -22,6 +22,25 @@ class FolderHeld(UserError):
     """A folder that another process writes to; nothing was written there."""
 
 
+@contextlib.contextmanager
+def as_user_errors() -> Iterator[None]:
+    """Raise a ValueError of what is within as a UserError, with its sentence.
+
+    Raises:
+        UserError: in the place of a ValueError.
+
+    Examples:
+        >>> with as_user_errors():
+        ...     raise ValueError("width must be at least 1, not 0.")
+        Traceback (most recent call last):
+        growlab.errors.UserError: width must be at least 1, not 0.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
 class Stopped(BaseException):
     """A signal ended the run in good order.
 

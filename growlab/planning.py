@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from growlab.argument_types import check_types
 from growlab.data import ImageData
-from growlab.errors import UserError
+from growlab.errors import UserError, as_user_errors
 from growlab.grower import Grower, no_widths, prepared
 from growlab.growth import GrowthMethod
 from growlab.pairing import make_network
@@ -87,7 +87,7 @@ def plan_run(cfg: DictConfig, data: ImageData, known_sizes: list[dict[str, int]]
     if fits:
         # The smallest that is possible, until the widths are known that sizes are found at.
         settings |= {"batch_growth_rate": 0.0, "max_batch_size": None, "max_batch_size_per_device": None}
-    try:
+    with as_user_errors():
         demand = hydra.utils.instantiate(cfg.schedule.demand)
         base = loop.num_processes if fits else data.batch_size
         check_budget(settings, method, demand)
@@ -105,8 +105,6 @@ def plan_run(cfg: DictConfig, data: ImageData, known_sizes: list[dict[str, int]]
             trigger = choose_trigger(settings, method, demand, base, loop)
         sizes = _FoundSizes(cfg, network, graph, trigger, parts, data, known_sizes) if fits else None
         plan = make_plan(settings, trigger, graph, cost, data, loop, parts, sizes)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     _check_pretrained(cfg, plan, graph)
     grower = Grower(
         network,

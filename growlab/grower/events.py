@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab import ranks
-from growlab.errors import UserError
+from growlab.errors import UserError, as_user_errors
 from growlab.grower.preparing import with_parts
 from growlab.growth import GrowthEvent, GrowthState, ParityError, grow
 from growlab.parts.part import Part, Replaced
@@ -65,10 +65,8 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
         given = {**widths, **{g: before[g] for part in run.parts for g in part.groups if g in before}}
     else:
         widths = given = {**before, **widths}
-    try:
+    with as_user_errors():
         run.followers.check(before, widths)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     gradients = run.gradients() if method.wants_gradients else {}
     copies = run.copies()
     for network in (run.network, *copies.values()):
@@ -86,7 +84,7 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
         average=ranks.averaged,
     )
     past, leader = GrowthState.from_dict(run.state.as_dict()), tensors_of(run.network, run.graph)
-    try:
+    with as_user_errors():
         event = enlarge(run.network, run.graph, method, run.state, data=data)
         run.state.unscheduled += asker is not None
         replaced, carry = _widen(run, run.network, run.state, widths, event.replaced, event.carry)
@@ -94,8 +92,6 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
         run.forget_regions()
         run.followers.carry(replaced, before, widths, carry)
         seconds.note("optimizer")
-    except ValueError as error:
-        raise UserError(str(error)) from error
     for name, copy in copies.items():
         state = GrowthState.from_dict(past.as_dict())
         along = partial(enlarge, copy, run.graph, method, state, leader=leader, leading=event)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from growlab.errors import UserError
+from growlab.errors import UserError, as_user_errors
 from growlab.growth.attached import attach
 from growlab.optim import Inheritance
 from growlab.optim.state import check_inheritance
@@ -24,10 +24,8 @@ def let_follow(
     Returns:
         The modules that are new.
     """
-    try:
+    with as_user_errors():
         check_inheritance(state)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     modules: list[nn.Module] = []
     for one in given:
         inner = getattr(one, "optimizer", None)  # of accelerate's and Fabric's wrappers

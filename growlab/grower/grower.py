@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from growlab.errors import UserError
+from growlab.errors import UserError, as_user_errors
 from growlab.grower.events import carry_out, due
 from growlab.grower.following import let_follow, told_apart
 from growlab.grower.loading import adopt, arrive, check_state, recognised
@@ -110,10 +110,8 @@ class Grower:
             part.check(self)
         for part in self.parts:
             self.graph = part.at_share(self.network, self.graph, 1.0 if share is None else share)
-        try:
+        with as_user_errors():
             self.state = plant(self.network, self.graph, method, self.seed_widths, seed)
-        except ValueError as error:
-            raise UserError(str(error)) from error
         self.followers = Followers(self)
         self.followers.forget(past)
         for part in self.parts:

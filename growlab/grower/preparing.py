@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab import ranks
-from growlab.errors import UserError
+from growlab.errors import UserError, as_user_errors
 from growlab.growth import GrowthMethod, Measurement
 from growlab.growth.attached import state_of
 from growlab.growth.weighted_norms import annealed
@@ -89,10 +89,8 @@ def check_arguments(seed: Any, anneal_steps: Any, graph: Any) -> None:
     if anneal_steps is None:
         raise UserError("anneal_steps must be a number of steps or a function of the grower, not None.")
     if not callable(anneal_steps):
-        try:
+        with as_user_errors():
             whole(0, anneal_steps=anneal_steps)
-        except ValueError as error:
-            raise UserError(str(error)) from error
     if not isinstance(graph, WidthGraph | None):
         raise UserError(
             f"graph={graph!r} must be what growlab.grower.prepared or growlab.trace returned, or None."

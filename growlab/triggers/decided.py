@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from growlab.errors import UserError
+from growlab.errors import UserError, as_user_errors
 from growlab.growth import WidthDecision
 from growlab.growth.schedule import Number
 from growlab.ranks import gather
@@ -39,10 +39,8 @@ class Decided(Trigger):
             return None
         run.state.asked = boundary
         tensors = tensors_of(run.network, run.graph)
-        try:
+        with as_user_errors():
             widths: dict[str, Any] = run.method.decide(run.graph, tensors, run.state.widths, run.gradients())
-        except ValueError as error:
-            raise UserError(str(error)) from error
         # Ranks compute alike; should one not, it follows rank 0, and the comparison of ranks tells.
         widths = gather(widths)[0]
         return None if widths == run.state.widths else widths

@@ -5,7 +5,7 @@ from itertools import accumulate
 from math import sqrt
 from typing import Any
 
-from growlab.errors import UserError
+from growlab.errors import UserError, as_user_errors
 from growlab.growth import Bottleneck, Schedule, WidthDecision, bottlenecks, measurable, out_of_reach
 from growlab.ranks import gather
 from growlab.triggers.demand import Demand, Progress
@@ -76,10 +76,8 @@ class OnDemand(Trigger):
 
     def check_records(self, columns: Collection[str]) -> None:
         """What the demand looks at has to be there."""
-        try:
+        with as_user_errors():
             self.demand.check_records(columns)
-        except ValueError as error:
-            raise UserError(str(error)) from error
 
     def next(self, run: Run) -> Widths | None:
         """The demand's widths, as the first process says.
@@ -96,9 +94,8 @@ class OnDemand(Trigger):
         progress = self._progress(run)
         led = {group: width for group, width in state.widths.items() if group not in self._left}
         try:
-            widths = self.demand.decide(progress, led, self.steps(run.graph))
-        except ValueError as error:
-            raise UserError(str(error)) from error
+            with as_user_errors():
+                widths = self.demand.decide(progress, led, self.steps(run.graph))
         except KeyError as error:
             raise UserError(
                 f"{type(self.demand).__name__} looks at the column {error} of the records, which lack it: give each "

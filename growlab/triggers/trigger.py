@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from growlab.errors import UserError
+from growlab.errors import UserError, as_user_errors
 from growlab.growth import GrowthMethod, GrowthState, Measurement
 from growlab.settings import finite
 from growlab.widths import WidthGraph
@@ -40,10 +40,8 @@ class Clock:
         for name, value in vars(self).items():
             if hasattr(value, "item"):
                 object.__setattr__(self, name, value.item())
-        try:
+        with as_user_errors():
             finite(**vars(self))
-        except ValueError as error:
-            raise UserError(str(error)) from error
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from growlab.errors import UserError
+from growlab.errors import as_user_errors
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WidthDecision
 from growlab.parts.isotropic.choices import IMPORTANCES, Choices
 from growlab.parts.isotropic.decision import Boundaries, Widths
@@ -79,10 +79,8 @@ class Isotropic(GrowthMethod, WidthDecision):
         Raises:
             UserError: the network has none.
         """
-        try:
+        with as_user_errors():
             adaptable(graph)
-        except ValueError as error:
-            raise UserError(str(error)) from error
         return graph
 
     def observe(

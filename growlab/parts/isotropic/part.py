@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from growlab.errors import UserError
+from growlab.errors import UserError, as_user_errors
 from growlab.growth.method import WidthDecision
 from growlab.parts.isotropic.method import Isotropic, adaptable
 from growlab.parts.isotropic.spectrum import consumers, producers
@@ -55,10 +55,8 @@ class IsotropicLayers(Part):
         Raises:
             UserError: the network has no isotropic layer.
         """
-        try:
+        with as_user_errors():
             adaptable(graph)
-        except ValueError as error:
-            raise UserError(str(error)) from error
         # A method that knows nothing of norms must not widen what one is taken of.
         self.groups = tuple(dict.fromkeys(group for radius in graph.radii for group in radius.groups))
         self._prepared = graph
@@ -108,10 +106,8 @@ class IsotropicLayers(Part):
             return None
         self._asked = boundary
         now = run.state.widths
-        try:
+        with as_user_errors():
             wanted = self.method.decide(run.graph, tensors_of(run.network, run.graph), now, run.gradients())
-        except ValueError as error:
-            raise UserError(str(error)) from error
         # Ranks compute alike; should one not, it follows rank 0, and the comparison of ranks tells.
         own: dict[str, int] = gather({group: wanted[group] for group in self.groups})[0]
         return None if all(now[group] == width for group, width in own.items()) else own
