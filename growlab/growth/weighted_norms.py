@@ -93,7 +93,9 @@ def weigh(
         on_axis = norm.axis.spread(each, widths, fixed=1.0)
         # A compiled module would hand an attribute that is set or asked for on to the module that it wraps.
         known: _Weighing | None = module.__dict__.get(_ATTRIBUTE)
-        if bool((on_axis == on_axis[0]).all()):
+        # Bessel's correction counts the channels: a variance that is written out knows how many weights stand for.
+        alike = 1.0 if norm.mean_over is not None else on_axis[0]
+        if bool((on_axis == alike).all()):
             if known is not None:
                 known.remove()
                 del module.__dict__[_ATTRIBUTE]
@@ -186,9 +188,9 @@ class _Weighted(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in (torch.mean, Tensor.mean) and self._means:
-            check_reached(self._module, "its mean over channels")
-            return _mean(self._weights, self._means, *args, **(kwargs or {}))
+        if func in _REDUCED and self._means:
+            check_reached(self._module, f"its {func.__name__} over channels")
+            return _REDUCED[func](func, self._weights, self._means, *args, **(kwargs or {}))
         weighted = _WEIGHTED.get(func)
         if weighted is None:
             return func(*args, **(kwargs or {}))
@@ -248,25 +250,64 @@ def _group_norm(
 
 
 def _mean(
+    func: Callable[..., Tensor],
     weights: Tensor,
     means: Collection[int],
     input: Tensor,
-    dim: int | list[int] | tuple[int, ...] | None = None,
+    dim: Any = None,
     keepdim: bool = False,
     *,
-    axis: int | tuple[int, ...] | None = None,
+    axis: Any = None,
     keepdims: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     # numpy's names, which torch takes too.
     dim, keepdim = (axis if dim is None else dim), keepdim or keepdims
-    (over,) = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else (dim,)
-    if not isinstance(over, int) or over % input.dim() not in [mean % input.dim() for mean in means]:
+    over = _weighed(input, dim, means)
+    if over is None:
         return input.mean(dim, keepdim, dtype=dtype)
-    over %= input.dim()
     x, share_C = _precisely(input if dtype is None else input.to(dtype), weights)
     share = share_C.view(-1, *[1] * (input.dim() - 1 - over))
     return (x * share).sum(over, keepdim=keepdim).to(dtype or input.dtype)
+
+
+def _spread(
+    func: Callable[..., Any],
+    weights: Tensor,
+    means: Collection[int],
+    input: Tensor,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    axis: Any = None,
+    keepdims: bool = False,
+    correction: float | None = 1,
+) -> Any:
+    """Variance or standard deviation over channels, alone or before their mean: of as many values as weights add to."""
+    over = _weighed(input, axis if dim is None else dim, means)
+    correction, keepdim = (1 if correction is None else correction) * unbiased, keepdim or keepdims
+    if over is None:
+        # It may be True or False, for all entries without or with the correction.
+        whole = dim is None or isinstance(dim, bool)
+        correction = int(dim) if isinstance(dim, bool) else correction
+        return func(input, None if whole else dim, correction=correction, keepdim=keepdim)
+    x, share_C = _precisely(input, weights)
+    share, number = share_C.view(-1, *[1] * (input.dim() - 1 - over)), weights.sum().to(x)
+    mean = (x * share).sum(over, keepdim=True)
+    found = ((x - mean).square() * share).sum(over, keepdim=keepdim) * (number / (number - correction))
+    found = (found if "var" in func.__name__ else found.sqrt()).to(input.dtype)
+    if not func.__name__.endswith("_mean"):
+        return found
+    return found, (mean if keepdim else mean.squeeze(over)).to(input.dtype)
+
+
+def _weighed(x: Tensor, dim: Any, means: Collection[int]) -> int | None:
+    """The dimension that is reduced over, if it is one that is weighed."""
+    (over,) = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else (dim,)
+    if isinstance(over, bool) or not isinstance(over, int):
+        return None
+    return over % x.dim() if over % x.dim() in [mean % x.dim() for mean in means] else None
 
 
 def _precisely(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -287,4 +328,8 @@ _WEIGHTED: Mapping[Any, Callable[..., Tensor]] = {
     torch.rms_norm: _rms_norm,
     F.group_norm: _group_norm,
     torch.group_norm: _group_norm,
+}
+_REDUCED: Mapping[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.mean, Tensor.mean), _mean),
+    **dict.fromkeys((torch.var, Tensor.var, torch.std, Tensor.std, torch.var_mean, torch.std_mean), _spread),
 }

@@ -114,8 +114,8 @@ class ChannelNorm:
         axis: the channels.
         weight: name of the tensor, or None where the module has none.
         bias: likewise.
-        mean_over: the dimension that a normalisation takes means over which is written out, -1 for the last; None: it
-            calls torch's.
+        mean_over: the dimension that a normalisation takes means, variances or deviations over which is written out,
+            -1 for the last; None: it calls torch's.
     """
 
     name: str

@@ -1,6 +1,7 @@
 """Normalisations over channels that grow: exact at an event, plain at the end."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from growlab.errors import UserError
 from growlab.growth import (
     GrowthMethod,
     GrowthState,
+    HyperCloning,
     Measurement,
     Net2Net,
     PairGrowth,
@@ -362,3 +364,63 @@ def test_a_mean_by_numpys_names_is_weighed() -> None:
     event = grow(network, graph, PairGrowth(), state, {"0": 16}, seed=0, probe=(x,))
     assert event.parity_error_eval < 1e-12
     torch.testing.assert_close(network(x), before)
+
+
+def by_standard_deviation(norm: nn.Module, x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6)
+
+
+def by_variance(norm: nn.Module, x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-6).sqrt()
+
+
+def by_both_at_once(norm: nn.Module, x: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(x, dim=[-1], correction=0, keepdim=True)
+    return (x - mean) * (variance + 1e-6).rsqrt()
+
+
+def by_functions_positions(norm: nn.Module, x: Tensor) -> Tensor:
+    deviation, mean = torch.std_mean(x, -1, False)
+    return (x - mean[..., None] + 0.1 * torch.std(x, -1, True, True)) / deviation[..., None]
+
+
+def of_samples_too(norm: nn.Module, x: Tensor) -> Tensor:
+    """Deviations of each channel over the samples and of all entries, which stay as they are."""
+    x = x / (x.std(-1, keepdim=True) + 1e-6)
+    return x / (1 + x.std(0) + x.var(0, unbiased=False))
+
+
+class Written(nn.Module):
+    def __init__(self, normalise: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.normalise = normalise
+        self.gain, self.shift = nn.Parameter(torch.rand(16) + 0.5), nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.normalise(self, x) * self.gain + self.shift
+
+
+@pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer(), HyperCloning()], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "normalise",
+    [by_standard_deviation, by_variance, by_both_at_once, by_functions_positions, of_samples_too],
+)
+def test_variances_and_deviations_over_channels_are_weighed(
+    normalise: Callable[[nn.Module, Tensor], Tensor], method: GrowthMethod
+) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(5, 16), Written(normalise), nn.Linear(16, 3)).double()
+    x = torch.randn(4, 5, dtype=torch.float64)
+    graph = trace(network, x)
+    assert graph.full_widths == {"0": 16}
+    state = plant(network, graph, method, {"0": 8}, seed=0)
+    before = network(x) * state.output_factor
+    event = grow(network, graph, method, state, {"0": 16}, seed=0, probe=(x,))
+    assert event.parity_error_eval < 1e-12
+    torch.testing.assert_close(network(x) * state.output_factor, before, rtol=1e-10, atol=1e-10)
+    anneal_norms(network, graph, state, 1.0)
+    annealed_outputs = network(x) * state.output_factor
+    finish(network, graph, method, state)
+    plain = nn.Sequential(nn.Linear(5, 16), Written(normalise), nn.Linear(16, 3)).double()
+    plain.load_state_dict(network.state_dict())
+    torch.testing.assert_close(plain(x), annealed_outputs)

@@ -9,6 +9,8 @@ from growlab.widths.rules.registry import Arguments, Value, first_tensor, freeze
 if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
 
+_WEIGHED = frozenset({"mean", "var", "std", "var_mean", "std_mean"})
+
 
 @rule(
     *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
@@ -50,13 +52,13 @@ def pool_with_indices(tracer: "Tracer", node: Any, args: Arguments) -> list[Valu
 def reduce(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Dimensions reduced over keep their width: a mean over channels would change with their number.
 
-    Growth weighs a mean over one dimension in a module without parts, such as an RMS normalisation that is written out:
-    there the channels may grow.
+    Growth weighs a mean, a variance or a deviation over one dimension in a module without parts, such as a
+    normalisation that is written out: there the channels may grow.
     """
     x, keep, dims = args["self"], args.get("keepdim", False), args.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or range(len(x.shape))
     reduced = {dim % len(x.shape) for dim in dims}
-    if tracer.operation(node) == "mean" and len(reduced) == 1 and tracer.has_no_parts(node):
+    if tracer.operation(node) in _WEIGHED and len(reduced) == 1 and tracer.has_no_parts(node):
         (dim,) = reduced
         before, axis, behind = x.axes[:dim], x.axes[dim], x.axes[dim + 1 :]
         tracer.scales.pin(x.scale)
