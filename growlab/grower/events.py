@@ -14,6 +14,7 @@ from growlab import ranks
 from growlab.errors import UserError, as_user_errors
 from growlab.grower.preparing import with_parts
 from growlab.growth import GrowthEvent, GrowthState, ParityError, grow
+from growlab.growth.outputs import own_precision
 from growlab.parts.part import Part, Replaced
 from growlab.triggers import Widths
 from growlab.widths import Carry, tensors_of
@@ -90,7 +91,8 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
         replaced, carry = _widen(run, run.network, run.state, widths, event.replaced, event.carry)
         seconds.note("grow")
         run.forget_regions()
-        run.followers.carry(replaced, before, widths, carry)
+        with own_precision(run.network):
+            run.followers.carry(replaced, before, widths, carry)
         seconds.note("optimizer")
     for name, copy in copies.items():
         state = GrowthState.from_dict(past.as_dict())

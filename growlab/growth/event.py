@@ -17,7 +17,7 @@ from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, multiply
 from growlab.growth.offsets import as_applied, as_kept
-from growlab.growth.outputs import Outputs, evaluate, observe, positional
+from growlab.growth.outputs import Outputs, evaluate, in_own_precision, observe, positional
 from growlab.growth.padding import padding_kept
 from growlab.growth.parity import compare, eps_bounds, relative_error
 from growlab.growth.rescale import can_fold
@@ -91,6 +91,7 @@ def _check_output_scale(
         )
 
 
+@in_own_precision
 def grow(
     model: nn.Module,
     graph: WidthGraph,

@@ -7,6 +7,7 @@ from torch import nn
 
 from growlab.errors import UserError
 from growlab.growth.method import GrowthMethod
+from growlab.growth.outputs import in_own_precision
 from growlab.growth.rescale import Folded, fold_output_factor
 from growlab.growth.state import GrowthState
 from growlab.growth.weighted_norms import weighted_modules
@@ -15,6 +16,7 @@ from growlab.widths import WidthGraph
 
 # Training may go on with what it makes, wherever it is called.
 @torch.inference_mode(False)
+@in_own_precision
 def finish(
     model: nn.Module,
     graph: WidthGraph,

@@ -3,9 +3,10 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from inspect import signature
 from itertools import chain
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from growlab.draws import draws_kept
 from growlab.errors import UserError
 from growlab.widths import Norm, tensors_in
 from growlab.widths.inputs import Example, call_with, inputs_of
+
+_Further = ParamSpec("_Further")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,7 @@ def quietly(model: nn.Module) -> Iterator["_WithoutDropout"]:
         in_double = doubles_kept() if double else contextlib.nullcontext()
         with (
             torch.no_grad(),
+            own_precision(model),
             _full_precision(),
             draws_kept(model, seed=0),
             _WithoutDropout() as draws,
@@ -309,6 +314,31 @@ _MEANS: dict[str, Callable[..., Tensor]] = {
     "exponential_": _filled(lambda rate=1.0, **named: 1.0 / named.get("lambd", rate)),
     "bernoulli_": lambda drawn, self, p=0.5, **_: drawn.copy_(torch.as_tensor(p)),
 }
+
+
+@contextlib.contextmanager
+def own_precision(model: nn.Module) -> Iterator[None]:
+    """Compute in the type of a network's numbers, also inside of autocast; one of several types may need it."""
+    types = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    devices = {"cpu", *(p.device.type for p in model.parameters())} - {"meta"}
+    with contextlib.ExitStack() as stack:
+        for device in devices if len(types) == 1 else ():
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def in_own_precision(
+    function: Callable[Concatenate[nn.Module, _Further], _Result],
+) -> Callable[Concatenate[nn.Module, _Further], _Result]:
+    """Let a function of a network compute so."""
+
+    @wraps(function)
+    def called(model: nn.Module, *args: _Further.args, **named: _Further.kwargs) -> _Result:
+        with own_precision(model):
+            return function(model, *args, **named)
+
+    return called
 
 
 @contextlib.contextmanager

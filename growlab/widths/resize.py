@@ -37,6 +37,7 @@ _BOOKKEEPING: tuple[tuple[type[nn.Module], str, str, int], ...] = (
 )
 # Where torch keeps what `register_hook` and `register_post_accumulate_grad_hook` were given: no public way to move it.
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 # Of layer and RMS normalisations, torch's and others'.
 _NORMALISED = "normalized_shape"
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -179,8 +180,8 @@ def tensors_of(model: nn.Module, graph: WidthGraph) -> dict[str, Tensor]:
 
 def _like(content: Tensor, old: Tensor) -> Tensor:
     new = content.detach().to(device=old.device, dtype=old.dtype)
-    if old.dim() == 4 and not old.is_contiguous():
-        new = new.contiguous(memory_format=torch.channels_last)
+    if (last := _CHANNELS_LAST.get(old.dim())) is not None and not old.is_contiguous():
+        new = new.contiguous(memory_format=last)
     if new.data_ptr() == content.data_ptr():
         new = new.clone()
     if not isinstance(old, nn.Parameter):

@@ -5,6 +5,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -25,7 +26,7 @@ from growlab.widths.narrowing import WRITTEN, without_what_breaks
 from growlab.widths.predictions import Call
 from growlab.widths.program import UnsupportedOperation, name_modules_once, operations
 from growlab.widths.tracer import OUTPUT, Tracer
-from growlab.widths.trials import copied
+from growlab.widths.trials import copied, tensors_in
 
 # A reshape into (3, heads, head dimension) has three dimensions of which one may grow.
 _PASSES = 3
@@ -196,7 +197,14 @@ def _exported(
     model.train(training)
     try:
         quiet = warnings.catch_warnings()
-        with quiet, torch.no_grad(), _without_caches(model), _left_alone(model), _masks_as_given():
+        with (
+            quiet,
+            torch.no_grad(),
+            _without_caches(model),
+            _left_alone(model),
+            _masks_as_given(),
+            _plain(model),
+        ):
             warnings.simplefilter("ignore")
             for log in _TORCH_LOGS:
                 log.addFilter(_never)
@@ -212,6 +220,21 @@ def _exported(
             module.training = training
     name_modules_once(program, model)
     return program
+
+
+@contextmanager
+def _plain(model: nn.Module) -> Iterator[None]:
+    """Let a network that returns a dataclass return its tensors: torch.export knows registered classes alone."""
+
+    def tensors_of_dataclasses(module: nn.Module, inputs: Any, output: Any) -> Any:
+        unknown = any(is_dataclass(leaf) for leaf in tree_leaves(output))
+        return tuple(tensors_in(output)) if unknown else output
+
+    handle = model.register_forward_hook(tensors_of_dataclasses)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -267,11 +267,13 @@ def _computed(model: nn.Module) -> dict[int, Any]:
 
 
 def tensors_in(outputs: Any) -> list[Tensor]:
-    """All tensors in what a network returns, in containers and in what torch's pytrees know as one."""
+    """All tensors in what a network returns, in containers, dataclasses and what torch's pytrees know as one."""
     if isinstance(outputs, Tensor):
         return [outputs]
     if isinstance(outputs, Mapping):
         outputs = list(outputs.values())
+    elif is_dataclass(outputs) and not isinstance(outputs, type):
+        outputs = [getattr(outputs, each.name) for each in fields(outputs)]
     if not isinstance(outputs, (list, tuple)):
         leaves = tree_leaves(outputs)
         outputs = [] if len(leaves) == 1 and leaves[0] is outputs else leaves

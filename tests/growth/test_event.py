@@ -13,6 +13,7 @@ from growlab.growth import (
     FixedSize,
     GrownTensors,
     GrowthState,
+    HyperCloning,
     Net2Net,
     PairGrowth,
     ParityError,
@@ -475,3 +476,29 @@ def test_padding_that_no_gradient_reaches_stays_zero(method, kind, tied) -> None
     assert bool(table.weight[3].any()) == tied
     # What is trained at that place has no entries left at zero.
     assert not tied or bool(table.weight[3].ne(0).all())
+
+
+@pytest.mark.parametrize("method", [VarianceTransfer(), HyperCloning()], ids=lambda method: method.name)
+def test_inside_autocast_an_event_is_as_exact_as_outside(method) -> None:
+    found = []
+    for enabled in (False, True):
+        network, graph, state, (x,) = planted("transformer", method)
+        network, x = network.float(), x.float()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            event = grow(network, graph, method, state, graph.full_widths, seed=0, probe=(x,))
+        assert max(event.parity_error_eval, event.parity_error_train) < 1e-5
+        found.append(network.state_dict())
+    assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
+
+
+def test_weights_of_several_types_may_need_autocast() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+    graph = trace(network, torch.randn(4, 5))
+    state = plant(network, graph, PairGrowth(), {"0": 4}, seed=0)
+    network[0].to(torch.bfloat16)
+    x = torch.randn(4, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        event = grow(network, graph, PairGrowth(), state, {"0": 8}, seed=0, probe=(x,))
+    assert event.parity_error_eval < 0.1
+    assert [network[n].weight.dtype for n in (0, 2)] == [torch.bfloat16, torch.float32]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -235,3 +236,43 @@ def test_positions_for_what_goes_by_name_alone_are_refused_in_a_sentence() -> No
         trace(ByName(), (X, MASK))
     with pytest.raises(UserError, match=r"an input of \[6, 4\], mask \[6, 1\]"):
         trace(ByName(), {"x": X[:, :4], "mask": MASK})
+
+
+@dataclass
+class Told:
+    """What a network returns, of a class that torch.export does not know."""
+
+    kind: str
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+class TellsMore(nn.Module):
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        self.a, self.n, self.c = nn.Linear(5, 12), nn.BatchNorm1d(12), nn.Linear(12, 3)
+        self.nested = nested
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = torch.relu(self.n(self.a(x)))
+        told = Told("classes", self.c(hidden), x if self.nested else None)
+        return [told] if self.nested else told
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_network_that_returns_a_dataclass_grows(nested: bool) -> None:
+    torch.manual_seed(0)
+    network = TellsMore(nested).eval()
+
+    def logits() -> Tensor:
+        told = network(X)
+        return (told[0] if nested else told).logits
+
+    grower = Grower(network, X, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
+    assert grower.state.widths == {"a": 6}
+    before = logits()
+    (event,) = grower.step(epoch=1)
+    assert event.parity_error_eval < 1e-5 and isinstance(network(X), list if nested else Told)
+    torch.testing.assert_close(logits(), before)
+    grower.finish()
+    torch.testing.assert_close(logits(), before)

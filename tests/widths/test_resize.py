@@ -228,3 +228,13 @@ def test_parameters_of_a_class_of_their_own_keep_it(trained: bool) -> None:
     assert type(weight) is Undecayed and isinstance(weight, nn.Parameter) and weight.is_leaf
     assert weight.shape == (4, 6) and weight.requires_grad == trained
     assert type(network[2].weight) is nn.Parameter
+
+
+def test_volumes_keep_their_memory_format():
+    network = nn.Sequential(nn.Conv3d(2, 8, 3), nn.ReLU(), nn.Conv3d(8, 6, 3), nn.Flatten(), nn.Linear(6, 3))
+    graph = trace(network, torch.randn(2, 2, 5, 5, 5))
+    network = network.to(memory_format=torch.channels_last_3d)
+    for before, after in ((1.0, 0.5), (0.5, 1.0)):
+        resize(network, graph, widths_at(graph, before), widths_at(graph, after))
+        weight = network[2].weight
+        assert weight.is_contiguous(memory_format=torch.channels_last_3d) and not weight.is_contiguous()
