@@ -19,7 +19,7 @@ from tests.command_line import ROOT
 sys.path.insert(0, str(ROOT / "notebooks" / "docs"))
 import drawings
 from figures import OF_RUNS, RESULTS, Kept, draw_of_run, kept
-from results_pages import command_of_run, gallery
+from results_pages import command_of_run, gallery, shown_by_run
 
 KEPT = list(kept())
 
@@ -67,6 +67,14 @@ def test_every_figure_tells_its_command() -> None:
         assert command_of_run((RESULTS / file).parent).startswith("python -m growlab")
     page = gallery()
     assert page.count("![") == page.count("```sh") == len(pictures)
+
+
+def test_every_figure_says_what_it_shows() -> None:
+    captions = re.findall(r"^!\[(.*)\]\(results/.*\)\n\n(.*)\n\n```sh$", gallery(), re.M)
+    assert len(captions) == len(list(RESULTS.rglob("*.png")))
+    for alternative, shows in captions:
+        assert len(shows.split()) > 3 and shows.endswith(".") and shows.replace("`", "") == alternative
+    assert "schedule.budget=1.2" in shown_by_run(RESULTS / "plan" / "p1")
 
 
 def test_a_command_is_one_that_the_command_line_takes(tmp_path: Path) -> None:

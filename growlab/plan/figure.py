@@ -1,7 +1,7 @@
 """The picture of a plan: probes, laws with their intervals, the predicted grown run and its switch."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from growlab.plan.fit import Curves, Measured, fit, quantiles
 from growlab.plan.problem import WHOLE
 
 _GROWN = "#D55E00"
+# The candidates of conf/plan/default.yaml: each looks the same in the figures of all plans.
+_KNOWN = ("both", "half_width", "fewer_blocks", "smaller_inputs")
 _SWITCH: dict[str, Any] = {"color": "0.72", "linewidth": 0.7, "linestyle": (0, (3, 2))}
 
 
@@ -34,21 +36,15 @@ def drawn(content: Mapping[str, Any]) -> Figure:
     )
     curves = fit(measured, WHOLE, settings["multiple"], seed=settings["seed"])
     names = list(measured)
-    looks = style.looks(["fixed-size" if name == WHOLE else name for name in names])
-    # The grown run's own colour.
-    colours = [look["color"] for look in looks]
-    spare = [colour for colour in style.PALETTE if colour != _GROWN]
-    for i, name in enumerate(names):
-        colours[i] = colours[i] if name == WHOLE else spare[(i - 1) % len(spare)]
+    looks = _looks(names)
     with style.styled():
         figure = style.new_figure(7.2, 3.5)
         left, right = figure.subplots(1, 2, sharey=True)
         handles, labels = [], []
-        for name, look, colour in zip(names, looks, colours, strict=True):
-            own = {**look, "color": colour}
-            _curve(left, budget, measured[name], curves[name], own, 100.0)
-            _curve(right, budget, measured[name], curves[name], own, measured[name].seconds_per_cost)
-            handles.append(Line2D([], [], **own, markersize=4))
+        for name, look in zip(names, looks, strict=True):
+            _curve(left, budget, measured[name], curves[name], look, 100.0)
+            _curve(right, budget, measured[name], curves[name], look, measured[name].seconds_per_cost)
+            handles.append(Line2D([], [], **look, markersize=4))
             labels.append(f"{name} ({100 * content['relative_flops'][name]:.0f} % of the FLOPs)")
         handles.append(Patch(color="0.5", alpha=0.3, linewidth=0))
         labels.append("90 % of the laws' draws")
@@ -74,6 +70,27 @@ def drawn(content: Mapping[str, Any]) -> Figure:
         return figure
 
 
+def _looks(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Colour and marker of each candidate: those of growlab's own have the same ones whatever else a plan has."""
+    spare = [colour for colour in style.PALETTE if colour != _GROWN]
+    others = [name for name in names if name != WHOLE and name not in _KNOWN]
+    seats = {name: seat for seat, name in enumerate((*_KNOWN, *others))}
+    return [
+        {"color": style.FIXED_SIZE[0], "marker": style.MARKERS[0]}
+        if name == WHOLE
+        else {
+            "color": spare[seats[name] % len(spare)],
+            "marker": style.MARKERS[2 + seats[name] % (len(style.MARKERS) - 2)],
+        }
+        for name in names
+    ]
+
+
+def _fitted_from(measured: Measured) -> float:
+    """Cost from which a law is drawn: the middle checkpoint, for the first ones are hardly trained."""
+    return measured.cost[len(measured.cost) // 2]
+
+
 def _curve(axes: Axes, budget: float, measured: Measured, law: Curves, look: dict, scale: float) -> None:
     axes.plot(
         scale * np.asarray(measured.cost),
@@ -83,7 +100,7 @@ def _curve(axes: Axes, budget: float, measured: Measured, law: Curves, look: dic
         linestyle="",
         markersize=3.5,
     )
-    cost = np.geomspace(measured.cost[len(measured.cost) // 2], budget, 60)
+    cost = np.geomspace(_fitted_from(measured), budget, 60)
     low, middle, high = np.quantile(law.law(cost[:, None]), [0.05, 0.5, 0.95], axis=1)
     trusted = cost <= law.reach
     axes.fill_between(
@@ -102,14 +119,17 @@ def _grown(
     way: Mapping[str, Any],
     in_seconds: bool,
 ) -> None:
-    """The small network's median law to the switch, and the full one's from where it then stands."""
+    """The small network's median law to the switch, and the full one's from where it then stands.
+
+    Where growth throws it back before the full one's law is drawn, its curve begins where that does.
+    """
     candidate = way["candidate"]
     small, full = curves[candidate], curves[WHOLE]
     rates = [measured[name].seconds_per_cost if in_seconds else 100.0 for name in (candidate, WHOLE)]
     switch, saved = way["switch"] * budget, way["cost"]["median"] * budget
     before = np.geomspace(measured[candidate].cost[-1], switch, 30)
     axes.plot(rates[0] * before, quantiles(small, before)[1], color=_GROWN, linewidth=2.2, alpha=0.7)
-    behind = np.linspace(switch, budget, 60)[1:]
+    behind = np.geomspace(max(switch, _fitted_from(measured[WHOLE]) - saved), budget, 60)
     loss = np.median(full.law((behind + saved)[:, None]), axis=1)
     x = rates[0] * switch + rates[1] * (behind - switch)
     axes.plot(x, loss, color=_GROWN, linewidth=2.2, alpha=0.7)

@@ -83,17 +83,30 @@ def gallery() -> str:
         for path in sorted(folder.glob("*.png")):
             name = str(path.relative_to(RESULTS))
             one = known.get(name)
-            parts.append(f"![{one.shows if one else path.stem}](results/{name})\n\n")
-            if one:
-                parts.append(f"{one.shows}\n\n")
+            shows = one.shows if one else shown_by_run(folder)
+            parts.append(f"![{shows.replace('`', '')}](results/{name})\n\n{shows}\n\n")
             parts.append(f"```sh\n{one.command if one else command_of_run(folder)}\n```\n\n")
     return "".join(parts)
+
+
+def shown_by_run(folder: Path) -> str:
+    """What the figure of a study or of a plan shows."""
+    if (folder / "plan.json").exists():
+        return (
+            "A plan: what probes measured, the laws fitted to them, and what growing would do, for "
+            f"`{overrides_of_plan(folder)}`."
+        )
+    return f"The study {folder.name.replace('_', ' ')}."
+
+
+def overrides_of_plan(folder: Path) -> str:
+    """Which network, data and budget a kept plan is of."""
+    with (folder.parent / "pairs.csv").open(encoding="utf-8", newline="") as file:
+        return {line["pair"]: line["overrides"] for line in csv.DictReader(file)}[folder.name]
 
 
 def command_of_run(folder: Path) -> str:
     """The command of a study or of a plan, which draws its figure itself: as its folder tells."""
     if (folder / "plan.json").exists():
-        with (folder.parent / "pairs.csv").open(encoding="utf-8", newline="") as file:
-            overrides = {line["pair"]: line["overrides"] for line in csv.DictReader(file)}
-        return f"python -m growlab.plan {overrides[folder.name]} trainer=cpu num_threads=1"
+        return f"python -m growlab.plan {overrides_of_plan(folder)} trainer=cpu num_threads=1"
     return str(json.loads((folder / "provenance.json").read_text(encoding="utf-8"))["command"])
