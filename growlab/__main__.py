@@ -42,8 +42,9 @@ from growlab.errors import FolderHeld, Stopped, UserError
 from growlab.explain import explain
 from growlab.processes import ProcessFailed, apart, end_with_parent, is_first, name_of, report
 from growlab.resuming import resume_override
+from growlab.terminal import wrapped
 
-_HELP_COLUMNS = 100
+_HELP_COLUMNS = 79
 
 
 class JobFailed(BaseException):
@@ -169,7 +170,7 @@ def _conf_or_none() -> Path | None:
 
 
 def _settings_of_plan() -> str:
-    return settings_of_plan(config_dir() / "plan" / "default.yaml")
+    return wrapped(settings_of_plan(config_dir() / "plan" / "default.yaml"))
 
 
 def _groups() -> str:

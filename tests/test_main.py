@@ -618,6 +618,7 @@ def test_help_lists_groups_and_examples(
     assert "hydra.cc" not in outcome.out
     listed = outcome.out[outcome.out.index("\nGroups") : outcome.out.index("\nOptions")]
     assert "\nhydra" not in listed
+    assert max(map(len, outcome.out.splitlines())) <= 80
     monkeypatch.setattr("growlab.__main__._HELP_COLUMNS", 40)
     narrow = growlab("--help").out
     assert "\npart: broken, deep, linear, missing,\n    negative, refusing, wandb\n" in narrow

@@ -13,6 +13,7 @@ from growlab.analysis.tables import Row, summarise, write_table
 from growlab.command_parser import CommandParser
 from growlab.errors import UserError
 from growlab.files import write_text
+from growlab.terminal import wrapped
 
 _SUFFIXES = {".csv": "csv", ".json": "json", ".tex": "latex"}
 
@@ -66,7 +67,7 @@ def _put(text: str, arguments: argparse.Namespace) -> None:
     if arguments.output:
         write_text(arguments.output, text)
     else:
-        sys.stdout.write(text)
+        sys.stdout.write(wrapped(text))
 
 
 def _table(argv: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from growlab.command_parser import CommandParser, sizes
 from growlab.errors import UserError
 from growlab.survey import METHODS, USUAL, Report, examine, expand, matrix
+from growlab.terminal import wrapped
 
 _SHOWN_NAMES = 3
 
@@ -146,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for report in reports:
-        print(json.dumps(asdict(report)) if args.json else describe(report))
+        print(json.dumps(asdict(report)) if args.json else wrapped(describe(report)))
     return 1 if any(report.error is not None for report in reports) else 0
 
 
