@@ -190,6 +190,7 @@ def conclude() -> None:
     from growlab.analysis.results import load_runs
     from growlab.analysis.tables import summarise, write_table
     from growlab.processes import is_first
+    from growlab.terminal import wrapped
 
     folder, SweepTable.unfinished = SweepTable.unfinished, None
     if folder is None or not is_first():
@@ -199,5 +200,7 @@ def conclude() -> None:
         print(f"warning: {sentence}", file=sys.stderr)
 
     if any(folder.rglob("results.json")):
-        sys.stdout.write("\n" + write_table(summarise(load_runs([str(folder)], warn), warn), "markdown"))
+        sys.stdout.write(
+            "\n" + wrapped(write_table(summarise(load_runs([str(folder)], warn), warn), "markdown"))
+        )
         print(f"everything about these runs: {folder}")

@@ -76,7 +76,9 @@ RULES = {
     "processes": rule(packages="omegaconf torch"),
     "launcher": rule("configuration processes", packages="hydra torch"),
     "sweep_progress": rule("processes", packages="hydra"),
-    "sweeps": rule("analysis processes experiment training sweep_progress", packages="hydra omegaconf torch"),
+    "sweeps": rule(
+        "analysis processes experiment training sweep_progress terminal", packages="hydra omegaconf torch"
+    ),
     "next_commands": rule("configuration processes", packages="hydra omegaconf"),
     "outcome": rule("configuration training", packages="hydra omegaconf"),
     "planning": rule(

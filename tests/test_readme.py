@@ -152,6 +152,8 @@ def test_trainings_run_as_written(
         # Their widths follow demand, not a list; as many epochs as are needed to see it.
         small = ["schedule.total_epochs=2", "trainer.accelerator=cpu"]
     if any("cifar10" in argument for argument in arguments):
+        # Twenty images: two steps an epoch, as on the digits.
+        small = ["data.batch_size=10" if one == "data.batch_size=32" else one for one in small]
         small += [
             f"data.root={fake_images}",
             "data.download=false",
@@ -163,7 +165,8 @@ def test_trainings_run_as_written(
         small.append("hydra.run.dir=runs/own/run")
     if "ckpt_path=last" in arguments:
         trained = tmp_path
-        assert cli(*SMALL, cwd=trained, fault=("at_step", 3, int(signal.SIGKILL))).code < 0
+        begun = [word for word in arguments if word != "ckpt_path=last"]
+        assert cli(*begun, *small, cwd=trained, fault=("at_step", 3, int(signal.SIGKILL))).code < 0
     outcome = cli(*arguments, *small, cwd=trained)
     assert outcome.code == 0, outcome.err
 
@@ -255,6 +258,14 @@ def test_the_callback_takes_five_lines(tmp_path: Path, monkeypatch: pytest.Monke
     Module().load_state_dict(names["module"].state_dict(), strict=True)
 
 
+def test_what_is_to_go_on_after_an_interruption_is_a_run_started_above() -> None:
+    block = next(text for _, text in BLOCKS if "ckpt_path=last" in text)
+    lines = [line.partition("#")[0].split() for line in block.splitlines()]
+    at = next(number for number, line in enumerate(lines) if "ckpt_path=last" in line)
+    resumed = [word for word in lines[at] if word != "ckpt_path=last"]
+    assert len(resumed) > 1 and resumed in lines[:at]
+
+
 def test_pictures_and_files_that_it_names_are_there() -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
         assert (ROOT / target).exists(), f"the README links to {target}, which is not there"
@@ -281,6 +292,7 @@ def test_a_tutorial_runs_as_written_from_top_to_bottom(page: Path, cli: CommandL
     program = "".join(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S))
     outcome = cli(cwd=tmp_path, program=program)
     assert outcome.code == 0, outcome.err
+    assert "Model config:" not in outcome.err
     # What growing saves stands beside what it costs, as the page says it.
     told = re.findall(r"for ([\d.]+)% of the FLOPs", outcome.out)
     assert told == re.findall(r"epochs? \| ([\d.]+) % \|", text)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -40,7 +41,8 @@ def drawn(content: Mapping[str, Any]) -> Figure:
     with style.styled():
         figure = style.new_figure(7.2, 3.5)
         left, right = figure.subplots(1, 2, sharey=True)
-        handles, labels = [], []
+        handles: list[Artist] = []
+        labels = []
         for name, look in zip(names, looks, strict=True):
             _curve(left, budget, measured[name], curves[name], look, 100.0)
             _curve(right, budget, measured[name], curves[name], look, measured[name].seconds_per_cost)
