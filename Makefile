@@ -28,7 +28,7 @@ setup: $(READY)  ## install growlab and its pinned dependencies into .venv (the 
 $(READY): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "growlab needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@test -x $(PY) || { echo "Making $(VENV) (once; about 6 GB)"; $(PYTHON) -m venv $(VENV) >/dev/null 2>&1; } \
+	@test -x $(PY) || { echo "Making $(VENV) (once; about 7 GB)"; $(PYTHON) -m venv $(VENV) >/dev/null 2>&1; } \
 		|| { $(PYTHON) -m venv --clear --without-pip $(VENV) \
 			&& $(PYTHON) -m pip --python $(PY) install --quiet pip; }
 	@echo "Installing requirements.lock (3 GB to download, unless pip has them cached)"

@@ -258,6 +258,12 @@ def test_the_callback_takes_five_lines(tmp_path: Path, monkeypatch: pytest.Monke
     Module().load_state_dict(names["module"].state_dict(), strict=True)
 
 
+def test_it_asks_for_as_much_disk_as_make_says_that_it_takes() -> None:
+    """6.4 GiB after `make run`, half of it libraries of CUDA: 7 GB."""
+    told = re.findall(r"about (\d+) GB", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert told == re.findall(r"(\d+) GB of disk", README) == ["7"]
+
+
 def test_what_is_to_go_on_after_an_interruption_is_a_run_started_above() -> None:
     block = next(text for _, text in BLOCKS if "ckpt_path=last" in text)
     lines = [line.partition("#")[0].split() for line in block.splitlines()]
