@@ -15,10 +15,16 @@ JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-translation run reproduce test test-slow test-translation test-gpu lint format chaos digests bench docs notebooks clean clean-all
+.PHONY: help setup setup-translation run reproduce test test-slow test-translation test-gpu lint format chaos digests bench docs figures notebooks clean clean-all
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { \
+		line = sprintf("  make %-18s", $$1); \
+		for (i = 1; i <= split($$2, words, " "); i++) { \
+			if (length(line " " words[i]) > 79) { print line; line = sprintf("%25s", "") } \
+			line = line " " words[i] \
+		} \
+		print line }' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## install growlab and its pinned dependencies into .venv (the other targets do it too)
 

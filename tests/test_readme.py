@@ -258,6 +258,20 @@ def test_the_callback_takes_five_lines(tmp_path: Path, monkeypatch: pytest.Monke
     Module().load_state_dict(names["module"].state_dict(), strict=True)
 
 
+def test_the_targets_of_make_are_listed_within_eighty_columns() -> None:
+    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^([a-z-]+):.*?## (.*)$", makefile, re.M))
+    assert max(map(len, listed.splitlines())) <= 80
+    assert listed.split() == [word for name, does in told.items() for word in ("make", name, *does.split())]
+
+
+def test_no_folder_hides_a_target_of_make() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.M)
+    assert set(re.findall(r"^([a-z-]+):.*## ", makefile, re.M)) == set(phony.split())
+
+
 def test_it_asks_for_as_much_disk_as_make_says_that_it_takes() -> None:
     """6.4 GiB after `make run`, half of it libraries of CUDA: 7 GB."""
     told = re.findall(r"about (\d+) GB", (ROOT / "Makefile").read_text(encoding="utf-8"))

@@ -97,6 +97,21 @@ def test_a_curve_is_drawn_of_the_runs_that_have_it(tmp_path: Path) -> None:
     assert drawn.count("<path") == 1 and "NaN" not in drawn and "val rmse" in drawn
 
 
+def test_a_curve_of_one_point_is_a_dot(tmp_path: Path) -> None:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no Chromium here")
+    folder = shutil.copytree(RESULTS / "digits" / "fixed_s0", tmp_path / "run")
+    metrics = (folder / "metrics.csv").read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "metrics.csv").write_text("".join(metrics[:2]), encoding="utf-8")
+    path = tmp_path / "page.html"
+    path.write_text(page(load_runs([folder, RESULTS / "digits" / "ours_s0"])))
+    drawn = dom(path, chromium).partition("One run")[0]
+    paths = re.findall(r'<path[^>]* d="([^"]+)"[^>]*stroke-linecap="round"', drawn)
+    assert len(paths) == 2 and "NaN" not in drawn
+    assert [bool(re.fullmatch(r"M\S+ \S+h0", one)) for one in paths] == [True, False]
+
+
 def test_seeds_of_a_method_share_its_colour(tmp_path: Path) -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
