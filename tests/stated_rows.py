@@ -51,7 +51,7 @@ COMPARE, RATES, SCHEDULING = (
     f"notebooks/{name}.ipynb"
     for name in ("02_compare_methods", "03_rate_adaptation", "04_schedules_and_cost")
 )
-SCAFFOLD = "isotropic_scaffold_cifar10"
+SCAFFOLD, CONVOLUTIONS = "isotropic_scaffold_cifar10", "isotropic_cnn_cifar10"
 SLOW, BATCHES = "isotropic_mlp_cifar10_lr0.001", "resnet20_cifar10_batches"
 ALLCONV = "hyperfan_allconv"
 MNIST, VARIANTS = "hyperfan_mnist", "hyperfan_mnist_variants"
@@ -439,6 +439,17 @@ def found_after() -> tuple[str, ...]:
     return *map(str, first[4]), *map(str, first[64])
 
 
+def convolutions() -> tuple[str, ...]:
+    """Last widths from 8 and from 32 channels, accuracies, from when on the sums lie within 3, the largest error."""
+    found = [runs(f"{CONVOLUTIONS}/w{start}_s*")[0] for start in (8, 32)]
+    last = [list(run.results["stages"][-1]["widths"].values()) for run in found]
+    apart = [abs(one - other) for one, other in zip(*map(path_of, found), strict=True)]
+    met = next(epoch for epoch in range(len(apart)) if max(apart[epoch:]) <= 3)
+    accuracies = [f"{100 * run.results['test_accuracy']:.1f}" for run in found]
+    error = max(run.results["parity_max_error"] for run in found)
+    return *map(str, last[0] + last[1]), *accuracies, str(met), f"{100 * error:.0f}"
+
+
 def surveyed() -> tuple[str]:
     """Networks of torchvision and timm in the matrix."""
     return (str(len(json.loads((RESULTS / "matrix/matrix.json").read_text(encoding="utf-8"))["networks"])),)
@@ -571,6 +582,13 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     (ROWS, "for their seconds (which drift: {}, {} and {} s for the same work)", drift),
     (ROWS, "All {} rows are here,", surveyed),
     (ROWS, "from 4 after {} epochs and from 64 after {} or {} (other work", found_after),
+    (
+        ROWS,
+        "{}, {} and {} are left, from 32, 64 and 128 channels {}, {} and {}, at {} and {} %; the sums lie within "
+        "3 of each other from epoch {} on",
+        lambda: convolutions()[:9],
+    ),
+    (ROWS, "a removal changes the outputs by up to {} %.", lambda: convolutions()[9:]),
     (
         MEASURED,
         "the full network takes {} and {} windows of 128 tokens, in {} and {} steps.",
