@@ -1,6 +1,12 @@
-"""A part's files taken away, its settings and tests with them: the rest is collected, tested and runs as before."""
+"""A part's files taken away, its settings and tests with them: the rest is collected, tested and runs as before.
 
+Where a single part goes, the tests that could notice are run: those that name something that is gone, and those that
+list the package or its settings. Without all parts at once it is the whole suite.
+"""
+
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import ROOT, SERVER
+from tests.parts_here import skip_unless_whole
 from tests.runs import MLP
 
 
@@ -30,6 +37,10 @@ class Files:
     others: tuple[str, ...] = ("ema.decay=0.9",)
 
 
+# They list the package's modules, or all settings.
+LISTING = tuple(
+    f"tests/test_{name}.py" for name in ("configs", "configuration", "imports", "limits", "words")
+)
 # Tests of features that meet belong to each of them.
 TOGETHER = ("parts/test_combinations.py", "parts/*/test_combinations.py", "parts/test_depth_grower.py")
 PARTS = {
@@ -82,7 +93,7 @@ PARTS = {
     ),
     "hypernetworks": Files(
         ("parts/hypernets", "studies/continual_regression*.py", "reproduce/papers/2_chang.yaml"),
-        ("*/hyper*.yaml", "experiment/*hyperfan.yaml"),
+        ("*/hyperfan*.yaml", "*/hypernet*.yaml", "experiment/*hyperfan.yaml"),
         ("parts/hypernets", "studies/test_continual_regression.py"),
     ),
 }
@@ -124,17 +135,72 @@ def called(code: Path, folder: Path, *command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(3600)
+def named(files: Files) -> re.Pattern[str]:
+    """What is gone, as tests name it: modules by their path or dotted name, settings by the file's name."""
+    modules = [path for pattern in files.code for path in (ROOT / "growlab").glob(pattern)]
+    settings = [path.stem for pattern in files.conf for path in (ROOT / "conf").glob(pattern)]
+    dotted = [".".join(path.relative_to(ROOT / "growlab").with_suffix("").parts) for path in modules]
+    marks = {f'"{path.stem}"' for path in modules if path.parent.name == "parts"}
+    words = {*settings, *dotted, *(name.replace(".", "/") for name in dotted), *marks}
+    return re.compile(rf"(?<!\w)({'|'.join(map(re.escape, sorted(words)))})(?!\w)")
+
+
+def noticing(code: Path, files: Files) -> list[str]:
+    """Tests of a copy that could notice that these files are gone; not this one."""
+    words, found = named(files), []
+    for path in sorted((code / "tests").rglob("test_*.py")):
+        name = path.relative_to(code).as_posix()
+        if name in LISTING or (words.search(path.read_text()) and path.name != Path(__file__).name):
+            found.append(name)
+    return found
+
+
+def imported(path: Path) -> set[str]:
+    """Names of what a module imports when it is imported itself."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_nothing_that_stays_needs_a_part_to_be_imported(part: str) -> None:
+    skip_unless_whole()
+    places = (("growlab", PARTS[part].code), ("tests", PARTS[part].tests))
+    owned = [path for top, patterns in places for pattern in patterns for path in (ROOT / top).glob(pattern)]
+    gone = {path for own in owned for path in ([own] if own.is_file() else own.rglob("*.py"))}
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in gone if path.suffix == ".py"
+    }
+    modules |= {name.removesuffix(".__init__") for name in modules}
+    stay = {path for top, _ in places for path in (ROOT / top).rglob("*.py")} - gone
+    assert modules and {path.name: lost for path in stay if (lost := imported(path) & modules)} == {}
+
+
+def test_tests_that_name_a_part_are_known() -> None:
+    skip_unless_whole()
+    assert set(LISTING) <= set(noticing(ROOT, PARTS["averages"]))
+    assert "tests/test_resume.py" in noticing(ROOT, PARTS["averages"])
+    assert "tests/parts/test_classes_runs.py" in noticing(ROOT, PARTS["old gradients"])
+    assert "tests/optim/test_follow.py" not in noticing(ROOT, PARTS["averages"])
+
+
+@pytest.mark.timeout(7200)
 @pytest.mark.slow
 @pytest.mark.parametrize("gone", [(name,) for name in PARTS] + [tuple(PARTS)], ids=" and ".join)
 def test_without_a_part_the_rest_runs_and_is_tested(gone: tuple[str, ...], tmp_path: Path) -> None:
     code = tmp_path / "code"
     copied(code, *(PARTS[name] for name in gone))
-    others = PARTS[gone[0]].others if len(gone) == 1 else ()
+    alone = len(gone) == 1
+    others = PARTS[gone[0]].others if alone else ()
     called(code, tmp_path, "growlab", *MLP, *others, "hydra.run.dir=run")
     assert (tmp_path / "run" / "results.json").exists()
     quietly = ("pytest", "-q", "-p", "no:cacheprovider")
     collected = called(code, code, *quietly, "-n", "0", "--collect-only", "-m", "", "tests")
     assert "::" in collected
     assert not any(f"tests/{name}" in collected for part in gone for name in PARTS[part].tests)
-    called(code, code, *quietly, "-n", str(os.cpu_count()), "--dist", "worksteal", "tests")
+    chosen = noticing(code, PARTS[gone[0]]) if alone else ["tests"]
+    called(code, code, *quietly, "-n", str(os.cpu_count()), "--dist", "worksteal", *chosen)

@@ -18,11 +18,10 @@ from growlab.flops import forward_flops
 from growlab.frontends.lightning import Growth
 from growlab.grower import Grower
 from growlab.growth import GradMax, VarianceTransfer
-from growlab.parts.depth import Depth
-from growlab.parts.resolution import Resolution
 from growlab.widths import trace
 from growlab.widths.__main__ import main
 from growlab.widths.inputs import Inputs, arguments, inputs_of
+from tests.parts_here import needs
 
 X, MASK, TARGETS = torch.randn(6, 5), torch.ones(6, 1), torch.randint(3, (6,))
 
@@ -110,7 +109,10 @@ def test_arguments_of_a_call_are_positional_ones_as_far_as_they_can_be() -> None
     assert tuple(found) == (X,) and found.named == {"mask": MASK}
 
 
+@needs("depth")
 def test_inputs_by_name_grow_in_width_and_depth_and_are_measured() -> None:
+    from growlab.parts.depth import Depth
+
     network = ByName().double()
     full = {name: tensor.shape for name, tensor in network.state_dict().items()}
     grower = Grower(
@@ -143,7 +145,10 @@ def test_a_method_looks_at_batches_of_inputs_by_name() -> None:
     assert event.parity_error_eval < 1e-5 and grower.events[0]["auxiliary_flops"] > 0
 
 
+@needs("resolution")
 def test_images_by_name_are_small_at_first() -> None:
+    from growlab.parts.resolution import Resolution
+
     network, image = Sized(), torch.randn(2, 3, 16, 16)
     Grower(
         network,
