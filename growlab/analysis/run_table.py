@@ -9,6 +9,9 @@ from rich.table import Table
 
 from growlab.analysis.metrics import metric_of
 
+# FLOPs of a sample below which a table counts in thousands.
+_SMALL = 1e5
+
 
 def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | None = None) -> None:
     """Print a run's stages and its result.
@@ -23,7 +26,10 @@ def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | 
         # Piped output is read by programs and logs: no wrapping at a terminal's width.
         console.width = 120
     table = Table(title=f"{results['experiment']}: {results['growth']}, seed {results['seed']}")
-    for column in ("stage", "epochs", "widths", "parameters", "MFLOPs", "batch", "samples/s", "seconds"):
+    # Small networks in thousands: 0.00 million says nothing.
+    small = max((stage["flops_per_sample"] for stage in results["stages"]), default=0) < _SMALL
+    unit, scale = ("kFLOPs", 1e3) if small else ("MFLOPs", 1e6)
+    for column in ("stage", "epochs", "widths", "parameters", unit, "batch", "samples/s", "seconds"):
         table.add_column(column, justify="right")
     for stage in results["stages"]:
         widths = sorted(set(stage["widths"].values()))
@@ -32,7 +38,7 @@ def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | 
             str(stage["epochs"]),
             _span(widths),
             f"{stage['num_params']:,}",
-            f"{stage['flops_per_sample'] / 1e6:,.2f}",
+            f"{stage['flops_per_sample'] / scale:,.2f}",
             str(stage["batch_size"]),
             f"{stage['samples_per_sec']:,.0f}",
             f"{stage['seconds']:,.1f}",
