@@ -17,6 +17,7 @@ from omegaconf import MISSING
 from growlab.errors import UserError
 
 _COMPUTING = ("growlab", "lightning", "torch")
+_LARGEST = 2**63 - 1
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
@@ -56,10 +57,12 @@ def _is_ours(target: Any) -> bool:
 
 
 def _check_finite(value: Any, name: str) -> None:
-    """Refuse nan and infinity; comparisons let nan pass."""
+    """Refuse nan and infinity, since comparisons let nan pass, and integers that do not fit into 64 bits."""
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, float) and not math.isfinite(number):
             raise UserError(f"{name} must be a finite number, not {number}.")
+        if isinstance(number, int) and abs(number) > _LARGEST:
+            raise UserError(f"{name} must lie between -2^63 and 2^63, not {number}.")
 
 
 def _hints(target: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 
 from growlab.configuration import PRIMARY, SEARCHPATH
 from growlab.errors import UserError
-from growlab.explain import did_you_mean, then
+from growlab.wording import did_you_mean, then
 
 # Groups that a run does without.
 _SPARED = ("experiment", "method", "plan", "callbacks")

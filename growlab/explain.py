@@ -8,7 +8,7 @@ user's and deserves its traceback.
 import errno
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from traceback import walk_tb
@@ -36,6 +36,7 @@ from growlab.commands import COMMANDS
 from growlab.errors import UserError, how_to_install
 from growlab.settings import UnknownSetting, parameters
 from growlab.trainer_options import INSTEAD, refused
+from growlab.wording import did_you_mean, first_lines, sentence, then
 
 _EXTRAS = {
     "wandb": "wandb",
@@ -60,23 +61,12 @@ def explain(error: BaseException, overrides: Sequence[str] = (), conf: Path | No
     chain = list(_chain(error))
     for link in chain:
         if isinstance(link, UserError):
-            return _sentence(str(link))
+            return sentence(str(link))
     for link in chain:
         told = _tell(link, overrides, conf)
         if told:
-            return _sentence(told)
+            return sentence(told)
     return None
-
-
-def choices(names: Iterable[str]) -> str:
-    """The names in alphabetical order, `none` first, those for internal use (`_name`) left out."""
-    return ", ".join(sorted((n for n in names if not n.startswith("_")), key=lambda n: (n != "none", n)))
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the nearest of the names, else nothing."""
-    near = get_close_matches(name, [n for n in names if not n.startswith("_")], n=1, cutoff=0.55)
-    return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -86,17 +76,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         yield link
         implicit = link.__context__ if isinstance(link, CompactHydraException) else None
         link = link.__cause__ or implicit
-
-
-def _sentence(text: str) -> str:
-    text = " ".join(text.split())
-    return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
-def then(text: str, label: str, names: Iterable[str]) -> str:
-    """The text and then the valid names, as one line: `text. Label: a, b` or `question? Label: a, b`."""
-    listed = choices(names)
-    return f"{_sentence(text)} {label}: {listed}" if listed else text
 
 
 def _tell(error: BaseException, overrides: Sequence[str], conf: Path | None) -> str | None:
@@ -125,6 +104,10 @@ def _tell(error: BaseException, overrides: Sequence[str], conf: Path | None) -> 
         case AssertionError() if any("hydra.sweeper.params." in one for one in overrides):
             # OmegaConf asserts that a value is not put inside what is null.
             return "the experiment sweeps over nothing that hydra.sweeper.params could change: write NAME=A,B with -m"
+        case MemoryError():
+            return f"there is not enough memory: {error}"
+        case TypeError() if _raised_by_hydra(error):
+            return first_lines(str(error))
         case ValueError() if _raised_by_hydra(error):
             return _hydra_value_error(error, overrides, conf)
     # Lightning's word for arguments that cannot work here, such as a GPU that is not there.
@@ -187,10 +170,11 @@ def _composition(
         options = [line.strip() for line in text.splitlines() if line.startswith("\t")]
         return then(f"{choose[1]} must be chosen with {choose[1]}=OPTION", "Choices", options)
     if gone := re.match(r"Could not delete from config\. (.*)", text):
-        return f"nothing to delete: {gone[1]}"
+        # Hydra says so of what is null too.
+        return f"nothing to delete: {gone[1].replace('does not exist', 'is null or does not exist')}"
     if group := re.match(r"Could not override '([^']+)'", text):
         return f"there is no '{group[1]}' to override{did_you_mean(group[1], _groups(conf))}"
-    return _first_lines(text)
+    return first_lines(text)
 
 
 def _unknown_name(error: OmegaConfBaseException, conf: Path | None) -> str:
@@ -241,7 +225,7 @@ def _groups(conf: Path | None) -> list[str]:
 
 def _not_there(error: OmegaConfBaseException, overrides: Sequence[str], conf: Path | None) -> str | None:
     """A key that the command line has deleted, or whose part it has left out; None for others."""
-    text = _first_lines(str(error))
+    text = first_lines(str(error))
     if isinstance(error, InterpolationKeyError):
         missing = re.search(r"'([^']+)'", text)
         name = missing[1] if missing else ""
@@ -266,7 +250,7 @@ def _not_there(error: OmegaConfBaseException, overrides: Sequence[str], conf: Pa
 
 def _value(error: OmegaConfBaseException, overrides: Sequence[str]) -> str | None:
     """A wrong type, a missing value or a reference to nothing; None for a key our own code got wrong."""
-    text = _first_lines(str(error))
+    text = first_lines(str(error))
     name = error.full_key or "a value"
     if isinstance(error, MissingMandatoryValue):
         name = error.full_key or text.rpartition(" ")[2]
@@ -285,6 +269,8 @@ def _value(error: OmegaConfBaseException, overrides: Sequence[str]) -> str | Non
             return f"{name} is a single value and has no '{inside}'"
         if wrong := re.match(r"Value (.*) of type '\w+' could not be converted to (\w+)", text):
             return f"{name} must be {_TYPES.get(wrong[2], wrong[2])}, not {wrong[1]}"
+        if wrong := re.match(r"Value (.*) \(\w+\) is not a valid input for <enum", text):
+            return f"{name} must be a word, not {wrong[1]}"
         if wrong := re.match(r"Value (.*) is not a valid bool", text):
             return f"{name} must be true or false, not {wrong[1]}"
         if wrong := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", text):
@@ -312,11 +298,9 @@ def _constructor(error: InstantiationException, overrides: Sequence[str]) -> str
             return f"{what} needs a package that is not installed: {how_to_install(extra)}"
     if text.startswith("Error locating target") and target:
         reason = str(cause) if cause is not None else "no such name"
-        return (
-            f"{name + '.' if name else ''}_target_ '{target[1]}' cannot be imported: {_first_lines(reason)}"
-        )
+        return f"{name + '.' if name else ''}_target_ '{target[1]}' cannot be imported: {first_lines(reason)}"
     if cause is None:
-        return _first_lines(text)
+        return first_lines(text)
     if isinstance(cause, InstantiationException):
         return None  # the next link of the chain says more
     what = name or (target[1] if target else "a constructor")
@@ -325,14 +309,14 @@ def _constructor(error: InstantiationException, overrides: Sequence[str]) -> str
     if isinstance(cause, TypeError) and (at_the_call or isinstance(cause, UnknownSetting)) and target:
         return _signature(what, target[1], str(cause), overrides)
     if isinstance(cause, ValueError):
-        said = _first_lines(str(cause))
+        said = first_lines(str(cause))
         # A constructor that knows the setting's full name has named it already.
         return said if said.startswith(f"{what}.") else f"{what}: {said}"
     # Deeper inside. With settings from the command line they are the likely reason, but in code of the user's own.
     given = [o.lstrip("+") for o in overrides if name and o.lstrip("+").startswith(f"{name}.")]
     if cause is not None and given and not any(o.startswith(f"{name}._target_=") for o in given):
         return (
-            f"{what} cannot be made with {' '.join(given)}: {_first_lines(str(cause)).rstrip('.')} "
+            f"{what} cannot be made with {' '.join(given)}: {first_lines(str(cause)).rstrip('.')} "
             "(HYDRA_FULL_ERROR=1 shows where)"
         )
     return None
@@ -350,7 +334,7 @@ def _signature(what: str, target: str, message: str, overrides: Sequence[str]) -
         near = did_you_mean(unexpected[1], names)
     else:
         near = f", which a configuration file sets (such as the experiment's): leave it out with ~{full_name}"
-    text = _sentence(f"{what} has no '{unexpected[1]}'{near}")
+    text = sentence(f"{what} has no '{unexpected[1]}'{near}")
     return f"{text} {target} takes: {', '.join(names)}"
 
 
@@ -366,7 +350,7 @@ def _yaml(error: yaml.MarkedYAMLError, conf: Path | None) -> str:
 
 def _hydra_value_error(error: ValueError, overrides: Sequence[str], conf: Path | None) -> str:
     if "Config group override must be" not in str(error):
-        return _first_lines(str(error))
+        return first_lines(str(error))
     for override in overrides:
         group, _, value = override.lstrip("+").partition("=")
         if not group:
@@ -375,7 +359,7 @@ def _hydra_value_error(error: ValueError, overrides: Sequence[str], conf: Path |
             options = [file.stem for file in (conf / group).glob("*.yaml")]
             if value not in options:
                 return then(f"there is no {group} '{value}'", "Choices", options)
-    return _first_lines(str(error))
+    return first_lines(str(error))
 
 
 def _raised_by_hydra(error: BaseException) -> bool:
@@ -383,16 +367,3 @@ def _raised_by_hydra(error: BaseException) -> bool:
     modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
     outside = [name for name in modules if name.partition(".")[0] not in sys.stdlib_module_names]
     return bool(outside) and outside[-1].startswith("hydra.")
-
-
-def _first_lines(text: str) -> str:
-    """The message without OmegaConf's and Hydra's trailing lines about their own objects."""
-    dropped = ("full_key:", "object_type=", "reference_type=", "See https:", "Config search path")
-    lines = [line.strip() for line in text.splitlines()]
-    kept = []
-    for line in lines:
-        if line.startswith(dropped):
-            break
-        if line:
-            kept.append(line)
-    return " ".join(kept)

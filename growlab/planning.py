@@ -9,6 +9,7 @@ from typing import Any
 import hydra
 import lightning
 import torch
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -318,12 +319,19 @@ def optimizer_maker(cfg: DictConfig) -> Callable[[Any], torch.optim.Optimizer]:
     It raises:
         UserError: the optimizer does not take its settings, or not the rates of regions.
     """
-    make, adaptation = hydra.utils.instantiate(cfg.optimizer), hydra.utils.instantiate(cfg.lr_adapt)
+    none = (
+        "optimizer makes no function of parameters: choose one with optimizer=NAME, or give it a _target_ and "
+        "_partial_=true."
+    )
+    try:
+        make = hydra.utils.instantiate(cfg.optimizer)
+    except (TypeError, InstantiationException) as error:
+        if isinstance(cfg.optimizer, DictConfig) and cfg.optimizer.get("_partial_") is not True:
+            raise UserError(none) from error
+        raise
     if not callable(make):
-        raise UserError(
-            "optimizer makes no function of parameters: choose one with optimizer=NAME, or give it a _target_ and "
-            "_partial_=true."
-        )
+        raise UserError(none)
+    adaptation = hydra.utils.instantiate(cfg.lr_adapt)
 
     def told(parameters: Any) -> torch.optim.Optimizer:
         try:

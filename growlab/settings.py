@@ -78,8 +78,13 @@ def finite(**given: float | Fraction) -> None:
             raise ValueError(f"{name} must be a finite number, not {value!r}.")
 
 
-def at_least(least: float, **given: float | Fraction | None) -> None:
-    """Refuse arguments below a number; None is none.
+def not_none(**arguments: Any) -> dict[str, Any]:
+    """Arguments that may be None, without those that are."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def at_least(least: float, **given: float | Fraction) -> None:
+    """Refuse arguments below a number.
 
     Raises:
         ValueError: naming the first that is too small, or no finite number.
@@ -89,9 +94,8 @@ def at_least(least: float, **given: float | Fraction | None) -> None:
         Traceback (most recent call last):
         ValueError: batches must be at least 1, not 0.
     """
-    numbers = {name: value for name, value in given.items() if value is not None}
-    finite(**numbers)
-    for name, value in numbers.items():
+    finite(**given)
+    for name, value in given.items():
         if value < least:
             raise ValueError(f"{name} must be at least {least}, not {value}.")
 
@@ -108,8 +112,8 @@ def above(bound: float, **given: float) -> None:
             raise ValueError(f"{name} must be above {bound}, not {value}.")
 
 
-def whole(least: int, **given: int | None) -> None:
-    """Refuse arguments that are no integers, or below one; None is none.
+def whole(least: int, **given: int) -> None:
+    """Refuse arguments that are no integers, or below one.
 
     Raises:
         ValueError: naming the first.
@@ -120,13 +124,30 @@ def whole(least: int, **given: int | None) -> None:
         ValueError: patience must be an integer, not 2.5.
     """
     for name, value in given.items():
-        if value is not None and not _is_number(value, Integral):
+        if not _is_number(value, Integral):
             raise ValueError(f"{name} must be an integer, not {value!r}.")
     at_least(least, **given)
 
 
 def _is_number(value: Any, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)  # type: ignore[arg-type]
+    # Not math.isfinite, which cannot take integers beyond the largest float.
+    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < math.inf  # type: ignore[arg-type]
+
+
+def flag(**given: bool) -> None:
+    """Refuse arguments that are neither True nor False: any text is true to Python.
+
+    Raises:
+        ValueError: naming the first.
+
+    Examples:
+        >>> flag(rotate="false")
+        Traceback (most recent call last):
+        ValueError: rotate must be True or False, not 'false'.
+    """
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, not {value!r}.")
 
 
 def one_of(known: Iterable[str | None], **given: str | None) -> None:

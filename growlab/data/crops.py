@@ -140,7 +140,7 @@ class Views:
                 f"data.resize_size={self.resize_size} must be at least data.image_size, which is {self.image_size}: it "
                 "is the shorter side from whose centre that many pixels are taken."
             )
-        scale = self.crop_scale or (1, 1)
+        scale = (1, 1) if self.crop_scale is None else self.crop_scale
         for key, values, most in (("crop_scale", scale, 1.0), ("crop_ratio", self.crop_ratio, inf)):
             if len(values) != 2 or not 0 < values[0] <= values[1] <= most:
                 raise UserError(

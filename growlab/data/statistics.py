@@ -55,9 +55,9 @@ class Standardisation:
             UserError: the numbers do not fit the images, or single pixels' statistics of a set that is streamed.
         """
         mean, std = ([float(v) for v in values or ()] for values in (self.mean, self.std))
-        if not mean or not std:
+        if self.mean is None or self.std is None:
             own_mean, own_std = channel_statistics(sample_of(train))
-            mean, std = mean or own_mean, std or own_std
+            mean, std = own_mean if self.mean is None else mean, own_std if self.std is None else std
         for key, values in (("mean", mean), ("std", std)):
             if len(values) != channels:
                 raise UserError(

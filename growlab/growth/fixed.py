@@ -3,7 +3,7 @@
 from typing import Literal
 
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, NewWeights
-from growlab.settings import above, one_of
+from growlab.settings import above, finite, one_of
 
 # Exponent of the output layers' fan-in in the variance of their weights.
 _OUTPUT_POWER = {"constructor": 1, "standard": 1, "mup": 2}
@@ -41,6 +41,7 @@ class FixedSize(GrowthMethod):
         super().__init__(gain=gain)
         above(0, width_multiple=width_multiple)
         one_of(_OUTPUT_POWER, initialisation=initialisation)
+        finite(depth_multiple=depth_multiple)
         if not 0 <= depth_multiple <= 1:
             raise ValueError(
                 f"depth_multiple must be a part of the blocks, from 0 to 1, not {depth_multiple}."

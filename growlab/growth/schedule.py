@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from math import floor
 from typing import Literal
 
-from growlab.settings import at_least, finite, one_of, whole
+from growlab.settings import at_least, finite, not_none, one_of, whole
 from growlab.widths import WidthGraph
 
 Number = int | float | Fraction
@@ -130,7 +131,7 @@ def width_fractions(num_stages: int, initial_width: Number, growth_rate: Number 
         raise ValueError(
             f"initial_width must be a part of the full width, above 0 and at most 1, not {initial_width}."
         )
-    at_least(0, width_growth_rate=growth_rate)
+    at_least(0, **not_none(width_growth_rate=growth_rate))
     equal_steps = exact(float(1 / first) ** (1 / max(1, num_stages - 1)))
     factor = equal_steps if growth_rate is None else 1 + exact(growth_rate)
     return [min(Fraction(1), first * factor**stage) for stage in range(num_stages - 1)] + [Fraction(1)]
@@ -224,8 +225,9 @@ def make_schedule(
         ValueError: the schedule is impossible; the message says which setting to change.
     """
     num_stages = _num_stages(num_stages, epochs=epochs, widths=widths, batch_sizes=batch_sizes)
-    whole(1, batch_size=batch_size, max_batch_size=max_batch_size, num_processes=num_processes)
-    whole(1, max_batch_size_per_device=max_batch_size_per_device)
+    whole(1, batch_size=batch_size, num_processes=num_processes)
+    limits = not_none(max_batch_size=max_batch_size, max_batch_size_per_device=max_batch_size_per_device)
+    whole(1, **limits)
     one_of(("last", "first"), batch_size_of=batch_size_of)
     if epochs is None:
         whole(1, total_epochs=total_epochs)
@@ -257,8 +259,10 @@ def _num_stages(otherwise: int, **lists: Sequence[Number] | None) -> int:
     for name, values in lists.items():
         if values is not None and (isinstance(values, str) or not isinstance(values, Sequence)):
             raise ValueError(f"{name} must be a list with a number for each stage, not {values!r}.")
+        if values is not None and not values:
+            raise ValueError(f"{name} must be a list with a number for each stage, not an empty one.")
         for value in values or ():
-            finite(**{name: value})
+            (finite if name == "widths" else partial(whole, 1))(**{name: value})
     lengths = {name: len(values) for name, values in lists.items() if values is not None}
     if len(set(lengths.values())) > 1:
         named = ", ".join(f"{name} has {length}" for name, length in lengths.items())

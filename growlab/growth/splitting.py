@@ -13,7 +13,7 @@ from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrownTensors, WeightRule
 from growlab.growth.splits import Split, directions, lengths, names_of, unit
 from growlab.growth.surrogates import smooth
-from growlab.settings import above, whole
+from growlab.settings import above, not_none, whole
 
 
 class Splitting(DataDriven):
@@ -60,7 +60,7 @@ class Splitting(DataDriven):
         new_weights: WeightRule = "fan_in",
     ) -> None:
         super().__init__(batches, fallback, gain, new_weights)
-        whole(1, iterations=iterations)
+        whole(1, **not_none(iterations=iterations))
         above(0, epsilon=epsilon, softplus_beta=softplus_beta)
         self.iterations, self.epsilon, self.softplus_beta = iterations, epsilon, softplus_beta
 

@@ -13,7 +13,7 @@ from growlab.growth.fans import Fans, Slot, View
 from growlab.growth.measurement import Measurement, Seen
 from growlab.growth.method import Expansion, GrownTensors, WeightRule
 from growlab.growth.moments import bottleneck, moments, usual
-from growlab.settings import above
+from growlab.settings import above, flag
 from growlab.widths import resized
 
 # Singular values of S below this part of the largest count as zero, as in GroMo.
@@ -66,6 +66,7 @@ class Tiny(DataDriven):
         super().__init__(batches, fallback, gain, new_weights)
         if isinstance(amplitudes, str) or not isinstance(amplitudes, Sequence) or not amplitudes:
             raise ValueError(f"amplitudes must be a list of numbers above 0, not {amplitudes!r}.")
+        flag(update_old=update_old)
         for amplitude in amplitudes:
             above(0, amplitudes=amplitude)
         self.update_old, self.amplitudes = update_old, tuple(amplitudes)

@@ -9,7 +9,7 @@ from torch import Tensor
 from growlab.growth.method import Expansion, GrownTensors, NewWeights, WeightRule
 from growlab.growth.pairs import PairGrowth
 from growlab.growth.rescale import rescale
-from growlab.settings import one_of
+from growlab.settings import flag, one_of
 from growlab.widths import Carry, Layer, WidthGraph
 
 
@@ -76,6 +76,8 @@ class VarianceTransfer(PairGrowth):
     ) -> None:
         super().__init__(noise_std, gain)
         one_of(("ratio", "constraint"), rule=rule)
+        flag(output_multiplier=output_multiplier, layer_multipliers=layer_multipliers)
+        flag(rescale_unnormalised=rescale_unnormalised, literal=literal)
         self.rule = rule
         self.literal, self.preserves = literal, not literal
         self.output_multiplier = output_multiplier and not literal

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from growlab.optim.rates import RateRule
 from growlab.optim.regional import Regional
+from growlab.optim.settings import check_settings
+from growlab.settings import above
 
 
 class AvaGrad(Regional):
@@ -52,18 +54,12 @@ class AvaGrad(Regional):
         normaliser: Literal["stage", "region"] = "stage",
         rule: RateRule | None = None,
     ) -> None:
-        if min(lr, weight_decay) < 0 or eps <= 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError("AvaGrad needs lr >= 0, weight_decay >= 0, eps > 0 and betas in [0, 1)")
+        given = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "maximize": maximize}
+        check_settings(given)
+        above(0, eps=eps)
         if normaliser not in ("stage", "region"):
             raise ValueError(f"AvaGrad's normaliser must be stage or region, not {normaliser!r}")
-        defaults = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "normaliser": normaliser,
-        }
+        defaults = {**given, "betas": tuple(betas), "eps": eps, "normaliser": normaliser}
         super().__init__(params, defaults, rule=rule)
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor]) -> None:

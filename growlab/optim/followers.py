@@ -1,6 +1,7 @@
 """Optimizers that follow a network through growth and through loading, and a guard against those that do not."""
 
 import copy
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,6 +18,8 @@ from growlab.optim.regional import Regional
 from growlab.optim.regions import Regions
 from growlab.optim.state import Inheritance, check_following, follow, rescale_state, running_gradients
 from growlab.widths import Carry, WidthGraph
+
+log = logging.getLogger(__name__)
 
 
 class Owner(Protocol):
@@ -88,6 +91,14 @@ class Followers:
             optimizer, {key: now[name] for key, (past, name) in self._past.items() if past() is not None}
         )
         if not any(known is optimizer for known in self.optimizers):
+            own = {id(parameter) for parameter in now.values()}
+            # A loop that announces all optimizers that it has may have those of other networks, such as a GAN's.
+            if not announced and not any(id(parameter) in own for parameter in _parameters(optimizer)):
+                log.warning(
+                    "%s holds no parameter of the network that grows and has nothing to follow: is it the optimizer of "
+                    "another network?",
+                    type(optimizer).__name__,
+                )
             self._known.append(weakref.ref(optimizer))
             if announced:
                 self._announced.add(id(optimizer))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from growlab.optim.rates import RateRule
 from growlab.optim.regional import Regional
+from growlab.optim.settings import check_settings
 
 
 class LARS(Regional):
@@ -55,9 +56,7 @@ class LARS(Regional):
             "eps": eps,
             "maximize": maximize,
         }
-        for name, value in defaults.items():
-            if value < 0:
-                raise ValueError(f"{name} must not be negative, not {value}")
+        check_settings(defaults)
         super().__init__(params, defaults, rule=rule)
 
     def _step_plain(self, group: dict[str, Any]) -> None:

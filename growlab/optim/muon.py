@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw
 
 from growlab.optim.rates import RateRule
 from growlab.optim.regional import Regional
+from growlab.optim.settings import check_settings
 
 
 class Muon(Regional):
@@ -53,6 +54,9 @@ class Muon(Regional):
         rule: RateRule | None = None,
         **options: Any,
     ) -> None:
+        check_settings(
+            {"lr": lr, "weight_decay": weight_decay, "betas": betas, "adam_eps": adam_eps, **options}
+        )
         # torch checks its own arguments, and a list (from a file) serves as well as its tuple.
         if "ns_coefficients" in options:
             options["ns_coefficients"] = tuple(options["ns_coefficients"])

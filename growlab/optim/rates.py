@@ -1,6 +1,7 @@
 """Rate rules: how fast each region of a weight learns (Yuan et al. 2023, Eq. 5, Tables 1 and 9, Appendix D)."""
 
 import warnings
+from numbers import Real
 from typing import Protocol
 
 import torch
@@ -42,9 +43,9 @@ class _Bounded:
     """
 
     def __init__(self, max_factor: float) -> None:
-        if not max_factor >= 1:
+        if isinstance(max_factor, bool) or not isinstance(max_factor, Real) or not max_factor >= 1:
             raise UserError(
-                f"max_factor={max_factor} must be at least 1: it bounds the factors on the base rate."
+                f"max_factor={max_factor!r} must be at least 1: it bounds the factors on the base rate."
             )
         self.max_factor = float(max_factor)
         self._calls, self._warned = 0, False

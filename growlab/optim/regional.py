@@ -1,6 +1,7 @@
 """What the optimizers with a rate per region share: regions, rates, norms that are never stale."""
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from growlab.optim import native
 from growlab.optim.blocks import Pieces, add_squares, aligned, batches, handed_over, layout_key
 from growlab.optim.rates import BaseRate, RateRule
 from growlab.optim.regions import Regions
+from growlab.optim.settings import check_settings
 
 Update = Callable[..., None]
 _SAME = (torch.float32, torch.float64)
@@ -41,6 +43,8 @@ class Regional(torch.optim.Optimizer):
     output_fan_in: bool = False
 
     def __init__(self, *args: Any, rule: RateRule | None = None, **kwargs: Any) -> None:
+        # Before torch compares them.
+        check_settings(dict(zip(signature(super().__init__).parameters, args, strict=False)) | kwargs)
         super().__init__(*args, **kwargs)
         # Fused steps of torch unscale gradients inside the kernel, which a step in parts cannot do.
         self._step_supports_amp_scaling = False
@@ -81,6 +85,16 @@ class Regional(torch.optim.Optimizer):
         self._rule = rule
         # A rule that leaves a lone region at its base rate needs no work on weights that never grew.
         self._spares_one = rule is not None and bool((rule.factors(torch.tensor([2.0])) == 1.0).all())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as torch's optimizers do.
+
+        Raises:
+            ValueError: a setting of the group's own is not what the optimizer computes with.
+        """
+        if isinstance(param_group, dict):
+            check_settings(param_group)
+        super().add_param_group(param_group)
 
     # Regions -------------------------------------------------------------------------------------------
 

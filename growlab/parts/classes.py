@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from growlab.errors import UserError
 from growlab.growth.method import Expansion, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, fold_multipliers, multiply
 from growlab.growth.state import GrowthState
@@ -25,12 +28,21 @@ class Classes(parts.Part):
     Args:
         order: the classes in the order in which they arrive, all of them.
         counts: maps a number of stages to how many classes each has.
+
+    Raises:
+        UserError: the order does not name every class from 0 on once, or the counts are no function.
     """
 
     name = "classes"
 
     def __init__(self, order: Sequence[int], counts: Callable[[int], Sequence[int]]) -> None:
-        self._order, self._counts = list(order), counts
+        classes = list(order) if isinstance(order, Sequence) else []
+        numbers = bool(classes) and all(isinstance(one, Integral) for one in classes)
+        if not numbers or sorted(classes) != [*range(len(classes))]:
+            raise UserError(f"order must name every class from 0 on once, such as [2, 0, 1], not {order!r}.")
+        if not callable(counts):
+            raise UserError(f"counts must be a function of the number of stages, not {counts!r}.")
+        self._order, self._counts = classes, counts
         self._sorted = False
 
     def applies(self, trigger: Trigger) -> bool:
@@ -47,8 +59,25 @@ class Classes(parts.Part):
         return opened or graph
 
     def stage_widths(self, num_stages: int) -> Mapping[str, Sequence[int]]:
-        """Classes of each stage."""
-        return {CLASSES: list(self._counts(num_stages))} if self.groups else {}
+        """Classes of each stage.
+
+        Raises:
+            UserError: the counts are not one for each stage, ascending, of the classes that there are.
+        """
+        if not self.groups:
+            return {}
+        counts, number = list(self._counts(num_stages)), len(self._order)
+        whole = all(isinstance(one, Integral) and 1 <= one <= number for one in counts)
+        if (
+            len(counts) != num_stages
+            or not whole
+            or any(after < before for before, after in pairwise(counts))
+        ):
+            raise UserError(
+                f"counts({num_stages}) must give {num_stages} ascending numbers of classes from 1 to {number}, not "
+                f"{counts}."
+            )
+        return {CLASSES: counts}
 
     def widen(self, run: Run, network: nn.Module, state: GrowthState, widths: Widths) -> Replaced:
         """Open rows."""

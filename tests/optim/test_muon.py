@@ -82,10 +82,10 @@ def test_vectors_take_adamw(shape):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "Learning rate"),
+        ({"lr": -1.0}, "lr must be at least 0"),
         ({"momentum": -0.1}, "momentum"),
         ({"betas": (1.0, 0.9)}, "beta"),
-        ({"adam_eps": -1.0}, "epsilon"),
+        ({"adam_eps": -1.0}, "adam_eps must be at least 0"),
         ({"adjust_lr_fn": "none"}, "is not supported"),
     ],
 )

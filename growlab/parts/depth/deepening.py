@@ -14,6 +14,7 @@ from growlab.optim.exchanging import order_parameters
 from growlab.optim.followers import copy_state
 from growlab.parts.depth.blocks import Blocks
 from growlab.parts.depth.describe import describe
+from growlab.parts.depth.starts import STARTS
 from growlab.parts.part import Part
 from growlab.triggers import Never, Run, Trigger, Widths
 from growlab.widths import WidthGraph
@@ -47,6 +48,8 @@ class Depth(Part):
         if not isinstance(blocks, str | Sequence):
             raise UserError(f"blocks must be auto or a list of names of modules, not {blocks!r}.")
         self._names = None if blocks == "auto" else [blocks] if isinstance(blocks, str) else list(blocks)
+        if start not in tuple(STARTS):
+            raise UserError(f"start must be {' or '.join(STARTS)}, not {start!r}.")
         if state not in ("zero", "copy"):
             raise UserError(f"state must be zero or copy, not {state!r}.")
         self._start, self._state = str(start), str(state)

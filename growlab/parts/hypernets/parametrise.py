@@ -15,6 +15,7 @@ from growlab.errors import UserError
 from growlab.growth.method import generator
 from growlab.parts.hypernets.initialisations import Emission, Initialisation
 from growlab.parts.hypernets.modules import Chunks, Embedding, Emitted, Features, Output, linear_layers
+from growlab.settings import above, at_least, flag, not_none, whole
 
 SHARINGS = ("layer", "size", "network", "chunk")
 EMBEDDINGS = ("fixed", "trained")
@@ -69,10 +70,10 @@ class Hypernet:
         for name, known in (("sharing", SHARINGS), ("embedding", EMBEDDINGS)):
             if getattr(self, name) not in known:
                 raise UserError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}.")
-        numbers = [self.embedding_features, *self.hidden_features, self.chunk_channels or 1]
-        gains = self.gain > 0 and self.output_gain > 0
-        if min(numbers) < 1 or not self.noise >= 0 or not gains:
-            raise UserError("a hypernetwork's sizes and gains must be positive and its noise not negative.")
+        try:
+            self._check_numbers()
+        except ValueError as error:
+            raise UserError(str(error)) from error
         if self.sharing == "network" and self.initialisation == "constant_embedding":
             raise UserError(
                 "constant_embedding gives every layer an embedding of its own: sharing='network' has one."
@@ -82,6 +83,17 @@ class Hypernet:
                 "sharing='chunk' emits no biases and has one hidden layer: give one hidden_features."
             )
         _ = self.variances
+
+    def _check_numbers(self) -> None:
+        hidden = self.hidden_features
+        if isinstance(hidden, str) or not isinstance(hidden, Sequence):
+            raise ValueError(f"hidden_features must be a list of widths, not {hidden!r}.")
+        for features in hidden:
+            whole(1, hidden_features=features)
+        whole(1, embedding_features=self.embedding_features, **not_none(chunk_channels=self.chunk_channels))
+        above(0, gain=self.gain, output_gain=self.output_gain, small_std=self.small_std)
+        at_least(0, noise=self.noise)
+        flag(biases=self.biases, emit_last=self.emit_last)
 
     @property
     def variances(self) -> Initialisation:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from growlab.settings import one_of
+from growlab.settings import finite, flag, one_of
 
 Columns = Literal["orthogonal", "zero", "copy", "random", "small"]
 Correction = Literal["bias", "batch", "none"]
@@ -85,5 +85,7 @@ class Choices:
         one_of(COLUMNS, columns=self.columns)
         one_of(CORRECTIONS, correction=self.correction)
         one_of(DIRECTIONS, direction=self.direction)
+        flag(least_squares=self.least_squares, rotate=self.rotate)
+        finite(bias=self.bias)
         if not -1 < self.bias < 1:
             raise ValueError(f"bias must lie between -1 and 1 (b*^2 < o), not {self.bias}.")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from growlab.settings import at_least, whole
+from growlab.settings import at_least, flag, not_none, whole
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,14 @@ class Boundaries:
     last: int | None = None
 
     def __post_init__(self) -> None:
-        whole(1, every_n_epochs=self.every_n_epochs, every_n_steps=self.every_n_steps, first=self.first)
+        whole(1, every_n_epochs=self.every_n_epochs)
+        whole(1, **not_none(every_n_steps=self.every_n_steps, first=self.first))
+        whole(0, **not_none(last=self.last))
+        of_first = self.every_n_epochs if self.every_n_steps is None else self.every_n_steps
+        if self.last is not None and self.last < (earliest := self.first or of_first):
+            raise ValueError(
+                f"last={self.last} lies before the first look at the layers, at {earliest}: none follows."
+            )
 
     def before(self, epoch: int, step: int) -> int | None:
         """Number of the boundary that lies before a batch, ascending over a run; None if there is none.
@@ -73,14 +80,11 @@ class Widths:
     max_width: int | None = None
 
     def __post_init__(self) -> None:
-        whole(
-            1,
-            target_width=self.target_width,
-            neurons_per_event=self.neurons_per_event,
-            min_width=self.min_width,
-            max_width=self.max_width,
-        )
-        at_least(0, scaffold=self.scaffold, threshold=self.threshold)
+        limits = {"neurons_per_event": self.neurons_per_event, "max_width": self.max_width}
+        whole(1, min_width=self.min_width, **not_none(target_width=self.target_width, **limits))
+        whole(0, scaffold=self.scaffold)
+        at_least(0, threshold=self.threshold)
+        flag(relative=self.relative)
         if self.max_width is not None and self.max_width < self.min_width:
             raise ValueError(f"max_width={self.max_width} is below min_width={self.min_width}.")
 

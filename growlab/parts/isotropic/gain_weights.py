@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from growlab.errors import UserError
 from growlab.parts.part import Part
+from growlab.settings import at_least
 from growlab.triggers import Run, Trigger
 from growlab.widths import WidthGraph
 
@@ -33,8 +34,10 @@ class GainWeights(Part):
     def __init__(self, mode: Literal["constant", "decayed"] = "decayed", decay: float = 0.1) -> None:
         if mode not in MODES:
             raise UserError(f"mode must be {' or '.join(MODES)}, not {mode!r}.")
-        if not decay >= 0:
-            raise UserError(f"decay must not be negative, not {decay}.")
+        try:
+            at_least(0, decay=decay)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         self._mode, self._decay = str(mode), decay
         self._held: list[tuple[nn.Module, Tensor]] = []
 

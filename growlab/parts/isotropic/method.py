@@ -21,7 +21,7 @@ from growlab.parts.isotropic.spectrum import (
     gain_columns,
     producers,
 )
-from growlab.settings import one_of, sorted_into
+from growlab.settings import at_least, not_none, one_of, sorted_into
 from growlab.widths import Carry, WidthGraph
 
 MODES = ("scaffold", "scheduled")
@@ -68,6 +68,7 @@ class Isotropic(GrowthMethod, WidthDecision):
         super().__init__()
         self.boundaries, self.widths, self.choices = sorted_into(self.SETTINGS, settings, "Isotropic")
         one_of(MODES, mode=mode)
+        at_least(0, **not_none(max_pruning_error=max_pruning_error))
         if (self.widths.target_width is None) == (mode == "scheduled"):
             raise ValueError("target_width goes with mode='scheduled', and only with it.")
         self.max_pruning_error = max_pruning_error

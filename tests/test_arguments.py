@@ -1,0 +1,159 @@
+"""Arguments from Python that are none: one sentence that names them, when the object is made."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from growlab import growth, optim, parts, settings, triggers
+from growlab.errors import UserError
+from growlab.grower import Grower
+from tests.parts_here import needs
+
+OPTIMIZERS = [optim.SGD, optim.Adam, optim.AdamW, optim.AvaGrad, optim.LARS, optim.Muon]
+
+
+def made(optimizer: type[torch.optim.Optimizer], **arguments: Any) -> torch.optim.Optimizer:
+    return optimizer(nn.Linear(3, 2).parameters(), **{"lr": 0.1, **arguments})
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+@pytest.mark.parametrize("value", [None, "x", True, [], float("nan"), float("inf"), -1.0], ids=repr)
+def test_optimizers_refuse_what_is_no_number(optimizer: type, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be ") as told:
+        made(optimizer, **{name: value})
+    assert repr(value) in str(told.value)
+    # By position too.
+    if name == "lr":
+        with pytest.raises(ValueError, match=r"^lr must be "):
+            optimizer(nn.Linear(3, 2).parameters(), value)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.__name__)
+def test_optimizers_take_rates_that_are_tensors_and_zero(optimizer: type) -> None:
+    assert made(optimizer, lr=0).param_groups[0]["lr"] == 0
+    if optimizer in (optim.SGD, optim.Adam, optim.AdamW):
+        assert made(optimizer, lr=torch.tensor(0.5)).param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("optimizer", [optim.Adam, optim.AdamW, optim.AvaGrad, optim.Muon])
+@pytest.mark.parametrize("betas", [None, 0.9, "x", (), (0.9,), (0.9, 0.99, 0.999), (0.9, 1.0), ("a", "b")])
+def test_betas_are_two_numbers(optimizer: type, betas: Any) -> None:
+    with pytest.raises(ValueError, match="betas must be two numbers, each from 0 to below 1, not "):
+        made(optimizer, betas=betas)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.__name__)
+def test_a_group_of_its_own_is_checked_alike(optimizer: type) -> None:
+    with pytest.raises(ValueError, match="lr must be a finite number, not nan"):
+        optimizer([{"params": nn.Linear(3, 2).parameters(), "lr": float("nan")}], lr=0.1)
+    whole = made(optimizer)
+    with pytest.raises(ValueError, match="weight_decay must be at least 0, not -1"):
+        whole.add_param_group({"params": nn.Linear(3, 2).parameters(), "weight_decay": -1})
+    assert len(whole.param_groups) == 1
+    for nothing in ([], ["weight"], [None]):
+        with pytest.raises((ValueError, TypeError), match=r"empty parameter list|can only optimize Tensors"):
+            optimizer(nothing, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: made(optim.SGD, momentum="0.9"), "momentum must be a finite number, not '0.9'"),
+        (lambda: made(optim.SGD, nesterov="no"), "nesterov must be True or False, not 'no'"),
+        (lambda: made(optim.AvaGrad, maximize="false"), "maximize must be True or False, not 'false'"),
+        (lambda: made(optim.AvaGrad, eps=0), "eps must be above 0, not 0"),
+        (lambda: optim.NormRatio("x"), "max_factor='x' must be at least 1"),
+        (lambda: optim.MaxOne(None), "max_factor=None must be at least 1"),
+        (lambda: growth.PairGrowth(noise_std=None), "noise_std must be a finite number, not None"),
+        (lambda: growth.GradMax(batches=None), "batches must be an integer, not None"),
+        (lambda: growth.FireFly(steps=None), "steps must be an integer, not None"),
+        (lambda: growth.Tiny(update_old="no"), "update_old must be True or False, not 'no'"),
+        (lambda: growth.FixedSize(depth_multiple="x"), "depth_multiple must be a finite number, not 'x'"),
+        (lambda: growth.VarianceTransfer(literal="no"), "literal must be True or False, not 'no'"),
+        (lambda: growth.make_schedule(None, 32), "total_epochs must be an integer, not None"),
+        (lambda: growth.make_schedule(9, None), "batch_size must be an integer, not None"),
+        (lambda: growth.make_schedule(9, 32, num_stages=None), "num_stages must be an integer, not None"),
+        (lambda: growth.make_schedule(9, 32, batch_growth_rate=None), "batch_growth_rate must be a finite number"),
+        (lambda: growth.make_schedule(9, 32, num_processes=None), "num_processes must be an integer, not None"),
+        (lambda: growth.make_schedule(9, 32, epochs=[1.5, 2]), "epochs must be an integer, not 1.5"),
+        (lambda: growth.make_schedule(9, 32, batch_sizes=[0, 2]), "batch_sizes must be at least 1, not 0"),
+        (lambda: triggers.Plateau(patience=None), "patience must be an integer, not None"),
+        (lambda: triggers.Plateau(min_delta=None), "min_delta must be a finite number, not None"),
+        (lambda: settings.whole(1, seed="x" * 3), "seed must be an integer, not 'xxx'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_argument_is_told(make: Callable[[], Any], told: str) -> None:
+    with pytest.raises((ValueError, UserError)) as raised:
+        make()
+    assert str(raised.value).startswith(told)
+
+
+@needs()
+@pytest.mark.parametrize(
+    ("part", "arguments", "told"),
+    [
+        ("Classes", {"order": 5, "counts": len}, "order must name every class from 0 on once"),
+        ("Classes", {"order": [0, 2], "counts": len}, "order must name every class from 0 on once"),
+        (
+            "Classes",
+            {"order": [0, 1], "counts": 3},
+            "counts must be a function of the number of stages, not 3",
+        ),
+        ("GainWeights", {"decay": "x"}, "decay must be a finite number, not 'x'"),
+        ("GainWeights", {"decay": float("inf")}, "decay must be a finite number, not inf"),
+        ("Depth", {"start": "x"}, "start must be zero or identity or stack or gstack, not 'x'"),
+        ("Hyperfan", {"output_multiplier": "x"}, "output_multiplier must be True or False, not 'x'"),
+        ("Hyperfan", {"embedding_features": 1.5}, "embedding_features must be an integer, not 1.5"),
+        ("Hyperfan", {"chunk_channels": 0}, "chunk_channels must be at least 1, not 0"),
+        ("Isotropic", {"max_pruning_error": "x"}, "max_pruning_error must be a finite number, not 'x'"),
+        ("Isotropic", {"max_pruning_error": -1}, "max_pruning_error must be at least 0, not -1"),
+        ("Isotropic", {"last": "x"}, "last must be an integer, not 'x'"),
+        ("Isotropic", {"first": 5, "last": 4}, "last=4 lies before the first look at the layers, at 5"),
+        ("Isotropic", {"scaffold": 1.5}, "scaffold must be an integer, not 1.5"),
+        ("Isotropic", {"min_width": None}, "min_width must be an integer, not None"),
+        ("Isotropic", {"every_n_epochs": None}, "every_n_epochs must be an integer, not None"),
+        ("Isotropic", {"relative": "no"}, "relative must be True or False, not 'no'"),
+        ("Isotropic", {"bias": "x"}, "bias must be a finite number, not 'x'"),
+        ("Isotropic", {"rotate": 2}, "rotate must be True or False, not 2"),
+    ],
+)
+def test_what_is_no_argument_of_a_part_is_told(part: str, arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises((ValueError, UserError)) as raised:
+        getattr(parts, part)(**arguments)
+    assert str(raised.value).startswith(told)
+
+
+@needs("classes")
+@pytest.mark.parametrize("counts", [[1], [2, 1], [1, 4], [0, 3], [1.5, 3]], ids=str)
+def test_counts_of_classes_that_no_stages_have_are_told(counts: list[Any]) -> None:
+    part = parts.Classes([2, 0, 1], lambda number: counts)
+    part.groups = ("classes",)
+    with pytest.raises(UserError, match=r"counts\(2\) must give 2 ascending numbers of classes from 1 to 3"):
+        part.stage_widths(2)
+
+
+def test_integers_beyond_the_largest_float_are_numbers() -> None:
+    settings.finite(size=10**400)
+    with pytest.raises(ValueError, match="size must be an integer"):
+        settings.whole(1, size=float("inf"))
+
+
+def test_an_optimizer_of_another_network_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    other = nn.Linear(3, 2)
+    before, foreign = optim.SGD(network.parameters(), lr=0.1), optim.SGD(other.parameters(), lr=0.1)
+    grower = Grower(network, torch.randn(4, 6), method=growth.PairGrowth(), trigger={0: 0.5, 1: 1.0})
+    with caplog.at_level(logging.WARNING):
+        # One that holds some of the network's parameters, and one that was made before it became a seed.
+        grower.follow(optim.SGD([*network[0].parameters(), *other.parameters()], lr=0.1), before)
+        # Lightning hands over all optimizers that there are.
+        grower.follow(foreign, announced=True)
+        assert "holds no parameter" not in caplog.text
+        grower.follow(optim.SGD(other.parameters(), lr=0.1))
+    assert "SGD holds no parameter of the network that grows and has nothing to follow" in caplog.text
