@@ -57,7 +57,10 @@ def objective(cfg: DictConfig, run_dir: Path) -> float | tuple[float, float] | N
         return None
     results = json.loads(path.read_text())
     metric = results.get("metric") or {"name": "accuracy", "higher_is_better": True}
-    value = float(results[f"val_{metric['name']}"])
+    held_out = results.get(f"val_{metric['name']}")
+    if held_out is None:
+        return None
+    value = float(held_out)
     value = value if metric["higher_is_better"] else -value
     return (value, float(results["train_cost_percent"])) if len(_directions()) == 2 else value
 

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 
 import growlab.__main__ as command_line
@@ -221,7 +222,7 @@ GROUPS = "Groups: experiment, growth, part, schedule. Values: needed, refers, se
         ),
         ("+seed=1", "seed exists already: leave out the + before it."),
         ("+growth=ours", "growth is chosen already: leave out the + before it."),
-        ("~nothing", "nothing to delete: 'nothing' does not exist."),
+        ("~nothing", "nothing to delete: 'nothing' is null or does not exist."),
         (
             "~growth",
             "~growth takes away what a run needs: choose with growth=NAME. Choices: none, net2net, ours, pairs.",
@@ -681,3 +682,20 @@ def test_a_full_disk_is_told_and_a_missing_file_is_not() -> None:
         == "cannot use /data/x: No space left on device."
     )
     assert explain(FileNotFoundError(2, "No such file", "/data/x")) is None
+
+
+def test_what_does_not_fit_into_memory_and_where_torch_was_are_one_sentence() -> None:
+    assert explain(MemoryError("Unable to allocate 9 TiB")) == (
+        "there is not enough memory: Unable to allocate 9 TiB."
+    )
+    try:
+        try:
+            raise RuntimeError(
+                "it overflows Exception raised from unpack at numbers.h:75 frame #0: c10::Error"
+            )
+        except RuntimeError as reason:
+            raise InstantiationException("Error in call to target 'a.b':\nfull_key: model") from reason
+    except InstantiationException as error:
+        assert explain(error, ["model.width=9"]) == (
+            "model cannot be made with model.width=9: it overflows (HYDRA_FULL_ERROR=1 shows where)."
+        )

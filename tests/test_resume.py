@@ -10,6 +10,7 @@ import torch
 
 from growlab.errors import UserError
 from growlab.resuming import resume_override
+from growlab.training.checkpoints import read_header
 from tests.command_line import CommandLine
 from tests.runs import MLP, SMALL, Left, table
 
@@ -208,3 +209,26 @@ def test_what_is_no_checkpoint_is_told(
     outcome = cli(*MLP, f"ckpt_path={path}", cwd=tmp_path)
     assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1), outcome.err
     assert f"ckpt_path={path} {told}" in outcome.err
+
+
+@pytest.mark.parametrize(
+    "without",
+    ["state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks", "pytorch-lightning_version"],
+)
+@pytest.mark.parametrize("emptied", [False, True])
+def test_a_checkpoint_that_lacks_what_a_run_goes_on_from_is_told(
+    checkpoint: Path, tmp_path: Path, without: str, emptied: bool
+) -> None:
+    content = torch.load(checkpoint, weights_only=True)
+    if emptied:
+        content[without] = [] if isinstance(content[without], list) else {}
+    else:
+        del content[without]
+    torch.save(content, tmp_path / "given.ckpt")
+    if without == "state_dict" and emptied:
+        # A network is compared with it, name by name.
+        assert read_header(tmp_path / "given.ckpt")
+        return
+    with pytest.raises(UserError, match=f"is a checkpoint without {without}, which a run needs to go on"):
+        read_header(tmp_path / "given.ckpt")
+    assert read_header(checkpoint)

@@ -144,3 +144,7 @@ def test_a_search_selects_by_what_each_kind_of_data_holds_out(
         return
     check_selection(cfg)
     assert objective(cfg, tmp_path) == metric[1] * values[f"val_{metric[0]}"]
+    # A data set whose `validation` was taken away holds nothing out.
+    results = json.loads((tmp_path / "results.json").read_text())
+    write_json(tmp_path / "results.json", results | {f"val_{metric[0]}": None})
+    assert objective(cfg, tmp_path) is None

@@ -12,6 +12,8 @@ from growlab.settings import at_least, finite, not_none, one_of, whole
 from growlab.widths import WidthGraph
 
 Number = int | float | Fraction
+# Runs keep a number or more for every epoch.
+MOST_EPOCHS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,10 @@ def _check(schedule: Schedule, num_processes: int) -> None:
     fractions = schedule.width_fractions
     if min(*schedule.epochs, *schedule.batch_sizes) < 1:
         raise ValueError("every stage needs at least one epoch and a batch size of at least 1.")
+    if schedule.total_epochs > MOST_EPOCHS:
+        raise ValueError(
+            f"a run of {schedule.total_epochs:,} epochs is longer than {MOST_EPOCHS:,}: lower total_epochs."
+        )
     uneven = sorted({size for size in schedule.batch_sizes if size % num_processes})
     if uneven:
         raise ValueError(

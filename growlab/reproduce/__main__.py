@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from growlab.command_parser import CommandParser
+from growlab.command_parser import CommandParser, amount, count
 from growlab.errors import UserError
 from growlab.files import write_text
 from growlab.reproduce.paces import Forecast, forecast
@@ -64,11 +64,11 @@ def _parser() -> CommandParser:
         "--list", action="store_true", help="say of each entry how many rows there are, and stop"
     )
     parser.add_argument(
-        "--minutes", type=_minutes, default=60.0, help="end after so many, measuring included (60)"
+        "--minutes", type=amount, default=60.0, help="end after so many, measuring included (60)"
     )
     parser.add_argument(
         "--at-once",
-        type=_number,
+        type=count,
         metavar="N",
         help="train so many runs at the same time (several small ones on a GPU, one on a CPU)",
     )
@@ -83,22 +83,6 @@ def _parser() -> CommandParser:
     parser.add_argument("--page", type=Path, metavar="DIR", help="make the docs' page from the rows in DIR")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="of --page")
     return parser
-
-
-def _minutes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number of minutes above 0")
-    return value
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of runs above 0")
-    return int(text)
 
 
 def _seeds(text: str) -> list[int]:
@@ -117,6 +101,10 @@ def _run(arguments: argparse.Namespace, end: float, signals: EndingSignals) -> N
             "-o goes with --page; tables and figures of NAME go beside the runs, where --runs says."
         )
     if arguments.page is not None:
+        if arguments.name is not None or arguments.list or arguments.dry_run:
+            raise UserError(
+                "--page makes a page of rows that are there: leave NAME, --list and --dry-run out."
+            )
         from growlab.reproduce.page import page
 
         text = page(known, arguments.page)

@@ -81,7 +81,7 @@ def load(
     sys.path.insert(0, "")
     try:
         made = _made(getattr(importlib.import_module(module), factory_name), input_shape, num_classes)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Where the user's own code has ended, so that the sentence is of use.
         file = getattr(sys.modules.get(module), "__file__", None)
         lines = [

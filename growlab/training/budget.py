@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, count
-from math import inf
 from typing import Any
 
 from growlab.data import ImageData
 from growlab.errors import UserError
 from growlab.growth import GrowthMethod, Schedule, WidthDecision
+from growlab.growth.schedule import MOST_EPOCHS
 from growlab.triggers import Demand
 
 # Of sums of decimal fractions.
@@ -28,9 +28,10 @@ def check_budget(settings: Mapping[str, Any], method: GrowthMethod, demand: Dema
     budget = settings["budget"]
     if budget is None:
         return
-    if not 0 < budget < inf:
+    if not 0 < budget <= MOST_EPOCHS:
         raise UserError(
-            f"schedule.budget={budget} must be a number of epochs of the fixed-size network above 0."
+            f"schedule.budget={budget} must be a number of epochs of the fixed-size network above 0 and at most "
+            f"{MOST_EPOCHS:,}."
         )
     if settings["epochs"] is not None:
         raise UserError(

@@ -18,6 +18,12 @@ from growlab.files import CHECKPOINT_FOLDER, write_atomically
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 # Where growlab keeps its own part of a checkpoint.
 HEADER = "growlab"
+# What else a run goes on from, which some tools leave out.
+_WHOLE = {
+    **dict.fromkeys(("state_dict", "loops", "callbacks"), Mapping),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
+    "pytorch-lightning_version": str,
+}
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -133,6 +139,17 @@ def read_header(path: Path) -> dict[str, Any]:
         raise UserError(
             f"ckpt_path={path} is not a checkpoint of a growlab run; give a run's {CHECKPOINT_FOLDER}/{LAST} or "
             "ckpt_path=last."
+        )
+    lacking = [name for name, kind in _WHOLE.items() if not isinstance(checkpoint.get(name), kind)]
+    lacking += [
+        name
+        for name in ("loops", "callbacks", "optimizer_states", "lr_schedulers")
+        if not checkpoint.get(name)
+    ]
+    if lacking:
+        raise UserError(
+            f"ckpt_path={path} is a checkpoint without {' and '.join(dict.fromkeys(lacking))}, which a run needs to go "
+            "on: give one as a run has written it."
         )
     return header
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from growlab.command_parser import CommandParser, sizes
+from growlab.command_parser import CommandParser, amount, count, sizes
 from growlab.errors import UserError
 from growlab.survey import METHODS, USUAL, Report, examine, expand, matrix
 from growlab.terminal import wrapped
@@ -122,21 +122,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="examine every model apart and write FILE.md and FILE.json; goes on where they end",
     )
     parser.add_argument(
-        "--time-limit", type=float, default=60.0, metavar="SEC", help="CPU seconds for each model of a matrix"
+        "--time-limit", type=amount, metavar="SEC", help="CPU seconds for each model of a matrix (60)"
     )
-    parser.add_argument("--memory-limit", type=float, metavar="GB", help="for each model of a matrix")
-    parser.add_argument("--jobs", type=int, default=1, help="processes of a matrix")
+    parser.add_argument("--memory-limit", type=amount, metavar="GB", help="for each model of a matrix")
+    parser.add_argument("--jobs", type=count, metavar="N", help="processes of a matrix (1)")
     try:
         args = parser.parse_args(arguments)
         methods = args.methods.split(",")
         if unknown := set(methods) - set(METHODS):
             raise UserError(f"no growth method {', '.join(unknown)}; there are {', '.join(METHODS)}.")
         if args.matrix is not None:
-            names = expand(args.models)
-            matrix(
-                names, args.matrix, methods, args.input_shape, args.time_limit, args.memory_limit, args.jobs
-            )
-            return 0
+            return _matrix(args, methods)
+        if given := [f"--{name}-limit" for name in ("time", "memory") if vars(args)[f"{name}_limit"]]:
+            raise UserError(f"{given[0]} is for the models of a --matrix FILE: leave it out.")
+        if args.jobs is not None:
+            raise UserError("--jobs is for the models of a --matrix FILE: leave it out.")
         reports = []
         for name in args.models:
             if sys.stderr.isatty():
@@ -149,6 +149,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for report in reports:
         print(json.dumps(asdict(report)) if args.json else wrapped(describe(report)))
     return 1 if any(report.error is not None for report in reports) else 0
+
+
+def _matrix(args: argparse.Namespace, methods: Sequence[str]) -> int:
+    if args.json or args.keep_full:
+        raise UserError(
+            "--matrix examines every model alike and writes both of its files: leave --json and --keep-full out."
+        )
+    limits = (args.time_limit or 60.0, args.memory_limit, args.jobs or 1)
+    matrix(expand(args.models), args.matrix, methods, args.input_shape, *limits)
+    return 0
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ def test_explicit_lists():
         ({"widths": [0.5, 0.75]}, "end with 1"),
         ({"widths": [0.75, 0.5, 1]}, "must not decrease"),
         ({"widths": [0, 1]}, "above 0"),
-        ({"epochs": [0, 1]}, "at least one epoch"),
+        ({"epochs": [0, 1]}, "epochs must be at least 1, not 0"),
         ({"total_epochs": 10.5}, "^total_epochs must be an integer, not 10.5"),
         ({"batch_size": "x"}, "^batch_size must be an integer, not 'x'"),
         ({"initial_fraction": "x"}, "^initial_fraction must be a finite number, not 'x'"),

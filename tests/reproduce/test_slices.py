@@ -288,9 +288,9 @@ def test_missing_data_and_wrong_words_are_told_in_a_sentence(
             f"cifar100 is not in {tmp_path}: name the folder above it with --data",
         ),
         (["tabel3"], "there is nothing to reproduce that is called tabel3; did you mean table3?"),
-        (["table3", "--minutes", "0"], "0 is no number of minutes above 0"),
+        (["table3", "--minutes", "0"], "argument --minutes: '0' is no number above 0"),
         (["table3", "--minutes", "soon"], "--minutes"),
-        (["table3", "--at-once", "0"], "0 is no number of runs above 0"),
+        (["table3", "--at-once", "0"], "argument --at-once: '0' is no number above 0"),
         (["table3", "--seeds", "a"], "a is no list of seeds, numbers from 0 to 4294967295, such as 0,1"),
         (["table3", "--seeds", "-1"], "-1 is no list of seeds, numbers from 0 to 4294967295, such as 0,1"),
         (
@@ -304,6 +304,7 @@ def test_missing_data_and_wrong_words_are_told_in_a_sentence(
             "cannot take runs: Not a directory; name another folder",
         ),
         (["table3", "-o", "table.md"], "-o goes with --page"),
+        (["table3", "--page", str(tmp_path)], "leave NAME, --list and --dry-run out"),
     ):
         assert main(words) == 2
         error = capsys.readouterr().err

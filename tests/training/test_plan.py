@@ -205,6 +205,7 @@ def test_at_one_budget_all_cost_the_same(growth, changes: dict, depth: str | Non
     ("changes", "growth", "demand", "message"),
     [
         ({"budget": 0}, PairGrowth(), None, "must be a number of epochs"),
+        ({"budget": 1e20}, PairGrowth(), None, "above 0 and at most 1,000,000"),
         ({"epochs": [1, 2]}, PairGrowth(), None, "schedule.epochs says it"),
         ({"equal_flops": True}, FixedSize(), None, "both say what the fixed-size run costs"),
         ({}, PairGrowth(), Plateau(), "decides that while it trains"),

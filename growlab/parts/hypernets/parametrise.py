@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from growlab.errors import UserError
+from growlab.errors import UserError, as_user_errors
 from growlab.growth.method import generator
 from growlab.parts.hypernets.initialisations import Emission, Initialisation
 from growlab.parts.hypernets.modules import Chunks, Embedding, Emitted, Features, Output, linear_layers
@@ -70,10 +70,8 @@ class Hypernet:
         for name, known in (("sharing", SHARINGS), ("embedding", EMBEDDINGS)):
             if getattr(self, name) not in known:
                 raise UserError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}.")
-        try:
+        with as_user_errors():
             self._check_numbers()
-        except ValueError as error:
-            raise UserError(str(error)) from error
         if self.sharing == "network" and self.initialisation == "constant_embedding":
             raise UserError(
                 "constant_embedding gives every layer an embedding of its own: sharing='network' has one."

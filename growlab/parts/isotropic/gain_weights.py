@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from growlab.errors import UserError
+from growlab.errors import UserError, as_user_errors
 from growlab.parts.part import Part
 from growlab.settings import at_least
 from growlab.triggers import Run, Trigger
@@ -34,10 +34,8 @@ class GainWeights(Part):
     def __init__(self, mode: Literal["constant", "decayed"] = "decayed", decay: float = 0.1) -> None:
         if mode not in MODES:
             raise UserError(f"mode must be {' or '.join(MODES)}, not {mode!r}.")
-        try:
+        with as_user_errors():
             at_least(0, decay=decay)
-        except ValueError as error:
-            raise UserError(str(error)) from error
         self._mode, self._decay = str(mode), decay
         self._held: list[tuple[nn.Module, Tensor]] = []
 

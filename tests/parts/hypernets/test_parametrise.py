@@ -170,8 +170,8 @@ def test_a_compiled_network_computes_the_same() -> None:
     [
         ({"sharing": "block"}, "sharing must be one of"),
         ({"embedding": "learned"}, "embedding must be one of"),
-        ({"embedding_features": 0}, "must be positive"),
-        ({"noise": -1.0}, "must be positive"),
+        ({"embedding_features": 0}, "embedding_features must be at least 1, not 0"),
+        ({"noise": -1.0}, "noise must be at least 0, not -1"),
         ({"sharing": "chunk", "biases": True}, "emits no biases"),
         ({"sharing": "chunk", "hidden_features": (3, 3)}, "one hidden layer"),
         ({"sharing": "network", "initialisation": "constant_embedding"}, "sharing='network' has one"),
