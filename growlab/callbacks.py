@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 
 from growlab.errors import UserError
 from growlab.training import Task
@@ -82,6 +82,10 @@ def user_callbacks(cfg: DictConfig, validates: bool) -> list[Callback]:
     """
     named = {f"callbacks.{name}": settings for name, settings in (cfg.get("callbacks") or {}).items()}
     listed = cfg.trainer.get("callbacks") or []
+    if not isinstance(listed, ListConfig | list):
+        raise UserError(
+            f"trainer.callbacks={listed} must be a list; callbacks.NAME._target_=MODULE.CLASS adds one."
+        )
     named |= {f"trainer.callbacks[{place}]": settings for place, settings in enumerate(listed)}
     made = [_made(name, settings) for name, settings in named.items() if settings is not None]
     for callback in made:

@@ -42,6 +42,13 @@ def check_choices(overrides: Sequence[str], conf: Path, more: str | None = None)
         name = override.key_or_group
         if override.is_delete():
             _check_deletion(name, conf)
+        elif (
+            (conf / name).is_dir()
+            and name
+            and isinstance(override.value(), list | Mapping)
+            and "/" not in name
+        ):
+            raise UserError(f"{name}={override.get_value_element_as_str()} is no choice: write {name}=NAME.")
         elif name == _OPTIONAL:
             _check_parts(_words(override.value()), folders)
 

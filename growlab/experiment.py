@@ -30,7 +30,7 @@ from growlab.errors import Stopped, UserError
 from growlab.files import remove_unfinished, write_json, write_text
 from growlab.next_commands import next_commands
 from growlab.outcome import results_row
-from growlab.overruled import check_overruled
+from growlab.overruled import check_overruled, unused
 from growlab.pairing import make_data, make_objective
 from growlab.planning import Planned, check_settings, learning_rate, optimizer_maker, plan_run
 from growlab.processes import (
@@ -351,4 +351,7 @@ def _check(cfg: DictConfig) -> None:
     check_settings(cfg)
     hydra = HydraConfig.get()
     check_overruled(cfg, hydra.overrides.task, is_sweep=hydra.mode == RunMode.MULTIRUN)
+    if is_first():
+        for override in unused(cfg, hydra.overrides.task):
+            print(f"warning: nothing uses {override}, which the + adds to the configuration", file=sys.stderr)
     check_part(cfg.norm_anneal)

@@ -1,6 +1,8 @@
 """Settings of the command line that others put out of force: the run would not be what was asked for."""
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -27,7 +29,10 @@ _NEEDS = {
     "schedule.learning_rate.decay_shape": (_SHAPE, "wsd"),
     "data.validation_fraction": ("data.validation", "split"),
     "data.split_seed": ("data.validation", "split"),
+    "schedule.max_memory_gib_per_device": ("schedule.batch_size", "auto"),
 }
+# Of these, those that a value of null does not use either.
+_NEED_ONE = {"schedule.max_memory_gib_per_device"}
 
 
 def check_overruled(cfg: DictConfig, overrides: Sequence[str], is_sweep: bool = False) -> None:
@@ -62,12 +67,38 @@ def check_overruled(cfg: DictConfig, overrides: Sequence[str], is_sweep: bool = 
         _check_parts(cfg, typed)
 
 
+def unused(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
+    """Values that `+` has added at the top of the configuration and that nothing there refers to.
+
+    Args:
+        cfg: composed.
+        overrides: of the command line.
+
+    Returns:
+        The overrides; they may be labels, or misspelt.
+    """
+    known = (
+        {field.name for field in fields(OmegaConf.get_type(cfg))}
+        if is_dataclass(OmegaConf.get_type(cfg))
+        else set()
+    )
+    written = f"{OmegaConf.to_yaml(cfg)} {' '.join(overrides)}"
+    added = []
+    for override in overrides:
+        name = override.lstrip("+").partition("=")[0].partition(".")[0]
+        if not override.startswith("+") or name in known or "/" in name or "@" in name:
+            continue
+        if name in cfg and not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", written):
+            added.append(override)
+    return added
+
+
 def _check_needs(cfg: DictConfig, typed: Mapping[str, str]) -> None:
     for name, (other, needed) in _NEEDS.items():
         value = OmegaConf.select(cfg, other)
-        if name in typed and value not in (None, needed):
+        if name in typed and value != needed and (value is not None or name in _NEED_ONE):
             raise UserError(
-                f"{name}={typed[name]} has no effect with {other}={value}: it is of {other}={needed}."
+                f"{name}={typed[name]} has no effect with {other}={_text(value)}: it is of {other}={needed}."
             )
 
 
@@ -98,4 +129,4 @@ def _agree(name: str, given: Any, value: Any) -> bool:
 
 def _text(value: Any) -> str:
     listed = OmegaConf.to_container(value) if isinstance(value, ListConfig) else value
-    return str(listed).replace(" ", "")
+    return "null" if value is None else str(listed).replace(" ", "")

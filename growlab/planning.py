@@ -49,6 +49,9 @@ _MANY_EPOCHS = 10**6
 _OTHERS = ("learning_rate", "demand", "batch_size", "max_memory_gib_per_device")
 # What numpy's generators take.
 _MAX_SEED = 2**32 - 1
+_MOST_THREADS = 1024
+# Options of optimizers for other loops than Lightning's.
+_NOT_IN_RUNS = {"differentiable": "loops that differentiate through steps", "capturable": "CUDA graphs"}
 
 
 @dataclass(frozen=True)
@@ -174,8 +177,10 @@ def check_settings(cfg: DictConfig) -> None:
 def _check_ranges(cfg: DictConfig) -> None:
     if not 0 <= cfg.seed <= _MAX_SEED:
         raise UserError(f"seed={cfg.seed} must lie between 0 and {_MAX_SEED}.")
-    if cfg.num_threads is not None and cfg.num_threads < 1:
-        raise UserError(f"num_threads={cfg.num_threads} must be at least 1, or null for all cores.")
+    if cfg.num_threads is not None and not 1 <= cfg.num_threads <= _MOST_THREADS:
+        raise UserError(
+            f"num_threads={cfg.num_threads} must be at least 1 and at most {_MOST_THREADS}, or null for all cores."
+        )
     if cfg.probe_size is not None and cfg.probe_size < 2:
         raise UserError(
             f"probe_size={cfg.probe_size} must be at least 2: batch normalisation needs two images."
@@ -342,6 +347,9 @@ def optimizer_maker(cfg: DictConfig) -> Callable[[Any], torch.optim.Optimizer]:
             raise UserError(
                 f"optimizer cannot be made with {settings}: {str(error).rstrip('.')} (HYDRA_FULL_ERROR=1 shows where)."
             ) from error
+        for name, use in _NOT_IN_RUNS.items():
+            if optimizer.defaults.get(name):
+                raise UserError(f"optimizer.{name}=true is for {use}, which runs are not: leave it out.")
         adaptation.apply(optimizer)
         return optimizer
 

@@ -35,6 +35,13 @@ INSTEAD = {
 }
 
 
+# Options that are true or false, which Lightning and torch take for true, or fail on later, with any other word.
+_FLAGS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("detect_anomaly", "inference_mode"), (True, False)),
+    "benchmark": (True, False),
+    "deterministic": (True, False, "warn"),
+}
+
 # Keys of `conf/trainer` that are growlab's own.
 _OWN = {"max_restarts"}
 
@@ -70,6 +77,15 @@ def check_trainer_options(trainer: Mapping[str, Any]) -> None:
         raise UserError(
             f"trainer.accumulate_grad_batches={_told(accumulate)} must be at least 1, a whole number."
         )
+    for name, words in _FLAGS.items():
+        value = trainer.get(name)
+        if value is not None and value not in words:
+            raise UserError(f"trainer.{name}={_told(value)} must be {' or '.join(map(_told, words))}.")
+    if trainer.get("gradient_clip_algorithm") is not None and trainer.get("gradient_clip_val") is None:
+        raise UserError(
+            f"trainer.gradient_clip_algorithm={trainer['gradient_clip_algorithm']} has no effect while "
+            "trainer.gradient_clip_val=null."
+        )
     for name in ("limit_train_batches", "gradient_clip_val"):
         value = trainer.get(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -79,4 +95,4 @@ def check_trainer_options(trainer: Mapping[str, Any]) -> None:
 
 
 def _told(value: Any) -> str:
-    return "null" if value is None else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

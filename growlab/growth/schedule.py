@@ -1,6 +1,6 @@
 """When a network grows and how wide it is: stages of epochs, widths and batch sizes (Yuan et al. 2023, Sec. 3.2)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -263,8 +263,9 @@ def _num_stages(otherwise: int, **lists: Sequence[Number] | None) -> int:
             raise ValueError(f"{name} must be a list with a number for each stage, not {values!r}.")
         if values is not None and not values:
             raise ValueError(f"{name} must be a list with a number for each stage, not an empty one.")
+        check: Callable[..., None] = finite if name == "widths" else partial(whole, 1)
         for value in values or ():
-            (finite if name == "widths" else partial(whole, 1))(**{name: value})
+            check(**{name: value})
     lengths = {name: len(values) for name, values in lists.items() if values is not None}
     if len(set(lengths.values())) > 1:
         named = ", ".join(f"{name} has {length}" for name, length in lengths.items())

@@ -2,7 +2,7 @@
 
 import warnings
 from numbers import Real
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,7 +43,8 @@ class _Bounded:
     """
 
     def __init__(self, max_factor: float) -> None:
-        if isinstance(max_factor, bool) or not isinstance(max_factor, Real) or not max_factor >= 1:
+        given: Any = max_factor
+        if isinstance(given, bool) or not isinstance(given, Real) or not float(given) >= 1:
             raise UserError(
                 f"max_factor={max_factor!r} must be at least 1: it bounds the factors on the base rate."
             )

@@ -70,8 +70,8 @@ def save(path: str | os.PathLike[str], content: Any, previous: Path | None = Non
         try:
             torch.save(content, file)
         except RuntimeError as error:
-            # torch's zip writer hides what the file said, such as a full disk, behind an error of its own.
-            if isinstance(error.__context__, OSError):
+            # torch's zip writer hides what the file said, such as a full disk, or Ctrl-C behind an error of its own.
+            if isinstance(error.__context__, OSError | KeyboardInterrupt):
                 raise error.__context__ from error
             raise
 

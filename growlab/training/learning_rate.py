@@ -88,6 +88,8 @@ class LearningRate:
                 "warmup_steps must be at least 1, with warmup_epochs=0, warmup_fraction=0 and restarts=none beside it."
             )
         self._check_clock()
+        if any(not milestone > 0 for milestone in self.milestones):
+            raise ValueError(f"milestones must be epochs above 0, not {list(self.milestones)}.")
         if not self.decay > 0:
             raise ValueError(f"decay must be positive, not {self.decay}.")
         if self.batch_size is not None and self.batch_size < 1:

@@ -61,6 +61,8 @@ def quiet_libraries() -> Iterator[None]:
             # About speed, where kernels of one channel are ambiguous; and about numbers that are of all ranks already.
             warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
             warnings.filterwarnings("ignore", message=r"It is recommended to use .self\.log")
+            # Said of a test whose weights are handed over, where a callback of the user's is a `Checkpoint`.
+            warnings.filterwarnings("ignore", message=r".*was called without a model\. The")
             yield
     finally:
         warnings.formatwarning = usual

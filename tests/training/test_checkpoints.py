@@ -40,6 +40,31 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
 
 
+def test_ctrl_c_while_a_checkpoint_is_written_is_no_error_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.ckpt"
+    save(path, {"weight": torch.ones(2)})
+    before = path.read_bytes()
+
+    class Interrupted:
+        def __init__(self, file) -> None:
+            self._file = file
+
+        def write(self, content) -> int:
+            raise KeyboardInterrupt
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+    original = torch.save
+    monkeypatch.setattr(torch, "save", lambda content, file: original(content, Interrupted(file)))
+    with pytest.raises(KeyboardInterrupt):
+        save(path, {"weight": torch.ones(3)})
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
 def test_other_errors_of_saving_stay_what_they_are(tmp_path: Path) -> None:
     with pytest.raises((AttributeError, TypeError)):
         save(tmp_path / "x.pt", {"function": lambda: 0})
