@@ -19,6 +19,8 @@ from growlab.wording import did_you_mean, then
 
 # Groups that a run does without.
 _SPARED = ("experiment", "method", "plan", "callbacks")
+# Groups of which a run takes one option.
+_SINGLE = {"model", "data", "growth", "lr_adapt", "optimizer", "objective", "schedule", "trainer"}
 # The group whose options may be missing, since a part's file may be taken away.
 _OPTIONAL = "parts"
 
@@ -42,12 +44,7 @@ def check_choices(overrides: Sequence[str], conf: Path, more: str | None = None)
         name = override.key_or_group
         if override.is_delete():
             _check_deletion(name, conf)
-        elif (
-            (conf / name).is_dir()
-            and name
-            and isinstance(override.value(), list | Mapping)
-            and "/" not in name
-        ):
+        elif name in _SINGLE and isinstance(override.value(), list | Mapping):
             raise UserError(f"{name}={override.get_value_element_as_str()} is no choice: write {name}=NAME.")
         elif name == _OPTIONAL:
             _check_parts(_words(override.value()), folders)

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 
 from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.errors import UserError
-from growlab.overruled import check_overruled
+from growlab.overruled import check_overruled, unused
 from tests.command_line import CommandLine
 
 PARTS = sorted(path.stem for path in (config_dir() / "parts").glob("*.yaml"))
@@ -55,6 +55,11 @@ def check(*overrides: str) -> None:
         (
             ("schedule.learning_rate.shape=cosine", "schedule.learning_rate.decay_fraction=0.3"),
             "has no effect with schedule.learning_rate.shape=cosine: it is of schedule.learning_rate.shape=wsd.",
+        ),
+        (
+            ("schedule.max_memory_gib_per_device=2",),
+            "schedule.max_memory_gib_per_device=2 has no effect with schedule.batch_size=null: it is of "
+            "schedule.batch_size=auto.",
         ),
         (
             ("data.validation=none", "data.validation_fraction=0.3"),
@@ -119,6 +124,20 @@ def test_a_setting_of_a_part_that_is_left_out_is_told(part: str) -> None:
 )
 def test_a_setting_of_the_shape_that_is_used_passes(overrides: tuple[str, ...]) -> None:
     check(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("+seeed=1",), ["+seeed=1"]),
+        (("++label.a=1", "seed=3"), ["++label.a=1"]),
+        (("+label=1", "name=run_${label}"), []),
+        (("+label.a=1", "name=run_${label.a}"), []),
+        (("+data.more=1", "++seed=2", "+optimizer.foreach=true"), []),
+    ],
+)
+def test_what_is_added_and_not_used_is_named(overrides: tuple[str, ...], told: list[str]) -> None:
+    assert unused(compose(PRIMARY, list(overrides)), overrides) == told
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
