@@ -10,6 +10,7 @@ from torch import nn
 
 from growlab import growth, optim, parts, settings, triggers
 from growlab.errors import UserError
+from growlab.frontends.lightning import Growth
 from growlab.grower import Grower
 from tests.parts_here import needs
 
@@ -157,3 +158,25 @@ def test_an_optimizer_of_another_network_is_told_of(caplog: pytest.LogCaptureFix
         assert "holds no parameter" not in caplog.text
         grower.follow(optim.SGD(other.parameters(), lr=0.1))
     assert "SGD holds no parameter of the network that grows and has nothing to follow" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["full_widths", "growth", "clock", "events", "trigger", "parts"])
+@pytest.mark.parametrize("value", ["left out", None, "x"])
+def test_a_grower_refuses_half_a_state(name: str, value: Any) -> None:
+    def grower() -> Grower:
+        network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        return Grower(network, torch.randn(4, 6), method=growth.PairGrowth(), trigger={0: 0.5, 1: 1.0})
+
+    state = grower().state_dict()
+    grower().load_state_dict(state)
+    state[name] = value
+    if value == "left out":
+        del state[name]
+    with pytest.raises(UserError, match="this is no state of a Grower"):
+        grower().load_state_dict(state)
+
+
+@pytest.mark.parametrize("names", [(), ("net", "net"), (None, "net")], ids=str)
+def test_lightnings_callback_takes_each_name_once(names: tuple[str | None, ...]) -> None:
+    with pytest.raises(UserError, match="must be different names: of the submodule that grows"):
+        Growth(names, method=growth.PairGrowth(), trigger={0: 0.5, 1: 1.0})  # type: ignore[arg-type]

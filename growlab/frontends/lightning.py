@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from growlab.errors import UserError
 from growlab.frontends.averages import averages, shapes_of
-from growlab.frontends.checks import check_unit
+from growlab.frontends.checks import check_unit, distinct
 from growlab.frontends.ending import finish
 from growlab.frontends.example import captured
 from growlab.frontends.samples import few_samples
@@ -145,7 +145,7 @@ class Growth(GrowthSteps):
         anneal_steps: int = 100,
     ) -> None:
         super().__init__(None, optimizer_state)
-        self._network, *self._copies = network if isinstance(network, tuple) else (network,)
+        self._network, *self._copies = distinct(network if isinstance(network, tuple) else (network,))
         self._example, self._trigger = example, as_trigger(trigger)
         self._make = partial(Grower, method=method, parts=parts, seed=seed, anneal_steps=anneal_steps)
         self._planted, self._ended, self._shapes = False, False, dict[str, torch.Size]()

@@ -18,6 +18,8 @@ from growlab.widths import replace_tensors, resized, tensors_of
 if TYPE_CHECKING:
     from growlab.grower.grower import Grower
 
+_PARTS_OF_STATE = ("full_widths", "growth", "clock", "events", "trigger", "parts")
+
 
 def check_state(run: "Grower", state: Mapping[str, Any]) -> None:
     """Refuse what `Grower.state_dict` of another run returned.
@@ -25,7 +27,10 @@ def check_state(run: "Grower", state: Mapping[str, Any]) -> None:
     Raises:
         UserError: it is no grower's state, another network's, or of a run of other parts or other widths at its stage.
     """
-    if not isinstance(state, Mapping) or "full_widths" not in state:
+    kinds = {name: list if name == "events" else Mapping for name in _PARTS_OF_STATE}
+    if not isinstance(state, Mapping) or not all(
+        isinstance(state.get(name), kind) for name, kind in kinds.items()
+    ):
         raise UserError("this is no state of a Grower: give what its own state_dict() returned.")
     if state["full_widths"] != run.full_graph.full_widths:
         raise UserError("the state is of another network: its width groups or their full widths differ.")

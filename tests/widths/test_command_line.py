@@ -66,7 +66,7 @@ def leaving() -> None:
         ),
         *(
             (["growlab/resnet20", "--input-shape", shape], "is not of the form 3,32,32")
-            for shape in ("-3,8,8", "0", "3,,8", "1.5", "9" * 30, "\u00b2")
+            for shape in ("3,-8,8", "0", "3,,8", "1.5", "9" * 30, "\u00b2")
         ),
         (["growlab/resnet20", "--input-shape", "99999,99999"], "larger than 268,435,456 numbers"),
         (["growlab/resnet20", "--jobs", "2"], "--jobs is for the models of a --matrix FILE"),
