@@ -29,6 +29,7 @@ _NEEDS = {
     "schedule.learning_rate.decay_shape": (_SHAPE, "wsd"),
     "data.validation_fraction": ("data.validation", "split"),
     "data.split_seed": ("data.validation", "split"),
+    **dict.fromkeys(("data.mean", "data.std"), ("data.standardise", "channel")),
     "schedule.max_memory_gib_per_device": ("schedule.batch_size", "auto"),
 }
 # Of these, those that a value of null does not use either.

@@ -444,6 +444,7 @@ def one_sentence(outcome: Outcome) -> str:
         (("trainer.devices=100000",), "trainer.devices=100000 asks for 100,000 processes on one machine"),
         (("num_threads=99999999999999999999",), "num_threads must lie between -2^63 and 2^63"),
         (("data.shift=99999999999999999999",), "data.shift must lie between -2^63 and 2^63"),
+        (("data.std=[0]",), "data.std=[0.0] must be above 0: images are divided by it."),
         (("data.mean=[]",), "data.mean has 0 numbers, but the images have 1 channels"),
         (("data.crop_scale=[]",), "data.crop_scale=[] must be the least and the largest value"),
         (

@@ -57,6 +57,10 @@ def check(*overrides: str) -> None:
             "has no effect with schedule.learning_rate.shape=cosine: it is of schedule.learning_rate.shape=wsd.",
         ),
         (
+            ("data.standardise=feature", "data.mean=[0.5]"),
+            "data.mean=[0.5] has no effect with data.standardise=feature: it is of data.standardise=channel.",
+        ),
+        (
             ("schedule.max_memory_gib_per_device=2",),
             "schedule.max_memory_gib_per_device=2 has no effect with schedule.batch_size=null: it is of "
             "schedule.batch_size=auto.",

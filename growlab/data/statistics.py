@@ -63,6 +63,8 @@ class Standardisation:
                 raise UserError(
                     f"data.{key} has {len(values)} numbers, but the images have {channels} channels."
                 )
+        if self.std is not None and min(std) <= 0:
+            raise UserError(f"data.std={std} must be above 0: images are divided by it.")
         if self.standardise == "channel":
             return mean, std, Normalisation(mean, std)
         if not isinstance(train, ImageArray):

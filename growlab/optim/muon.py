@@ -13,6 +13,10 @@ from torch.optim.adamw import adamw
 from growlab.optim.rates import RateRule
 from growlab.optim.regional import Regional
 from growlab.optim.settings import check_settings
+from growlab.settings import whole
+
+# Newton-Schulz steps that torch refuses when it takes them.
+_TOO_MANY = 100
 
 
 class Muon(Regional):
@@ -57,6 +61,10 @@ class Muon(Regional):
         check_settings(
             {"lr": lr, "weight_decay": weight_decay, "betas": betas, "adam_eps": adam_eps, **options}
         )
+        if "ns_steps" in options:
+            whole(1, ns_steps=options["ns_steps"])
+            if options["ns_steps"] >= _TOO_MANY:
+                raise ValueError(f"ns_steps must be below {_TOO_MANY}, not {options['ns_steps']}.")
         # torch checks its own arguments, and a list (from a file) serves as well as its tuple.
         if "ns_coefficients" in options:
             options["ns_coefficients"] = tuple(options["ns_coefficients"])

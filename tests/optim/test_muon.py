@@ -87,6 +87,9 @@ def test_vectors_take_adamw(shape):
         ({"betas": (1.0, 0.9)}, "beta"),
         ({"adam_eps": -1.0}, "adam_eps must be at least 0"),
         ({"adjust_lr_fn": "none"}, "is not supported"),
+        ({"ns_steps": 0}, "ns_steps must be at least 1, not 0"),
+        ({"ns_steps": 2.5}, "ns_steps must be an integer, not 2.5"),
+        ({"ns_steps": 100}, "ns_steps must be below 100, not 100"),
     ],
 )
 def test_numbers_out_of_range_are_refused(options, message):
