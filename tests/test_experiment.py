@@ -415,7 +415,7 @@ def one_sentence(outcome: Outcome) -> str:
         (("seed=-1",), "seed=-1 must lie between 0 and"),
         (("probe_size=1",), "probe_size=1 must be at least 2"),
         (("probe_size=5000",), "probe_size=5000 is more than the"),
-        (("optimizer.dampening=-1",), "Invalid dampening value: -1"),
+        (("optimizer.dampening=-1",), "dampening must be at least 0, not -1"),
         (("log_rates_every_n_steps=0",), "must be at least 1"),
         (("trainer.limit_train_batches=0",), "leaves none to train on"),
         (("trainer.limit_train_batches=1.5",), "trainer.limit_train_batches=1.5"),
@@ -427,7 +427,7 @@ def one_sentence(outcome: Outcome) -> str:
         (("trainer.limit_train_batches=abc",), "trainer.limit_train_batches=abc must be a number from 0"),
         (
             ("trainer.accumulate_grad_batches=true",),
-            "trainer.accumulate_grad_batches=True must be at least 1",
+            "trainer.accumulate_grad_batches=true must be at least 1",
         ),
         (("trainer.gradient_clip_val=-1",), "trainer.gradient_clip_val=-1 must be a number from 0"),
         (("trainer.gradient_clip_val=nan",), "trainer.gradient_clip_val=nan must be a number from 0"),
