@@ -48,7 +48,10 @@ def load(
     if source == "torchvision" and slash:
         models = importlib.import_module("torchvision.models")
         try:
-            network = models.get_model(model, weights=None)
+            taken = inspect.signature(models.get_model_builder(model)).parameters
+            # Networks of segmentation and detection would load a backbone that is trained.
+            untrained = {"weights_backbone": None} if "weights_backbone" in taken else {}
+            network = models.get_model(model, weights=None, **untrained)
         except ValueError as error:
             raise UserError(f"torchvision has no network {model!r}: {error}.") from error
         shape = tuple(input_shape or (3, _SIDES.get(model, 224), _SIDES.get(model, 224)))

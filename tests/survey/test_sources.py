@@ -21,3 +21,12 @@ def test_networks_of_timm_have_a_classifier_of_no_more_than_a_thousand_classes(
     network, (images,) = load(f"timm/{name}", None)
     assert network.num_classes == classes and len(images) == 2
     assert network.get_classifier().out_features == classes
+
+
+def test_networks_of_segmentation_load_no_trained_backbone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(*_: object, **__: object) -> None:
+        raise AssertionError("it loads weights")
+
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", loaded)
+    network, (images,) = load("torchvision/lraspp_mobilenet_v3_large", (3, 64, 64))
+    assert network.eval()(images)["out"].shape == (2, 21, 64, 64)
