@@ -46,16 +46,8 @@ def load(
             )
         return factory(image_shape=shape, num_classes=num_classes), (torch.randn(2, *shape),)
     if source == "torchvision" and slash:
-        models = importlib.import_module("torchvision.models")
-        try:
-            taken = inspect.signature(models.get_model_builder(model)).parameters
-            # Networks of segmentation and detection would load a backbone that is trained.
-            untrained = {"weights_backbone": None} if "weights_backbone" in taken else {}
-            network = models.get_model(model, weights=None, **untrained)
-        except ValueError as error:
-            raise UserError(f"torchvision has no network {model!r}: {error}.") from error
         shape = tuple(input_shape or (3, _SIDES.get(model, 224), _SIDES.get(model, 224)))
-        return network, (torch.randn(2, *shape),)
+        return _of_torchvision(model), (torch.randn(2, *shape),)
     if source == "timm" and slash:
         try:
             timm = importlib.import_module("timm")
@@ -102,6 +94,18 @@ def load(
             )
         return network, (torch.randn(2, *input_shape),)
     return network, inputs_of(inputs, network)
+
+
+def _of_torchvision(model: str) -> nn.Module:
+    models = importlib.import_module("torchvision.models")
+    try:
+        taken = inspect.signature(models.get_model_builder(model)).parameters
+        # Networks of segmentation and detection would load a backbone that is trained.
+        untrained = {"weights_backbone": None} if "weights_backbone" in taken else {}
+        network: nn.Module = models.get_model(model, weights=None, **untrained)
+    except ValueError as error:
+        raise UserError(f"torchvision has no network {model!r}: {error}.") from error
+    return network
 
 
 def _made(factory: Any, input_shape: Sequence[int] | None, num_classes: int) -> Any:
