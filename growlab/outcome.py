@@ -7,6 +7,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from growlab.configuration import search_options
+from growlab.resuming import LAST
 from growlab.training import RunRecorder, Task
 from growlab.training.plan import Plan
 from growlab.training.provenance import git_commit, machine, versions
@@ -27,6 +28,8 @@ def results_row(
     """
     grower = task.grower
     choices, overrides = HydraConfig.get().runtime.choices, list(HydraConfig.get().overrides.task)
+    # A run that was interrupted is the same as one that was not.
+    whole = [one for one in overrides if one != LAST]
     stages = recorder.stages(plan, grower.events)
     errors = [event[f"parity_error_{mode}"] for event in grower.events for mode in ("eval", "train")]
     last = recorder.rows[-1]
@@ -67,7 +70,7 @@ def results_row(
         "stages": stages,
         "schedule": OmegaConf.to_container(cfg.schedule, resolve=True, enum_to_str=True),
         "overrides": overrides,
-        "command": shlex.join(["python", "-m", "growlab", *search_options(), *overrides]),
+        "command": shlex.join(["python", "-m", "growlab", *search_options(), *whole]),
         "git_commit": git_commit(),
         "versions": versions(),
         "machine": machine(task.device),

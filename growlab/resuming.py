@@ -11,7 +11,8 @@ from growlab.configuration import PRIMARY, SEARCHPATH, config_dir
 from growlab.errors import UserError
 from growlab.processes import in_folder, name_of, quoted
 
-_LAST = "ckpt_path=last"
+LAST = "ckpt_path=last"
+"""Asks for the newest run."""
 _RUN_DIR = "hydra.run.dir"
 _SWEEP_DIR = "hydra.sweep.dir"
 
@@ -39,7 +40,7 @@ def resume_override(
     if given.get("ckpt_path") != "last" or named in given:
         return None
     if multirun:
-        raise UserError(f"{_LAST} with -m needs to know which sweep: add {_SWEEP_DIR}=FOLDER.")
+        raise UserError(f"{LAST} with -m needs to know which sweep: add {_SWEEP_DIR}=FOLDER.")
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = compose(primary, overrides=_found(overrides, more), return_hydra_config=True)
     # `hydra:` interpolations, such as the experiment's name, are resolved from here.
@@ -48,7 +49,7 @@ def resume_override(
     runs = [path.parent for path in folder.glob("*/config.yaml") if not path.parent.name.startswith("sweep_")]
     if not runs:
         raise UserError(
-            f"{_LAST}, but {folder} holds no earlier run of this experiment; leave ckpt_path out, or name the "
+            f"{LAST}, but {folder} holds no earlier run of this experiment; leave ckpt_path out, or name the "
             f"run's folder with {_RUN_DIR}=FOLDER."
         )
     return in_folder(max(runs, key=lambda run: (run / "config.yaml").stat().st_mtime))

@@ -81,7 +81,7 @@ RULES = {
         "analysis processes experiment training sweep_progress terminal", packages="hydra omegaconf torch"
     ),
     "next_commands": rule("configuration processes", packages="hydra omegaconf"),
-    "outcome": rule("configuration training", packages="hydra omegaconf"),
+    "outcome": rule("configuration resuming training", packages="hydra omegaconf"),
     "planning": rule(
         "argument_types widths growth triggers parts grower data training processes trainer_options pairing"
     ),

@@ -1,5 +1,6 @@
 """A run that was killed and goes on equals one that was never interrupted, bit for bit."""
 
+import json
 import random
 import signal
 from collections.abc import Callable
@@ -114,12 +115,16 @@ def test_a_finished_run_is_not_trained_again(cli: CommandLine, tmp_path: Path) -
     command = (*MLP, "hydra.run.dir=run")
     assert cli(*command, cwd=tmp_path).code == 0
     before = Left.by(tmp_path / "run")
+    told = json.loads((tmp_path / "run" / "results.json").read_text(encoding="utf-8"))["command"]
     (tmp_path / "run" / "results.json").unlink()
     (tmp_path / "run" / "model.pt").unlink()
     outcome = cli(*command, "ckpt_path=last", cwd=tmp_path)
     assert outcome.code == 0, outcome.err
     assert "stage" not in outcome.err
     assert Left.by(tmp_path / "run").differences(before) == []
+    # The command that makes the run, not the one that went on with it.
+    again = json.loads((tmp_path / "run" / "results.json").read_text(encoding="utf-8"))["command"]
+    assert again == told and "ckpt_path" not in told
 
 
 def test_last_is_the_newest_run_of_the_experiment(cli: CommandLine, tmp_path: Path) -> None:
