@@ -51,7 +51,8 @@ COMPARE, RATES, SCHEDULING = (
     f"notebooks/{name}.ipynb"
     for name in ("02_compare_methods", "03_rate_adaptation", "04_schedules_and_cost")
 )
-SCAFFOLD, CONVOLUTIONS = "isotropic_scaffold_cifar10", "isotropic_cnn_cifar10"
+SCAFFOLD = "isotropic_scaffold_cifar10"
+CONVOLUTIONS, FADING = "isotropic_cnn_cifar10", "isotropic_cnn_cifar10_decay0.05"
 SLOW, BATCHES = "isotropic_mlp_cifar10_lr0.001", "resnet20_cifar10_batches"
 ALLCONV = "hyperfan_allconv"
 MNIST, VARIANTS = "hyperfan_mnist", "hyperfan_mnist_variants"
@@ -439,15 +440,21 @@ def found_after() -> tuple[str, ...]:
     return *map(str, first[4]), *map(str, first[64])
 
 
-def convolutions() -> tuple[str, ...]:
-    """Last widths from 8 and from 32 channels, accuracies, from when on the sums lie within 3, the largest error."""
-    found = [runs(f"{CONVOLUTIONS}/w{start}_s*")[0] for start in (8, 32)]
-    last = [list(run.results["stages"][-1]["widths"].values()) for run in found]
-    apart = [abs(one - other) for one, other in zip(*map(path_of, found), strict=True)]
-    met = next(epoch for epoch in range(len(apart)) if max(apart[epoch:]) <= 3)
-    accuracies = [f"{100 * run.results['test_accuracy']:.1f}" for run in found]
-    error = max(run.results["parity_max_error"] for run in found)
-    return *map(str, last[0] + last[1]), *accuracies, str(met), f"{100 * error:.0f}"
+def convolutions(folder: str = CONVOLUTIONS) -> tuple[list[str], ...]:
+    """Isotropic convolutions from 8 and from 32 channels: last widths, accuracies, largest error of a removal."""
+    found = [runs(f"{folder}/w{start}_s*")[0].results for start in (8, 32)]
+    return (
+        [str(width) for one in found for width in one["stages"][-1]["widths"].values()],
+        [f"{100 * one['test_accuracy']:.1f}" for one in found],
+        [f"{100 * max(one['parity_max_error'] for one in found):.0f}"],
+    )
+
+
+def within_3() -> str:
+    """The epoch from which the sums of their widths lie within 3 of each other."""
+    paths = (path_of(runs(f"{CONVOLUTIONS}/w{start}_s*")[0]) for start in (8, 32))
+    apart = [abs(one - other) for one, other in zip(*paths, strict=True)]
+    return str(next(epoch for epoch in range(len(apart)) if max(apart[epoch:]) <= 3))
 
 
 def surveyed() -> tuple[str]:
@@ -586,9 +593,14 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         ROWS,
         "{}, {} and {} are left, from 32, 64 and 128 channels {}, {} and {}, at {} and {} %; the sums lie within "
         "3 of each other from epoch {} on",
-        lambda: convolutions()[:9],
+        lambda: (*convolutions()[0], *convolutions()[1], within_3()),
     ),
-    (ROWS, "a removal changes the outputs by up to {} %.", lambda: convolutions()[9:]),
+    (ROWS, "a removal changes the outputs by up to {} %.", lambda: convolutions()[2]),
+    (
+        ROWS,
+        "{} and {} %, but only the last widths meet, {}, {} and {} from the narrow start, {}, {} and {} from the",
+        lambda: [value for part in convolutions(FADING)[1::-1] for value in part],
+    ),
     (
         MEASURED,
         "the full network takes {} and {} windows of 128 tokens, in {} and {} steps.",
