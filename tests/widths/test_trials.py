@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ class Out:
 
 @dataclass
 class Unknown:
-    """Registered nowhere."""
+    """A dataclass that is registered nowhere."""
 
     logits: Any
 
@@ -48,7 +49,8 @@ register_dataclass(Out)
         (CausalLMOutputWithPast(loss=C, logits=A, hidden_states=(B, A)), [C, A, B, A]),
         (Out(B, {"z": A, "a": UserDict(c=C)}), [B, A, C]),
         ((Out(A, None), [Out(C, "text")]), [A, C]),
-        (Unknown(A), []),
+        (Unknown(A), [A]),
+        (SimpleNamespace(logits=A), []),
         (None, []),
         (3.0, []),
     ],

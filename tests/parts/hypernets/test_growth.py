@@ -279,7 +279,7 @@ def test_depthwise_bookkeeping_follows() -> None:
     [
         ({"new_weights": "fan_in"}, "new_weights must be hyperfan_in or hyperfan_out"),
         ({"sharing": "size"}, "sharing must be layer or chunk"),
-        ({"embedding_features": 0}, "must be positive"),
+        ({"embedding_features": 0}, "embedding_features must be at least 1, not 0."),
     ],
 )
 def test_bad_settings_are_refused(arguments: dict[str, object], message: str) -> None:
