@@ -73,9 +73,7 @@ def finite(**given: float | Fraction) -> None:
         Traceback (most recent call last):
         ValueError: initial_width must be a finite number, not 'a quarter'.
     """
-    for name, value in given.items():
-        if not _is_number(value, Real):
-            raise ValueError(f"{name} must be a finite number, not {value!r}.")
+    _refuse(given, lambda value: _is_number(value, Real), "a finite number")
 
 
 def not_none(**arguments: Any) -> dict[str, Any]:
@@ -123,15 +121,8 @@ def whole(least: int, **given: int) -> None:
         Traceback (most recent call last):
         ValueError: patience must be an integer, not 2.5.
     """
-    for name, value in given.items():
-        if not _is_number(value, Integral):
-            raise ValueError(f"{name} must be an integer, not {value!r}.")
+    _refuse(given, lambda value: _is_number(value, Integral), "an integer")
     at_least(least, **given)
-
-
-def _is_number(value: Any, kind: type) -> bool:
-    # Not math.isfinite, which cannot take integers beyond the largest float.
-    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < math.inf  # type: ignore[arg-type]
 
 
 def flag(**given: bool) -> None:
@@ -145,9 +136,7 @@ def flag(**given: bool) -> None:
         Traceback (most recent call last):
         ValueError: rotate must be True or False, not 'false'.
     """
-    for name, value in given.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be True or False, not {value!r}.")
+    _refuse(given, lambda value: isinstance(value, bool), "True or False")
 
 
 def one_of(known: Iterable[str | None], **given: str | None) -> None:
@@ -167,3 +156,14 @@ def one_of(known: Iterable[str | None], **given: str | None) -> None:
             *others, last = map(str, words)
             listed = f"{', '.join(others)} or {last}" if others else last
             raise ValueError(f"{name} must be {listed}, not {value!r}.")
+
+
+def _refuse(given: Mapping[str, Any], fits: Callable[[Any], bool], what: str) -> None:
+    for name, value in given.items():
+        if not fits(value):
+            raise ValueError(f"{name} must be {what}, not {value!r}.")
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    # Not math.isfinite, which cannot take integers beyond the largest float.
+    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < math.inf  # type: ignore[arg-type]

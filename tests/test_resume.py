@@ -230,10 +230,6 @@ def test_a_checkpoint_that_lacks_what_a_run_goes_on_from_is_told(
     else:
         del content[without]
     torch.save(content, tmp_path / "given.ckpt")
-    if without == "state_dict" and emptied:
-        # A network is compared with it, name by name.
-        assert read_header(tmp_path / "given.ckpt")
-        return
     with pytest.raises(UserError, match=f"is a checkpoint without {without}, which a run needs to go on"):
         read_header(tmp_path / "given.ckpt")
     assert read_header(checkpoint)

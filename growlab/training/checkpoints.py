@@ -140,15 +140,14 @@ def read_header(path: Path) -> dict[str, Any]:
             f"ckpt_path={path} is not a checkpoint of a growlab run; give a run's {CHECKPOINT_FOLDER}/{LAST} or "
             "ckpt_path=last."
         )
-    lacking = [name for name, kind in _WHOLE.items() if not isinstance(checkpoint.get(name), kind)]
-    lacking += [
+    lacking = [
         name
-        for name in ("loops", "callbacks", "optimizer_states", "lr_schedulers")
-        if not checkpoint.get(name)
+        for name, kind in _WHOLE.items()
+        if not (value := checkpoint.get(name)) or not isinstance(value, kind)
     ]
     if lacking:
         raise UserError(
-            f"ckpt_path={path} is a checkpoint without {' and '.join(dict.fromkeys(lacking))}, which a run needs to go "
+            f"ckpt_path={path} is a checkpoint without {' and '.join(lacking)}, which a run needs to go "
             "on: give one as a run has written it."
         )
     return header
