@@ -101,11 +101,13 @@ def test_a_curve_of_one_point_is_a_dot(tmp_path: Path) -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("no Chromium here")
-    folder = shutil.copytree(RESULTS / "digits" / "fixed_s0", tmp_path / "run")
+    # Runs are drawn in the order of their paths.
+    folder = shutil.copytree(RESULTS / "digits" / "fixed_s0", tmp_path / "runs" / "a")
+    shutil.copytree(RESULTS / "digits" / "ours_s0", tmp_path / "runs" / "b")
     metrics = (folder / "metrics.csv").read_text(encoding="utf-8").splitlines(keepends=True)
     (folder / "metrics.csv").write_text("".join(metrics[:2]), encoding="utf-8")
     path = tmp_path / "page.html"
-    path.write_text(page(load_runs([folder, RESULTS / "digits" / "ours_s0"])))
+    path.write_text(page(load_runs(tmp_path / "runs")))
     drawn = dom(path, chromium).partition("One run")[0]
     paths = re.findall(r'<path[^>]* d="([^"]+)"[^>]*stroke-linecap="round"', drawn)
     assert len(paths) == 2 and "NaN" not in drawn
