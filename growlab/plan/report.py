@@ -9,6 +9,7 @@ import numpy as np
 from growlab.plan.fit import Curves, fit
 from growlab.plan.problem import WHOLE
 from growlab.plan.search import Planned
+from growlab.plan.verdict import MISSED
 
 _SAYS = {
     "grow": "GROW",
@@ -17,7 +18,10 @@ _SAYS = {
 }
 
 # Said wherever ranges are printed.
-_RANGES = "Ranges are the middle 90 % of the laws' draws; seeds scatter beside them, and no law knows a decaying rate."
+_RANGES = (
+    f"Ranges are the middle 90 % of the laws' draws; those of a gain in loss are wider by {MISSED:.0%} of the full "
+    "network's last loss, by which laws have missed what came."
+)
 
 
 def laws(planned: Planned) -> dict[str, Curves]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from growlab.plan.verdict import judge
+from growlab.plan.verdict import MISSED, Gain, judge
 from tests.plan.curves import Law, gain_of_growing, share, verdict, world
 
 FULL: Law = (0.3, 0.5, 0.35)
@@ -18,9 +18,30 @@ def test_growing_is_said_where_it_pays() -> None:
     assert gain_of_growing(FULL, EARLY) > 0.05
     assert share(lambda seed: verdict(FULL, EARLY, seed, size="full").kind == "grow", SEEDS) > 0.8
     best = verdict(FULL, EARLY, 0, size="full").growing[0]
-    assert 0.04 <= best.switch <= best.guess <= 0.75 and best.loss.low > 0
+    assert 0.04 <= best.switch <= best.guess <= 0.75 and best.loss.median > 0.05
     # Without a difference in seconds a FLOP, seconds are saved as FLOPs are.
     assert best.seconds.median == pytest.approx(best.cost.median)
+
+
+def test_a_gain_is_decided_on_where_it_is_more_than_laws_miss_by() -> None:
+    known = {"size": "full", "noise": 0.003, "lost": 0.0}
+    small: Law = (0.0, 0.3, 0.3)
+    steep, flat = verdict((0.0, 1.0, 0.5), small, 0, **known), verdict((0.1, 1.0, 0.2), small, 0, **known)
+    assert (steep.kind, steep.decided, steep.growing[0].loss.low > 0) == ("grow", True, True)
+    # The laws' draws all gain; what they miss by is more.
+    gain = flat.growing[0].loss
+    assert (flat.kind, flat.decided) == ("grow", False) and -MISSED * 1.1 < gain.low < 0
+
+
+def test_a_range_is_wider_by_its_margin_on_each_side() -> None:
+    gain = Gain.of(np.linspace(0, 1, 101), 0.25)
+    assert (gain.low, gain.median, gain.high) == pytest.approx((0.05 - 0.25, 0.5, 0.95 + 0.25))
+    # Of a network that does not grow as of one that does.
+    curves, trials = world(FULL, BETTER, 0)
+    one = judge(curves, trials, "full", {"full": 1.0, "small": 1.0})
+    draws = curves["full"].law(1.0) - curves["small"].loss(1.0)
+    margin = MISSED * float(np.median(curves["full"].law(1.0)))
+    assert one.smaller[0].loss == Gain.of(draws, margin)
 
 
 @pytest.mark.parametrize("size", ["any", "full"])
