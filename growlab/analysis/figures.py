@@ -12,6 +12,7 @@ from growlab.analysis.comparison import compare
 from growlab.analysis.curves import learning_curves
 from growlab.analysis.frontier import frontier, frontier_seconds
 from growlab.analysis.layer_figures import at_end, at_start, loss_over_steps, over_training
+from growlab.analysis.over_rates import learning_rates
 from growlab.analysis.region_figures import has_rate_factors, rate_factors, region_norms
 from growlab.analysis.resources import resources
 from growlab.analysis.results import Run, open_run
@@ -78,6 +79,7 @@ FIGURES: dict[str, Draw] = {
     "resources": _plain("resources", resources),
     "frontier": _plain("frontier", frontier),
     "frontier_seconds": _plain("frontier_seconds", frontier_seconds),
+    "learning_rates": _plain("learning_rates", learning_rates),
     "width_paths": _plain("width_paths", width_paths),
     "width_changes_by_start": _plain("width_changes_by_start", partial(width_changes, by="start")),
     "width_changes_by_end": _plain("width_changes_by_end", partial(width_changes, by="end")),
