@@ -79,7 +79,7 @@ def test_the_kept_rows_are_told_apart() -> None:
     overabundance = Standing(REGISTRY.items["isotropic_overabundance"], RESULTS)
     assert overabundance.num_whole == len(overabundance.jobs) == 32 and len(overabundance.counted.others) == 8
     scaffold = Standing(REGISTRY.items["isotropic_scaffold"], RESULTS)
-    assert scaffold.num_whole == len(scaffold.jobs) == 8 and scaffold.left == []
+    assert scaffold.num_whole == len(scaffold.jobs) == 12 and scaffold.left == []
     assert Standing(REGISTRY.items["hyperfan_continual_regression"], RESULTS).left == []
 
 
