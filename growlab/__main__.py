@@ -42,6 +42,7 @@ from growlab.errors import FolderHeld, Stopped, UserError
 from growlab.explain import explain
 from growlab.processes import ProcessFailed, apart, end_with_parent, is_first, name_of, report
 from growlab.resuming import resume_override
+from growlab.streams import drop_output, flushed, guard_streams
 from growlab.terminal import wrapped
 
 _HELP_COLUMNS = 79
@@ -215,6 +216,15 @@ def main(job: Callable[[DictConfig], Any] = _job, more: Sequence[str] = ()) -> i
         job: what is done with the composed configuration.
         more: overrides beside the command line's, unless that has ones of the same names.
     """
+    guard_streams()
+    try:
+        return flushed(_main(job, more))
+    except SystemExit as stop:
+        stop.code = flushed(stop.code)
+        raise
+
+
+def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
     import_from_here()
     if not _complete_commands():
         return 0
@@ -248,7 +258,7 @@ def main(job: Callable[[DictConfig], Any] = _job, more: Sequence[str] = ()) -> i
         return _fail(failed.error, overrides, with_traceback)
     except BrokenPipeError:
         # The reader of our output has gone, as in `growlab --cfg job | head`.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 141
     except Stopped as stop:
         if report(-stop.signal, stop.sentence):

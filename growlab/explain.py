@@ -47,7 +47,8 @@ _EXTRAS = {
 }
 _TYPES = {"Integer": "an integer", "Float": "a number", "Boolean": "true or false"}
 # A path or disk that cannot be written to is the user's to mend; a missing file may well be our mistake.
-_DISK = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_DISK = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, *_FULL}
 
 
 def explain(error: BaseException, overrides: Sequence[str] = (), conf: Path | None = None) -> str | None:
@@ -96,6 +97,8 @@ def _tell(error: BaseException, overrides: Sequence[str], conf: Path | None) -> 
             return _yaml(error, conf)
         case OSError() if error.errno in _DISK and error.filename is not None:
             return f"cannot use {error.filename}: {error.strerror}"
+        case OSError() if error.errno in _FULL:
+            return f"cannot write: {error.strerror}; free some space, or choose another folder with hydra.run.dir=FOLDER"
         case OSError() if error.filename is not None and _raised_by_hydra(error):
             return (
                 f"cannot make {error.filename}: {error.strerror}; hydra.run.dir=FOLDER, of a sweep "

@@ -32,6 +32,7 @@ RULES = {
     "files": rule(packages=""),
     "settings": rule(packages=""),
     "terminal": rule(packages=""),
+    "streams": rule(packages=""),
     "ranks": rule(packages="torch"),
     "networks": rule("widths", packages="torch"),
     "draws": rule(packages="torch numpy"),
@@ -66,9 +67,9 @@ RULES = {
     "widen": rule("widths growth survey library", packages="torch"),
     "widen.__main__": rule("widen", packages=""),
     "language_models": rule("survey widen", packages="torch"),
-    "analysis.__main__": rule("analysis terminal"),
+    "analysis.__main__": rule("analysis streams terminal"),
     "reproduce": rule("analysis configuration processes run_folder"),
-    "reproduce.__main__": rule("analysis reproduce"),
+    "reproduce.__main__": rule("analysis reproduce streams"),
     "dashboard": rule(packages="wandb_workspaces"),
     # It finds the modules of commands by name, when one is asked for.
     "commands": rule(packages=""),
@@ -101,7 +102,7 @@ RULES = {
     ),
     "plan.__main__": rule("plan choices processes __main__", packages="omegaconf"),
     "__main__": rule(
-        "choices commands configuration explain experiment launcher resuming processes sweeps terminal",
+        "choices commands configuration explain experiment launcher resuming processes streams sweeps terminal",
         packages="hydra omegaconf",
     ),
     "__init__": rule("frontends grower growth parts triggers widths", packages=""),

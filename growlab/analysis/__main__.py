@@ -1,7 +1,6 @@
 """`python -m growlab.analysis DIR...` prints a table of runs; `figure`, `paper`, `paired` and `time` say more."""
 
 import argparse
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from growlab.analysis.tables import Row, summarise, write_table
 from growlab.command_parser import CommandParser
 from growlab.errors import UserError
 from growlab.files import write_text
+from growlab.streams import drop_output
 from growlab.terminal import wrapped
 
 _SUFFIXES = {".csv": "csv", ".json": "json", ".tex": "latex"}
@@ -32,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; keep the interpreter from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader (head, less) has seen enough.
+        drop_output()
     return 0
 
 

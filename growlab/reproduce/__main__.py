@@ -1,7 +1,6 @@
 """`python -m growlab.reproduce [NAME]` trains what is missing of the papers' tables and figures; --list says what."""
 
 import argparse
-import os
 import signal
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from growlab.reproduce.paces import Forecast, forecast
 from growlab.reproduce.registry import UNFINISHED, Item, Job, Registry, drawn, registry
 from growlab.reproduce.slices import Place, device, missing, runs_at_once, train
 from growlab.reproduce.stopping import Ended, EndingSignals
+from growlab.streams import drop_output
 
 _RESULTS = Path("notebooks", "results")
 # What numpy takes as a seed.
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         # The reader of our output has gone, as in `growlab reproduce --list | head`.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 141
     except KeyboardInterrupt as ended:
         number = ended.signal if isinstance(ended, Ended) else signal.SIGINT

@@ -1,5 +1,6 @@
 """When checkpoints are saved: at the end of every epoch, between steps, and at once when a signal asks for it."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -163,7 +164,8 @@ class SaveCheckpoints(Checkpoint):
         self._received = number
         if number == signal.SIGINT and self._speaks:
             # `print` must not be used in a handler: it may interrupt another one.
-            os.write(2, b"stopping after this step; Ctrl-C again stops at once\n")
+            with contextlib.suppress(OSError):
+                os.write(2, b"stopping after this step; Ctrl-C again stops at once\n")
 
     def _agreed(self, trainer: Trainer) -> int:
         """What any rank wants: `_STOP` after a signal, `_SAVE` after so many minutes, or 0; the same on all ranks.
