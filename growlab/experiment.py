@@ -42,7 +42,7 @@ from growlab.processes import (
     started_elsewhere,
     world_size,
 )
-from growlab.run_folder import forget_results, held_alone
+from growlab.run_folder import check_places, forget_results, held_alone
 from growlab.setting_names import named_as_settings
 from growlab.starting import continuing, start_from
 from growlab.studies.running import run_study
@@ -246,6 +246,7 @@ def _task(cfg: DictConfig, data: ImageData, planned: Planned, run_id: str, begin
 def _resume(cfg: DictConfig, run_dir: Path) -> tuple[Path | None, dict[str, Any]]:
     """The checkpoint to go on from, and what it says beside its tensors."""
     if is_first():
+        check_places(run_dir)
         for folder in (run_dir, last_checkpoint(run_dir).parent):
             remove_unfinished(folder)
     checkpoint = _checkpoint_to_resume(cfg, run_dir)
@@ -347,6 +348,10 @@ def deciding_settings(cfg: DictConfig) -> dict[str, Any]:
 
 def _check(cfg: DictConfig) -> None:
     """Refuse what would only fail later."""
+    if cfg.plan is not None:
+        raise UserError(
+            "a run has no plan: leave plan=... out, or ask `growlab plan` with the other settings."
+        )
     check_trainer_options(cfg.trainer)
     check_settings(cfg)
     hydra = HydraConfig.get()

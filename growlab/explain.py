@@ -98,7 +98,7 @@ def _tell(error: BaseException, overrides: Sequence[str], conf: Path | None) -> 
         case OSError() if error.errno in _DISK and error.filename is not None:
             return f"cannot use {error.filename}: {error.strerror}"
         case OSError() if error.errno in _FULL:
-            return f"cannot write: {error.strerror}; free some space, or choose another folder with hydra.run.dir=FOLDER"
+            return f"cannot write: {error.strerror}; free some space, or choose a folder with hydra.run.dir=FOLDER"
         case OSError() if error.filename is not None and _raised_by_hydra(error):
             return (
                 f"cannot make {error.filename}: {error.strerror}; hydra.run.dir=FOLDER, of a sweep "
@@ -188,6 +188,8 @@ def _unknown_name(error: OmegaConfBaseException, conf: Path | None) -> str:
     where = full_key.removesuffix(key).rstrip(".")
     if where == "trainer" and key in INSTEAD:
         return refused(key)
+    if where == "plan" and not siblings:
+        return f"{full_key} is a setting of `growlab plan`, and a run has no plan"
     groups = [] if where else _groups(conf)
     near = did_you_mean(key, siblings + groups)
     if not near and isinstance(parent, DictConfig):

@@ -8,10 +8,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from growlab.errors import FolderHeld
+from growlab.errors import FolderHeld, UserError
+from growlab.files import CHECKPOINT_FOLDER
 
 # What a run writes at its end.
 _RESULTS = ("results.json", "report.html", "model*.pt", "pretrained*")
+# What it writes before that, and where.
+_FOLDERS = (CHECKPOINT_FOLDER, "figures")
+_FILES = (
+    *("config.yaml", "metrics.csv", "rates.csv", "layers.csv", "growth.json"),
+    *(f"{CHECKPOINT_FOLDER}/{name}.ckpt" for name in ("last", "previous")),
+)
 _HELD: set[int] = set()
 
 
@@ -62,6 +69,21 @@ def _lock(descriptor: int, folder: Path, last: float) -> None:
         except OSError:
             # Some network file systems cannot.
             return
+
+
+def check_places(folder: Path) -> None:
+    """Refuse a run's folder in which a folder lies where the run will write a file, or a file where it makes a folder.
+
+    Raises:
+        UserError: naming it.
+    """
+    wrong = [(name, "folder", "file") for name in _FILES if (folder / name).is_dir()]
+    wrong += [(name, "file", "folder") for name in _FOLDERS if (folder / name).is_file()]
+    for name, there, needed in wrong:
+        raise UserError(
+            f"{folder / name} is a {there}, and a run has a {needed} there: move it away, or name another folder "
+            "with hydra.run.dir=FOLDER."
+        )
 
 
 def _let_go() -> None:

@@ -25,7 +25,7 @@ class _Messages(io.FileIO):
 
 
 class _Output(io.FileIO):
-    """What is not taken is told once, as a `WriteError`; the rest is lost, for Python writes it out again as it ends."""
+    """What is not taken is told once, as a `WriteError`; the rest is lost: Python writes it out again as it ends."""
 
     _told = False
 
@@ -42,7 +42,7 @@ class _Output(io.FileIO):
 
 
 def guard_streams() -> None:
-    """Let this program's messages never end it, and its output end it with a sentence; those of others are left alone."""
+    """Let this program's messages never end it, and its output end it with a sentence."""
     for number in range(3):
         try:
             os.fstat(number)

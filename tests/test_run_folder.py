@@ -14,7 +14,7 @@ from growlab.errors import UserError
 from growlab.files import FAILURE
 from growlab.processes import in_folder, name_of
 from growlab.resuming import resume_override
-from growlab.run_folder import forget_results, held_alone, is_held
+from growlab.run_folder import check_places, forget_results, held_alone, is_held
 from tests.command_line import CommandLine
 from tests.runs import MLP, table
 
@@ -73,6 +73,23 @@ def test_a_second_run_in_the_folder_is_told_and_leaves_the_first_alone(
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
     assert "another process is at work in " in outcome.err
     assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["checkpoints/last.ckpt", "checkpoints/previous.ckpt", "metrics.csv"])
+def test_a_folder_where_a_run_will_write_a_file_is_told_before_training(
+    name: str, cli: CommandLine, tmp_path: Path
+) -> None:
+    (tmp_path / "run" / name).mkdir(parents=True)
+    for more in ([], ["ckpt_path=last"]):
+        outcome = cli(*MLP, "hydra.run.dir=run", *more, cwd=tmp_path)
+        assert (outcome.code, outcome.err.count("\n")) == (2, 1), outcome.err
+        assert f"run/{name} is a folder, and a run has a file there" in outcome.err
+
+
+def test_a_file_where_a_run_will_make_a_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "figures").touch()
+    with pytest.raises(UserError, match="figures is a file, and a run has a folder there"):
+        check_places(tmp_path)
 
 
 def test_a_job_of_a_second_sweep_leaves_no_failure_in_the_folder(cli: CommandLine, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The Lightning data module for labelled images."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from functools import partial
@@ -24,6 +25,8 @@ from growlab.data.statistics import Standardisation
 from growlab.errors import UserError
 from growlab.parts import Part
 from growlab.settings import sorted_into
+
+log = logging.getLogger(__name__)
 
 
 class ImageData(LightningDataModule):
@@ -130,6 +133,16 @@ class ImageData(LightningDataModule):
         self._arrival.check(self.num_classes)
         self.mean, self.std, self._normalisation = self._standards.of(images["train"], channels)
         self._images = images
+        if self._reading.num_workers and all(self._is_held(part, name) for name, part in images.items()):
+            log.warning(
+                "data.num_workers=%d has no effect: the images are held in memory, where nothing is left to read",
+                self._reading.num_workers,
+            )
+
+    def _is_held(self, images: Images, part: str) -> bool:
+        """Whether batches are made of images in memory; random crops for training are cut as files are read."""
+        cropped = part == "train" and self.views.crop is not None
+        return isinstance(images, ImageArray) and self._reading.in_memory is not False and not cropped
 
     def _held(self, images: Images) -> Images:
         """Decoded, if they are to be held in memory, and of one size."""
@@ -308,8 +321,7 @@ class ImageData(LightningDataModule):
         images = self._current(part, epoch)
         device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
         training = plan.augmentation is not None
-        cropped = training and self.views.crop is not None
-        if isinstance(images, ImageArray) and self._reading.in_memory is not False and not cropped:
+        if isinstance(images, ImageArray) and self._is_held(images, part):
             images = images.to(device)
             if part in self._of_task:
                 self._of_task[part] = (self._of_task[part][0], images)

@@ -1,7 +1,11 @@
-"""What front ends refuse before a training begins."""
+"""What front ends refuse, and tell of, before a training begins."""
+
+import logging
 
 from growlab.errors import UserError
-from growlab.triggers import Trigger
+from growlab.triggers import At, Trigger
+
+log = logging.getLogger(__name__)
 
 
 def check_unit(trigger: Trigger, loop: str) -> None:
@@ -18,6 +22,27 @@ def check_unit(trigger: Trigger, loop: str) -> None:
         raise UserError(
             f"{loop} tells of epochs and steps alone, so a trigger with unit='cost' would never grow; give it "
             "unit='step', or announce costs to a growlab.Grower in your own loop."
+        )
+
+
+def tell_unreached(trigger: Trigger, epochs: float, steps: float) -> None:
+    """Warn of stages that begin behind the end of a training: the network ends narrower than its trigger says.
+
+    Args:
+        trigger: of the growth.
+        epochs: that the training has at most; `inf`: not known.
+        steps: likewise, optimizer steps.
+    """
+    if not isinstance(trigger, At) or trigger.counts is None:
+        return
+    end = epochs if trigger.counts == "epoch" else steps
+    late = [start for start in trigger.starts if start >= end]
+    if late:
+        log.warning(
+            "growth is due at %s %g, and training ends after %g: the network will not come to its last stage's width",
+            trigger.counts,
+            late[0],
+            end,
         )
 
 

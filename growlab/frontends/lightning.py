@@ -7,7 +7,7 @@ neither is where a loop keeps its data (`_data_source`). Tests say so if a versi
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from growlab.errors import UserError
 from growlab.frontends.averages import averages, shapes_of
-from growlab.frontends.checks import check_unit, distinct
+from growlab.frontends.batches import change_batch_sizes, length
+from growlab.frontends.checks import check_unit, distinct, tell_unreached
 from growlab.frontends.ending import finish
 from growlab.frontends.example import captured
 from growlab.frontends.samples import few_samples
@@ -31,7 +32,7 @@ from growlab.grower.loading import bring
 from growlab.growth import GrowthEvent, GrowthMethod, Schedule, restore
 from growlab.optim import Inheritance
 from growlab.parts.part import Part
-from growlab.triggers import Clock, Never, Trigger, as_trigger
+from growlab.triggers import Never, Trigger, as_trigger
 from growlab.widths.inputs import Example
 
 log = logging.getLogger(__name__)
@@ -186,7 +187,7 @@ class Growth(GrowthSteps):
                 self._saving.remove()
                 self._put_back_batches()
             self._saving = Saving(pl_module, partial(self._on_save, pl_module))
-            self._change_batch_sizes(trainer)
+            self._put_back_batches = change_batch_sizes(trainer, self._trigger)
 
     def _open(self, module: LightningModule, stage: str, seen: Callable[[nn.Module], Any]) -> Grower:
         network = self._find(module, self._network)
@@ -227,6 +228,10 @@ class Growth(GrowthSteps):
                 event.parity_error_eval,
             )
         return events
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell of growth that this training is too short for."""
+        tell_unreached(self._trigger, *length(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave an ordinary network behind, and say so if it is not at the end of its growth."""
@@ -360,39 +365,6 @@ class Growth(GrowthSteps):
                 f"{kind} does not call the network that is to grow; give Growth an example of its input."
             )
         return example
-
-    # Batch sizes -------------------------------------------------------------------------------------------
-
-    def _change_batch_sizes(self, trainer: Trainer) -> None:
-        sizes, data = self._trigger.batch_sizes, getattr(trainer, "datamodule", None)
-        if sizes is None or len(set(sizes)) == 1:
-            return
-        if not hasattr(data, "batch_size"):
-            log.warning("the trigger's batch sizes %s are left out: the data module has no batch_size", sizes)
-            return
-        uneven = [size for size in sizes if size % trainer.world_size]
-        if uneven:
-            raise UserError(f"a batch of {uneven[0]} does not divide among {trainer.world_size} processes.")
-        own, every = vars(data), trainer.reload_dataloaders_every_n_epochs
-        before = {name: own[name] for name in ("train_dataloader", "batch_size") if name in own}
-        original = data.train_dataloader
-
-        @wraps(original)
-        def train_dataloader() -> Any:
-            now = Clock(epoch=trainer.current_epoch, step=trainer.global_step)
-            stage = self._trigger.stage_at(now)
-            data.batch_size = sizes[stage or 0] // trainer.world_size
-            return original()
-
-        def put_back() -> None:
-            for name in ("train_dataloader", "batch_size"):
-                own.pop(name, None)
-            own.update(before)
-            trainer.reload_dataloaders_every_n_epochs = every
-
-        self._put_back_batches = put_back
-        data.train_dataloader = train_dataloader
-        trainer.reload_dataloaders_every_n_epochs = 1
 
 
 def _tuple(example: Any) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from growlab.errors import UserError, how_to_install, needs
-from growlab.frontends.checks import check_unit
+from growlab.frontends.checks import check_unit, tell_unreached
 from growlab.frontends.ending import finish
 from growlab.frontends.example import as_example
 from growlab.grower import Grower
@@ -147,6 +147,7 @@ class Growth(TrainerCallback, ExportableState):
         if optimizer is not None:
             # accelerate's optimizer is a wrapper.
             self.grower.follow(getattr(optimizer, "optimizer", optimizer), state=self._optimizer_state)
+        tell_unreached(self._trigger, state.num_train_epochs, state.max_steps)
         if args.world_size > 1 and model is not None:
             self._wrapper = wrapper_of(model)
             if self._wrapper is None:

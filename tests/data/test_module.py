@@ -139,6 +139,15 @@ def test_evaluation_over_ranks_counts_every_image_once():
     assert torch.equal(torch.cat(labels).sort().values, whole.sort().values)
 
 
+@pytest.mark.parametrize(("in_memory", "said"), [(None, 1), (False, 0)])
+def test_readers_of_images_that_are_held_in_memory_are_told_to_be_of_no_use(in_memory, said, caplog):
+    _digits(num_workers=2, in_memory=in_memory)
+    assert caplog.text.count("data.num_workers=2 has no effect") == said
+    caplog.clear()
+    _digits(num_workers=0)
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_streamed_batches_equal_those_in_memory(pictures, tmp_path, num_workers):
     root = str(pictures.as_folders(tmp_path / "data"))

@@ -19,10 +19,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from growlab.errors import UserError
 from growlab.growth import VarianceTransfer
+from growlab.triggers import At
 from tests.frontends.lightning_runs import (
+    EPOCHS,
     IMAGES,
     LABELS,
     SIZE,
+    STEPS,
     Loader,
     Plain,
     Save,
@@ -314,3 +317,31 @@ def test_training_that_ends_before_the_last_stage_says_so(
         with caplog.at_level(logging.WARNING):
             trainer_of(tmp_path, growth(), max_epochs=epochs).fit(Plain(), Loader())
         assert len([r for r in caplog.records if "has ended in stage 1 of 2" in r.message]) == said
+
+
+@pytest.mark.parametrize(
+    ("trigger", "lasts", "due"),
+    [
+        ({0: 0.5, 4: 1.0}, {}, "at epoch 4, and training ends after 4"),
+        ({0: 0.5, 3: 1.0}, {}, None),
+        ({0: 0.5, 2: 1.0}, {"max_steps": 2 * STEPS}, "at epoch 2, and training ends after 2"),
+        ({0: 0.5, 2: 1.0}, {"max_steps": 2 * STEPS + 1}, None),
+        (At({0: 0.5, 12: 1.0}, unit="step"), {}, "at step 12, and training ends after 12"),
+        (At({0: 0.5, 11: 1.0}, unit="step"), {}, None),
+        (
+            At({0: 0.5, 8: 1.0}, unit="step"),
+            {"accumulate_grad_batches": 2},
+            "at step 8, and training ends after 8",
+        ),
+    ],
+)
+def test_a_training_too_short_for_its_growth_is_told_as_it_begins(
+    trigger: Any, lasts: dict[str, int], due: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what is told is what happens."""
+    callback = growth(trigger=trigger)
+    with caplog.at_level(logging.WARNING):
+        trainer_of(tmp_path, callback, **{"max_epochs": EPOCHS, **lasts}).fit(Plain(), Loader())
+    told = [r.message for r in caplog.records if "growth is due" in r.message]
+    assert len(callback.grower.events) == (due is None)
+    assert len(told) == (due is not None) and all(due in message for message in told)

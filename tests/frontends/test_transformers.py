@@ -105,7 +105,9 @@ def test_the_loss_inside_the_model_sees_the_output_factor(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         _, growth = run(tmp_path, num_train_epochs=1, save_strategy="no")
-    assert any("training has ended in stage 0 of 2" in record.message for record in caplog.records)
+    told = [record.message for record in caplog.records]
+    assert any("growth is due at epoch 1, and training ends after 1" in message for message in told)
+    assert any("training has ended in stage 0 of 2" in message for message in told)
     growth.grower.reopen()
     network = growth.grower.network.eval()
     loss, logits = network(WORDS, labels=torch.zeros(12, dtype=torch.long))[:2]

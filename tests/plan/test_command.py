@@ -177,5 +177,12 @@ def test_wrong_input_gets_a_sentence(
 
 
 def test_a_run_is_asked_no_plan(cli: CommandLine, tmp_path: Path) -> None:
-    outcome = cli("plan.size=full", cwd=tmp_path)
-    assert outcome.code == 2 and "error:" in outcome.err and "Traceback" not in outcome.err
+    for asked, sentence in (
+        ("plan.size=full", "plan.size is a setting of `growlab plan`, and a run has no plan."),
+        (
+            "plan=default",
+            "a run has no plan: leave plan=... out, or ask `growlab plan` with the other settings.",
+        ),
+    ):
+        outcome = cli(asked, cwd=tmp_path)
+        assert (outcome.code, outcome.err) == (2, f"error: {sentence}\n")
