@@ -57,7 +57,7 @@ def change_batch_sizes(trainer: Trainer, trigger: Trigger) -> Callable[[], None]
 def length(trainer: Trainer) -> tuple[float, float]:
     """Epochs and optimizer steps that a training has at most, `inf` where that is not known.
 
-    Epochs are of as many batches as the present one. How many steps several optimizers do is known of `max_steps` alone.
+    Epochs have as many batches as the present one. Of several optimizers `max_steps` alone says how many steps they do.
     """
     epochs = inf if trainer.max_epochs in (None, -1) else float(trainer.max_epochs or 0)
     steps = inf if trainer.max_steps == -1 else float(trainer.max_steps)
