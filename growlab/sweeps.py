@@ -191,7 +191,8 @@ def conclude() -> None:
     """Print the table of the sweep that has ended, whether its jobs have all succeeded or not; else nothing."""
     # Imported here: Hydra makes callbacks before it knows whether anything will run.
     from growlab.analysis.results import load_runs
-    from growlab.analysis.tables import summarise, write_table
+    from growlab.analysis.table_text import write_table
+    from growlab.analysis.tables import summarise
     from growlab.processes import is_first
     from growlab.terminal import wrapped
 

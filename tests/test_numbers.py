@@ -15,7 +15,8 @@ from growlab.analysis.paired import compare_pairs, paired_table
 from growlab.analysis.paper_table import paper_table
 from growlab.analysis.published import published
 from growlab.analysis.results import Run, load_runs
-from growlab.analysis.tables import Row, summarise, write_table
+from growlab.analysis.table_text import write_table
+from growlab.analysis.tables import Row, summarise
 from growlab.analysis.time_to_score import time_to_score_table, times_to_scores
 from growlab.reproduce.quantities import first_loss
 from growlab.survey import Report, matrix_table

@@ -8,6 +8,7 @@ here imports torch or Lightning (`growlab.flops` does, and is imported where it 
 """
 
 from growlab.analysis.results import Group, Run, load_runs
-from growlab.analysis.tables import Row, markdown, summarise
+from growlab.analysis.table_text import markdown
+from growlab.analysis.tables import Row, summarise
 
 __all__ = ["Group", "Row", "Run", "load_runs", "markdown", "summarise"]

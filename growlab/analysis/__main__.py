@@ -8,7 +8,8 @@ from pathlib import Path
 
 from growlab.analysis.grid import Grid
 from growlab.analysis.results import load_runs
-from growlab.analysis.tables import Row, summarise, write_table
+from growlab.analysis.table_text import write_table
+from growlab.analysis.tables import Row, summarise
 from growlab.command_parser import CommandParser
 from growlab.errors import UserError
 from growlab.files import write_text

@@ -33,7 +33,9 @@ _WHICH = {
 }
 # Data that their folder alone tells from others of that choice; of the others it is where this machine has them.
 _KNOWN_BY_ROOT = {"folder"}
-_NOT_A_DIFFERENCE |= {f"{group}.{key}" for group, keys in _WHICH.items() for key in keys}
+_NOT_A_DIFFERENCE |= {f"{group}.{key}" for group, keys in _WHICH.items() for key in keys} | {
+    "data.limit_train"
+}
 # What a choice means beyond the fields of a group.
 _MEANS = {
     "method=equal_flops": ("schedule.equal_flops=true",),
@@ -147,6 +149,12 @@ class Run:
     def reference_passes(self) -> float:
         """The same in passes over the training data, also where epochs are parts of them (`schedule.budget`)."""
         return self.budget or self.reference_epochs
+
+    @property
+    def pass_flops(self) -> float | None:
+        """FLOPs of the fixed-size training for one pass over the training data; None where the cost is not known."""
+        cost, flops = self.results["train_cost_percent"], self.results.get("train_flops")
+        return 100 * flops / (cost * self.reference_passes) if cost and flops else None
 
     @property
     def budget(self) -> float | None:
@@ -319,7 +327,13 @@ def _which(group: str, choice: str, overrides: Sequence[str]) -> str:
     told = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     keys = [*_WHICH[group], *(("root",) if group == "data" and choice in _KNOWN_BY_ROOT else ())]
     which = (_spelling(told[key]) for key in (f"{group}.{each}" for each in keys) if key in told)
-    return " ".join([choice, *which])
+    # A part of the data is other data: its epochs cost less, and it is learned less well.
+    part = [
+        f"limit_train={_spelling(n)}"
+        for key, n in told.items()
+        if key == f"{group}.limit_train" and n != "null"
+    ]
+    return " ".join([choice, *which, *part])
 
 
 def called(overrides: Sequence[str], shared: Collection[str] = ()) -> list[str]:

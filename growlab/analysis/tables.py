@@ -1,7 +1,5 @@
 """Tables over runs: one row a method, averaged over seeds, beside the fixed-size network."""
 
-import csv
-import io
 import json
 import math
 import statistics
@@ -11,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from growlab.analysis.grid import Grid
 from growlab.analysis.metrics import Metric, metric_of
 from growlab.analysis.results import Group, Report, Run
 from growlab.errors import UserError
@@ -173,10 +170,10 @@ def told_apart(rows: Sequence[Row]) -> list[str]:
     ):
         seen: dict[tuple[str, str, str], set[str]] = defaultdict(set)
         for row, name in zip(rows, names, strict=True):
-            seen[row.group.model, row.group.data, name].add(_column(row, field))
+            seen[row.group.model, row.group.data, name].add(column(row, field))
         shared = {name for (_, _, name), values in seen.items() if len(values) > 1}
         names = [
-            f"{name}, {word.format(_column(row, field))}" if name in shared else name
+            f"{name}, {word.format(column(row, field))}" if name in shared else name
             for row, name in zip(rows, names, strict=True)
         ]
     return names
@@ -188,67 +185,6 @@ def _shared_overrides(group: Group, groups: Iterable[Group]) -> tuple[str, ...]:
     if len(rivals) < 2:
         return ()
     return tuple(sorted(set.intersection(*(set(rival.overrides) for rival in rivals))))
-
-
-def grid(rows: Sequence[Row]) -> Grid:
-    """The rows as a table, and below it what its 100 % stands for.
-
-    Columns in which all rows agree (network, data, epochs, ...) are left out.
-    """
-    columns = _varying(rows)
-    metrics = sorted({row.metric for row in rows})
-    if len(metrics) > 1:
-        columns.append("metric")
-    label = metrics[0].label if len(metrics) == 1 else "score"
-    return Grid(
-        header=[*columns, "method", "cost %", f"{label} (n)", "seconds", "speed-up"],
-        rows=[[_column(row, column) for column in columns] + _cells(row) for row in rows],
-        num_text=len(columns) + 1,
-        caption=_legend(rows),
-    )
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """A Markdown table that reads well as plain text too, and what its 100 % stands for."""
-    return grid(rows).markdown()
-
-
-def latex(rows: Sequence[Row]) -> str:
-    """The same as a LaTeX table (package booktabs)."""
-    return grid(rows).latex()
-
-
-def csv_text(rows: Sequence[Row]) -> str:
-    """The rows as CSV with plain numbers: accuracy as a fraction, empty cells where nothing is known."""
-    records = [_record(row) for row in rows]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(records[0]) if records else ["method"], lineterminator="\n")
-    writer.writeheader()
-    for record in records:
-        record["overrides"] = " ".join(record["overrides"])
-        record["seeds"] = " ".join(map(str, record["seeds"]))
-        record["runs"] = " ".join(record["runs"])
-        writer.writerow(record)
-    return text.getvalue()
-
-
-def json_text(rows: Sequence[Row]) -> str:
-    """The rows as a JSON list with plain numbers: accuracy as a fraction, null where nothing is known."""
-    return json.dumps([_record(row) for row in rows], indent=2) + "\n"
-
-
-FORMATS = {"markdown": markdown, "latex": latex, "csv": csv_text, "json": json_text}
-
-
-def write_table(rows: Sequence[Row], form: str) -> str:
-    """The rows as text of one of the `FORMATS`.
-
-    Raises:
-        UserError: there is no such format.
-    """
-    if form not in FORMATS:
-        raise UserError(f"there is no table format {form}; choose one of {', '.join(FORMATS)}.")
-    return FORMATS[form](rows)
 
 
 def _one_per_seed(runs: Sequence[Run], report: Report) -> list[Run]:
@@ -321,72 +257,10 @@ def _order(row: Row) -> tuple[Any, ...]:
     return (group.model, group.data, *rank, worse, group)
 
 
-def _varying(rows: Sequence[Row]) -> list[str]:
-    columns = [
-        column
-        for column in ("experiment", "model", "data", "optimizer", "epochs", "precision")
-        if len({getattr(row.group, column) for row in rows}) > 1
-    ]
-    tasks = {(row.group.model, row.group.data) for row in rows}
-    if "experiment" in columns and len(
-        {(r.group.experiment, r.group.model, r.group.data) for r in rows}
-    ) == len(tasks):
-        columns.remove("experiment")
-    return columns
-
-
-def _column(row: Row, name: str) -> str:
+def column(row: Row, name: str) -> str:
+    """A row's text in a column that tells rows apart: a field of its group, its epochs in passes, or its metric."""
     if name == "epochs":
         # Within a budget, epochs of the loop may be parts of those of the data.
         run = row.runs[0]
         return f"{row.group.epochs * run.reference_passes / run.reference_epochs:g}"
     return row.metric.label if name == "metric" else str(getattr(row.group, name))
-
-
-def _cells(row: Row) -> list[str]:
-    return [
-        row.method,
-        "" if row.cost_percent is None else f"{row.cost_percent:.1f}",
-        row.score_text,
-        "" if row.seconds is None else f"{row.seconds:.1f}" if row.seconds < 100 else f"{row.seconds:.0f}",
-        "" if row.speedup is None else f"{row.speedup:.2f}x",
-    ]
-
-
-def _legend(rows: Sequence[Row]) -> str:
-    references = sorted({(row.group.model, row.group.data, row.reference_epochs) for row in rows})
-    work = "; ".join(f"{model} on {data}, {epochs:g} epochs" for model, data, epochs in references)
-    shared = sorted({(row.group.model, row.group.data, row.shared_overrides) for row in rows})
-    said = "; ".join(f"{model} on {data} with {' '.join(common)}" for model, data, common in shared if common)
-    names = " and ".join(sorted({row.metric.name for row in rows}))
-    return (
-        f"Cost 100 % = the fixed-size network at full width ({work}). {names[:1].upper() + names[1:]}: test, mean ± "
-        "sample standard deviation over n seeds. Speed-up: against the fixed-size run of as many epochs on the "
-        "same machine." + (f" All of {said}." if said else "")
-    )
-
-
-def _record(row: Row) -> dict[str, Any]:
-    group = row.group
-    return {
-        "method": row.method,
-        "experiment": group.experiment,
-        "model": group.model,
-        "data": group.data,
-        "growth": group.growth,
-        "lr_adapt": group.lr_adapt,
-        "optimizer": group.optimizer,
-        "epochs": group.epochs,
-        "precision": group.precision,
-        "overrides": list(group.overrides),
-        "cost_percent": row.cost_percent,
-        "reference_epochs": row.reference_epochs,
-        "metric": row.metric.name,
-        "score_mean": row.score_mean,
-        "score_std": row.score_std,
-        "n": row.n,
-        "seconds": row.seconds,
-        "speedup": row.speedup,
-        "seeds": [run.results["seed"] for run in row.runs],
-        "runs": [run.path.as_posix() for run in row.runs],
-    }

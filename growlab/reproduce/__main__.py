@@ -229,7 +229,8 @@ def _tell(item: Item, place: Place, seeds: Sequence[int] | None = None) -> None:
     from growlab.analysis import figures
     from growlab.analysis.paper_table import paper_table
     from growlab.analysis.results import load_runs
-    from growlab.analysis.tables import summarise, write_table
+    from growlab.analysis.table_text import write_table
+    from growlab.analysis.tables import summarise
 
     jobs = dict.fromkeys([*item.jobs(), *item.jobs(seeds)])
     done = [job for job in jobs if place.done(job) and not job.is_study]

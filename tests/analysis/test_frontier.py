@@ -6,7 +6,8 @@ import pytest
 from growlab.analysis.figures import frontier, frontier_seconds
 from growlab.analysis.results import load_runs
 from growlab.analysis.schedules import best_at_cost, gains, series_over_budgets
-from growlab.analysis.tables import grid, summarise
+from growlab.analysis.table_text import grid
+from growlab.analysis.tables import summarise
 from growlab.errors import UserError
 
 from .fake_runs import write_run

@@ -9,7 +9,7 @@ import pytest
 
 from growlab.analysis import load_runs, markdown, summarise
 from growlab.analysis.paired import compare_pairs
-from growlab.analysis.tables import csv_text, grid, json_text
+from growlab.analysis.table_text import csv_text, grid, json_text
 
 from .fake_runs import write_run
 
@@ -43,6 +43,31 @@ def test_mean_sample_std_and_speedup_over_seeds(tmp_path):
     assert cells[3] == ["ours + stagewise_norm", "61.4", "83.00 ± 3.61 (3)", "100", "1.70x"]
     assert cells[4][2:] == ["78.50 (1)", "85.0", "2.00x"]
     assert len({len(line) for line in lines[:5]}) == 1
+
+
+def test_runs_on_a_part_of_the_data_are_of_other_data(tmp_path):
+    """Their epochs cost less: neither cost nor seconds compare with those of all the data."""
+    part = {"overrides": ["data.limit_train=500"]}
+    write_run(tmp_path / "fixed", growth="none", lr_adapt="none", seconds=300)
+    write_run(tmp_path / "ours", overrides=["data.limit_train=null"], seconds=200)
+    write_run(tmp_path / "part", **part, stage_epochs=(4, 4), seconds=20)
+    rows = summarise(load_runs(tmp_path))
+    found = {(row.group.data, row.method): (row.reference_epochs, row.speedup) for row in rows}
+    assert found == {
+        ("cifar10", "fixed-size"): (16, None),
+        ("cifar10", "ours + stagewise_norm"): (16, pytest.approx(1.5)),
+        ("cifar10 limit_train=500", "ours + stagewise_norm"): (8, None),
+    }
+    assert "resnet20 on cifar10, 16 epochs; resnet20 on cifar10 limit_train=500, 8 epochs" in markdown(rows)
+
+
+@pytest.mark.parametrize(("share", "told"), [(1.0, False), (0.99, False), (0.25, True)])
+def test_networks_of_several_sizes_in_one_table_are_told(tmp_path, share, told):
+    fixed = {"growth": "none", "lr_adapt": "none", "stage_epochs": (4,)}
+    write_run(tmp_path / "whole", train_flops=1_000_000, **fixed)
+    write_run(tmp_path / "small", train_flops=share * 1e6, overrides=["model.width=8"], **fixed)
+    said = "Rows of resnet20 on cifar10 differ in what an epoch at full width costs, by up to 4 times: each row's"
+    assert (said in markdown(summarise(load_runs(tmp_path)))) == told
 
 
 def test_cost_of_runs_of_different_length_shares_one_reference(tmp_path):
