@@ -251,6 +251,23 @@ def turned(x: Tensor) -> Tensor:
     return torch.cat([turning * angle.cos() + other * angle.sin(), rest], -1)
 
 
+class Pooled(nn.Module):
+    """Positions weighed by products with vectors that are parameters: from the right, from the left, by einsum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.hidden, self.mixed = nn.Linear(5, 7), nn.Linear(7, 6), nn.Linear(6, 9)
+        self.right, self.left, self.pooling = (nn.Parameter(torch.randn(size)) for size in (7, 6, 9))
+        self.classifier = nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.leaky_relu(self.encode(x))
+        x = F.leaky_relu(self.hidden(x * (x @ self.right).softmax(1)[..., None]))
+        x = F.leaky_relu(self.mixed(x * torch.sigmoid(self.left @ x.transpose(1, 2))[..., None]))
+        weights = torch.einsum("btc,c->tb", x, self.pooling).softmax(0)
+        return self.classifier((x * weights.t()[..., None]).sum(1))
+
+
 class ChannelNorms(nn.Module):
     """Streams under group, layer (channels last, twice by one module) and RMS normalisation, one concatenated."""
 
@@ -358,6 +375,7 @@ NETWORKS = {
     "sample norms": NetworkCase(SampleNorms, (2, 5, 5), {"stem": 6, "conv": 5, "conv2": 7, "line": 8}),
     "decoder": NetworkCase(Decoder, (2, 5, 5), {"encode": 6, "decode": 5, "shuffled": 3}),
     "heads": NetworkCase(Heads, (6, 5), {"qkv": 4, "out": 7}),
+    "pooled": NetworkCase(Pooled, (6, 5), {"encode": 7, "hidden": 6, "mixed": 9}),
     "wrn no norm": NetworkCase(
         lambda: WideResNet(1, 1, 2, 3, batch_norm=False),
         (2, 8, 8),

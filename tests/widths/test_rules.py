@@ -707,6 +707,50 @@ CASES = {
         TOKENS,
         {},
     ),
+    "vector of activations": RuleCase(
+        lambda: Around(
+            lambda net, x: net.head(net.hidden(x) * (net.inside(x) @ net.inside(x).mean((0, 1)))[..., None]),
+            inside=nn.Linear(8, 6),
+            hidden=nn.Linear(8, 7),
+            head=nn.Linear(7, 4),
+        ),
+        TOKENS,
+        {"hidden": 7},
+    ),
+    "vector of numbers": RuleCase(
+        lambda: Around(
+            lambda net, x: net.head(net.inside(x) @ torch.arange(6.0, dtype=x.dtype)),
+            inside=nn.Linear(8, 6),
+            head=nn.Linear(5, 4),
+        ),
+        TOKENS,
+        {},
+    ),
+    "vector of every head": RuleCase(
+        lambda: Around(
+            lambda net, x: net.head(
+                (heads := net.inside(x).unflatten(2, (4, -1)))
+                .mul((heads @ net.vector).sigmoid()[..., None])
+                .flatten(2)
+                .mean(1)
+            ),
+            inside=nn.Linear(8, 12),
+            vector=nn.Parameter(torch.randn(3)),
+            head=nn.Linear(12, 4),
+        ),
+        TOKENS,
+        {"inside": 3},
+    ),
+    "matrix times a vector": RuleCase(
+        lambda: Around(
+            lambda net, x: net.hidden(x) * torch.mv(net.inside(x), net.vector)[:, None],
+            inside=nn.Linear(8, 6),
+            hidden=nn.Linear(8, 4),
+            vector=nn.Parameter(torch.randn(6)),
+        ),
+        ROW,
+        {"inside": 6},
+    ),
     "einsum over heads": RuleCase(
         lambda: Around(
             einsum_attention,

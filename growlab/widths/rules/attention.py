@@ -24,13 +24,16 @@ _EINSUM = "einsum multiplies or sums over them"
 
 
 @rule("matmul", "bmm", "mm")
-def matmul(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def matmul(tracer: "Tracer", node: Any, args: Arguments) -> Any:
     """Leading dimensions (heads) are worked on one by one: they pass. The last two of each operand keep their width.
 
     Where values pass, so do the rows of the first operand and the columns of the second. Activations times a parameter
-    of two dimensions are a linear layer, times a parameter of more dimensions one for each of its matrices.
+    of two dimensions are a linear layer, times a parameter of more dimensions one for each of its matrices, times one
+    of a single dimension a sum that it weighs.
     """
     first, second = args["self"], args["other"] if "other" in args else args["mat2"]
+    if min(len(first.shape), len(second.shape)) == 1:
+        return _with_vector(tracer, node, args, first, second)
     if first.name is None and len(first.shape) > 1 and weight_in_product(second):
         return product_with_weight(tracer, node, first, second)
     if _is_activation(second) and weight_in_product(first):
@@ -40,14 +43,40 @@ def matmul(tracer: "Tracer", node: Any, args: Arguments) -> Value:
             kept = _beside_matrices(tracer, node, x, factor, x.axes[-1 if left else -2])
             return product_with_stack(tracer, node, x, factor, kept, left=bool(left))
     rank = len(tracer.shape(node))
-    matrices = min(len(first.shape), len(second.shape)) > 1
     # A state space's read-out is no attention: each row is worked on by itself.
     read_out = second.shape[-1] == 1 and first.name is None and second.name is None
-    if not ((_of_activations(tracer, [first, second]) or read_out) and matrices):
+    if not (_of_activations(tracer, [first, second]) or read_out):
         return _product(tracer, node, [first, second], rank)
     result = _product(tracer, node, [first, second], rank, num_summed=0)
     tracer.atoms.freeze(first.axes[-1] + second.axes[-2], _PRODUCT)
     return replace(result, axes=(*result.axes[:-2], first.axes[-2], second.axes[-1]))
+
+
+@rule("mv")
+def matrix_times_vector(tracer: "Tracer", node: Any, args: Arguments) -> Any:
+    """Likewise."""
+    return _with_vector(tracer, node, args, args["self"], args["vec"])
+
+
+def _with_vector(tracer: "Tracer", node: Any, args: Arguments, first: Value, second: Value) -> Any:
+    """Activations [..., I] times a parameter [I], or that times [..., I, N]: channels are summed, weighed by it."""
+    vector, x, place = (second, first, -1) if len(second.shape) == 1 else (first, second, -2)
+    if not (_is_activation(x) and _is_weight(tracer, vector)):
+        return keep_full_width(tracer, node, args, _PRODUCT)
+    axes = list(x.axes)
+    return _weighed_sum(tracer, node, x, vector, axes.pop(place), axes)
+
+
+def _weighed_sum(
+    tracer: "Tracer", node: Any, x: Value, vector: Value, summed: Runs, kept: Sequence[Runs]
+) -> Value:
+    tracer.parameter_axis(vector, "in", summed)
+    tracer.scales.pin(x.scale)
+    return tracer.follow(x, vector, Value(tracer.shape(node), tuple(kept), tracer.scales.new(unit=True)))
+
+
+def _is_weight(tracer: "Tracer", value: Value) -> bool:
+    return value.name is not None and value.name not in tracer.buffers
 
 
 def _is_activation(value: Value) -> bool:
@@ -90,7 +119,7 @@ def einsum(tracer: "Tracer", node: Any, args: Arguments) -> Any:
     """Letters that stay are worked on one by one: they pass. Those that are summed over keep their width.
 
     Activations and a parameter of two dimensions, of which one is summed over, are a linear layer; a parameter of more
-    dimensions is several. Others keep their width.
+    dimensions is several, and one of a single dimension weighs a sum. Others keep their width.
     """
     equation, operands = args["equation"].replace(" ", ""), args["tensors"]
     inputs, arrow, output = equation.partition("->")
@@ -98,9 +127,9 @@ def einsum(tracer: "Tracer", node: Any, args: Arguments) -> Any:
     if "." in equation or not arrow or any(len(set(term)) < len(term) for term in letters):
         return keep_full_width(tracer, node, args)
     terms = dict(zip(letters, operands, strict=True))
-    layer = _linear_einsum(tracer, node, terms, output) or _stacked_einsum(tracer, node, terms, output)
-    if layer is not None:
-        return layer
+    for layer in (_linear_einsum, _stacked_einsum, _weighed_einsum):
+        if (result := layer(tracer, node, terms, output)) is not None:
+            return result
     tracer.note_attention(node)
     # As in a product of matrices of activations: what is not worked on one by one keeps its width.
     passing = any(v.name for v in operands) or _of_activations(tracer, operands)
@@ -170,6 +199,19 @@ def _stacked_einsum(tracer: "Tracer", node: Any, operands: dict[str, Value], out
     tracer.scales.pin(x.scale)
     axes = tuple(known[letter] for letter in output)
     return tracer.follow(x, weight, Value(tracer.shape(node), axes, tracer.scales.new(unit=True)))
+
+
+def _weighed_einsum(tracer: "Tracer", node: Any, operands: dict[str, Value], output: str) -> Value | None:
+    """Activations times a parameter of one dimension, over which it is summed."""
+    weights = [(term, v) for term, v in operands.items() if len(term) == 1 and _is_weight(tracer, v)]
+    others = [(term, v) for term, v in operands.items() if v.name is None]
+    if len(operands) != 2 or len(weights) != 1 or len(others) != 1:
+        return None
+    (summed, vector), (given, x) = weights[0], others[0]
+    if summed in output or set(given) != {summed, *output}:
+        return None
+    known = dict(zip(given, x.axes, strict=True))
+    return _weighed_sum(tracer, node, x, vector, known[summed], [known[letter] for letter in output])
 
 
 @rule("scaled_dot_product_attention")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 OPAQUE = (
     *(
-        *("cross", "outer", "mv", "dot", "vdot", "addmv", "kron", "trace", "diag", "diagonal", "diag_embed"),
+        *("cross", "outer", "dot", "vdot", "addmv", "kron", "trace", "diag", "diagonal", "diag_embed"),
         *("matrix_exp", "linalg_inv", "linalg_solve", "linalg_qr", "linalg_svd", "linalg_cross"),
         "meshgrid",
         "bernoulli",
