@@ -271,10 +271,8 @@ def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
             raise
         if report(130, "interrupted"):
             return 130
-        print(
-            "interrupted; the same command with ckpt_path=last goes on from the last checkpoint",
-            file=sys.stderr,
-        )
+        further = "the same command with ckpt_path=last goes on from the last checkpoint"
+        print(f"interrupted; {further if job is _job else 'nothing of it is kept'}", file=sys.stderr)
         return 130
     except Exception as error:
         _conclude()

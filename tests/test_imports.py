@@ -98,7 +98,7 @@ RULES = {
     ),
     "plan": rule(
         "growth optim triggers parts grower training analysis processes trainer_options pairing planning flops "
-        "configuration setting_names starting",
+        "configuration run_folder setting_names starting",
     ),
     "plan.__main__": rule("plan choices processes __main__", packages="omegaconf"),
     "__main__": rule(

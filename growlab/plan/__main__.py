@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from growlab.__main__ import JobFailed
 from growlab.__main__ import main as composed
 from growlab.choices import check_parts_of_job
-from growlab.processes import announce
+from growlab.processes import announce, name_of
 
 # By pairs unless told otherwise: that seed begins as its constructor drew it, as a smaller network that stays does.
 _BY_PAIRS = ("growth=pairs", "lr_adapt=none")
@@ -40,6 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is not None:
         sys.argv[1:] = arguments
+    if any(name_of(argument) == "ckpt_path" and argument != "ckpt_path=null" for argument in sys.argv[1:]):
+        # Before a run's folder is looked for, which a plan would write into.
+        print("error: ckpt_path is of runs: a plan probes networks from their beginning.", file=sys.stderr)
+        return 2
     # A method on the command line says how to grow, too.
     chosen = any(argument.startswith("method=") for argument in sys.argv[1:])
     return composed(_job, _MORE if chosen else (*_MORE, *_BY_PAIRS))

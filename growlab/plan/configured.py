@@ -8,16 +8,17 @@ from typing import Any
 import hydra
 import lightning
 import torch
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from growlab.errors import UserError
+from growlab.errors import UserError, as_user_errors
 from growlab.growth import FixedSize, GrowthMethod, PairGrowth, WidthDecision
 from growlab.pairing import make_data, make_network, make_objective
 from growlab.parts import Part
 from growlab.plan.problem import Batch, Candidate, Problem, Settings
 from growlab.planning import check_settings, make_parts, optimizer_maker, probe_size
+from growlab.settings import finite
 from growlab.trainer_options import check_trainer_options, for_lightning
 from growlab.triggers import At
 
@@ -51,6 +52,10 @@ def check(cfg: DictConfig) -> None:
     if not 0 < cfg.schedule.budget < inf:
         raise UserError(f"schedule.budget={cfg.schedule.budget} must be a number above 0.")
     check_settings(cfg)
+    if cfg.start_from is not None:
+        raise UserError(
+            f"start_from={cfg.start_from} is of runs: a plan probes networks from their beginning."
+        )
     if cfg.study is not None:
         raise UserError("a study is no training of one network, so there is nothing to plan.")
     if cfg.data.get("incremental") is not None or cfg.data.get("class_schedule"):
@@ -188,12 +193,23 @@ def candidates_of(cfg: DictConfig, data: Any) -> list[Candidate]:
     Raises:
         UserError: there is no such candidate, or it is none.
     """
-    known = {str(name): one for name, one in cfg.plan.candidates.items() if one is not None}
+    given = cfg.plan.candidates
+    if not isinstance(given, DictConfig | None):
+        raise UserError(f"plan.candidates={given} must be candidates by name.")
+    known = {str(name): one for name, one in (given or {}).items() if one is not None}
+    if not isinstance(cfg.plan.use, ListConfig | None):
+        raise UserError(
+            f"plan.use={cfg.plan.use} must be a list of candidates, such as [{', '.join(known)}]."
+        )
     names = list(known) if cfg.plan.use is None else [str(name) for name in cfg.plan.use]
     for name in names:
         if name not in known:
             raise UserError(
                 f"plan.use: there is no candidate '{name}'; there are {', '.join(known) or 'none'}."
+            )
+        if not isinstance(known[name], DictConfig):
+            raise UserError(
+                f"plan.candidates.{name}={known[name]} is no candidate: that has {', '.join(_CANDIDATE)}."
             )
         wrong = [key for key in known[name] if key not in _CANDIDATE]
         if wrong:
@@ -207,7 +223,12 @@ def candidates_of(cfg: DictConfig, data: Any) -> list[Candidate]:
 
 def _candidate(cfg: DictConfig, data: Any, name: str, given: DictConfig) -> Candidate:
     width, depth = given.get("width", 1.0), given.get("depth", 1.0)
-    settings = OmegaConf.to_container(given.get("settings") or OmegaConf.create({}))
+    with as_user_errors():
+        finite(**{f"plan.candidates.{name}.width": width, f"plan.candidates.{name}.depth": depth})
+    settings = given.get("settings")
+    if not isinstance(settings, DictConfig | None):
+        raise UserError(f"plan.candidates.{name}.settings={settings} must be settings of the run by name.")
+    settings = OmegaConf.to_container(settings or OmegaConf.create({}))
     changed = cfg.copy()
     with open_dict(changed):
         changed.merge_with(settings)

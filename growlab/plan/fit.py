@@ -105,7 +105,7 @@ def settled(cost: Sequence[float], loss: Sequence[float]) -> tuple[int, bool]:
 
     Returns:
         The first checkpoint that a law may be fitted from: what lies before the steepest part is left out, and at least
-        the last ones stay. And whether they fall as by a law.
+        the last ones stay. And whether they fall as by a law: of as few as a law needs nobody can tell.
     """
     x, y = np.log(cost), np.log(np.maximum(loss, 1e-12))
     first, forced = 0, False
@@ -116,7 +116,7 @@ def settled(cost: Sequence[float], loss: Sequence[float]) -> tuple[int, bool]:
         if slopes[steepest] >= _STEEPER * max(slopes[0], 0.0):
             first, forced = min(steepest, len(x) - MIN_POINTS), steepest > len(x) - MIN_POINTS
     rises = bool((np.diff(y[first:]) > _RISE).any())
-    return first, not (forced or rises)
+    return first, not (forced or rises) and len(x) - first > MIN_POINTS
 
 
 def fit(

@@ -38,11 +38,7 @@ def paragraph(planned: Planned) -> str:
     text += f" Rate: {planned.rates[name]:g} times optimizer.lr."
     if verdict.growing and verdict.kind != "grow":
         best = verdict.growing[0]
-        text += (
-            f" Growing from {best.candidate} at {best.switch:.0%} would save {best.cost.median:.0%} "
-            f"({best.cost.low:.0%} to {best.cost.high:.0%}) of the full run's FLOPs, {best.seconds.median:.0%} "
-            f"({best.seconds.low:.0%} to {best.seconds.high:.0%}) of its seconds."
-        )
+        text += f" Growing from {best.candidate} at {best.switch:.0%} would save {best.saved()}."
     if verdict.kind == "grow" and verdict.growing[0].guess > verdict.growing[0].switch:
         text += (
             f" That is as far as the curves are trusted; by their medians {verdict.growing[0].guess:.0%} is a "
@@ -88,9 +84,10 @@ def table(planned: Planned) -> str:
     ]
     for way in planned.verdict.growing:
         gains = (way.cost, way.seconds, way.kept)
-        percents = " | ".join(
-            f"{100 * g.median:.0f} ({100 * g.low:.0f} to {100 * g.high:.0f})" for g in gains
-        )
+        cells = [f"{100 * g.median:.0f} ({100 * g.low:.0f} to {100 * g.high:.0f})" for g in gains]
+        if way.beyond:
+            cells[:2] = [f"at least {100 * g.low:.0f}" for g in gains[:2]]
+        percents = " | ".join(cells)
         loss = f"{way.loss.median:.3f} ({way.loss.low:.3f} to {way.loss.high:.3f})"
         lines.append(
             f"| {way.candidate} | {100 * way.switch:.0f} | {loss} | {percents} | {100 * way.guess:.0f} |"

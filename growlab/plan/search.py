@@ -194,16 +194,20 @@ class _Search:
                 probe.train(spend=part)
                 self._tell(name, probe)
         # In the order that was given: in doubt the earlier one.
+        if len(probes) > 1 and all(probe.broken for probe in probes):
+            self._breaks_down(name, rates)
         order = sorted(range(len(probes)), key=lambda i: (probes[i].loss, i))
         if probes[order[0]].loss > (1 - _MARGIN) * probes[0].loss:
             order.remove(0)
             order.insert(0, 0)
         self.best[name] = probes[order[0]]
-        if all(probe.broken for probe in probes):
-            raise UserError(
-                f"training {name} breaks down at every rate of plan.rates={list(rates)}: lower optimizer.lr."
-            )
         return [rates[i] for i in order]
+
+    def _breaks_down(self, name: str, rates: Sequence[float]) -> None:
+        listed = ", ".join(f"{rate:g}" for rate in rates)
+        raise UserError(
+            f"training {name} breaks down at every rate ({listed} times optimizer.lr): lower that, or plan.rates."
+        )
 
     def _at(self, name: str, rate: float) -> Probe:
         first = self.full if name == WHOLE else self.candidates[name]
@@ -258,6 +262,8 @@ class _Search:
         """The full network as far as it must be trusted, and then the best candidate with what is left."""
         settings = self.settings
         self._train(WHOLE, cost=1.001 / settings.multiple)
+        if self.best[WHOLE].broken:
+            self._breaks_down(WHOLE, [self.best[WHOLE].rate])
         step = 3 * self._batch_size() * self.full.forward_cost
         trial = 2 * self.samples * self.full.forward_cost + _LEAST_TRIAL * step
         left = self.account.limit - self.account.spent - max(_FOR_TRIAL * settings.max_cost, trial)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 
+from growlab.run_folder import held_alone
 from tests.command_line import PLAN, CommandLine, Outcome
 from tests.parts_here import needs
 
@@ -157,6 +158,16 @@ def test_weights_of_another_network_are_no_start(cli: CommandLine, tmp_path: Pat
             ["plan.use=[fewer_blocks]"],
             "error: no candidate can be probed (fewer_blocks: depth.blocks='auto' finds no",
         ),
+        (["plan.use=both"], "error: plan.use=both must be a list of candidates, such as [half_width, "),
+        (["plan.candidates=null"], "error: plan.candidates leaves none to probe beside the full network."),
+        (["plan.candidates.both=3"], "error: plan.candidates.both=3 is no candidate: that has width, depth"),
+        (
+            ["plan.candidates.both.width=wide"],
+            "plan.candidates.both.width must be a finite number, not 'wide'",
+        ),
+        (["plan.candidates.both.settings=3"], "plan.candidates.both.settings=3 must be settings of the run"),
+        (["ckpt_path=last"], "error: ckpt_path is of runs: a plan probes networks from their beginning."),
+        (["start_from=a.pt"], "error: start_from=a.pt is of runs: a plan probes networks from their"),
         (["plan.size=huge"], "error: plan.size=huge must be any or full."),
         (["plan.sise=full"], "plan has no 'sise'; did you mean 'size'?"),
         (["plan=none"], "error: there is no plan 'none'"),
@@ -174,6 +185,32 @@ def test_wrong_input_gets_a_sentence(
     outcome = ask(cli, tmp_path, *rest, *arguments)
     assert outcome.code == 2, outcome.err
     assert sentence in outcome.err and "Traceback" not in outcome.err
+
+
+def test_a_folder_of_a_run_or_of_another_process_is_left_alone(cli: CommandLine, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with held_alone(folder):
+        outcome = ask(cli, tmp_path, *TINY)
+    assert outcome.code == 2 and "another process is at work in" in outcome.err, outcome.err
+    for name in ("config.yaml", "metrics.csv"):
+        (folder / name).write_text("a run's")
+    outcome = ask(cli, tmp_path, *TINY)
+    assert outcome.code == 2 and "run holds a run: name another folder for the plan" in outcome.err
+    assert (folder / "config.yaml").read_text() == "a run's"
+
+
+def test_a_plan_that_cannot_be_written_is_told_before_it_is_made_or_said_all_the_same(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    (tmp_path / "run" / "plan.json").mkdir(parents=True)
+    outcome = ask(cli, tmp_path, *TINY)
+    assert outcome.code == 2 and "cannot write" in outcome.err and "Traceback" not in outcome.err
+    assert "Probing spent" in outcome.out
+    (tmp_path / "run" / "config.yaml").unlink()
+    (tmp_path / "run" / "config.yaml").mkdir()
+    outcome = ask(cli, tmp_path, *TINY)
+    assert outcome.code == 2 and "(spent" not in outcome.err
 
 
 def test_a_run_is_asked_no_plan(cli: CommandLine, tmp_path: Path) -> None:

@@ -147,7 +147,8 @@ def test_what_is_kept_to_start_from_is_from_before_the_trial_growth(planned: Pla
         ({"batches": lambda epoch: []}, {}, "no training batches"),
         ({"candidates": (Candidate("same", 1.0),)}, {}, "same: it costs nearly as much as the full network"),
         ({"candidates": (Candidate("a", 0.5), Candidate("a", 0.25))}, {}, "two candidates are called a"),
-        ({"make_optimizer": lambda n, m: sgd(n, 1e30)}, {}, "breaks down at every rate"),
+        ({"make_optimizer": lambda n, m: sgd(n, 1e30)}, {}, "breaks down at every rate (1, 0.5, 2 times"),
+        ({"make_optimizer": lambda n, m: sgd(n, 1e30)}, {"rates": [1]}, "breaks down at every rate (1 times"),
     ],
 )
 def test_what_cannot_be_planned_is_told_in_a_sentence(

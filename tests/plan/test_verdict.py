@@ -111,6 +111,16 @@ def test_an_experiment_grows_where_the_medians_say_even_beyond_what_is_trusted()
     assert one.guess == one.switch
 
 
+def test_savings_that_end_where_the_law_is_trusted_are_a_least() -> None:
+    """The small network is soon where the full one's law comes to only later: an interval would be none."""
+    curves, trials = world(FULL, EARLY, 0, noise=0.003)
+    for reach, beyond in ((curves["full"].reach, False), (0.1, True)):
+        known = {**curves, "full": replace(curves["full"], reach=reach)}
+        one = judge(known, trials, "full", {"full": 1.0, "small": 1.0}, size="full").growing[0]
+        assert one.beyond == beyond and one.saved().startswith("at least ") == beyond
+        assert (one.cost.high - one.cost.low < 0.01) == beyond
+
+
 def test_without_a_trial_there_is_no_growing() -> None:
     curves, _ = world(FULL, EARLY, 0)
     one = judge(curves, {}, "full", {"full": 1.0, "small": 1.0}, size="full")
