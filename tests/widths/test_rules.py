@@ -707,6 +707,34 @@ CASES = {
         TOKENS,
         {},
     ),
+    **{
+        f"{name} over channels": RuleCase(
+            lambda norm=norm: Around(
+                lambda net, x: net.head(net.norm(net.inside(net.outside(x).tanh())).tanh()),
+                outside=nn.Linear(8, 7),
+                inside=nn.Linear(7, 6),
+                norm=norm(),
+                head=nn.Linear(6, 4),
+            ),
+            TOKENS,
+            {"outside": 7},
+        )
+        for name, norm in (
+            ("batch normalisation of tokens", lambda: nn.BatchNorm1d(5)),
+            ("instance normalisation of tokens", lambda: nn.InstanceNorm1d(5, affine=True)),
+            ("group normalisation of tokens", lambda: nn.GroupNorm(5, 5)),
+        )
+    },
+    "one slope without a dimension": RuleCase(
+        lambda: Around(
+            lambda net, x: net.head(F.prelu(net.inside(x), net.slope)),
+            inside=nn.Linear(8, 6),
+            slope=nn.Parameter(torch.tensor(0.3)),
+            head=nn.Linear(6, 4),
+        ),
+        ROW,
+        {"inside": 6},
+    ),
     "vector of activations": RuleCase(
         lambda: Around(
             lambda net, x: net.head(net.hidden(x) * (net.inside(x) @ net.inside(x).mean((0, 1)))[..., None]),

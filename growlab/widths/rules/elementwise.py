@@ -62,10 +62,11 @@ def pointwise(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def prelu(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """One slope, or a slope per channel."""
     x, weight = args["self"], args["weight"]
-    if weight.shape[0] > 1:
+    if weight.shape and weight.shape[0] > 1:
         tracer.parameter_axis(weight, "out", x.axes[1])
     elif weight.name is not None:
-        tracer.atoms.freeze(weight.axes[0], "one slope for all channels")
+        for axis in weight.axes:
+            tracer.atoms.freeze(axis, "one slope for all channels")
     return Value(x.shape, x.axes, x.scale)
 
 

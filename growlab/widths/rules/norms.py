@@ -23,10 +23,17 @@ def _of_each_channel(tracer: "Tracer", args: Arguments) -> dict[str, str | None]
     return names
 
 
+def _over_positions(tracer: "Tracer", node: Any, x: Value) -> None:
+    """Positions, which the statistics of a channel are taken over, keep their number."""
+    for axis in x.axes[2:]:
+        tracer.atoms.freeze(axis, f"{tracer.operation(node)} takes its statistics over them")
+
+
 @rule("batch_norm")
 def batch_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Statistics per channel over the batch: they follow the scale of the input."""
     x = args["input"]
+    _over_positions(tracer, node, x)
     tracer.record_norm(node, _of_each_channel(tracer, args), args["eps"], x)
     return Value(x.shape, x.axes, tracer.scales.new(unit=True))
 
@@ -35,6 +42,7 @@ def batch_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def instance_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Statistics per channel and sample."""
     x = args["input"]
+    _over_positions(tracer, node, x)
     tracer.note_size(node, x.shape[1], x.axes[1])
     tracer.record_norm(node, _of_each_channel(tracer, args), args["eps"], x, per_sample=True)
     tracer.scales.pin(x.scale)
@@ -72,6 +80,7 @@ def group_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     Channels that are a group each grow as they are.
     """
     x, groups = args["input"], args["num_groups"]
+    _over_positions(tracer, node, x)
     tracer.note_size(node, x.shape[1], x.axes[1])
     within = x.shape[1] // groups
     if groups > 1 and within > 1:
