@@ -54,6 +54,7 @@ COMPARE, RATES, SCHEDULING = (
     for name in ("02_compare_methods", "03_rate_adaptation", "04_schedules_and_cost")
 )
 SCAFFOLD = "isotropic_scaffold_cifar10"
+SAFE = ("0.01", "0.02", "0.05")
 CONVOLUTIONS, FADING = "isotropic_cnn_cifar10", "isotropic_cnn_cifar10_decay0.05"
 SLOW, BATCHES = "isotropic_mlp_cifar10_lr0.001", "resnet20_cifar10_batches"
 ALLCONV = "hyperfan_allconv"
@@ -442,6 +443,20 @@ def found_after() -> tuple[str, ...]:
     return *map(str, first[4]), *map(str, first[64])
 
 
+def over_rates(method: str) -> tuple[str, str]:
+    """The least and the largest last training loss at the three rates of Figure 14 at which all methods train."""
+    found = [
+        run.results["train_loss"] for rate in SAFE for run in runs(f"figure14/{method}_lr{rate}").values()
+    ]
+    return f"{min(found):.2f}", f"{max(found):.2f}"
+
+
+def ours_below_equal_cost() -> tuple[str, str]:
+    """By how many points ours is below fixed size at equal cost at these rates."""
+    lost = [gap(f"figure14/equal_flops_lr{rate}", f"figure14/ours_lr{rate}") for rate in SAFE]
+    return min(lost), max(lost)
+
+
 def convolutions() -> tuple[str, ...]:
     """Isotropic convolutions: least and largest sum of last widths from 8 and from 32 channels, and accuracy."""
     narrow, wide = (widths(f"{CONVOLUTIONS}/w{start}_s*") for start in (8, 32))
@@ -613,6 +628,22 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         lambda: (*convolutions(), together_from()),
     ),
     (ROWS, "a removal changes the outputs by up to {} %.", largest_removal),
+    (
+        ROWS,
+        "Of 30 runs {} diverge",
+        lambda: (str(len([*RESULTS.glob("figure14/*/failure.json")])),),
+    ),
+    (
+        ROWS,
+        "training loss falls from variance transfer ({} to {}) over plain growing ({} to {}) to rate adaptation "
+        "({} to {})",
+        lambda: [each for method in ("growing_vt", "growing", "ours") for each in over_rates(method)],
+    ),
+    (
+        ROWS,
+        "is below all of them ({} to {}), and above rate adaptation in accuracy by {} to {} points",
+        lambda: (*over_rates("equal_flops"), *ours_below_equal_cost()),
+    ),
     (
         ROWS,
         "{} and {} %, but only the last widths meet, {}, {} and {} from the narrow start, {}, {} and {} from the",

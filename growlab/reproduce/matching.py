@@ -12,6 +12,7 @@ import yaml
 
 from growlab.analysis.results import Run
 from growlab.configuration import config_dir
+from growlab.files import FAILURE
 from growlab.reproduce.registry import Job, Rows, experiment
 
 _GROUPS = ("model", "data", "growth", "lr_adapt", "optimizer")
@@ -119,11 +120,13 @@ class Kept:
         whole: jobs of which there is a run, or a study, in full length.
         shortened: runs that are one of the jobs but for their length or size.
         others: runs that are none of the jobs, or one of which there is another run.
+        diverged: jobs of which there is a run in full length that ended in a loss that is not finite.
     """
 
-    whole: tuple[Job, ...]
-    shortened: tuple[Run, ...]
-    others: tuple[Run, ...]
+    whole: tuple[Job, ...] = ()
+    shortened: tuple[Run, ...] = ()
+    others: tuple[Run, ...] = ()
+    diverged: tuple[Job, ...] = ()
 
 
 def kept_of(jobs: Sequence[Job], kept: Iterable[tuple[Rows, Sequence[Run]]], results: Path) -> Kept:
@@ -134,9 +137,11 @@ def kept_of(jobs: Sequence[Job], kept: Iterable[tuple[Rows, Sequence[Run]]], res
         kept: its rows, each with the runs that they are of; a study's folder has none.
         results: the folder of all rows.
     """
-    whole, shortened, others = list[Job](), list[Run](), list[Run]()
+    whole, shortened, others, diverged = list[Job](), list[Run](), list[Run](), list[Job]()
     at_length, shorter = Matching(jobs), Matching(jobs)
     for rows, runs in kept:
+        if rows.whole:
+            diverged += _diverged(jobs, results / rows.folder)
         if not runs and rows.whole and (study := _study(jobs, results / rows.folder)):
             whole.append(study)
         for run in runs:
@@ -147,7 +152,18 @@ def kept_of(jobs: Sequence[Job], kept: Iterable[tuple[Rows, Sequence[Run]]], res
                 whole.append(job)
             else:
                 shortened.append(run)
-    return Kept(tuple(dict.fromkeys(whole)), tuple(shortened), tuple(others))
+    return Kept(tuple(dict.fromkeys(whole)), tuple(shortened), tuple(others), tuple(diverged))
+
+
+def _diverged(jobs: Sequence[Job], folder: Path) -> list[Job]:
+    """The jobs whose runs in a folder ended in a loss that is not finite."""
+    failures = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"*/{FAILURE}"))]
+    given = [set(failure["overrides"]) for failure in failures if "NaN or infinite" in failure["reason"]]
+    return [
+        job
+        for job in jobs
+        if any({f"experiment={job.experiment}", *job.overrides} <= overrides for overrides in given)
+    ]
 
 
 def _study(jobs: Sequence[Job], folder: Path) -> Job | None:

@@ -71,7 +71,7 @@ class Standing:
     def counted(self) -> Kept:
         """The same runs, told apart by the jobs that they are."""
         if self.results is None:
-            return Kept((), (), ())
+            return Kept()
         return kept_of(self.jobs, [(rows, self._asked(runs)) for rows, runs in self.kept], self.results)
 
     def _asked(self, runs: Sequence[Run]) -> list[Run]:
@@ -84,8 +84,9 @@ class Standing:
 
     @property
     def left(self) -> list[Job]:
-        """Runs that the commands make and that are not kept in the paper's length."""
-        return [job for job in self.jobs if job not in self.counted.whole]
+        """Runs that the commands make and that are not kept in the paper's length, nor known to diverge."""
+        done = {*self.counted.whole, *self.counted.diverged}
+        return [job for job in self.jobs if job not in done]
 
     @property
     def rows_text(self) -> str:
@@ -94,6 +95,8 @@ class Standing:
         of = f"{sum(job in self.counted.whole for job in beside)} of {len(beside)}"
         at_equal_flops = f", of these {of} at equal FLOPs, which the paper does not have" if beside else ""
         parts = [f"{self.num_whole} of {len(self.jobs)}{at_equal_flops}"]
+        if self.counted.diverged:
+            parts.append(f"{len(self.counted.diverged)} diverged")
         for runs, word in ((self.counted.shortened, "shortened"), (self.counted.others, "others")):
             if runs:
                 epochs = sorted({run.results["epochs"] for run in runs})

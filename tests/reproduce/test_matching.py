@@ -81,6 +81,29 @@ def test_the_kept_rows_are_told_apart() -> None:
     scaffold = Standing(REGISTRY.items["isotropic_scaffold"], RESULTS)
     assert scaffold.num_whole == len(scaffold.jobs) == 12 and scaffold.left == []
     assert Standing(REGISTRY.items["hyperfan_continual_regression"], RESULTS).left == []
+    over_rates = Standing(REGISTRY.items["figure14"], RESULTS)
+    assert (over_rates.num_whole, len(over_rates.counted.diverged), over_rates.left) == (18, 12, [])
+    assert over_rates.rows_text == "18 of 30; 12 diverged"
+
+
+def test_only_a_loss_that_is_not_finite_is_a_run_that_diverged(tmp_path: Path) -> None:
+    item = REGISTRY.items["figure14"]
+    job = item.jobs()[0]
+    failure = {
+        "reason": "the training loss became NaN or infinite at step 3",
+        "overrides": [f"experiment={job.experiment}", *job.overrides, "num_threads=1"],
+    }
+    path = tmp_path / "figure14" / "run" / "failure.json"
+    path.parent.mkdir(parents=True)
+    for changed, diverged in (
+        ({}, [job]),
+        ({"reason": "the disk is full"}, []),
+        ({"overrides": [f"experiment={job.experiment}"]}, []),
+    ):
+        write_json(path, {**failure, **changed})
+        standing = Standing(item, tmp_path)
+        assert list(standing.counted.diverged) == diverged
+        assert standing.left == [one for one in item.jobs() if one not in diverged]
 
 
 @pytest.mark.parametrize(
