@@ -132,6 +132,12 @@ class Expansion:
         return defaults
 
     @cached_property
+    def gates_of_biases(self) -> dict[str, int]:
+        """Number of gates of recurrent layers, by the name of their biases."""
+        layers = self.graph.layers
+        return {layer.bias: layer.gates for layer in layers if layer.gates and layer.bias is not None}
+
+    @cached_property
     def output_layers(self) -> frozenset[str]:
         """Weights of the last affine layers, such as the classifier."""
         return frozenset(layer.weight for layer in self.graph.layers if layer.is_output)
@@ -178,6 +184,7 @@ class NewWeights:
     def draw(self, expansion: Expansion, name: str) -> Tensor:
         """A tensor of the new shape, every entry as a new one: drawn, or a norm's or bias's default.
 
+        New biases of a recurrent layer's gate take the mean of the gate's old ones: that of a forget gate is often 1.
         Tensors of other kinds (bare parameters and buffers) are drawn with the mean and deviation of their old entries,
         between the smallest and the largest of them: a forward may take their root. Of complex numbers that holds for
         real and imaginary parts.
@@ -189,6 +196,8 @@ class NewWeights:
         if name in expansion.norm_defaults:
             return torch.full(shape, expansion.norm_defaults[name])
         old = expansion.deciding.get(name)
+        if old is not None and (gates := expansion.gates_of_biases.get(name)):
+            return old.view(gates, -1).mean(1).repeat_interleave(shape[0] // gates)
         if old is None or any(name in (layer.bias, layer.offset) for layer in expansion.graph.layers):
             return torch.zeros(shape)
         if old.is_complex():
@@ -324,10 +333,12 @@ class GrowthMethod(ABC):
     def initialise(self, expansion: Expansion) -> dict[str, Tensor]:
         """Draw the seed's weights at its own fan-in; norms and biases take their defaults.
 
-        Only tensors of layers and norms are drawn: bare parameters keep what the network gave them.
+        Only tensors of layers and norms are drawn: bare parameters keep what the network gave them, and so do biases of
+        recurrent layers.
         """
         names = {*expansion.layers, *expansion.norm_defaults}
         names |= {name for layer in expansion.graph.layers for name in (layer.bias, layer.offset) if name}
+        names -= expansion.gates_of_biases.keys()
         names |= expansion.graph.emitters
         growing = [name for name in expansion.graph.axes if name in names and expansion.graph.grows(name)]
         return {name: self.new_weights.draw(expansion, name) for name in growing}

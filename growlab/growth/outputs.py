@@ -257,7 +257,11 @@ class _WithoutDropout(TorchFunctionMode):
     _KINDS = frozenset(
         {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
     )
-    _CHANGED = _KINDS | {F.scaled_dot_product_attention, F.multi_head_attention_forward, F.rrelu}
+    # Between the layers of a recurrent module its chance is the only number that is no integer.
+    _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+    _CHANGED = (
+        _KINDS | _RECURRENT | {F.scaled_dot_product_attention, F.multi_head_attention_forward, F.rrelu}
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,6 +277,8 @@ class _WithoutDropout(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in self._KINDS:
             return args[0] if args else kwargs["input"]
+        if func in self._RECURRENT:
+            args = [0.0 if isinstance(arg, float) else arg for arg in args]
         if func is F.scaled_dot_product_attention:
             # After query, key, value and mask comes the chance of dropout.
             args, kwargs = (*args[:4], *[0.0] * len(args[4:5]), *args[5:]), {**kwargs}

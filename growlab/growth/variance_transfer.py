@@ -133,7 +133,8 @@ class VarianceTransfer(PairGrowth):
             return sqrt(before / after)
         variance = float(expansion.deciding[weight].double().var(correction=0))
         # Weights that are all equal have no variance to restore.
-        return sqrt(self.new_weights.gain / (before * variance)) if variance > 0 else 1.0
+        wanted = self.new_weights.gain * layer.variance_per_entry
+        return sqrt(wanted / (before * variance)) if variance > 0 else 1.0
 
 
 def _scales(graph: WidthGraph, wanted: Mapping[str, float], rescaled: frozenset[int]) -> dict[int, float]:

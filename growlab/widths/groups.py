@@ -24,9 +24,14 @@ class Group:
     below: int = 0
 
 
+#: Of weights that make gates, relative to the gain over the fan-in: torch draws them with variance 1 / (3 H), and a
+#: gain of 2, which suits ReLU, would saturate gates.
+VARIANCE_OF_GATES = 1 / 6
+
+
 @dataclass(frozen=True)
 class Layer:
-    """An affine map: a linear layer or a convolution.
+    """An affine map: a linear layer, a convolution, or what a recurrent layer makes its gates of.
 
     Attributes:
         name: module path, or the name of a weight that is a bare parameter.
@@ -42,11 +47,12 @@ class Layer:
         emitters: names of tensors with the weight's leading axes that say what an entry emits, not how large.
         inputs_per_entry: inputs that one entry of a row of `weight` stands for; 1/d if d of them emit one.
         outputs_per_entry: likewise outputs, for an entry of a column.
-        variance_per_entry: variance of a drawn entry relative to that of what it emits.
+        variance_per_entry: variance of a drawn entry relative to that of what it emits, or to gain over fan-in.
         transposed: the weight is [in, out, ...] instead: a transposed convolution.
         is_output: the network's output depends on it, and no other affine layer does: a last layer, such as the
             classifier, whatever functions stand behind it.
         callers: paths of the modules whose forwards apply the weight.
+        gates: gates of a recurrent layer that the rows are for, one gate behind the other; 0: it is none.
     """
 
     name: str
@@ -63,6 +69,7 @@ class Layer:
     transposed: bool = False
     is_output: bool = False
     callers: tuple[str, ...] = ()
+    gates: int = 0
 
 
 @dataclass(frozen=True)

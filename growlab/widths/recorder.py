@@ -9,7 +9,7 @@ from torch import nn
 
 from growlab.widths.atoms import Run, Runs
 from growlab.widths.findings import Findings, NormCall, layer_name
-from growlab.widths.groups import Layer, Norm
+from growlab.widths.groups import VARIANCE_OF_GATES, Layer, Norm
 from growlab.widths.layout import Role
 from growlab.widths.places import module_of
 from growlab.widths.program import operation_of, shapes_of
@@ -190,6 +190,7 @@ class Recorder(Findings):
         axes: tuple[Runs, ...],
         channel_axis: int,
         transposed: bool = False,
+        gates: int = 0,
     ) -> Value:
         """Record an affine map and return its output."""
         weight = weight.rows_of or weight
@@ -226,6 +227,8 @@ class Recorder(Findings):
                     x.scale,
                     scale,
                     transposed=transposed,
+                    gates=gates,
+                    variance_per_entry=VARIANCE_OF_GATES if gates else 1.0,
                 )
             )
         names = frozenset(tensor for tensor in (weight.name, bias_name) if tensor is not None)

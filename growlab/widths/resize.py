@@ -34,6 +34,9 @@ _BOOKKEEPING: tuple[tuple[type[nn.Module], str, str, int], ...] = (
     (nn.Embedding, "embedding_dim", "weight", 1),
     (nn.EmbeddingBag, "embedding_dim", "weight", 1),
     (nn.GroupNorm, "num_channels", "weight", 0),
+    (nn.RNNBase, "input_size", "weight_ih_l0", 1),
+    (nn.RNNCellBase, "input_size", "weight_ih", 1),
+    (nn.RNNCellBase, "hidden_size", "weight_hh", 1),
 )
 # Where torch keeps what `register_hook` and `register_post_accumulate_grad_hook` were given: no public way to move it.
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -256,6 +259,8 @@ def _update_bookkeeping(module: nn.Module, depthwise: bool) -> None:
         if depthwise:
             module.groups = module.in_channels
         module.out_channels = module.weight.shape[1] * module.groups
+    if isinstance(module, nn.RNNBase) and not module.proj_size:
+        module.hidden_size = module.weight_hh_l0.shape[1]
     if isinstance(module, nn.modules.batchnorm._NormBase):
         known = module.running_mean if module.weight is None else module.weight
         if known is not None:

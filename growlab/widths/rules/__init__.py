@@ -10,6 +10,7 @@ from growlab.widths.rules import (
     opaque,
     permutations,
     pooling,
+    recurrent,
     rotation,
     shapes,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "overwritten",
     "permutations",
     "pooling",
+    "recurrent",
     "rotation",
     "shapes",
     "values_in",

@@ -6,6 +6,7 @@ about it yet.
 
 from typing import TYPE_CHECKING, Any
 
+from growlab.widths.rules.recurrent import RECURRENT
 from growlab.widths.rules.registry import RULES, Arguments, keep_full_width, rule
 
 if TYPE_CHECKING:
@@ -42,9 +43,6 @@ OPAQUE = (
     ),
 )
 
-# One operation that runs a whole module.
-RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
-
 #: Operations that may multiply channels by a parameter without being a layer of the width graph.
 MIXING = frozenset(
     (
@@ -65,13 +63,6 @@ CHECKS = (
 @rule(*CHECKS)
 def nothing(tracer: "Tracer", node: Any, args: Arguments) -> None:
     """Channels are left alone."""
-
-
-@rule(*RECURRENT)
-def recurrent(tracer: "Tracer", node: Any, args: Arguments) -> Any:
-    """Gates of a recurrent layer are laid out in a way of its own."""
-    operation = tracer.operation(node).partition("_")[0].upper()
-    return keep_full_width(tracer, node, args, f"a recurrent layer ({operation}) keeps its width")
 
 
 for name in OPAQUE:
