@@ -305,6 +305,53 @@ class SampleNorms(nn.Module):
         return self.classifier(F.leaky_relu(self.affine(self.line(x))).mean(2))
 
 
+class Lstm(nn.Module):
+    """Two layers in both directions behind a convolution, dropout between them, under layer normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(3, 5, 3, padding=1), nn.BatchNorm1d(5)
+        self.lstm = nn.LSTM(5, 4, 2, dropout=0.5, bidirectional=True, batch_first=True)
+        self.layer, self.hidden = nn.LayerNorm(8), nn.Linear(8, 7)
+        self.classifier = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.lstm(F.relu(self.norm(self.conv(x))).transpose(1, 2))
+        return self.classifier(F.relu(self.hidden(self.layer(x))).mean(1))
+
+
+class Gru(nn.Module):
+    """A layer without biases whose first hidden state is computed, read at the last step by one with ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.start = nn.Linear(3, 6), nn.Linear(3, 5)
+        self.gru, self.rnn = nn.GRU(6, 5, bias=False), nn.RNN(5, 7, nonlinearity="relu")
+        self.classifier = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.permute(2, 0, 1)
+        x, _ = self.gru(F.leaky_relu(self.inside(x)), F.leaky_relu(self.start(x[:1])))
+        return self.classifier(self.rnn(x)[1][-1])
+
+
+class Cells(nn.Module):
+    """A cell of each kind, one above the other, step by step; the first states of one are a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru, self.rnn = nn.LSTMCell(3, 6), nn.GRUCell(6, 5, bias=False), nn.RNNCell(5, 7)
+        self.state, self.classifier = nn.Parameter(torch.randn(1, 5)), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lstm, gru, rnn = None, self.state.expand(len(x), -1), None
+        for now in x.unbind(2):
+            lstm = self.lstm(now, lstm)
+            gru = self.gru(lstm[0], gru)
+            rnn = self.rnn(gru, rnn)
+        return self.classifier(rnn)
+
+
 @dataclass(frozen=True)
 class NetworkCase:
     """A small network.
@@ -376,6 +423,9 @@ NETWORKS = {
     "decoder": NetworkCase(Decoder, (2, 5, 5), {"encode": 6, "decode": 5, "shuffled": 3}),
     "heads": NetworkCase(Heads, (6, 5), {"qkv": 4, "out": 7}),
     "pooled": NetworkCase(Pooled, (6, 5), {"encode": 7, "hidden": 6, "mixed": 9}),
+    "lstm": NetworkCase(Lstm, (3, 6), {"conv": 5, "lstm": 4, "hidden": 7}),
+    "gru": NetworkCase(Gru, (3, 6), {"inside": 6, "start": 5, "rnn": 7}),
+    "cells": NetworkCase(Cells, (3, 6), {"lstm": 6, "gru": 5, "rnn": 7}),
     "wrn no norm": NetworkCase(
         lambda: WideResNet(1, 1, 2, 3, batch_norm=False),
         (2, 8, 8),
@@ -463,7 +513,8 @@ def outputs(network: nn.Module, x: Tensor, training: bool) -> Tensor:
     modes = {module: module.training for module in network.modules()}
     with torch.no_grad(), tensors_kept(network):
         for module in modes:
-            module.training = training and not isinstance(module, (nn.Dropout, nn.Dropout2d))
+            dropout = isinstance(module, (nn.Dropout, nn.Dropout2d)) or getattr(module, "dropout", 0.0)
+            module.training = training and not dropout
         try:
             return network(x)
         finally:

@@ -112,7 +112,7 @@ def check_variances(
         # A twin has its partner's values: each counts once. Zeros are outgoing weights of odd ones left over.
         values = new[drawn].abs().unique()
         values = values[values > 0]
-        variance = 1 / fans[1] ** 2 if last else GAIN / fans[1]
+        variance = 1 / fans[1] ** 2 if last else GAIN * layer.variance_per_entry / fans[1]
         if len(values) >= 30:
             deviation = math.sqrt(2 / len(values))
             assert float(values.square().mean() / variance) == pytest.approx(1, abs=SIGMAS * deviation), (

@@ -275,7 +275,7 @@ class Measurement:
             with sdpa_kernel(SDPBackend.MATH):
                 return self.run(tensors, visit, [twice_differentiable(), *modes])
         except RuntimeError as error:
-            found = re.search(r"derivative for aten::(\w+) is not implemented", str(error))
+            found = re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented", str(error))
             if found is None:
                 raise
             raise UserError(

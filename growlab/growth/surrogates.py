@@ -11,6 +11,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from growlab.errors import UserError
+
 _RELU = (F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
 
 
@@ -78,8 +80,15 @@ def smooth(beta: float) -> TorchFunctionMode:
     def hardswish(x: Tensor, inplace: bool = False) -> Tensor:
         return x * hardsigmoid(x)
 
+    def recurrent(*_: Any, **__: Any) -> Any:
+        raise UserError(
+            "this growth method takes second derivatives, which the ReLU inside of torch's recurrent layers has not: "
+            "give them nonlinearity='tanh', or choose another growth method."
+        )
+
     return _InPlaceOf(
         {
+            **dict.fromkeys((torch.rnn_relu, torch.rnn_relu_cell), recurrent),
             **dict.fromkeys(_RELU, softplus),
             F.relu6: softplus6,
             F.hardtanh: hardtanh,

@@ -173,8 +173,8 @@ def on_a_graph() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     ("factory", "line"),
     [
         ("spatial", "0: 8"),
-        ("recurrent", "0: a recurrent layer (LSTM) keeps its width"),
-        ("recurrent", "1.lstm: a recurrent layer (LSTM) keeps its width"),
+        ("recurrent", "0: 8"),
+        ("recurrent", "1.lstm: 6"),
         ("attentive", "inside: 12 = 4 x 3 (heads or groups of channels)"),
     ],
 )

@@ -391,7 +391,7 @@ CASES = {
             head=nn.Linear(8, 4),
         ),
         TOKENS,
-        {"hidden": 8},
+        {"inside": 6, "lstm": 5, "hidden": 8},
     ),
     "split by an attribute": RuleCase(
         lambda: Around(

@@ -91,7 +91,7 @@ def _enter(tracer: "Tracer", state: Value, axes: Sequence[Runs]) -> None:
     tracer.scales.pin(state.scale)
     for dimension, axis in enumerate(axes):
         if state.name is None:
-            tracer.atoms.unify(state.axes[dimension], axis, "the hidden state of a recurrent layer")
+            tracer.atoms.unify(state.axes[dimension], axis, "its hidden state comes from outside")
         else:
             last = dimension == len(axes) - 1
             if not last:
@@ -115,7 +115,8 @@ def _layer(
     read = replace(state, axes=(*state.axes[:-1], projected))
     for weight, bias, source in zip(weights, biases, (x, read), strict=False):
         rows, columns = tracer.weight_axes(weight, "out", "in", [])
-        tracer.atoms.unify(rows, rows_of_gates, "gates of a recurrent layer laid out otherwise")
+        why = tracer.atoms.why_fixed(hidden) or "gates of a recurrent layer laid out otherwise"
+        tracer.atoms.unify(rows, rows_of_gates, why)
         tracer.atoms.unify(columns, source.axes[-1], "input of a recurrent layer")
         shape, axes = (*source.shape[:-1], weight.shape[0]), (*source.axes[:-1], rows)
         made = tracer.affine(node, weight, bias, False, source, shape, axes, len(shape) - 1, gates=gates)

@@ -1,0 +1,418 @@
+"""Recurrent layers: hidden channels grow through the recurrence, exactly, and so does what they read."""
+
+import copy
+import io
+import random
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab import Grower
+from growlab.errors import UserError
+from growlab.flops import forward_flops
+from growlab.growth import (
+    FireFly,
+    GradMax,
+    GrowthMethod,
+    HyperCloning,
+    Lemon,
+    Measurement,
+    Net2Net,
+    PairGrowth,
+    Splitting,
+    Tiny,
+    VarianceTransfer,
+    grow,
+    plant,
+)
+from growlab.growth.outputs import observe
+from growlab.optim import SGD, NormRatio, follow
+from growlab.widths import WidthGraph, trace
+from tests.cases import METHODS, PRESERVING, outputs, roughen, widths_at
+
+KINDS: dict[str, Callable[..., nn.RNNBase]] = {
+    "LSTM": nn.LSTM,
+    "GRU": nn.GRU,
+    "tanh": nn.RNN,
+    "ReLU": partial(nn.RNN, nonlinearity="relu"),
+}
+GATES = {"LSTM": 4, "GRU": 3, "tanh": 1, "ReLU": 1}
+PARTS = (0.3, 0.5, 0.8, 1.0)
+BEFORE, AFTER = ("embedding", "linear", "convolution"), ("mean", "state", "norm", "attention", "sum")
+
+
+class Sequences(nn.Module):
+    """A recurrent module of any kind behind and before layers of other kinds; inputs [B, 6] or [B, 6, 3]."""
+
+    def __init__(self, kind: str, before: str, after: str, **settings: Any) -> None:
+        super().__init__()
+        self.before, self.after = before, after
+        self.inside = {
+            "embedding": lambda: nn.Embedding(11, 6),
+            "linear": lambda: nn.Linear(3, 6),
+            "convolution": lambda: nn.Conv1d(3, 6, 3, padding=1),
+        }[before]()
+        self.rnn = KINDS[kind](6, 8, **settings)
+        self.width = 8 * (2 if self.rnn.bidirectional else 1)
+        self.norm = nn.LayerNorm(self.width) if after == "norm" else nn.Identity()
+        self.beside = nn.Linear(6, self.width) if after == "sum" else None
+        self.attention = nn.MultiheadAttention(self.width, 2, batch_first=True) if after == "attention" else None
+        self.last = nn.Linear(8 if after == "state" else self.width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inside(x.mT).mT if self.before == "convolution" else self.inside(x)
+        first = self.rnn.batch_first
+        found, states = self.rnn(x if first else x.transpose(0, 1))
+        if self.after == "state":
+            return self.last((states[0] if isinstance(states, tuple) else states).sum(0))
+        h = self.norm(found if first else found.transpose(0, 1))
+        if self.beside is not None:
+            h = h + torch.tanh(self.beside(x))
+        if self.attention is not None:
+            h = h + self.attention(h, h, h, need_weights=False)[0]
+        return self.last(h.mean(1))
+
+
+@cache
+def drawn(seed: int) -> tuple[Sequences, Tensor, WidthGraph]:
+    """A network of any settings, an input and its graph."""
+    choose = random.Random(seed)
+    kind, before, after = list(KINDS)[seed % 4], choose.choice(BEFORE), AFTER[seed % 5]
+    layers = choose.choice((1, 2, 3))
+    settings = {name: choose.random() < 0.5 for name in ("bidirectional", "bias", "batch_first")}
+    torch.manual_seed(seed)
+    network = Sequences(
+        kind, before, after, num_layers=layers, dropout=0.5 if layers > 1 else 0.0, **settings
+    ).double()
+    x = examples(network, 3, seed)
+    return network, x, trace(network, x)
+
+
+def examples(network: Sequences, number: int, seed: int) -> Tensor:
+    source = torch.Generator().manual_seed(seed)
+    if network.before == "embedding":
+        return torch.randint(11, (number, 6), generator=source)
+    return torch.randn(number, 6, 3, generator=source, dtype=torch.float64)
+
+
+def error(before: Tensor, after: Tensor) -> float:
+    return float((after - before).abs().max() / before.abs().max())
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("method", PRESERVING)
+def test_any_recurrent_network_grows_three_times(method: str, seed: int) -> None:
+    network, x, graph = drawn(seed)
+    network, plain = copy.deepcopy(network), network
+    assert {"inside", "rnn"} <= set(graph.groups)
+    hidden, read = graph.axes["rnn.weight_hh_l0"][1], graph.axes["rnn.weight_ih_l0"][1]
+    assert hidden.length(graph.full_widths) == 8 and graph.groups["inside"].full_width == 6
+    made = METHODS[method].make(0.0)
+    state = plant(network, graph, made, widths_at(graph, PARTS[0]), seed=5)
+    roughen(network)
+    fresh, factor = examples(network, 5, 9), 1.0
+    for part in PARTS[1:]:
+        before = [outputs(network, fresh, training) for training in (False, True)]
+        event = grow(network, graph, made, state, widths_at(graph, part), seed=5, probe=(x,))
+        after = [outputs(network, fresh, training) * event.output_factor for training in (False, True)]
+        # Of features that attention and normalisation have passed, more rounding is left.
+        assert max(map(error, before, after)) < 1e-11
+        # In train mode dropout between the layers is left out.
+        assert max(event.parity_error_eval, event.parity_error_train) < 1e-11
+        assert network.rnn.hidden_size == hidden.length(event.widths_after)
+        assert network.rnn.input_size == read.length(event.widths_after)
+        factor *= event.output_factor
+        roughen(network, seed=state.stage)
+    assert repr(network) == repr(plain) and type(network.rnn) is type(plain.rnn)
+    expected = {name: tensor.shape for name, tensor in plain.state_dict().items()}
+    assert {n: t.shape for n, t in network.state_dict().items() if "unfinished" not in n} == expected
+
+
+def carried(method: GrowthMethod, kind: str, make: Callable[..., torch.optim.Optimizer], name: str):
+    """A moment of each parameter after an event, and the gradient of the grown network that it should be of."""
+    torch.manual_seed(0)
+    network = Sequences(kind, "linear", "mean", num_layers=2, bidirectional=True).double()
+    x, y = examples(network, 7, 1), torch.arange(7) % 4
+    graph = trace(network, x)
+    state = plant(network, graph, method, widths_at(graph, 0.5), seed=5)
+    roughen(network)
+    optimizer = make(network.parameters(), lr=0.0)
+    before = dict(state.widths)
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(network(x) * state.output_factor, y).backward()
+
+    backward()
+    optimizer.step()
+    event = grow(network, graph, method, state, graph.full_widths, seed=5, probe=(x,))
+    follow(optimizer, event.replaced, graph, before, graph.full_widths, "inherit", event.carry)
+    backward()
+    for key, parameter in network.named_parameters():
+        old = torch.ones_like(parameter, dtype=torch.bool)
+        if key in graph.axes:
+            kept = [axis.kept(before, graph.full_widths) for axis in graph.axes[key]]
+            old.zero_()[torch.meshgrid(*kept, indexing="ij")] = True
+        yield optimizer.state[parameter][name], parameter.grad, old
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", [Net2Net, Lemon, HyperCloning, PairGrowth, VarianceTransfer])
+@pytest.mark.parametrize(
+    ("make", "name", "power"),
+    [
+        (partial(torch.optim.SGD, momentum=0.9), "momentum_buffer", 1),
+        (partial(torch.optim.AdamW, betas=(0.0, 0.0)), "exp_avg", 1),
+        (partial(torch.optim.AdamW, betas=(0.0, 0.0)), "exp_avg_sq", 2),
+    ],
+    ids=["SGD", "AdamW", "AdamW squared"],
+)
+def test_moments_become_those_of_the_grown_network(method, kind, make, name, power) -> None:
+    """After one step at rate 0 they are the gradient, and its square; the grown network's is computed anew."""
+    grown, copies = method(), method in (Net2Net, Lemon, HyperCloning)
+    seen = 0
+    for moment, gradient, old in carried(grown, kind, make, name):
+        # Copies of channels share a gradient; of drawn ones, none is known: old entries keep theirs.
+        chosen = torch.ones_like(old) if copies else old
+        torch.testing.assert_close(moment[chosen], gradient[chosen] ** power, rtol=1e-8, atol=1e-14)
+        seen += int(chosen.sum())
+    assert seen > 200
+
+
+OPTIMIZERS = {
+    "SGD": lambda n: torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9),
+    "AdamW": lambda n: torch.optim.AdamW(n.parameters(), lr=0.01),
+    "rates by age": lambda n: SGD(n.parameters(), lr=0.1, momentum=0.9, rule=NormRatio()),
+}
+
+
+class Loop:
+    """A plain loop of eight steps over random tokens."""
+
+    def __init__(self, optimizer: str, kind: str) -> None:
+        torch.manual_seed(0)
+        self.network = Sequences(kind, "embedding", "norm", num_layers=2, batch_first=True)
+        self.x = examples(self.network, 16, 3)
+        trigger = {0: 0.5, 2: 0.75, 4: 0.875, 6: 1.0}
+        self.grower = Grower(self.network, self.x, trigger=trigger, method=VarianceTransfer(), anneal_steps=1)
+        self.optimizer = OPTIMIZERS[optimizer](self.network)
+        self.grower.follow(self.optimizer)
+
+    def train(self, first: int, last: int) -> "Loop":
+        for step in range(first, last):
+            self.grower.step(epoch=step)
+            self.optimizer.zero_grad()
+            F.cross_entropy(self.network(self.x), (self.x.sum(1) + step) % 4).backward()
+            self.optimizer.step()
+        return self
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {"network": self.network, "optimizer": self.optimizer, "grower": self.grower}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_resumed_at_any_stage_it_is_the_uninterrupted_run(optimizer: str, kind: str) -> None:
+    whole = Loop(optimizer, kind).train(0, 8)
+    for stop in (1, 3, 5):
+        file = io.BytesIO()
+        torch.save({n: p.state_dict() for n, p in Loop(optimizer, kind).train(0, stop).parts.items()}, file)
+        file.seek(0)
+        again = Loop(optimizer, kind)
+        for name, content in torch.load(file, weights_only=True).items():
+            again.parts[name].load_state_dict(content)
+        again.train(stop, 8)
+        for name, tensor in whole.network.state_dict().items():
+            assert torch.equal(tensor, again.network.state_dict()[name]), name
+    assert whole.grower.events and len(whole.grower.events) == 3
+    whole.grower.finish()
+    torch.manual_seed(0)
+    plain = Sequences(kind, "embedding", "norm", num_layers=2, batch_first=True)
+    plain.load_state_dict(whole.network.state_dict(), strict=True)
+    assert torch.equal(plain.eval()(whole.x), whole.network.eval()(whole.x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flops_of_each_stage_are_those_by_hand(kind: str) -> None:
+    torch.manual_seed(0)
+    network = Sequences(kind, "linear", "mean", num_layers=2, bidirectional=True, batch_first=True)
+    x = torch.randn(2, 6, 3)
+    trigger = {0: 0.5, 1: 0.75, 2: 1.0}
+    grower = Grower(network, x, method=PairGrowth(), trigger=trigger)
+    for epoch, (inside, hidden) in enumerate([(3, 4), (5, 6), (6, 8)]):
+        grower.step(epoch=epoch)
+        widths = grower.state.widths
+        assert widths["rnn"] == hidden
+        inside = widths["inside"]
+        gates = GATES[kind] * hidden
+        layers = 2 * gates * (inside + hidden) + 2 * gates * (2 * hidden + hidden)
+        assert forward_flops(network, x[:1]) == 2 * 6 * (3 * inside + layers) + 2 * 2 * hidden * 4
+
+
+def test_new_forget_gates_begin_as_old_ones() -> None:
+    network = Sequences("LSTM", "linear", "mean")
+    with torch.no_grad():
+        for name in ("bias_ih_l0", "bias_hh_l0"):
+            network.rnn.get_parameter(name).copy_(torch.tensor([0.0, 1.0, 0.0, 0.0]).repeat_interleave(8))
+    graph, method = trace(network, x := torch.randn(3, 6, 3)), VarianceTransfer()
+    state = plant(network, graph, method, widths_at(graph, 0.5), seed=0)
+    grow(network, graph, method, state, graph.full_widths, 0, (x,))
+    for name in ("bias_ih_l0", "bias_hh_l0"):
+        bias = network.rnn.get_parameter(name).view(4, 8)
+        assert torch.equal(bias, torch.tensor([0.0, 1.0, 0.0, 0.0])[:, None].expand(4, 8))
+
+
+def test_new_weights_of_gates_vary_as_torchs_own() -> None:
+    network = nn.Sequential()
+    network.inside, network.rnn = nn.Linear(3, 256), nn.LSTM(256, 128)
+    network.last = nn.Linear(128, 2)
+    network.forward = lambda x: network.last(network.rnn(network.inside(x))[0])
+    graph = trace(network, x := torch.randn(4, 2, 3))
+    method = PairGrowth()
+    state = plant(network, graph, method, {"inside": 128, "rnn": 64}, seed=0)
+    for name, fan_in in (("weight_ih_l0", 128), ("weight_hh_l0", 64)):
+        assert float(network.rnn.get_parameter(name).detach().var()) == pytest.approx(1 / (3 * fan_in), rel=0.05)
+    event = grow(network, graph, method, state, graph.full_widths, 0, (x,))
+    new = event.replaced["rnn.weight_hh_l0"][1].view(4, 128, 128)[:, 64:96]
+    assert float(new.detach().var()) == pytest.approx(1 / (3 * 128), rel=0.05)
+
+
+def test_the_check_of_an_event_leaves_out_dropout_between_layers() -> None:
+    network = nn.LSTM(3, 8, 3, dropout=0.9)
+    seen = [observe(network, torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0))) for _ in "ab"]
+    assert torch.equal(seen[0].train, seen[1].train) and torch.equal(seen[0].train, seen[0].eval)
+
+
+class States(nn.Module):
+    """An LSTM whose first states come from somewhere, over inputs [B, 6, 3]."""
+
+    def __init__(self, where: str, **settings: Any) -> None:
+        super().__init__()
+        self.where, self.hidden = where, 8
+        self.inside, self.rnn = nn.Linear(3, 6), nn.LSTM(6, 8, batch_first=True, **settings)
+        self.last = nn.Linear(settings.get("proj_size", 8), 4)
+        self.start, self.read = nn.Parameter(torch.randn(2, 1, 1, 8)), nn.Linear(3, 16)
+
+    def forward(self, x: Tensor, given: Tensor | None = None) -> Any:
+        states: Any = None
+        if self.where == "literal":
+            states = (x.new_zeros(1, len(x), 8), x.new_zeros(1, len(x), 8))
+        if self.where == "attribute":
+            states = tuple(torch.zeros(1, len(x), self.hidden, dtype=x.dtype) for _ in range(2))
+        if self.where == "module":
+            states = tuple(torch.zeros(1, len(x), self.rnn.hidden_size, dtype=x.dtype) for _ in range(2))
+        if self.where == "parameter":
+            states = tuple(state.expand(1, len(x), -1).contiguous() for state in self.start)
+        if self.where == "computed":
+            states = tuple(state.contiguous() for state in self.read(x.mean(1)[None]).chunk(2, dim=-1))
+        if self.where == "input":
+            states = (given, given)
+        found, (hidden, _) = self.rnn(self.inside(x), states)
+        return (self.last(found[:, -1]), hidden) if self.where == "output" else self.last(found[:, -1])
+
+
+@pytest.mark.parametrize("where", ["attribute", "module", "parameter", "computed"])
+def test_first_states_of_the_networks_own_grow_along(where: str) -> None:
+    torch.manual_seed(0)
+    network, x = States(where).double(), torch.randn(2, 6, 3, dtype=torch.float64)
+    grower = Grower(network, x, method=VarianceTransfer(), trigger={0: 0.5, 1: 0.75, 2: 1.0})
+    full = grower.full_graph.full_widths
+    assert (full.get("rnn") or full.get("start") or full.get("read")) == 8
+    for epoch in range(3):
+        before = outputs(network, x, False)
+        for event in grower.step(epoch=epoch):
+            assert error(before, outputs(network, x, False)) < 1e-12
+            assert event.parity_error_eval < 1e-12
+        assert network.rnn.hidden_size == grower.state.widths[next(g for g in full if g != "inside")]
+        roughen(network, seed=epoch)
+
+
+@pytest.mark.parametrize(
+    ("where", "settings", "reason"),
+    [
+        ("literal", {}, "its width is written into the network's own code"),
+        ("input", {}, "its hidden state comes from outside"),
+        ("output", {}, "the network's output"),
+        ("none", {"proj_size": 4}, "a recurrent layer (LSTM) that projects its hidden state keeps its width"),
+    ],
+)
+def test_hidden_channels_that_cannot_grow_stay_and_say_why(where, settings, reason) -> None:
+    network, x = States(where, **settings), torch.randn(2, 6, 3)
+    graph = trace(network, (x, torch.randn(1, 2, 8)) if where == "input" else x)
+    assert graph.fixed["rnn"] == reason
+    assert set(graph.groups) == {"inside"}
+
+
+@pytest.mark.parametrize("method", [Net2Net(), VarianceTransfer()])
+def test_what_a_projecting_layer_reads_grows(method: GrowthMethod) -> None:
+    torch.manual_seed(0)
+    network, x = States("none", proj_size=4).double(), torch.randn(2, 6, 3, dtype=torch.float64)
+    graph = trace(network, x)
+    state = plant(network, graph, method, {"inside": 3}, seed=0)
+    before = outputs(network, x, False)
+    grow(network, graph, method, state, {"inside": 6}, 0, (x,))
+    assert error(before, outputs(network, x, False)) < 1e-12
+    assert network.rnn.input_size == 6 and network.rnn.hidden_size == 8
+
+
+def measured(network: nn.Module, graph: WidthGraph, x: Tensor) -> Measurement:
+    return Measurement(network, graph, [(x, torch.arange(len(x)) % 4)], F.cross_entropy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "tanh"])
+def test_gradmax_shows_the_gradient_that_it_has_worked_out(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    network = Sequences(kind, "linear", "mean", num_layers=2).to(dtype)
+    x = examples(network, 7, 1).to(dtype)
+    graph, method = trace(network, x), GradMax()
+    state = plant(network, graph, method, widths_at(graph, 0.5), seed=5)
+    roughen(network)
+    before = outputs(network, x, False)
+    event = grow(network, graph, method, state, graph.full_widths, 5, (x,), data=measured(network, graph, x))
+    assert error(before, outputs(network, x, False)) < (1e-12 if dtype is torch.float64 else 1e-5)
+    found = event.report["groups"]["rnn"]
+    assert found["gradient_norm"] == pytest.approx(found["gradient_norm_bound"], rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "tanh"])
+@pytest.mark.parametrize("make", [partial(Splitting, iterations=None), partial(FireFly, new_candidates=0)])
+def test_splits_change_the_loss_by_what_was_predicted(make: Callable[..., GrowthMethod], kind: str) -> None:
+    torch.manual_seed(0)
+    network = Sequences(kind, "linear", "mean", num_layers=2).double()
+    x = examples(network, 7, 1)
+    graph, method = trace(network, x), make(epsilon=0.003)
+    state = plant(network, graph, method, {**widths_at(graph, 0.5), "inside": 6}, seed=5)
+    roughen(network)
+    before = measured(network, graph, x).loss({})
+    event = grow(network, graph, method, state, graph.full_widths, 5, (x,), data=measured(network, graph, x))
+    changed = measured(network, graph, x).loss({}) - before
+    predicted = sum(group["predicted_change"] for group in event.report["groups"].values())
+    assert predicted < 0 and changed == pytest.approx(predicted, rel=0.1)
+
+
+def test_methods_that_cannot_measure_a_recurrent_layer_say_so() -> None:
+    network = Sequences("ReLU", "linear", "mean").double()
+    graph = trace(network, x := examples(network, 7, 1))
+
+    def event(method: GrowthMethod) -> Any:
+        run = copy.deepcopy(network)
+        state = plant(run, graph, method, widths_at(graph, 0.5), seed=5)
+        data = measured(run, graph, x)
+        return grow(run, graph, method, state, graph.full_widths, 5, (x,), data=data)
+
+    with pytest.raises(UserError, match="rnn: its channels are put out by rnn.weight_ih_l0, rnn.weight_hh_l0, not one"):
+        event(Tiny())
+    told = event(Tiny(fallback="pairs")).report["grown_by_pairs"]
+    assert set(told) == {"inside", "rnn"}
+    with pytest.raises(UserError, match="second derivatives, which the ReLU inside of torch's recurrent layers has not"):
+        event(Splitting())
+    with pytest.raises(UserError, match="GradMax cannot grow rnn: the gradient of what leads to its channels is zero"):
+        event(GradMax())
+    assert set(event(GradMax(fallback="pairs")).report["grown_by_pairs"]) == {"rnn"}
