@@ -259,9 +259,7 @@ class _WithoutDropout(TorchFunctionMode):
     )
     # Between the layers of a recurrent module its chance is the only number that is no integer.
     _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
-    _CHANGED = (
-        _KINDS | _RECURRENT | {F.scaled_dot_product_attention, F.multi_head_attention_forward, F.rrelu}
-    )
+    _CHANGED = _KINDS | _RECURRENT | {F.scaled_dot_product_attention, F.multi_head_attention_forward, F.rrelu}
 
     def __init__(self) -> None:
         super().__init__()

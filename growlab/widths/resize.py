@@ -260,7 +260,7 @@ def _update_bookkeeping(module: nn.Module, depthwise: bool) -> None:
             module.groups = module.in_channels
         module.out_channels = module.weight.shape[1] * module.groups
     if isinstance(module, nn.RNNBase) and not module.proj_size:
-        module.hidden_size = module.weight_hh_l0.shape[1]
+        module.hidden_size = module.all_weights[0][1].shape[1]
     if isinstance(module, nn.modules.batchnorm._NormBase):
         known = module.running_mean if module.weight is None else module.weight
         if known is not None:

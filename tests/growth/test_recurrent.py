@@ -61,7 +61,9 @@ class Sequences(nn.Module):
         self.width = 8 * (2 if self.rnn.bidirectional else 1)
         self.norm = nn.LayerNorm(self.width) if after == "norm" else nn.Identity()
         self.beside = nn.Linear(6, self.width) if after == "sum" else None
-        self.attention = nn.MultiheadAttention(self.width, 2, batch_first=True) if after == "attention" else None
+        self.attention = (
+            nn.MultiheadAttention(self.width, 2, batch_first=True) if after == "attention" else None
+        )
         self.last = nn.Linear(8 if after == "state" else self.width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -277,7 +279,9 @@ def test_new_weights_of_gates_vary_as_torchs_own() -> None:
     method = PairGrowth()
     state = plant(network, graph, method, {"inside": 128, "rnn": 64}, seed=0)
     for name, fan_in in (("weight_ih_l0", 128), ("weight_hh_l0", 64)):
-        assert float(network.rnn.get_parameter(name).detach().var()) == pytest.approx(1 / (3 * fan_in), rel=0.05)
+        assert float(network.rnn.get_parameter(name).detach().var()) == pytest.approx(
+            1 / (3 * fan_in), rel=0.05
+        )
     event = grow(network, graph, method, state, graph.full_widths, 0, (x,))
     new = event.replaced["rnn.weight_hh_l0"][1].view(4, 128, 128)[:, 64:96]
     assert float(new.detach().var()) == pytest.approx(1 / (3 * 128), rel=0.05)
@@ -407,12 +411,18 @@ def test_methods_that_cannot_measure_a_recurrent_layer_say_so() -> None:
         data = measured(run, graph, x)
         return grow(run, graph, method, state, graph.full_widths, 5, (x,), data=data)
 
-    with pytest.raises(UserError, match="rnn: its channels are put out by rnn.weight_ih_l0, rnn.weight_hh_l0, not one"):
+    with pytest.raises(
+        UserError, match=r"rnn: its channels are put out by rnn\.weight_ih_l0, rnn\.weight_hh_l0, not one"
+    ):
         event(Tiny())
     told = event(Tiny(fallback="pairs")).report["grown_by_pairs"]
     assert set(told) == {"inside", "rnn"}
-    with pytest.raises(UserError, match="second derivatives, which the ReLU inside of torch's recurrent layers has not"):
+    with pytest.raises(
+        UserError, match="second derivatives, which the ReLU inside of torch's recurrent layers has not"
+    ):
         event(Splitting())
-    with pytest.raises(UserError, match="GradMax cannot grow rnn: the gradient of what leads to its channels is zero"):
+    with pytest.raises(
+        UserError, match="GradMax cannot grow rnn: the gradient of what leads to its channels is zero"
+    ):
         event(GradMax())
     assert set(event(GradMax(fallback="pairs")).report["grown_by_pairs"]) == {"rnn"}

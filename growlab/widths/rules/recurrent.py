@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from growlab.widths.atoms import Run, Runs, fixed
+from growlab.widths.atoms import Runs, fixed
 from growlab.widths.rules.registry import Arguments, Value, keep_full_width, rule, values_in
 
 if TYPE_CHECKING:
