@@ -178,14 +178,16 @@ def _channels_at_a_time(graph: WidthGraph, name: str) -> int:
     tensors = [
         tensor for tensor in graph.axes if (tensor.rpartition(".")[0] or tensor) == name.partition("#")[0]
     ]
+    # A recurrent layer has a row for each gate of a channel.
+    gates = {layer.weight: max(1, layer.gates) for layer in graph.layers}
     axes = (
-        axis
+        (axis, gates.get(tensor, 1))
         for tensor in tensors
         for axis in graph.axes[tensor]
         if axis.role == "out" and name in axis.groups
     )
-    parts = next((axis.parts for axis in axes), ())
-    return sum(part.outer * part.inner for part in parts if part.group == name)
+    parts, rows = next(((axis.parts, rows) for axis, rows in axes), ((), 1))
+    return sum(part.outer * part.inner for part in parts if part.group == name) // rows
 
 
 def _one_sample(network: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, tuple[Any, ...]]:
