@@ -111,7 +111,7 @@ def _tell(error: BaseException, overrides: Sequence[str], conf: Path | None) -> 
             return f"there is not enough memory: {error}"
         case TypeError() if _raised_by_hydra(error):
             return first_lines(str(error))
-        case ValueError() if _raised_by_hydra(error):
+        case ValueError() if _raised_by_hydra(error) and not isinstance(error.__cause__, OSError):
             return _hydra_value_error(error, overrides, conf)
     # Lightning's word for arguments that cannot work here, such as a GPU that is not there.
     if any(kind.__name__ == "MisconfigurationException" for kind in type(error).__mro__):

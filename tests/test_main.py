@@ -681,7 +681,25 @@ def test_a_full_disk_is_told_and_a_missing_file_is_not() -> None:
         explain(OSError(28, "No space left on device", "/data/x"))
         == "cannot use /data/x: No space left on device."
     )
+    assert explain(OSError(28, "No space left on device")).startswith(
+        "cannot write: No space left on device;"
+    )
     assert explain(FileNotFoundError(2, "No such file", "/data/x")) is None
+
+
+def test_a_log_that_may_not_be_written_is_told_by_its_path() -> None:
+    """The sentence of Hydra's own code is that it is unable to configure a handler."""
+    hydras: dict[str, Any] = {"__name__": "hydra.logs"}
+    exec(
+        "def configure(reason): raise ValueError(\"Unable to configure handler 'file'\") from reason", hydras
+    )
+    for reason, told in (
+        (PermissionError(13, "Permission denied", "/x.log"), "cannot use /x.log: Permission denied."),
+        (KeyError("level"), "Unable to configure handler 'file'."),
+    ):
+        with pytest.raises(ValueError, match="Unable to configure handler") as raised:
+            hydras["configure"](reason)
+        assert explain(raised.value) == told
 
 
 def test_what_does_not_fit_into_memory_and_where_torch_was_are_one_sentence() -> None:

@@ -1,6 +1,7 @@
 """Checks of what data modules are told, and what the machine has for them."""
 
 import os
+from typing import NoReturn
 
 from growlab.errors import UserError
 
@@ -25,3 +26,12 @@ def check_numbers(least: int, **values: int | None) -> None:
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def refuse_unreadable(error: OSError) -> NoReturn:
+    """Refuse a folder that cannot be read, which a walk through folders would pass over without a word.
+
+    Raises:
+        UserError: naming it.
+    """
+    raise UserError(f"cannot read {error.filename}: {error.strerror}.") from error

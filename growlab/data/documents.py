@@ -3,6 +3,7 @@
 import glob
 import gzip
 import hashlib
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from growlab.data.arguments import refuse_unreadable
 from growlab.errors import UserError, how_to_install
 
 # What `datasets.save_to_disk` leaves in a folder of splits and in one of a single split.
@@ -196,7 +198,12 @@ def _files(path: str, reading: TextReading, split: str | None) -> list[Path]:
         return sorted(file for file in place.rglob("*") if file.is_file())
     if place.is_dir():
         endings = tuple(f"{suffix}{packed}" for suffix in reading.suffixes for packed in ("", ".gz"))
-        found = (file for file in place.rglob("*") if file.name.endswith((*endings, ".parquet")))
+        found = (
+            Path(parent, name)
+            for parent, _, names in os.walk(place, onerror=refuse_unreadable)
+            for name in names
+            if name.endswith((*endings, ".parquet"))
+        )
         told = f"no file that ends with {', '.join(reading.suffixes)} or .parquet; set data.suffixes"
     elif glob.has_magic(str(place)):
         found = (Path(name) for name in glob.iglob(str(place), recursive=True))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from growlab.data.arguments import cores
+from growlab.data.arguments import cores, refuse_unreadable
 from growlab.data.cache import cache_dir, files_fingerprint, locked
 from growlab.data.crops import Fit
 from growlab.data.images import EncodedImages
@@ -199,7 +199,7 @@ def _images(folder: Path, classes: tuple[str, ...]) -> tuple[list[str], np.ndarr
 
 def _image_names(folder: Path) -> Iterator[str]:
     # Not Path.rglob, which takes ten times as long for a million files.
-    for parent, folders, files in os.walk(folder, followlinks=True):
+    for parent, folders, files in os.walk(folder, onerror=refuse_unreadable, followlinks=True):
         below = os.path.relpath(parent, folder)
         # A link to a folder above it would show the same images again and again.
         above = os.path.realpath(parent)

@@ -109,10 +109,15 @@ def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's file, read to its end; None if nothing.
 
     torch writes a checksum beside every tensor, but does not look at it when it loads.
+
+    Raises:
+        UserError: this user may not read it, which is no damage.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
+    except PermissionError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}.") from error
     # What zipfile raises at any byte that is wrong: in the directory, a name, a method, a length, at the end.
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
         return str(error)

@@ -1,5 +1,7 @@
 """Images in class folders: which part is what, and what becomes of files that are damaged."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -137,3 +139,20 @@ def test_of_two_spellings_the_plain_one_counts(pictures, tmp_path) -> None:
     if (root / "test" / "ant" / "..").resolve().samefile(root / "TEST"):
         pytest.skip("names differ by more than case here")
     assert _numbers(_opened(root)) == (36, 4, 12)
+
+
+def test_a_class_folder_that_may_not_be_read_is_no_empty_one(
+    pictures, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its class would be missing without a word; the user who runs the tests may read everything."""
+    root = pictures.as_folders(tmp_path / "data")
+    closed, listed = str(sorted((root / "train").iterdir())[0]), os.scandir
+
+    def scandir(path):
+        if str(path) == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", closed)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match=f"cannot read {closed}: Permission denied"):
+        _opened(root)

@@ -1,8 +1,10 @@
 """Text files as tokens: split, packed and predicted to the last byte, the same after a resumption and over ranks."""
 
+import errno
 import gzip
 import json
 import math
+import os
 import random
 import sys
 import threading
@@ -368,3 +370,17 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Path, folder: Path) -> Non
 def test_bits_per_byte_need_data_that_know_bytes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="objective=tokens needs data that know the bytes of their tokens"):
         SubwordPrediction().bind(object())
+
+
+def test_a_folder_below_that_may_not_be_read_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its documents would be missing without a word; the user who runs the tests may read everything."""
+    closed, listed = folder / "part1", os.scandir
+
+    def scandir(path):
+        if Path(path) == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(closed))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match=f"cannot read {closed}: Permission denied"):
+        data(folder)

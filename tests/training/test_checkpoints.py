@@ -1,11 +1,19 @@
 import errno
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from growlab.training.checkpoints import AtomicCheckpointIO, differences, save
+from growlab.errors import UserError
+from growlab.training.checkpoints import (
+    AtomicCheckpointIO,
+    differences,
+    last_checkpoint,
+    save,
+    usable_checkpoint,
+)
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(
@@ -76,3 +84,22 @@ def test_differences_name_settings_by_their_path() -> None:
     ours = {"seed": 0, "model": {"width": 32, "shortcut": "A"}, "new": 1, "list": [1, 2]}
     assert differences(theirs, ours) == ["model.width=16, not 32", "new=null, not 1"]
     assert differences(theirs, theirs) == []
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_passed_over_as_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run would go on from the one before it, and write over the newest."""
+    path = last_checkpoint(tmp_path)
+    for place in (path, path.with_name("previous.ckpt")):
+        save(place, {"weight": torch.ones(2)})
+    opened = zipfile.ZipFile
+
+    def forbidden(file, *arguments):
+        if file == path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return opened(file, *arguments)
+
+    monkeypatch.setattr(zipfile, "ZipFile", forbidden)
+    with pytest.raises(UserError, match=r"cannot read .*last\.ckpt: Permission denied"):
+        usable_checkpoint(tmp_path)
