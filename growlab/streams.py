@@ -85,4 +85,6 @@ def _text(raw: io.FileIO, like: TextIO | None) -> io.TextIOWrapper:
     settings: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "line_buffering": True}
     if isinstance(like, io.TextIOWrapper):
         settings = {name: getattr(like, name) for name in (*settings, "write_through")}
-    return io.TextIOWrapper(io.BufferedWriter(raw), **settings)
+    # With PYTHONUNBUFFERED or `python -u` nothing is held back, which a forked process would write out once more.
+    unbuffered = settings.get("write_through", False)
+    return io.TextIOWrapper(raw if unbuffered else io.BufferedWriter(raw), **settings)

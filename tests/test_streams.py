@@ -33,11 +33,15 @@ def test_messages_that_a_full_disk_does_not_take_are_lost() -> None:
     assert (ended.returncode, ended.stdout) == (0, "done\n")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("text", ["few", "many" * 9999])
-def test_output_that_a_full_disk_does_not_take_is_told_once(text: str) -> None:
-    program = f"print({text!r}); sys.exit(flushed(0))"
-    if len(text) > 9999:
-        program = f"\ntry:\n  print({text!r})\nexcept Exception as error:\n  sys.exit(str(error))"
+def test_output_that_a_full_disk_does_not_take_is_told_once(
+    text: str, unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    program = (
+        f"\ntry:\n  print({text!r})\nexcept Exception as error:\n  sys.exit(str(error))\nsys.exit(flushed(0))"
+    )
     ended = shell(program, ">/dev/full")
     assert ended.returncode in (1, 2)
     assert ended.stderr.removeprefix("error: ") == f"cannot write the output: {NO_ROOM}.\n"
@@ -59,3 +63,22 @@ def test_a_command_whose_output_finds_no_room_says_so(tmp_path: Path) -> None:
 def test_a_run_whose_messages_find_no_room_comes_to_its_end(cli: CommandLine, tmp_path: Path) -> None:
     assert cli(cwd=tmp_path, program=_FULL.format([*MLP, "hydra.run.dir=run"])).code == 0
     assert (tmp_path / "run" / "results.json").is_file()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_forked_process_does_not_write_a_message_again(
+    unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = """
+import os, sys
+from growlab.streams import guard_streams
+guard_streams()
+print("a message", file=sys.stderr)
+if os.fork():
+    os.wait()
+"""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "a message\n"
