@@ -1,5 +1,20 @@
 """growlab grows neural networks while they train: from a narrow seed to the ordinary full-width network."""
 
+# isort: off
+# `python -m growlab` puts the working directory first, where a `torch.py` would run in the place of torch.
+import os
+import sys
+
+if (
+    # So while Python looks for the module that it will run.
+    sys.argv[:1] == ["-m"]
+    and {"growlab", "-mgrowlab"} & {argument.partition(".")[0] for argument in sys.orig_argv}
+    and sys.path[:1] in ([""], [os.getcwd()])
+    and not sys.flags.safe_path
+):
+    sys.path.append(sys.path.pop(0))
+# isort: on
+
 import importlib
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any

@@ -88,9 +88,9 @@ def settings_of_plan(file: Path) -> str:
 
 
 def import_from_here() -> None:
-    """Let `growlab` import modules in the current folder, as `python -m growlab` can."""
+    """Let `growlab` import modules in the current folder that no installed package has the name of."""
     if os.getcwd() not in sys.path and not sys.flags.safe_path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())
 
 
 def run_without(missing: ModuleNotFoundError) -> int:

@@ -1,6 +1,7 @@
 """Networks of torchvision and timm, made as the experiment's data asks for, with pretrained weights if wanted."""
 
 import logging
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,8 @@ def read_saved(path: str, what: str) -> Any:
         ) from error
     except Exception as error:  # what damaged files raise is not one family
         reason = getattr(error, "strerror", None) or "it holds no weights that torch.load takes"
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "it is damaged, or holds objects other than tensors, which growlab does not load"
         raise UserError(f"cannot read {what} ({reason}); give the file of a state_dict.") from error
     return content
 

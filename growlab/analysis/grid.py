@@ -6,6 +6,23 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# Also what turns the direction of writing around.
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_FORMULAS = tuple("=+-@＝＋－＠")
+# Perhaps with a deviation, a unit and a number of runs: signs and digits, which call nothing.
+_NUMBER = re.compile(r"[+-]?(\d|\.\d|inf|nan)[\d.,eE±%x() +-]*")
+_LATEX = {
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "±": r"$\pm$",
+    "−": "$-$",
+    "×": r"$\times$",
+}
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -31,7 +48,7 @@ class Grid:
             f"{group} {name}".strip()
             for group, name in zip(self._group_of_column(), self.header, strict=True)
         ]
-        lines = [[cell.replace("|", "\\|") for cell in line] for line in (header, *self.rows)]
+        lines = [[visible(cell).replace("|", "\\|") for cell in line] for line in (header, *self.rows)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
         padded = [
             "| "
@@ -47,7 +64,7 @@ class Grid:
             for i, width in enumerate(widths)
         )
         text = "\n".join([padded[0], f"|{rule}|", *padded[1:]]) + "\n"
-        return text + (f"\n{self.caption}\n" if self.caption else "")
+        return text + (f"\n{visible(self.caption)}\n" if self.caption else "")
 
     def latex(self) -> str:
         """A LaTeX `table` with rules of the package booktabs."""
@@ -71,11 +88,9 @@ class Grid:
         """Comma-separated cells as shown, bold left out; without the caption."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(
-            f"{group} {name}".strip()
-            for group, name in zip(self._group_of_column(), self.header, strict=True)
-        )
-        writer.writerows([cell.replace("**", "") for cell in row] for row in self.rows)
+        header = zip(self._group_of_column(), self.header, strict=True)
+        writer.writerow(inert(f"{group} {name}".strip()) for group, name in header)
+        writer.writerows([inert(cell.replace("**", "")) for cell in row] for row in self.rows)
         return text.getvalue()
 
     def _group_of_column(self) -> list[str]:
@@ -83,10 +98,18 @@ class Grid:
         return names or [""] * len(self.header)
 
 
+def visible(text: str) -> str:
+    r"""Text with its control characters written out, such as a terminal's escape codes: `\x1b`."""
+    return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def inert(cell: str) -> str:
+    """A cell of CSV that no spreadsheet takes for a formula: an apostrophe in front, but of numbers."""
+    cell = visible(cell)
+    return f"'{cell}" if cell.lstrip()[:1] in _FORMULAS and not _NUMBER.fullmatch(cell) else cell
+
+
 def _latex(text: str) -> str:
     """One cell for LaTeX: special characters escaped, bold and mathematical signs as commands."""
-    text = re.sub(r"[&%$#_{}]", lambda match: "\\" + match[0], text)
-    text = re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", text)
-    for sign, command in (("±", r"$\pm$"), ("−", "$-$"), ("×", r"$\times$"), ("~", r"\textasciitilde{}")):
-        text = text.replace(sign, command)
-    return text
+    text = re.sub("|".join(map(re.escape, _LATEX)), lambda match: _LATEX[match[0]], visible(text))
+    return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", text)

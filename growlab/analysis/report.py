@@ -61,8 +61,8 @@ def page(runs: Sequence[Run]) -> str:
         [_told(run, name, colours[_method(run)]) for run, name in zip(runs, _names(runs), strict=True)],
         allow_nan=False,
     )
-    # Inside a script, `</` would end it.
-    return template.replace("/*RUNS*/[]", content.replace("</", "<\\/"))
+    # Inside a script, `</script` would end it, and behind `<!--<script` nothing would.
+    return template.replace("/*RUNS*/[]", content.replace("<", "\\u003c"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

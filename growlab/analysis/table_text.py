@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from growlab.analysis.grid import Grid
+from growlab.analysis.grid import Grid, inert
 from growlab.analysis.tables import Row, column
 from growlab.errors import UserError
 
@@ -52,7 +52,7 @@ def csv_text(rows: Sequence[Row]) -> str:
         record["overrides"] = " ".join(record["overrides"])
         record["seeds"] = " ".join(map(str, record["seeds"]))
         record["runs"] = " ".join(record["runs"])
-        writer.writerow(record)
+        writer.writerow({key: inert(v) if isinstance(v, str) else v for key, v in record.items()})
     return text.getvalue()
 
 

@@ -73,7 +73,8 @@ def load(
             f"{name!r} is no network's name; write growlab/NAME, torchvision/NAME, timm/NAME, "
             "transformers/MODEL_TYPE or package.module:factory."
         )
-    sys.path.insert(0, "")
+    # Behind installed packages: a `torch.py` here is not torch.
+    sys.path.append("")
     try:
         made = _made(getattr(importlib.import_module(module), factory_name), input_shape, num_classes)
     except (Exception, SystemExit) as error:

@@ -137,7 +137,13 @@ def read_header(path: Path) -> dict[str, Any]:
         if reason is not None:
             raise ValueError(reason)
         checkpoint = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError) as error:
+    except pickle.UnpicklingError as error:
+        # What torch says is that the file can be loaded if its code may run.
+        raise UserError(
+            f"ckpt_path={path} holds objects other than tensors, numbers and text, which growlab does not load: "
+            "loading them could run code; give a checkpoint that growlab has written."
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise UserError(f"ckpt_path={path} is not a checkpoint that growlab can read ({error}).") from error
     header = checkpoint.get(HEADER) if isinstance(checkpoint, dict) else None
     if header is None:

@@ -123,7 +123,7 @@ def load(folder: Path) -> Any:
         raise UserError(f"transformers is not installed: {how_to_install('transformers')}.") from error
     transformers.logging.disable_progress_bar()
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise UserError(
             f"transformers {transformers.__version__} cannot read {folder}: {_told(error)}"
@@ -149,6 +149,8 @@ def load(folder: Path) -> Any:
 
 
 def _told(error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return "it needs code that comes with it, which growlab never runs"
     return (str(error).strip().splitlines() or ["no message"])[0]
 
 
@@ -157,7 +159,7 @@ def _check_tokenizer(folder: Path, model: Any) -> None:
         return
     transformers = importlib.import_module("transformers")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise UserError(f"the tokenizer in {folder} cannot be read: {_told(error)}") from error
     rows = model.get_input_embeddings().weight.shape[0]

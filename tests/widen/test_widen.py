@@ -182,3 +182,21 @@ def test_other_files_come_along_and_the_config_says_what_it_said(tmp_path: Path)
     assert (tmp_path / "new" / "notes.txt").read_text() == "mine"
     differing = {name for name in before if before[name] != after.get(name)}
     assert differing == {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_code_in_a_folder_never_runs(
+    known: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where its `auto_map` asks and the user would say yes."""
+    kinds = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
+    folder = folder_of(tmp_path, auto_map=kinds, **({} if known else {"model_type": "mine"}))
+    (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass MyConfig: pass\n")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["mine.MyTokenizer", None]}})
+    )
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *_: asked.append(1) or "y")
+    told = refusal(capsys, folder, "--width", 2, "--parts", "mlp", "-o", tmp_path / "new")
+    assert not (tmp_path / "ran").exists() and not asked
+    assert "which growlab never runs" in told and "trust_remote_code" not in told
