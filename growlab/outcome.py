@@ -7,6 +7,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from growlab.configuration import search_options
+from growlab.identity import row_settings
 from growlab.resuming import LAST
 from growlab.training import RunRecorder, Task
 from growlab.training.plan import Plan
@@ -27,6 +28,7 @@ def results_row(
         num_nodes: machines.
     """
     grower = task.grower
+    config = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
     choices, overrides = HydraConfig.get().runtime.choices, list(HydraConfig.get().overrides.task)
     # A run that was interrupted is the same as one that was not.
     whole = [one for one in overrides if one != LAST]
@@ -68,7 +70,8 @@ def results_row(
         "parity_max_error": max((error for error in errors if error is not None), default=None),
         "memory_measure": recorder.memory_measure,
         "stages": stages,
-        "schedule": OmegaConf.to_container(cfg.schedule, resolve=True, enum_to_str=True),
+        "schedule": config["schedule"],
+        "settings": row_settings(config, *(choices[key] for key in ("data", "optimizer", "growth"))),
         "overrides": overrides,
         "command": shlex.join(["python", "-m", "growlab", *search_options(), *whole]),
         "git_commit": git_commit(),

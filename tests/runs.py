@@ -49,6 +49,18 @@ def spatial(image_shape: Sequence[int], num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(image_shape[0], 8, 3), nn.ReLU(), nn.Conv2d(8, num_classes, 1))
 
 
+def smooth(image_shape: Sequence[int], num_classes: int) -> nn.Module:
+    """A network without kinks: its gradients differ between precisions by rounding alone."""
+    layers = [
+        nn.Conv2d(image_shape[0], 8, 3),
+        nn.BatchNorm2d(8),
+        nn.GELU(),
+        nn.Conv2d(8, 8, 1),
+        nn.BatchNorm2d(8),
+    ]
+    return nn.Sequential(*layers, nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
+
+
 def narrow_head(image_shape: Sequence[int], num_classes: int) -> nn.Module:
     """A network with five outputs, whatever the number of classes."""
     return plain_mlp(image_shape, 5)

@@ -26,7 +26,7 @@ from growlab.networks import mlp8, resnet20
 from growlab.widths import trace
 from tests.command_line import CommandLine, Outcome
 from tests.experiments import EXPERIMENTS, two_steps, write_fake_images
-from tests.runs import Left, table
+from tests.runs import Left, smooth, table
 
 IMAGES = {
     "limit_train": 96,
@@ -133,6 +133,26 @@ def test_growing_in_one_fit_equals_a_loop_with_a_new_optimizer_for_each_stage(
     rows = table(run / "metrics.csv")
     assert [int(row["step"]) for row in rows] == list(accumulate(-(-86 // size) for size in sizes))
     assert [int(row["batch_size"]) for row in rows] == sizes
+
+
+def test_a_step_in_float32_is_that_in_float64_to_rounding(finished: Callable[..., Path]) -> None:
+    """With ReLU a single activation next to zero can take the other side, and gradients differ by percents."""
+    step = ("trainer.limit_train_batches=1", "schedule.total_epochs=1", "statistics_images=0")
+    plain = ("growth=none", "lr_adapt=none", "optimizer.momentum=0", "optimizer.weight_decay=0")
+    weights = {}
+    for bits in (32, 64):
+        custom = ("model=custom", "model._target_=tests.runs.smooth", f"trainer.precision={bits}-true")
+        run = finished(*DATA, *custom, *step, *plain, folder=str(bits))
+        weights[bits] = torch.load(run / "model.pt", weights_only=True)
+    lightning.seed_everything(0, verbose=False)
+    start = dict(smooth((1, 8, 8), 10).named_parameters())
+    for name, value in start.items():
+        moved = (weights[64][name] - value).norm()
+        # Biases before a batch normalisation have no gradient.
+        assert (weights[32][name] - weights[64][name]).norm() <= 1e-5 * moved + 1e-7 * value.norm() + 1e-8, (
+            name
+        )
+    assert (weights[64]["0.weight"] - start["0.weight"]).norm() > 1e-3
 
 
 @pytest.mark.parametrize(

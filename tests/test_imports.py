@@ -46,7 +46,8 @@ RULES = {
     "frontends": rule("widths growth optim triggers parts grower", packages="torch lightning transformers"),
     "data": rule("fairseq_library parts"),
     "fairseq_library": rule(packages="hydra"),
-    "analysis": rule("widths"),
+    "identity": rule(packages=""),
+    "analysis": rule("widths identity"),
     "training": rule("widths growth optim triggers parts grower analysis flops data frontends"),
     "studies": rule(
         "widths parts networks growth analysis flops training configuration", packages="torch hydra omegaconf"
@@ -82,7 +83,7 @@ RULES = {
         "analysis processes experiment training sweep_progress terminal", packages="hydra omegaconf torch"
     ),
     "next_commands": rule("configuration processes", packages="hydra omegaconf"),
-    "outcome": rule("configuration resuming training", packages="hydra omegaconf"),
+    "outcome": rule("configuration identity resuming training", packages="hydra omegaconf"),
     "planning": rule(
         "argument_types widths growth triggers parts grower data training processes trainer_options pairing"
     ),

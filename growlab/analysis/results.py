@@ -10,9 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from growlab.analysis.results_form import check_form
 from growlab.errors import UserError
 from growlab.files import FAILURE
+from growlab.identity import KNOWN_BY_ROOT, row_settings
 
 if TYPE_CHECKING:
     import numpy
@@ -31,8 +34,6 @@ _WHICH = {
     "model": ("_target_", "name", "type"),
     "data": ("_target_", "source", "source._target_", "name", "path"),
 }
-# Data that their folder alone tells from others of that choice; of the others it is where this machine has them.
-_KNOWN_BY_ROOT = {"folder"}
 _NOT_A_DIFFERENCE |= {f"{group}.{key}" for group, keys in _WHICH.items() for key in keys} | {
     "data.limit_train"
 }
@@ -136,6 +137,29 @@ class Run:
             precision=str(r.get("precision") or ""),
             overrides=distinguishing_overrides([*more, *overrides]),
         )
+
+    @cached_property
+    def settings(self) -> dict[str, str] | None:
+        """Composed settings that decide the numbers of its row; None if no configuration was kept.
+
+        Raises:
+            UserError: `config.yaml` is there but is not such a configuration.
+        """
+        if "settings" in self.results:
+            return self.results["settings"]
+        path = self.path / "config.yaml"
+        if not path.exists():
+            return None
+        choices = {key: str(self.results[key]) for key in ("data", "optimizer", "growth")}
+        try:
+            config = yaml.load(
+                path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+            )
+            return row_settings(config, **choices)
+        except (OSError, yaml.YAMLError, AttributeError, KeyError) as error:
+            raise UserError(
+                f"{path} is not a run's configuration; restore it or leave out this run."
+            ) from error
 
     @property
     def reference_epochs(self) -> float:
@@ -318,18 +342,18 @@ def distinguishing_overrides(overrides: Iterable[str]) -> tuple[str, ...]:
         if key in _NOT_A_DIFFERENCE or key.startswith(_NOT_A_DIFFERENCE_BELOW):
             continue
         # Hydra's rule: of two overrides of one key, the later one holds.
-        kept[key] = f"~{key}" if deleted else f"{key}={_spelling(value)}" if equals else key
+        kept[key] = f"~{key}" if deleted else f"{key}={spelling(value)}" if equals else key
     return tuple(sorted(kept.values()))
 
 
 def _which(group: str, choice: str, overrides: Sequence[str]) -> str:
     """What was chosen in a config group, with what the command line told of it: `timm resnet18`."""
     told = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
-    keys = [*_WHICH[group], *(("root",) if group == "data" and choice in _KNOWN_BY_ROOT else ())]
-    which = (_spelling(told[key]) for key in (f"{group}.{each}" for each in keys) if key in told)
+    keys = [*_WHICH[group], *(("root",) if group == "data" and choice in KNOWN_BY_ROOT else ())]
+    which = (spelling(told[key]) for key in (f"{group}.{each}" for each in keys) if key in told)
     # A part of the data is other data: its epochs cost less, and it is learned less well.
     part = [
-        f"limit_train={_spelling(n)}"
+        f"limit_train={spelling(n)}"
         for key, n in told.items()
         if key == f"{group}.limit_train" and n != "null"
     ]
@@ -347,7 +371,7 @@ def called(overrides: Sequence[str], shared: Collection[str] = ()) -> list[str]:
     return [*words, *(override for override in left if override not in shared)]
 
 
-def _spelling(value: str) -> str:
+def spelling(value: str) -> str:
     """One spelling for equal values: 0.10 and .1, True and true, 'a' and a."""
     value = value.strip().strip("'\"")
     if value.lower() in ("true", "false", "null"):

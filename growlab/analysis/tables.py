@@ -6,11 +6,11 @@ import statistics
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from growlab.analysis.metrics import Metric, metric_of
-from growlab.analysis.results import Group, Report, Run
+from growlab.analysis.results import Group, Report, Run, spelling
 from growlab.errors import UserError
 
 # Overrides below these keys are what a grown run and its fixed-size reference are expected to differ in.
@@ -65,7 +65,7 @@ class Row:
 
 
 def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
-    """Group runs by everything but the seed.
+    """Group runs whose composed configurations differ by nothing but the seed.
 
     Rows come per network and data, fixed-size ones first (longest first), then the others from the best.
     A seed that was run twice counts once, with its newest run: two equal seeds are not two samples.
@@ -75,10 +75,7 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
         report: called with a sentence for every run left out; a warning by default.
     """
     report = report or (lambda message: warnings.warn(message, stacklevel=3))
-    groups: dict[Group, list[Run]] = defaultdict(list)
-    for run in runs:
-        groups[run.group].append(run)
-    kept = {group: _one_per_seed(members, report) for group, members in groups.items()}
+    kept = {group: _one_per_seed(members, report) for group, members in _grouped(runs).items()}
     epochs: dict[tuple[str, str], float] = defaultdict(int)
     for group in kept:
         task = (group.model, group.data)
@@ -125,6 +122,35 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
             )
         )
     return sorted(rows, key=_order)
+
+
+def _grouped(runs: Sequence[Run]) -> dict[Group, list[Run]]:
+    """Runs of equal composed settings, by a group that no others have.
+
+    Groups that share a name get the settings in which they differ as overrides.
+    """
+    alike: dict[Any, list[Run]] = defaultdict(list)
+    for run in runs:
+        same = (run.group.experiment, run.group.epochs, run.group.precision)
+        alike[run.group if run.settings is None else (*same, *sorted(run.settings.items()))].append(run)
+    named: dict[Group, list[list[Run]]] = defaultdict(list)
+    for members in alike.values():
+        # Of runs that type a default and runs that do not, those that type less give the name.
+        named[min((run.group for run in members), key=lambda group: (len(group.overrides), group))].append(
+            members
+        )
+    groups: dict[Group, list[Run]] = defaultdict(list)
+    for group, several in named.items():
+        of_each = [members[0].settings or {} for members in several]
+        keys = set[str]().union(*of_each)
+        if not all("settings" in run.results for members in several for run in members):
+            # Of an older version, which may not have had each setting.
+            keys = set.intersection(*map(set, of_each))
+        differing = [key for key in keys if len({settings.get(key) for settings in of_each}) > 1]
+        for members, settings in zip(several, of_each, strict=True):
+            added = (f"{key}={spelling(settings[key])}" for key in differing if key in settings)
+            groups[replace(group, overrides=tuple(sorted({*group.overrides, *added})))] += members
+    return groups
 
 
 def _length(run: Run) -> float:

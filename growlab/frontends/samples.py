@@ -16,11 +16,12 @@ def few_samples(loaders: Any) -> Any:
         if batch is not None:
             return batch
     # Resumable loaders know where they are, and are not to begin later for it.
-    combined = CombinedLoader(loaders, "max_size_cycle")
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
     places = [
         (loader, loader.state_dict()) for loader in combined.flattened if hasattr(loader, "load_state_dict")
     ]
     batch = next(islice(combined, 1))[0]
+    combined.reset()
     for loader, place in places:
         loader.load_state_dict(place)
     return batch

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 NUM_TRAIN = 50_000
 STEPS_BETWEEN_RATES = 200
 STAGE_EPOCHS = (1, 1, 1, 1, 1, 1, 2, 2, 6)
@@ -22,6 +24,9 @@ PARAMETERS = (
     *(f"layer{i}.{j}.conv{k}.weight" for i in (1, 2, 3) for j in (0, 1, 2) for k in (1, 2)),
     "fc.weight",
 )
+
+
+CHOICES = ("model", "data", "optimizer")
 
 
 def resnet20_groups() -> dict[str, dict[str, Any]]:
@@ -114,7 +119,12 @@ def write_run(
     _write_json(folder / "growth.json", {"events": events, "groups": groups})
     if lr_adapt != "none":
         _write_csv(folder / "rates.csv", _rates(stage_of_epoch, steps, random_numbers))
-    (folder / "config.yaml").write_text(f"seed: {seed}\n", encoding="utf-8")
+    choices = {"growth": growth, "lr_adapt": lr_adapt, **{key: results.get(key) for key in CHOICES}}
+    config = OmegaConf.create({"seed": seed, **{key: {"choice": value} for key, value in choices.items()}})
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        OmegaConf.update(config, key, value, merge=False, force_add=True)
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(config), encoding="utf-8")
     if not finished:
         return folder
     if cost_percent is None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from growlab.analysis.figures import find
 from growlab.analysis.over_rates import learning_rates, over_rates
@@ -19,7 +20,10 @@ def at_rate(folder: Path, rate: float, *, named: bool = True, **settings: object
     """A run at a rate; the experiment's own is named by no override."""
     overrides = [*settings.pop("overrides", ()), *([f"optimizer.lr={rate}"] if named else [])]
     write_run(folder, overrides=overrides, stage_epochs=(2, 2), **settings)
-    (folder / "config.yaml").write_text(f"optimizer:\n  lr: {rate}\n", encoding="utf-8")
+    path = folder / "config.yaml"
+    config = OmegaConf.load(path)
+    OmegaConf.update(config, "optimizer.lr", rate, force_add=True)
+    OmegaConf.save(config, path)
 
 
 @pytest.fixture
@@ -85,6 +89,6 @@ def test_runs_that_have_no_curve_over_rates_are_refused(tmp_path: Path) -> None:
     at_rate(tmp_path / "c", 0.2, data="digits")
     with pytest.raises(UserError, match="is of one network and data set"):
         learning_rates(load_runs(tmp_path))
-    (tmp_path / "a" / "config.yaml").write_text("optimizer: none\n", encoding="utf-8")
+    (tmp_path / "a" / "config.yaml").write_text("seed: 0\noptimizer: none\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"config.yaml tells no optimizer.lr"):
         learning_rates(load_runs([tmp_path / "a", tmp_path / "b"]))

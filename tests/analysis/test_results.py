@@ -15,6 +15,7 @@ from growlab.analysis.results import distinguishing_overrides, load_runs, open_r
 from growlab.analysis.tables import summarise
 from growlab.configuration import config_dir
 from growlab.errors import UserError
+from growlab.identity import row_settings
 
 from .fake_runs import STAGE_WIDTHS, write_run
 
@@ -197,6 +198,61 @@ def test_data_of_one_choice_are_told_apart_by_what_tells_where_they_are(tmp_path
     assert [row.n for row in summarise(runs)] == [1, 1]
     with pytest.raises(UserError, match="there are no two methods on one network and data set"):
         compare_pairs(summarise(runs))
+
+
+def composed(folder, typed=(), *, seed=0, lr=0.1, settings=True, **rest):
+    """A run whose composed configuration has this rate, whatever was typed."""
+    write_run(folder, seed=seed, overrides=typed, **rest)
+    config = {"seed": seed, "data": {"seed": seed, "num_workers": seed}, "optimizer": {"lr": lr}}
+    OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
+    if settings:
+        path = folder / "results.json"
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps({**content, "settings": row_settings(config, "cifar10", "sgd", "ours")}))
+
+
+@pytest.mark.parametrize("settings", [True, False])
+def test_an_experiment_edited_between_two_sweeps_makes_two_rows(tmp_path, settings):
+    for lr, accuracy in ((0.1, 0.9), (0.0001, 0.1)):
+        for seed in (0, 1):
+            composed(tmp_path / f"{lr}_{seed}", seed=seed, lr=lr, settings=settings, test_accuracy=accuracy)
+    said = []
+    rows = summarise(load_runs(tmp_path), said.append)
+    name = "ours + stagewise_norm, optimizer.lr"
+    assert [(row.method, row.n, row.score_mean) for row in rows] == [
+        (f"{name}=0.1", 2, 0.9),
+        (f"{name}=0.0001", 2, 0.1),
+    ]
+    assert said == []
+
+
+def test_a_default_that_is_typed_makes_no_other_row(tmp_path):
+    composed(tmp_path / "a", seed=0)
+    composed(tmp_path / "b", ["optimizer.lr=0.1"], seed=1)
+    composed(tmp_path / "c", ["optimizer.lr=1e-1"], seed=1)
+    said = []
+    (row,) = summarise(load_runs(tmp_path), said.append)
+    assert (row.method, row.n) == ("ours + stagewise_norm", 2)
+    assert said == [
+        f"left out {tmp_path / 'b'}: {tmp_path / 'c'} is a newer run with the same settings and seed."
+    ]
+
+
+def test_a_setting_that_an_older_version_did_not_have_makes_no_other_row(tmp_path):
+    composed(tmp_path / "old", seed=0, settings=False)
+    composed(tmp_path / "new", seed=1)
+    path = tmp_path / "new" / "results.json"
+    content = json.loads(path.read_text())
+    content["settings"]["later"] = "1"
+    path.write_text(json.dumps(content))
+    assert [row.n for row in summarise(load_runs(tmp_path))] == [2]
+
+
+def test_a_configuration_that_cannot_be_read_is_named(tmp_path):
+    path = write_run(tmp_path / "a") / "config.yaml"
+    path.write_text("[")
+    with pytest.raises(UserError, match=r"config.yaml is not a run's configuration; restore it"):
+        summarise(load_runs(tmp_path))
 
 
 def test_methods_of_different_settings_are_told_apart(tmp_path):

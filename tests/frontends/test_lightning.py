@@ -8,8 +8,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from growlab.errors import UserError
 from growlab.frontends.lightning import Growth
@@ -252,6 +254,27 @@ class ByName(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OfSeveral(Plain):
+    """A loss over all batches that a loader of several gives at once."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batches = list(batch.values()) if isinstance(batch, dict) else batch
+        return sum(self.criterion(self.network(one[0]), one[1]) for one in batches if one is not None)
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "none"])
+@pytest.mark.parametrize("named", [True, False])
+def test_loaders_of_several_loaders(mode: str, named: bool, tmp_path: Path) -> None:
+    """Combined by Lightning or by a CombinedLoader of any mode, which starts from its first batch afterwards."""
+    loaders = [DataLoader(TensorDataset(IMAGES[:n], LABELS[:n]), 4) for n in (8, 16)]
+    several = dict(zip("ab", loaders, strict=True)) if named else loaders
+    module, callback = OfSeveral(), growth("network", trigger={0: 0.5, 1: 1.0})
+    trainer = trainer_of(tmp_path, callback, max_epochs=2)
+    trainer.fit(module, several if mode == "none" else CombinedLoader(several, mode))
+    assert len(callback.grower.events) == 1
+    assert trainer.global_step == 2 * (2 if mode == "min_size" else 4)
 
 
 def test_a_module_may_grow_as_a_whole(tmp_path: Path) -> None:
