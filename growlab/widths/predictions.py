@@ -46,6 +46,8 @@ _SIZED = frozenset(
         *("constant_pad_nd", "group_norm", "roll", "multi_head_attention_forward"),
     )
 )
+# Integers that no shape shows: into how many parts an operation takes channels apart.
+_PARTS = {"group_norm": "num_groups", "channel_shuffle": "groups"}
 _ARITHMETIC = frozenset(("add", "sub", "rsub", "mul", "div", "pow", "clamp", "scaled_dot_product_attention"))
 # Makes a tensor of numbers.
 _CONSTANT = "lift_fresh"
@@ -111,14 +113,25 @@ def numbers_of(
     schema = getattr(target, "_schema", None)
     if schema is None:
         return ()
-    if name_of(schema.name.rpartition("::")[2]) == _CONSTANT:
+    operation = name_of(schema.name.rpartition("::")[2])
+    if operation == _CONSTANT:
         return _entries(constants.get(args[0]))
     known = {argument.name: argument.default_value for argument in schema.arguments}
+    given = {**dict(zip(known, args, strict=False)), **kwargs}
+    operands = _OPERANDS
+    if operation in _PARTS and given[_PARTS[operation]] != _num_channels(args[0]):
+        # Parts of a channel each become more with the channels.
+        operands = operands | {_PARTS[operation]}
     return tuple(
         content
-        for name, content in (*zip(known, args, strict=False), *kwargs.items())
-        if (type(content) is float or (type(content) is int and name in _OPERANDS)) and content != known[name]
+        for name, content in given.items()
+        if (type(content) is float or (type(content) is int and name in operands)) and content != known[name]
     )
+
+
+def _num_channels(x: Any) -> int:
+    """Of a tensor [B, C, ...] or of what stands for it in a program."""
+    return int((x if isinstance(x, Tensor) else x.meta["val"]).shape[1])
 
 
 def _entries(constant: Tensor | None) -> tuple[float, ...]:

@@ -79,9 +79,18 @@ class Recorder(Findings):
         """What a node of the program stands for, if it was visited; of a part that is being visited its own nodes."""
         return self._values.get(node)
 
-    def note_size(self, node: Any, size: int, axis: Runs) -> None:
-        """The forward asks for this many positions: its module may keep the number."""
+    def note_size(self, node: Any, size: int, axis: Runs, repeated: bool = True) -> None:
+        """The forward asks for this many positions: its module may keep the number.
+
+        Args:
+            node: of the program.
+            size: at full width.
+            axis: the positions.
+            repeated: where a run of channels is repeated on the axis, it may keep their number instead.
+        """
         self._sizes.append((module_of(node), size, axis))
+        if not repeated:
+            return
         runs = self.atoms.resolve(axis)
         times = sum(run.outer for run in runs)
         if times > 1 and all(replace(run, outer=1) == replace(runs[0], outer=1) for run in runs):

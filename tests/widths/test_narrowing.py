@@ -312,3 +312,65 @@ def test_slices_of_a_vector_grow_with_what_they_are_added_to(follows: bool) -> N
     hidden = (torch.cat([one, two], 1) + state["bias"][kept]).tanh()
     expected = hidden @ state["out.weight"][:, kept].T + state["out.bias"]
     assert (network(x) - expected).abs().max() < 1e-12
+
+
+class TwiceNormed(nn.Module):
+    """A stream with as many groups as channels in each, between norms of a channel a group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.every = nn.Conv2d(3, 4, 1), nn.GroupNorm(4, 4)
+        self.second = nn.Conv2d(4, 16, 1)
+        self.norms = nn.ModuleList(nn.GroupNorm(4, 16) for _ in range(2))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.every(self.first(x)).relu())
+        return self.head(self.norms[1](self.norms[0](x).relu()).mean((2, 3)))
+
+
+class GroupsOfFour(nn.Module):
+    """Groups that become more with the channels, not wider."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Conv2d(3, 16, 1), nn.Linear(16, 5)
+        self.gain = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.head(F.group_norm(x, x.shape[1] // 4, self.gain).relu().mean((2, 3)))
+
+
+class ShuffledGroups(nn.Module):
+    """A shuffle of as many groups as there are channels in each, whose number no shape shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shuffle = nn.Conv2d(3, 16, 1), nn.ChannelShuffle(4)
+        self.norm, self.head = nn.GroupNorm(16, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.shuffle(self.first(x))).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("make", "groups", "following"),
+    [
+        (TwiceNormed, {"first": 4, "second": 4}, {"every"}),
+        (GroupsOfFour, {}, set()),
+        (ShuffledGroups, {"first": 4}, {"norm"}),
+    ],
+)
+def test_a_number_of_groups_follows_channels_only_where_each_is_a_group(
+    make: Callable[[], nn.Module], groups: dict[str, int], following: set[str]
+) -> None:
+    torch.manual_seed(0)
+    network, x = make().double(), torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    graph = trace(network, x)
+    assert graph.full_widths == groups
+    assert {place.module for place in graph.written if place.attribute == "num_groups"} == following
+    if groups:
+        state = plant(network, graph, VarianceTransfer(), dict.fromkeys(groups, 2), seed=0)
+        event = grow(network, graph, VarianceTransfer(), state, groups, 0, x)
+        assert max(event.parity_error_eval, event.parity_error_train) < 1e-12

@@ -81,7 +81,8 @@ def group_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """
     x, groups = args["input"], args["num_groups"]
     _over_positions(tracer, node, x)
-    tracer.note_size(node, x.shape[1], x.axes[1])
+    # As many channels as there are groups may lie in each: a module keeps the number of groups.
+    tracer.note_size(node, x.shape[1], x.axes[1], repeated=False)
     within = x.shape[1] // groups
     if groups > 1 and within > 1:
         if within < _FEWEST_IN_A_GROUP:
