@@ -1,6 +1,7 @@
 """Optimizers go on with the same training where weights keep their shape but are multiplied otherwise."""
 
 import copy
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -24,10 +25,10 @@ class Both(nn.Module):
         return self.e(torch.relu(self.d(self.norm(x) + self.c(x))))
 
 
-def planted(method: VarianceTransfer) -> tuple[Grower, torch.Tensor]:
+def planted(method: VarianceTransfer, narrow: Mapping[str, int] | None = None) -> tuple[Grower, torch.Tensor]:
     torch.manual_seed(0)
     network, x = Both().double(), torch.randn(32, 6).double()
-    grower = Grower(network, x, method=method, trigger={0: NARROW, 1: WIDE})
+    grower = Grower(network, x, method=method, trigger={0: narrow or NARROW, 1: WIDE})
     grower.step(epoch=0)
     return grower, x
 
@@ -135,3 +136,17 @@ def test_state_that_cannot_follow_a_weight_of_the_same_shape_is_refused_before_a
         grower.step(epoch=1)
     assert grower.state.widths == NARROW
     assert grower.network.get_parameter("a.weight").shape == (8, 6)
+
+
+def test_accumulated_gradients_follow_where_the_event_replaces_nothing() -> None:
+    """Logits that shrink for good divide the gradients of layers in front that keep their widths, too."""
+    grower, x = planted(VarianceTransfer(output_multiplier=False), {**NARROW, "a": 16})
+    network = grower.network
+    before, first = backward(grower, x), network.a.weight
+    (event,) = grower.step(epoch=1)
+    assert network.a.weight is first and event.output_factor == 2.0
+    accumulated = {name: p.grad.clone() for name, p in network.a.named_parameters(prefix="a")}
+    now = backward(grower, x)
+    for name, kept in accumulated.items():
+        torch.testing.assert_close(kept, now[name])
+        torch.testing.assert_close(kept, before[name] / 2.0)

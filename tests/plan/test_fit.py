@@ -97,3 +97,14 @@ def test_a_curve_cut_to_the_last_few_checkpoints_is_no_law() -> None:
 def test_a_curve_that_follows_no_law_is_hardly_trusted() -> None:
     one = measured(LAW, 0.0626, 0.01, np.random.default_rng(6))
     assert fit({"full": replace(one, steady=False)}, "full")["full"].reach == pytest.approx(2 * 0.0626)
+
+
+def test_the_error_of_few_checkpoints_is_no_less_than_the_noise() -> None:
+    """Checkpoints lie nearer to the law that is drawn through them than to the true one."""
+    cost, noise, medians = np.geomspace(0.01, 1.0, 6), 0.03, []
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        seen = loss(LAW, cost) + noise * rng.standard_normal(len(cost))
+        curves = fit({"full": Measured(tuple(cost), tuple(seen))}, "full", draws=200, seed=seed)["full"]
+        medians.append(np.median(curves.error))
+    assert 1.0 <= np.median(medians) / noise <= 1.3

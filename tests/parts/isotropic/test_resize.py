@@ -473,7 +473,12 @@ def test_events_leave_receipts(name: str, dtype: torch.dtype) -> None:
     assert event.parity_tolerance_eval is not None
     assert all(births[-2:] == [1, 1] and births[0] == 0 for births in state.births.values())
     assert all(len(entry["singular_values"]) == wider[g] - 2 for g, entry in event.report.items())
-    narrower = {group: width - 4 for group, width in wider.items()}
+    # Channels that are made up of all old ones are as old as the oldest of them.
+    again = {group: width + 1 for group, width in wider.items()}
+    grow(network, graph, Isotropic(), state, again, 0, (x,))
+    assert all(births == [0] * wider[group] + [2] for group, births in state.births.items())
+    wider = again
+    narrower = {group: width - 5 for group, width in wider.items()}
     before = copy.deepcopy(network.state_dict())
     with pytest.raises(ParityError, match="was left as it was"):
         grow(network, graph, Isotropic(max_pruning_error=1e-9), state, narrower, 0, (x,))
@@ -484,7 +489,7 @@ def test_events_leave_receipts(name: str, dtype: torch.dtype) -> None:
         kept = torch.tensor(entry["singular_values"][: narrower[group]])
         gone = torch.tensor(entry["removed"])
         part = gone.norm() / torch.cat([kept, gone]).norm()
-        assert len(gone) == 4 and entry["removed_part"] == pytest.approx(float(part), rel=1e-5)
+        assert len(gone) == 5 and entry["removed_part"] == pytest.approx(float(part), rel=1e-5)
     assert state.widths == narrower and {g: len(b) for g, b in state.births.items()} == narrower
     receipt = event.receipt()
     assert receipt["widths_before"] == wider and receipt["report"] == event.report
