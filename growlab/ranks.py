@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from growlab.errors import UserError
 
@@ -89,11 +90,13 @@ def held(network: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Ite
     yield from network.named_buffers()
     names = {parameter: name for name, parameter in network.named_parameters()}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
+        for group in getattr(optimizer, "param_groups", ()):
             for parameter in group["params"]:
                 # Not in the order of `state`, a dictionary that ranks may have filled in other orders.
-                for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-                    yield f"{key} of {names.get(parameter, 'a parameter that is not in use')}", value
+                for key, value in sorted(getattr(optimizer, "state", {}).get(parameter, {}).items()):
+                    name = f"{key} of {names.get(parameter, 'a parameter that is not in use')}"
+                    plain = (Tensor, bool, int, float, str)
+                    yield from ((name, one) for one in tree_leaves(value) if isinstance(one, plain))
 
 
 def compare(content: Iterable[tuple[str, Any]], when: str, advice: str = "") -> None:

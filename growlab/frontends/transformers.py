@@ -145,8 +145,7 @@ class Growth(TrainerCallback, ExportableState):
         if state.global_step and saved:
             self._resume(self.grower, saved, _resumed(args, state))
         if optimizer is not None:
-            # accelerate's optimizer is a wrapper.
-            self.grower.follow(getattr(optimizer, "optimizer", optimizer), state=self._optimizer_state)
+            self.grower.follow(optimizer, state=self._optimizer_state)
         tell_unreached(self._trigger, state.num_train_epochs, state.max_steps)
         if args.world_size > 1 and model is not None:
             self._wrapper = wrapper_of(model)

@@ -1,6 +1,6 @@
 """What follows a grower's network: which optimizers and copies of it, and which of its parts' names clash."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from growlab.errors import UserError, as_user_errors
 from growlab.growth.attached import attach
 from growlab.optim import Inheritance
+from growlab.optim.own_lists import inside
 from growlab.optim.state import check_inheritance
 from growlab.parts.part import Part
 
@@ -28,37 +29,27 @@ def let_follow(
         check_inheritance(state)
     modules: list[nn.Module] = []
     for one in given:
-        inner = getattr(one, "optimizer", None)  # of accelerate's and Fabric's wrappers
-        follower = inner if isinstance(inner, Optimizer) else one
-        if isinstance(follower, Optimizer):
-            if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(follower).__mro__):
-                raise UserError(
-                    f"{type(follower).__name__} shares parameters out among processes once, by their size: growth "
-                    "would have to share them out anew; give each process an ordinary optimizer."
-                )
-            # SAM, Lookahead and the like hold the optimizer that steps, with groups that they share.
-            modules += let_follow(run, _inside(follower), state, False)
-            run.followers.add(follower, state, announced)
-        elif isinstance(follower, nn.Module):
-            copy = getattr(follower, "module", follower)
+        if isinstance(one, nn.Module):
+            copy = getattr(one, "module", one)
             if not any(copy is known for known in (*run.copies().values(), *modules)):
-                _attach(run, follower, copy)
+                _attach(run, one, copy)
                 modules.append(copy)
+        elif any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(one).__mro__):
+            raise UserError(
+                f"{type(one).__name__} shares parameters out among processes once, by their size: growth "
+                "would have to share them out anew; give each process an ordinary optimizer."
+            )
+        elif (inner := list(inside(one))) or isinstance(one, Optimizer):
+            # Wrappers of accelerate and Fabric, SAM, Lookahead and the like hold the optimizer that steps, may share
+            # its groups and its state, and may have state of their own.
+            modules += let_follow(run, inner, state, False)
+            run.followers.add(one, state, announced)
         else:
             raise UserError(
-                f"{type(follower).__name__} cannot follow a network: give torch.optim.Optimizers, or modules that "
+                f"{type(one).__name__} cannot follow a network: give torch.optim.Optimizers, or modules that "
                 "are averages of the network."
             )
     return modules
-
-
-def _inside(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Optimizers that another one holds, as attributes or in lists and dictionaries."""
-    for value in vars(optimizer).values():
-        held = value.values() if isinstance(value, dict) else value
-        for one in held if isinstance(value, (list, tuple, dict)) else (value,):
-            if isinstance(one, Optimizer):
-                yield one
 
 
 def _attach(run: "Grower", follower: nn.Module, copy: nn.Module) -> None:

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from growlab.errors import UserError
+from growlab.optim.contents import tensors_within
 from growlab.optim.own_lists import cannot_exchange, exchange_own, holds_own
 
 
@@ -28,18 +28,15 @@ def exchange(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> None:
     if told := cannot_exchange(optimizer, replaced):
         raise UserError(f"{told}.")
     exchange_own(optimizer, replaced)
-    for group in optimizer.param_groups:
+    for group in getattr(optimizer, "param_groups", ()):
         for index, old in enumerate(group["params"]):
             group["params"][index] = replaced.get(id(old), old)
     # An optimizer around another one shares its groups, which may be exchanged already.
-    for old in [parameter for parameter in optimizer.state if id(parameter) in replaced]:
-        new, state = replaced[id(old)], optimizer.state.pop(old)
-        if all(_fits(value, new) for value in state.values()):
-            optimizer.state[new] = state
-
-
-def _fits(value: Any, parameter: Tensor) -> bool:
-    return not isinstance(value, Tensor) or all(length in (1, *parameter.shape) for length in value.shape)
+    state = getattr(optimizer, "state", {})
+    for old in [parameter for parameter in state if id(parameter) in replaced]:
+        new, kept = replaced[id(old)], state.pop(old)
+        if all(length in (1, *new.shape) for tensor in tensors_within(kept) for length in tensor.shape):
+            state[new] = kept
 
 
 def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:

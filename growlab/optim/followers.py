@@ -16,10 +16,13 @@ from growlab.errors import UserError
 from growlab.optim.exchanging import exchange, order_parameters
 from growlab.optim.regional import Regional
 from growlab.optim.regions import Regions
-from growlab.optim.state import Inheritance, check_following, follow, rescale_state, running_gradients
+from growlab.optim.state import Inheritance, check_following, follow_once, rescale_state, running_gradients
 from growlab.widths import Carry, WidthGraph
 
 log = logging.getLogger(__name__)
+
+# Where torch's Optimizer keeps hooks of its own; one around another one may hand on to the hooks of that.
+_STEP_HOOKS, _LOAD_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_load_state_dict_pre_hooks"
 
 
 class Owner(Protocol):
@@ -81,11 +84,6 @@ class Followers:
             inheritance: what becomes of its state at an event, see `follow`.
             announced: `before_step` is called when it has gradients.
         """
-        if not hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
-            raise UserError(
-                f"{type(optimizer).__name__} is an Optimizer whose constructor has not called torch's, so it cannot be "
-                "followed: give the optimizer inside it."
-            )
         now = dict(self._run.network.named_parameters())
         exchange(
             optimizer, {key: now[name] for key, (past, name) in self._past.items() if past() is not None}
@@ -102,12 +100,18 @@ class Followers:
             self._known.append(weakref.ref(optimizer))
             if announced:
                 self._announced.add(id(optimizer))
-            else:
-                self._handles.append(optimizer.register_step_pre_hook(partial(self._step, False)))
-            self._handles.append(optimizer.register_step_post_hook(partial(self._step, True)))
-            self._handles.append(optimizer.register_load_state_dict_pre_hook(self._await_network))
+            self._listen(optimizer)
         self._inheritance[id(optimizer)] = inheritance
         self.relabel(optimizer)
+
+    def _listen(self, optimizer: Optimizer) -> None:
+        """Register hooks on an optimizer, as far as it has any of its own: those around another one may not."""
+        if _STEP_HOOKS in vars(optimizer):
+            if id(optimizer) not in self._announced:
+                self._handles.append(optimizer.register_step_pre_hook(partial(self._step, False)))
+            self._handles.append(optimizer.register_step_post_hook(partial(self._step, True)))
+        if _LOAD_HOOKS in vars(optimizer):
+            self._handles.append(optimizer.register_load_state_dict_pre_hook(self._await_network))
 
     def check(self, before: Mapping[str, int], after: Mapping[str, int]) -> None:
         """Refuse an event that an optimizer could not follow, before the network grows.
@@ -141,14 +145,13 @@ class Followers:
         """
         network, graph = self._run.network, self._run.graph
         own = {id(old) for old, _ in replaced.values()} | {id(p) for p in network.parameters()}
-        for optimizer, shares in self._sharing():
-            if shares:
-                exchange(optimizer, {id(old): new for old, new in replaced.values()})
-                self.relabel(optimizer)
-                continue
-            others = {p: state for p, state in optimizer.state.items() if id(p) not in own}
-            follow(optimizer, replaced, graph, before, after, self._inheritance[id(optimizer)], carry)
-            optimizer.state.update(others)
+        done = dict[int, tuple[Any, Any]]()
+        for optimizer in self.optimizers:
+            state = getattr(optimizer, "state", {})
+            others = {p: of_it for p, of_it in state.items() if id(p) not in own}
+            inheritance = self._inheritance[id(optimizer)]
+            follow_once(optimizer, replaced, (graph, before, after), inheritance, carry, done)
+            state.update(others)
             self.relabel(optimizer)
         for name, (old, new) in replaced.items():
             if isinstance(old, nn.Parameter) and old.grad is not None:
@@ -163,14 +166,6 @@ class Followers:
                 parameter.grad.mul_(carry.every)
         self.forget({name: old for name, (old, _) in replaced.items()})
 
-    def _sharing(self) -> list[tuple[Optimizer, bool]]:
-        """All, and whether the state is that of one before it: of an optimizer around another one."""
-        known = self.optimizers
-        return [
-            (one, any(one.state is other.state for other in known[:number]))
-            for number, one in enumerate(known)
-        ]
-
     # Training may go on with it, wherever growth ends.
     @torch.inference_mode(False)
     def rescale(self, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
@@ -183,9 +178,11 @@ class Followers:
         own: dict[Tensor, tuple[Tensor, Tensor]] = {
             named[name]: factor for name, factor in factors.items() if name in named
         }
-        for optimizer, shares in self._sharing():
-            if not shares:
-                rescale_state(optimizer, own)
+        states = {
+            id(optimizer.state): optimizer for optimizer in self.optimizers if hasattr(optimizer, "state")
+        }
+        for optimizer in states.values():
+            rescale_state(optimizer, own)
         for parameter, (_, gradient) in own.items():
             if parameter.grad is not None:
                 # Sparse ones are not broadcast.
@@ -291,9 +288,10 @@ class Followers:
     def _leading(self) -> Optimizer | None:
         if len(self._known) == 1:
             return self._known[0]()
+        # One without hooks of its own, around another one, cannot say when it steps.
         mine = {id(parameter) for parameter in self._run.network.parameters()}
         for optimizer in reversed(self.optimizers):
-            if any(id(p) in mine for p in _parameters(optimizer)):
+            if _STEP_HOOKS in vars(optimizer) and any(id(p) in mine for p in _parameters(optimizer)):
                 return optimizer
         return None
 
@@ -323,4 +321,4 @@ def copy_state(optimizer: Optimizer, sources: Mapping[Tensor, Tensor]) -> None:
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]

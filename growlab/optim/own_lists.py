@@ -1,30 +1,58 @@
 """Parameters that optimizers hold outside of `param_groups[...]["params"]`: lists of their own, by size or by kind.
 
-Such as `group["matrices"]` of a Muon, or `self.by_size`. They are exchanged in place where growth exchanges parameters.
+Such as `group["matrices"]` of a Muon, `self.by_size`, or `self.state["all"]`. They are exchanged in place where growth
+exchanges parameters; what a dictionary holds of each parameter moves as state does.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from growlab.optim.contents import misfit, rebuilt
 from growlab.optim.regional import Regional
 
 # What torch's Optimizer holds itself, and growlab carries.
 _KNOWN = ("state", "param_groups", "defaults")
+#: Maps an old parameter, what a dictionary holds of it and the dictionary's name to what it holds of the new one.
+Moved = Callable[[Tensor, Any, str], Any]
 
 
-def exchange_own(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> None:
+def _kept(parameter: Tensor, value: Any, name: str) -> Any:
+    return value
+
+
+def exchange_own(optimizer: Optimizer, replaced: Mapping[int, Tensor], moved: Moved = _kept) -> None:
     """Let an optimizer's own lists, tuples, sets and dictionaries hold other parameters in place of those they hold.
 
     Args:
         optimizer: any.
         replaced: the new parameter by `id` of the old one.
+        moved: applied to what dictionaries hold of parameters that are replaced.
     """
     for owner, name, value in _own(optimizer):
-        owner[name] = _exchanged(value, replaced, set())
+        if (exchanged := _exchanged(value, replaced, set(), moved, name)) is not value:
+            owner[name] = exchanged
+
+
+def kept_by_parameter(optimizer: Optimizer) -> Iterator[tuple[Tensor, Any, str]]:
+    """What an optimizer's own dictionaries hold of parameters: the parameter, the value, the dictionary's name."""
+    for _, name, value in _own(optimizer):
+        for container in _containers(value, set()):
+            for key, held in container.items() if isinstance(container, dict) else ():
+                if isinstance(key, Tensor):
+                    yield key, held, name
+
+
+def inside(holder: Any) -> Iterator[Optimizer]:
+    """Optimizers that another one, or any object around them, holds as attributes or in lists and dictionaries."""
+    for value in getattr(holder, "__dict__", {}).values():
+        held = value.values() if isinstance(value, dict) else value
+        for one in held if isinstance(value, (list, tuple, dict)) else (value,):
+            if isinstance(one, Optimizer):
+                yield one
 
 
 def holds_own(optimizer: Optimizer, wanted: Container[int]) -> str:
@@ -42,7 +70,13 @@ def cannot_exchange(optimizer: Optimizer, wanted: Container[int]) -> str:
         optimizer: any.
         wanted: the `id`s of those of its parameters that are replaced.
     """
-    groups = [group["params"] for group in optimizer.param_groups]
+    for parameter, held, name in kept_by_parameter(optimizer):
+        if id(parameter) in wanted and (found := misfit(held, parameter.shape)):
+            return (
+                f"{type(optimizer).__name__} holds {found} of a parameter {tuple(parameter.shape)} in {name!r}, which "
+                "growlab cannot carry through growth"
+            )
+    groups = [group["params"] for group in getattr(optimizer, "param_groups", ())]
     lists = [*groups, [param for group in groups for param in group]]
     shapes = [[param.shape for param in one] for one in lists if any(id(param) in wanted for param in one)]
     for _, name, value in _own(optimizer):
@@ -67,18 +101,20 @@ def cannot_exchange(optimizer: Optimizer, wanted: Container[int]) -> str:
     return ""
 
 
-def _own(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Attributes and entries of groups that are the optimizer's own: where they are, name, value."""
+def _own(optimizer: Optimizer) -> Iterator[tuple[Any, Any, Any]]:
+    """Attributes, entries of groups and of the state that are the optimizer's own: where they are, name, value."""
     if isinstance(optimizer, Regional):
         # Growlab's know their parameters by `set_regions`.
         return
-    for group in optimizer.param_groups:
+    for group in getattr(optimizer, "param_groups", ()):
         yield from ((group, name, value) for name, value in list(group.items()) if name != "params")
+    state = getattr(optimizer, "state", {})
+    yield from ((state, name, value) for name, value in list(state.items()) if not isinstance(name, Tensor))
     known = vars(optimizer)
     yield from ((known, name, value) for name, value in list(known.items()) if name not in _KNOWN)
 
 
-def _exchanged(value: Any, replaced: Mapping[int, Tensor], seen: set[int]) -> Any:
+def _exchanged(value: Any, replaced: Mapping[int, Tensor], seen: set[int], moved: Moved, name: str) -> Any:
     if isinstance(value, Tensor):
         return replaced.get(id(value), value)
     if not isinstance(value, (list, tuple, dict, set)) or id(value) in seen:
@@ -86,7 +122,10 @@ def _exchanged(value: Any, replaced: Mapping[int, Tensor], seen: set[int]) -> An
     seen.add(id(value))
     if isinstance(value, dict):
         items = [
-            (_exchanged(key, replaced, seen), _exchanged(held, replaced, seen)) for key, held in value.items()
+            (replaced[id(key)], moved(key, _exchanged(held, replaced, seen, moved, name), name))
+            if isinstance(key, Tensor) and id(key) in replaced
+            else (key, _exchanged(held, replaced, seen, moved, name))
+            for key, held in value.items()
         ]
         if any(
             one is not key or held is not value[key] for (one, held), key in zip(items, value, strict=True)
@@ -94,7 +133,7 @@ def _exchanged(value: Any, replaced: Mapping[int, Tensor], seen: set[int]) -> An
             value.clear()
             value.update(items)
         return value
-    items = [_exchanged(held, replaced, seen) for held in value]
+    items = [_exchanged(held, replaced, seen, moved, name) for held in value]
     if all(one is held for one, held in zip(items, value, strict=True)):
         return value
     if isinstance(value, list):
@@ -103,7 +142,7 @@ def _exchanged(value: Any, replaced: Mapping[int, Tensor], seen: set[int]) -> An
         value.clear()
         value.update(items)
     else:
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return rebuilt(value, items)
     return value
 
 

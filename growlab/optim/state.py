@@ -1,15 +1,16 @@
 """Carry an optimizer through a growth event: same object, same parameter groups, new parameters."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from growlab.optim.contents import mapped, misfit, shaped
 from growlab.optim.lars import LARS
-from growlab.optim.own_lists import cannot_exchange, exchange_own
+from growlab.optim.own_lists import cannot_exchange, exchange_own, inside, kept_by_parameter
 from growlab.settings import one_of
 from growlab.widths import Carry, WidthGraph
 
@@ -75,53 +76,142 @@ def follow(
             optimizer's own that would not fit, or an unknown `inheritance`. The optimizer is then as before.
     """
     check_inheritance(inheritance)
+    follow_once(optimizer, replaced, (graph, widths_before, widths_after), inheritance, carry, {})
+
+
+def follow_once(
+    optimizer: Any,
+    replaced: Mapping[str, tuple[Tensor, Tensor]],
+    widths: tuple[WidthGraph, Mapping[str, int], Mapping[str, int]],
+    inheritance: Inheritance,
+    carry: Carry | None,
+    done: dict[int, tuple[Any, Any]],
+) -> None:
+    """Let one of several optimizers follow, which may share groups, the whole state or that of a parameter.
+
+    Args:
+        optimizer: with `param_groups` and `state`, as far as it has them.
+        replaced: see `follow`.
+        widths: the network's width graph, widths before and after.
+        inheritance: see `follow`.
+        carry: see `follow`.
+        done: state that an optimizer before it had, by its id: old and new; brought up to date.
+    """
     places = {id(old): (name, new) for name, (old, new) in replaced.items()}
+    state = getattr(optimizer, "state", {})
+    shares = id(state) in done
     if inheritance == "auto":
         inheritance = default_inheritance(optimizer, carry)
-        if inheritance == "inherit" and (told := _cannot_follow(optimizer, places)):
+        if inheritance == "inherit" and not shares and (told := _cannot_follow(optimizer, places)):
             log.warning("%s; the optimizer's state begins anew at this growth event.", told)
             inheritance = "reset"
-    rule = carry if inheritance == "inherit" and carry is not None else Carry()
-    copies = _copies_of_weights(optimizer)
     check_following(optimizer, places, inheritance)
-    settings = {param: group for group in optimizer.param_groups for param in group["params"]}
-    states: dict[Tensor, dict[str, Any]] = {}
+    moving = _Moving(optimizer, places, widths, inheritance, carry)
+    # Entries of the optimizer as a whole, under names of their own, are none of a parameter's.
+    own = [] if shares else [param for param in state if isinstance(param, Tensor)]
+    # One around another optimizer may have made its state when it was made itself, and never again.
+    made_once = any(True for _ in inside(optimizer))
+    states: dict[Tensor, Any] = {}
+    for param in own if inheritance != "reset" or made_once else ():
+        if id(param) in places or moving.rule.every != 1.0:
+            old = state[param]
+            if id(old) not in done:
+                done[id(old)] = old, moving.moved(param, old)
+            states[places[id(param)][1] if id(param) in places else param] = done[id(old)][1]
+    if inheritance == "reset" and not shares and not made_once:
+        begin_anew(optimizer)
     # An optimizer around another one shares its groups, which may be the grown network's already.
-    for param in () if inheritance == "reset" else tuple(optimizer.state):
-        if id(param) not in places:
-            if rule.every != 1.0:
-                states[param] = _rescaled(optimizer, param, rule.every)
-            continue
-        name, new = places[id(param)]
-        states[new] = {}
-        for key, value in optimizer.state[param].items():
-            if isinstance(value, Tensor) and value.shape == param.shape:
-                power = _power(optimizer, key)
-                chosen = rule if power is not None else Carry()
-                place = partial(_place, name, graph, widths_before, widths_after)
-                moved = place(chosen, value, power or 0)
-                if isinstance(optimizer, LARS) and inheritance == "inherit":
-                    moved = optimizer.inherited(param, new, value, moved)
-                if begins := _begins_with(optimizer, key, settings.get(param, {})):
-                    moved = torch.where(place(chosen, torch.ones_like(value)) == 0, begins, moved)
-                if key in copies:
-                    moved = _moved_along(value, param.detach(), new.detach(), partial(place, Carry()))
-                states[new][key] = torch.empty_like(new, dtype=value.dtype).copy_(moved)
-            else:
-                states[new][key] = value
-    if inheritance == "reset":
-        optimizer.state.clear()
-    for group in optimizer.param_groups:
+    for group in getattr(optimizer, "param_groups", ()):
         for index, param in enumerate(group["params"]):
             if id(param) in places:
                 group["params"][index] = places[id(param)][1]
-    exchange_own(optimizer, {key: new for key, (_, new) in places.items()})
-    for param in [param for param in optimizer.state if id(param) in places]:
-        del optimizer.state[param]
-    optimizer.state.update(states)
+    exchange_own(optimizer, {key: new for key, (_, new) in places.items()}, moving.moved)
+    for param in own:
+        if id(param) in places:
+            state.pop(param, None)
+    state.update(states)
+    done[id(state)] = state, state
     if isinstance(optimizer, torch.optim.LBFGS):
         # It counts its parameters' elements once.
         optimizer._numel_cache = None
+
+
+def begin_anew(optimizer: Any) -> None:
+    """Let an optimizer forget what it keeps of parameters, so that it begins as if none had been stepped."""
+    state = getattr(optimizer, "state", {})
+    for param in [param for param in state if isinstance(param, Tensor)]:
+        del state[param]
+    for group in getattr(optimizer, "param_groups", ()):
+        # Some count steps here, and make their state in the first.
+        if "step" not in getattr(optimizer, "defaults", ()):
+            group.pop("step", None)
+
+
+class _Moving:
+    """Brings what an optimizer keeps of its parameters through one growth event; arguments as of `follow_once`."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        places: Mapping[int, tuple[str, Tensor]],
+        widths: tuple[WidthGraph, Mapping[str, int], Mapping[str, int]],
+        inheritance: Inheritance,
+        carry: Carry | None,
+    ) -> None:
+        inherits = inheritance == "inherit"
+        self.rule = carry if inherits and carry is not None else Carry()
+        self._lars = optimizer if inherits and isinstance(optimizer, LARS) else None
+        self._optimizer, self._places, self._widths = optimizer, places, widths
+        self._copies, self._positive = _meanings(optimizer)
+        self._anew = inheritance == "reset"
+        groups = getattr(optimizer, "param_groups", ())
+        self._settings = {param: group for group in groups for param in group["params"]}
+
+    def moved(self, param: Tensor, value: Any, key: str = "") -> Any:
+        """What is kept of a parameter, as it is to be kept of the one in its place.
+
+        Args:
+            param: the old one, or one that stays.
+            value: of any kind.
+            key: its name, where it is not a dictionary of names.
+        """
+        if id(param) not in self._places:
+            return mapped(value, param.shape, param.shape, partial(self._rescaled, param), key)
+        new = self._places[id(param)][1]
+        return mapped(value, param.shape, new.shape, partial(self._carried, param), key)
+
+    def _carried(self, param: Tensor, key: str, value: Tensor) -> Tensor:
+        name, new = self._places[id(param)]
+        power = _power(self._optimizer, key)
+        chosen = self.rule if power is not None else Carry()
+
+        def place(carry: Carry, tensor: Tensor, power: int = 0) -> Tensor:
+            return carry.carried(tensor, name, *self._widths, power)
+
+        if self._anew:
+            return (
+                new.detach().to(value.dtype, copy=True)
+                if key in self._copies
+                else torch.zeros_like(new, dtype=value.dtype)
+            )
+        moved = place(chosen, value, power or 0)
+        if self._lars is not None:
+            moved = self._lars.inherited(param, new, value, moved)
+        begins = _begins_with(self._optimizer, key, self._settings.get(param, {}))
+        if key in self._positive:
+            begins = float(value.mean())
+        if begins:
+            moved = torch.where(place(chosen, torch.ones_like(value)) == 0, begins, moved)
+        if key in self._copies:
+            moved = _moved_along(value, param.detach(), new.detach(), partial(place, Carry()))
+        return torch.empty_like(new, dtype=value.dtype).copy_(moved)
+
+    def _rescaled(self, param: Tensor, key: str, value: Tensor) -> Tensor:
+        """Of a parameter that was not replaced, while its gradient has changed by a factor."""
+        if self._lars is not None and param.dim() > 1:
+            return value
+        power = _power(self._optimizer, key)
+        return value * self.rule.every**power if power else value
 
 
 def rescale_state(optimizer: torch.optim.Optimizer, factors: Mapping[Tensor, tuple[Tensor, Tensor]]) -> None:
@@ -131,31 +221,31 @@ def rescale_state(optimizer: torch.optim.Optimizer, factors: Mapping[Tensor, tup
         optimizer: any.
         factors: for a parameter, what it was multiplied by, and what its gradient is multiplied by from now on.
     """
-    copies = _copies_of_weights(optimizer)
+    copies, _ = _meanings(optimizer)
     for param, (weight, gradient) in factors.items():
-        state = optimizer.state.get(param, {})
-        shaped = [key for key, v in state.items() if isinstance(v, Tensor) and v.shape == param.shape]
-        for key in shaped:
-            value, power = state[key], _power(optimizer, key)
-            if key in copies:
-                state[key] = value * weight.to(value)
-            elif power is not None:
-                moved = value * (gradient**power).to(value)
-                if isinstance(optimizer, LARS):
-                    moved = optimizer.inherited(param / weight, param, value, moved)
-                state[key] = moved.to(value)
+        if param in optimizer.state:
+            rescaled = partial(_multiplied, optimizer, copies, param, weight, gradient)
+            optimizer.state[param] = mapped(optimizer.state[param], param.shape, param.shape, rescaled)
 
 
-def _place(
-    name: str,
-    graph: WidthGraph,
-    before: Mapping[str, int],
-    after: Mapping[str, int],
-    carry: Carry,
-    tensor: Tensor,
-    power: int = 0,
+def _multiplied(
+    optimizer: torch.optim.Optimizer,
+    copies: Container[str],
+    param: Tensor,
+    weight: Tensor,
+    gradient: Tensor,
+    key: str,
+    value: Tensor,
 ) -> Tensor:
-    return carry.carried(tensor, name, graph, before, after, power)
+    power = _power(optimizer, key)
+    if key in copies:
+        return value * weight.to(value)
+    if power is None:
+        return value
+    moved = value * (gradient**power).to(value)
+    if isinstance(optimizer, LARS):
+        moved = optimizer.inherited(param / weight, param, value, moved)
+    return moved.to(value)
 
 
 def check_inheritance(inheritance: str) -> None:
@@ -187,18 +277,18 @@ def check_following(
         raise ValueError(f"{told}; set optimizer_state='reset' (of Grower.follow: state='reset').")
 
 
-def _cannot_follow(optimizer: torch.optim.Optimizer, places: Mapping[int, tuple[str, Tensor]]) -> str:
-    """Says which state of a parameter that is replaced is neither shaped like it nor a number; "": none is."""
-    for param, state in optimizer.state.items():
+def _cannot_follow(optimizer: Any, places: Mapping[int, tuple[str, Tensor]]) -> str:
+    """Says which state of a parameter that is replaced could not be brought to another shape; "": all could."""
+    for param, state in getattr(optimizer, "state", {}).items():
         # L-BFGS keeps what it knows of all parameters with the first.
-        named = (places and isinstance(optimizer, torch.optim.LBFGS)) or id(param) in places
-        for key, value in state.items() if named else ():
-            alike = isinstance(value, Tensor) and (value.shape == param.shape or value.numel() == 1)
-            if not alike and (isinstance(value, Tensor) or _holds_tensors(value)):
-                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        everything = bool(places) and isinstance(optimizer, torch.optim.LBFGS)
+        if not isinstance(param, Tensor) or not (everything or id(param) in places):
+            continue
+        for key, value in state.items() if isinstance(state, dict) else [("", state)]:
+            if found := misfit(value, param.shape):
                 name = places[id(param)][0] if id(param) in places else "the network"
                 return (
-                    f"{type(optimizer).__name__}'s {key!r} of {name} is {shape}, the parameter {tuple(param.shape)}: "
+                    f"{type(optimizer).__name__}'s {key!r} of {name} is {found}, the parameter {tuple(param.shape)}: "
                     "growlab cannot carry it through growth"
                 )
     return ""
@@ -216,18 +306,6 @@ def running_gradients(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
     return found
 
 
-def _rescaled(optimizer: torch.optim.Optimizer, param: Tensor, every: float) -> dict[str, Any]:
-    """State of a parameter that was not replaced, while its gradient has changed by a factor."""
-    if isinstance(optimizer, LARS) and param.dim() > 1:
-        return optimizer.state[param]
-    return {
-        key: value * every ** (_power(optimizer, key) or 0)
-        if isinstance(value, Tensor) and value.shape == param.shape
-        else value
-        for key, value in optimizer.state[param].items()
-    }
-
-
 def _power(optimizer: torch.optim.Optimizer, key: str) -> int | None:
     """How an optimizer's state of this name scales with the gradient; None if unknown."""
     if isinstance(optimizer, torch.optim.RMSprop) and key == "momentum_buffer":
@@ -241,23 +319,36 @@ def _power(optimizer: torch.optim.Optimizer, key: str) -> int | None:
     return 1 if "momentum" in key or key.startswith(("exp_avg", "grad")) or key.endswith("_grad") else None
 
 
-def _copies_of_weights(optimizer: torch.optim.Optimizer) -> set[str]:
-    """State of other libraries that holds weights, of now or of before: it points where they point."""
+def _meanings(optimizer: Any) -> tuple[set[str], set[str]]:
+    """Names of state of other libraries that holds weights, and of state that is above 0 everywhere.
+
+    Weights, of now or of before, point where the parameters point. State without zeros or signs is a scale or a rate,
+    such as a preconditioner that begins with ones: 0 may be no value for it.
+    """
     found: dict[str, list[Tensor]] = {}
-    for param, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == param.shape and _power(optimizer, key) is None:
+    state = getattr(optimizer, "state", {})
+    known = [(param, held, "") for param, held in state.items() if isinstance(param, Tensor)]
+    for param, held, own in (*known, *kept_by_parameter(optimizer)):
+        for key, value in shaped(held, param.shape, own):
+            if _power(optimizer, key) is None and value.numel() and value.dtype is not torch.bool:
                 one, other = (
                     (torch.view_as_real(t) if t.is_complex() else t).float() for t in (value, param.detach())
                 )
-                sums = torch.stack([(one * other).sum(), one.square().sum(), other.square().sum()]).cpu()
-                found.setdefault(key, []).append(sums)
-    alike = {"ax"} if isinstance(optimizer, torch.optim.ASGD) else set()
-    for key, known in found.items():
-        product, *squares = torch.stack(known).sum(0).tolist()
+                sums = [
+                    (one * other).sum(),
+                    one.square().sum(),
+                    other.square().sum(),
+                    one.amin().sign().float(),
+                ]
+                found.setdefault(key, []).append(torch.stack(sums).cpu())
+    copies, positive = {"ax"} if isinstance(optimizer, torch.optim.ASGD) else set(), set()
+    for key, several in found.items():
+        product, *squares, _ = torch.stack(several).sum(0).tolist()
         if product > _ALIKE * (squares[0] * squares[1]) ** 0.5 > 0:
-            alike.add(key)
-    return alike
+            copies.add(key)
+        if all(one[3] > 0 for one in several):
+            positive.add(key)
+    return copies, positive
 
 
 def _moved_along(kept: Tensor, before: Tensor, after: Tensor, place: Callable[[Tensor], Tensor]) -> Tensor:
@@ -287,11 +378,3 @@ def _begins_with(optimizer: torch.optim.Optimizer, key: str, settings: Mapping[s
             settings.get("initial_accumulator_value", optimizer.defaults["initial_accumulator_value"])
         )
     return 0.0
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(isinstance(v, Tensor) or _holds_tensors(v) for v in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(isinstance(v, Tensor) or _holds_tensors(v) for v in value)
-    return False

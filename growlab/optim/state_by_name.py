@@ -16,7 +16,8 @@ def named_state(optimizer: torch.optim.Optimizer, network: nn.Module) -> dict[st
         network: whose parameters it has trained; state of other parameters is left out.
 
     Returns:
-        "class": the optimizer's; "state": by parameter name. `torch.load(weights_only=True)` reads it from a file.
+        "class": the optimizer's; "state": by parameter name; "entries": of no parameter.
+        `torch.load(weights_only=True)` reads it from a file.
 
     Raises:
         ValueError: state that is neither tensors nor numbers.
@@ -26,7 +27,12 @@ def named_state(optimizer: torch.optim.Optimizer, network: nn.Module) -> dict[st
         for name, parameter in network.named_parameters()
         if parameter in optimizer.state
     }
-    return {"class": _class_of(optimizer), "state": state}
+    entries = {
+        name: _plain(value, f"{type(optimizer).__name__}'s {name!r}")
+        for name, value in optimizer.state.items()
+        if not isinstance(name, Tensor)
+    }
+    return {"class": _class_of(optimizer), "state": state, "entries": entries}
 
 
 def load_named_state(optimizer: torch.optim.Optimizer, network: nn.Module, saved: Mapping[str, Any]) -> None:
@@ -44,7 +50,10 @@ def load_named_state(optimizer: torch.optim.Optimizer, network: nn.Module, saved
         raise ValueError(f"it is of {saved['class']}, not of {_class_of(optimizer)}.")
     names = {parameter: name for name, parameter in network.named_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {}
+    state: dict[Any, Any] = {
+        key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)
+    }
+    state |= saved.get("entries", {})
     for index, parameter in enumerate(held):
         name = names.get(parameter, "")
         if name in saved["state"]:

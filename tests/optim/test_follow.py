@@ -294,17 +294,6 @@ def test_weights_that_an_optimizer_keeps_compute_what_they_did(make, key, method
     assert all(torch.isfinite(p).all() for p in network.parameters())
 
 
-def test_an_optimizer_that_is_not_made_as_one_is_refused():
-    class Bare(torch.optim.Optimizer):
-        def __init__(self, inner):
-            self.inner, self.param_groups, self.state = inner, inner.param_groups, {}
-
-    network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2))
-    grower = Grower(network, torch.randn(2, 5), method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
-    with pytest.raises(UserError, match="Bare is an Optimizer whose constructor has not called torch's"):
-        grower.follow(Bare(torch.optim.SGD(network.parameters(), 0.1)))
-
-
 @pytest.mark.parametrize(
     "make",
     [

@@ -1,10 +1,13 @@
 """Optimizers of another library through growth: state like the parameter is carried, other state is refused."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from growlab import Grower
 from growlab.growth import Net2Net, PairGrowth, grow, plant
 from growlab.optim import follow
 from growlab.widths import trace
@@ -98,3 +101,97 @@ def test_state_of_other_shapes_is_refused_by_name(name):
     with pytest.raises(ValueError, match=f"{name}'s '{REFUSED[name]}' of .*optimizer_state='reset'"):
         run.grow()
     assert all(a is b for a, b in zip(run.optimizer.param_groups[0]["params"], params, strict=True))
+
+
+def _made(name, **settings):
+    return lambda params: getattr(theirs, name)(params, **{"lr": 1e-3, **settings})
+
+
+def _around(name, **settings):
+    return lambda params: getattr(theirs, name)(torch.optim.AdamW(params, 1e-3), **settings)
+
+
+def _on_class(name):
+    return lambda params: getattr(theirs, name)(params, torch.optim.AdamW, lr=1e-3)
+
+
+ALL = {
+    **{name: _made(name) for name in (
+        "AccSGD", "AdaBelief", "AdaBound", "AdaFactor", "Adai", "AdamP", "AdamS", "Adan", "AdEMAMix", "AggMo", "Aida",
+        "Amos", "ApolloDQN", "CAME", "Conda", "DAdaptSGD", "DiffGrad", "Fira", "GaLore", "GrokFastAdamW", "Kron",
+        "LaProp", "Lion", "MADGRAD", "MARS", "Nero", "PNM", "Prodigy", "QHAdam", "Ranger", "RACS", "SOAP",
+        "SPAM", "SWATS", "ScalableShampoo", "ScheduleFreeAdamW", "ScheduleFreeSGD", "Shampoo", "StableAdamW", "SM3",
+        "Tiger", "VSGD", "Yogi",
+    )},
+    "BSAM": lambda params: theirs.BSAM(params, num_data=16),
+    **{name: _around(name) for name in ("Lookahead", "OrthoGrad", "PCGrad", "ScheduleFreeWrapper", "TRAC")},
+    "Lookahead pulling back": _around("Lookahead", pullback_momentum="pullback"),
+    **{name: _on_class(name) for name in ("SAM", "LookSAM")},
+}  # fmt: skip
+
+
+def _flat(value, path=()):
+    """What is kept of a parameter, by its path through dictionaries and lists."""
+    if isinstance(value, dict):
+        return {k: v for key, one in value.items() for k, v in _flat(one, (*path, key)).items()}
+    if isinstance(value, (list, tuple)):
+        return {k: v for key, one in enumerate(value) for k, v in _flat(one, (*path, key)).items()}
+    return {path: value.clone() if torch.is_tensor(value) else value}
+
+
+def _kept(optimizer, network):
+    """By the optimizer's class, the parameter's name and the path, what it and those inside of it keep."""
+    kept, of = {}, {id(p): name for name, p in network.named_parameters()}
+    around = [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
+    for one in (optimizer, *around):
+        state = {**one.state, **one.state.get("trac", {})}
+        for param, values in state.items():
+            where = (type(one).__name__, of.get(id(param), param))
+            kept |= {(*where, *path): value for path, value in _flat(values).items()}
+    return {key: value for key, value in kept.items() if key[1] != "trac"}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_two_events_lose_no_state_without_a_warning_and_end_no_training(name, caplog):
+    x, y = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 3
+    model = network()
+    grower = Grower(model, x, method=PairGrowth(), trigger={0: 0.5, 1: 0.75, 2: 1.0})
+    optimizer = ALL[name](list(model.parameters()))
+    grower.follow(optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    for epoch in range(3):
+        old, sizes = _kept(optimizer, model), {n: p.shape for n, p in model.named_parameters()}
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "growlab"):
+            grower.step(epoch=epoch)
+        told = [one.getMessage() for one in caplog.records if "begins anew" in one.getMessage()]
+        new, now = _kept(optimizer, model), {n: p.shape for n, p in model.named_parameters()}
+        lost = {key[0] for key in old if key not in new}
+        assert len(told) == len(lost) and all(any(kind in one for kind in lost) for one in told), told
+        for key, value in new.items():
+            _compare(old[key], value, sizes.get(key[1]), now.get(key[1]), key)
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        for _ in range(3):
+            closure()
+            optimizer.step(closure)
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert len(grower.events) == 2
+
+
+def _compare(old, new, before, after, key):
+    if not torch.is_tensor(old):
+        assert isinstance(old, torch.Size) or repr(old) == repr(new), key
+    elif old.shape != before:
+        assert torch.equal(old, new), key
+    else:
+        assert new.shape == after, key
+        there = new[tuple(slice(size) for size in before)]
+        torch.testing.assert_close(there, old, rtol=1e-5, atol=1e-7, msg=str(key))
+        assert old.dtype == new.dtype

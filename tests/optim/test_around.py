@@ -1,0 +1,292 @@
+"""Optimizers around others, entries of an optimizer as a whole, and state in containers and objects, through growth."""
+
+import io
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from growlab import Grower, PairGrowth, UserError, VarianceTransfer
+
+X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+
+
+def train(
+    make: Callable[[Any], Any], state: Any = "auto", **settings: Any
+) -> tuple[nn.Sequential, Any, Grower]:
+    """Two events in 24 steps."""
+    model = network()
+    method = settings.get("method", PairGrowth())
+    grower = Grower(model, X, method=method, trigger={0: 0.5, 1: 0.75, 2: 1.0})
+    optimizer = make(model.parameters())
+    grower.follow(optimizer, state=state)
+    for epoch in range(3):
+        grower.step(epoch=epoch)
+        for _ in range(8):
+            model.zero_grad()
+            (model(X) - 1).square().sum().backward()
+            optimizer.step()
+    return model, optimizer, grower
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+class Slow:
+    """Slow weights around another optimizer, in a class that is none."""
+
+    def __init__(
+        self, inner: torch.optim.Optimizer, name: str, hold: Callable[[Any], Any] = lambda one: one
+    ) -> None:
+        self.state: dict[Any, Any] = {}
+        self.around(inner, name, hold)
+
+    def around(self, inner: torch.optim.Optimizer, name: str, hold: Callable[[Any], Any]) -> None:
+        self.param_groups, self.count, self.name = inner.param_groups, 0, name
+        setattr(self, name, hold(inner))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        held = getattr(self, self.name)
+        for one in held.values() if isinstance(held, dict) else held if isinstance(held, list) else [held]:
+            one.step()
+        self.count += 1
+        for p in self.param_groups[0]["params"]:
+            slow = self.state.setdefault(p, {}).setdefault("slow", p.detach().clone())
+            if self.count % 4 == 0:
+                p.copy_(slow.add_(p - slow, alpha=0.5))
+
+
+class SlowOptimizer(Slow, torch.optim.Optimizer):
+    """The same as an optimizer, made as one."""
+
+    def __init__(
+        self, inner: torch.optim.Optimizer, name: str, hold: Callable[[Any], Any] = lambda one: one
+    ) -> None:
+        torch.optim.Optimizer.__init__(self, inner.param_groups, {})
+        self.around(inner, name, hold)
+
+
+class Unmade(Slow, torch.optim.Optimizer):
+    """The same without torch's constructor."""
+
+
+@pytest.mark.parametrize("inherits", ["auto", "inherit", "zero_new", "reset"])
+@pytest.mark.parametrize("kind", [Slow, SlowOptimizer, Unmade])
+def test_an_outer_optimizers_state_follows_whatever_its_attribute_is_called(kind: Any, inherits: Any) -> None:
+    holds: dict[str, Callable[[Any], Any]] = {
+        "inner": lambda one: one,
+        "optimizer": lambda one: one,
+        "base_optimizer": lambda one: one,
+        "optimizers": lambda one: [one],
+        "by_name": lambda one: {"adam": one},
+    }
+    found = []
+    for name, hold in holds.items():
+        model, optimizer, grower = train(
+            lambda p, n=name, h=hold: kind(torch.optim.Adam(p, lr=0.01), n, h), inherits
+        )
+        assert all(optimizer.state[p]["slow"].shape == p.shape for p in model.parameters())
+        assert set(optimizer.state) == set(model.parameters())
+        (inner,) = [one for one in grower.optimizers if isinstance(one, torch.optim.Adam)]
+        assert all(inner.state[p]["exp_avg"].shape == p.shape for p in model.parameters())
+        found.append(weights(model))
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+class Shell(torch.optim.Optimizer):
+    """Hands everything on, as accelerate's does; without torch's constructor."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+
+class Forwarding:
+    """Hands on what it does not have, as Fabric's does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._optimizer = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+@pytest.mark.parametrize("kind", [Shell, Forwarding])
+def test_a_wrapper_without_state_changes_nothing(kind: Any) -> None:
+    method = VarianceTransfer(output_multiplier=False, rescale_unnormalised=True)
+    plain, _, grower = train(lambda p: torch.optim.Adam(p, lr=0.01), "inherit", method=method)
+    wrapped, _, other = train(lambda p: kind(torch.optim.Adam(p, lr=0.01)), "inherit", method=method)
+    assert torch.equal(weights(plain), weights(wrapped))
+    assert grower.state.as_dict() == other.state.as_dict()
+
+
+class ByParameter(torch.optim.SGD):
+    """Velocities in a dictionary of its own, or in a named entry of the state."""
+
+    def __init__(self, params: Any, where: str) -> None:
+        super().__init__(params, lr=0.01)
+        self.velocity: dict[Any, Any] = {}
+        if where == "state":
+            self.state["velocity"] = self.velocity
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        velocity = self.state.get("velocity", self.velocity)
+        for p in self.param_groups[0]["params"]:
+            own = velocity.setdefault(p, torch.zeros_like(p))
+            p.sub_(own.mul_(0.9).add_(p.grad), alpha=0.01)
+
+
+class InState(torch.optim.SGD):
+    """The same where torch keeps it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            own = self.state[p].setdefault("velocity", torch.zeros_like(p))
+            p.sub_(own.mul_(0.9).add_(p.grad), alpha=0.01)
+
+
+@pytest.mark.parametrize("where", ["attribute", "state"])
+def test_what_a_dictionary_holds_of_each_parameter_moves_as_state_does(where: str) -> None:
+    found, _, _ = train(lambda p: ByParameter(p, where), "zero_new")
+    expected, _, _ = train(lambda p: InState(p, lr=0.01), "zero_new")
+    assert torch.equal(weights(found), weights(expected))
+
+
+class Entries(torch.optim.Adam):
+    """Counts and tensors of the optimizer as a whole in its state, as SPAM, MADGRAD and TRAC have them."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.state["total"] = self.state.get("total", 0) + 1
+        self.state.setdefault("sums", {"of": torch.zeros(3), 2: [torch.ones(())]})["of"] += 1
+        self.state.setdefault((0, "k"), torch.zeros(1, dtype=torch.long)).add_(1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("inherits", ["auto", "inherit", "zero_new", "reset"])
+def test_entries_of_no_parameter_stay_as_they_are(inherits: Any) -> None:
+    model, optimizer, grower = train(lambda p: Entries(p, lr=0.01), inherits)
+    assert optimizer.state["total"] == 24
+    assert torch.equal(optimizer.state["sums"]["of"], torch.full((3,), 24.0))
+    assert optimizer.state[0, "k"] == 24
+    plain, _, _ = train(lambda p: torch.optim.Adam(p, lr=0.01), inherits)
+    assert torch.equal(weights(model), weights(plain))
+    # As with torch alone.
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    again = Entries(model.parameters(), lr=0.01)
+    grower.follow(again)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    assert again.state["total"] == 24
+    assert again.state["sums"][2] == [1.0]
+    assert all(
+        torch.equal(again.state[p]["exp_avg"], optimizer.state[p]["exp_avg"]) for p in model.parameters()
+    )
+
+
+class Held:
+    def __init__(self, p: torch.Tensor) -> None:
+        self.mean = torch.zeros_like(p)
+
+
+class Slotted:
+    __slots__ = ("mean",)
+
+    def __init__(self, p: torch.Tensor) -> None:
+        self.mean = torch.zeros_like(p)
+
+
+class Kept(torch.optim.Optimizer):
+    """A running mean of gradients, kept in one way or another."""
+
+    def __init__(self, params: Any, begin: Callable[[Any], Any], mean: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__(params, {})
+        self.begin, self.mean = begin, mean
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            mean = self.mean(self.state[p].setdefault("memory", self.begin(p)))
+            p.sub_(mean.lerp_(p.grad, 0.1), alpha=0.01)
+
+
+PLAIN: Any = (torch.zeros_like, lambda kept: kept)
+CONTAINERS: dict[str, Any] = {
+    "list": (lambda p: [torch.zeros_like(p), 3], lambda kept: kept[0]),
+    "tuple": (lambda p: (torch.zeros_like(p),), lambda kept: kept[0]),
+    "dictionary": (lambda p: {"memory": torch.zeros_like(p)}, lambda kept: kept["memory"]),
+    "deque": (lambda p: deque([torch.zeros_like(p)], maxlen=2), lambda kept: kept[0]),
+    "nested": (lambda p: {0: [{"memory": torch.zeros_like(p)}]}, lambda kept: kept[0][0]["memory"]),
+    "with its size": (lambda p: (p.shape, torch.zeros(p.shape).to(p)), lambda kept: kept[1].view(kept[0])),
+}
+OBJECTS: dict[str, Any] = {
+    "object": (Held, lambda kept: kept.mean),
+    "slots": (Slotted, lambda kept: kept.mean),
+    "list of objects": (lambda p: [Held(p)], lambda kept: kept[0].mean),
+    "module": (lambda p: nn.ParameterList([torch.zeros_like(p)]), lambda kept: kept[0].data),
+    "array": (lambda p: p.detach().numpy() * 0, torch.from_numpy),
+    "flat": (lambda p: torch.zeros_like(p).flatten(), lambda kept: kept),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_tensors_in_containers_move_as_state_does(name: str) -> None:
+    found, _, _ = train(lambda p: Kept(p, *CONTAINERS[name]), "inherit")
+    expected, _, _ = train(lambda p: Kept(p, *PLAIN), "inherit")
+    assert torch.equal(weights(found), weights(expected))
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_tensors_in_objects_begin_anew_with_a_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    begin, mean = OBJECTS[name]
+
+    def flat(kept: Any) -> Any:
+        return mean(kept)
+
+    class Mine(Kept):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                own = flat(self.state[p].setdefault("memory", self.begin(p))).view_as(p)
+                p.sub_(own.lerp_(p.grad, 0.1), alpha=0.01)
+
+    with caplog.at_level(logging.WARNING):
+        train(lambda p: Mine(p, begin, mean))
+    told = [record.getMessage() for record in caplog.records if "begins anew" in record.getMessage()]
+    assert len(told) == 2, "one of each event"
+    assert all("Mine's 'memory' of 0.weight is" in one for one in told)
+    with pytest.raises(UserError, match=r"Mine's 'memory' of 0\.weight is .*state='reset'"):
+        train(lambda p: Mine(p, begin, mean), "inherit")
+
+
+def test_state_that_two_optimizers_share_for_each_parameter_stays_shared() -> None:
+    class Sharing(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner, self.param_groups = inner, inner.param_groups
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.inner.step()
+            for p in self.param_groups[0]["params"]:
+                self.state[p] = self.state.get(p) or self.inner.state[p]
+                assert self.state[p] is self.inner.state[p]
+
+    train(lambda p: Sharing(torch.optim.Adam(p, lr=0.01)), "inherit")
