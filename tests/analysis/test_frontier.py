@@ -192,13 +192,6 @@ def test_costs_by_a_factor_of_six_or_less_stand_on_a_linear_axis(tmp_path, epoch
     assert frontier(load_runs([tmp_path])).axes[0].get_xscale() == scale
 
 
-@pytest.mark.parametrize(("epochs", "scale"), [(11, "linear"), (13, "log")])
-def test_costs_by_a_factor_of_six_or_less_stand_on_a_linear_axis(tmp_path, epochs, scale):
-    for one in (2, epochs):
-        write_run(tmp_path / str(one), **FIXED, stage_epochs=(one,), reference_epochs=one)
-    assert frontier(load_runs([tmp_path])).axes[0].get_xscale() == scale
-
-
 def test_parts_of_an_epoch_are_not_called_a_percentage_of_epochs(tmp_path):
     write_run(tmp_path, **FIXED, stage_epochs=(8,), reference_epochs=8, schedule={"budget": 0.1})
     (top,) = frontier(load_runs([tmp_path])).axes[0].child_axes

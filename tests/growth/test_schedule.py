@@ -65,11 +65,6 @@ def test_the_first_batch_is_divisible_by_the_processes_too():
     assert stage_batch_sizes(2, 10, 0.4, multiple=8) == [16, 10]
 
 
-def test_the_first_batch_is_divisible_by_the_processes_too():
-    # 10 + 0.4 * 10 = 14, of which 16 is the nearest multiple of 8, above it.
-    assert stage_batch_sizes(2, 10, 0.4, multiple=8) == [16, 10]
-
-
 @given(st.integers(1, 15), st.integers(1, 400), st.floats(0.5, 20), st.floats(0, 1))
 def test_epochs_add_up(num_stages, total, initial, rate):
     try:

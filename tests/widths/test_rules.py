@@ -201,9 +201,6 @@ CASES = {
     "depthwise transposed convolution with a multiplier": RuleCase(
         lambda: around_layer(nn.ConvTranspose2d(8, 16, 2, groups=8), after=16), IMAGE, {}
     ),
-    "depthwise transposed convolution with a multiplier": RuleCase(
-        lambda: around_layer(nn.ConvTranspose2d(8, 16, 2, groups=8), after=16), IMAGE, {}
-    ),
     "grouped transposed convolution": RuleCase(
         lambda: around_layer(nn.ConvTranspose2d(8, 8, 3, groups=2)), IMAGE, {}
     ),
