@@ -56,6 +56,8 @@ class Recorder(Findings):
         #: Whether activations are multiplied with one another outside of attention proper.
         self.multiplies = False
         self._as_wide: list[tuple[Runs, Runs]] = []
+        #: Parameters of which the rule that runs has said what their dimensions are.
+        self.placed: set[str] = set()
         # Of the part of the program that is being visited, by node.
         self._values: dict[Any, Any] = {}
 
@@ -302,6 +304,7 @@ class Recorder(Findings):
     def _set_role(self, value: Value, dimension: int, role: Role) -> None:
         if value.name is None:
             return
+        self.placed.add(value.name)
         roles = self._roles[value.name]
         if roles[dimension] not in (None, role):
             self.atoms.freeze(value.axes[dimension], f"{value.name} both produces and consumes the channels")

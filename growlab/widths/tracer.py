@@ -25,6 +25,7 @@ from growlab.widths.rules import (
     AFFINE,
     MIXING,
     RULES,
+    SIZES_ALONE,
     Value,
     keep_full_width,
     linear_in,
@@ -185,12 +186,30 @@ class Tracer(Recorder):
             where = f"{self.operation(node)}{place_of(node)}"
             shape = next(iter(self.shapes(node)), ())
             self._individuated += [(axis, where) for axis in individuated(operation, named, shape)]
+        self.placed.clear()
         result = RULES[operation](self, node, named)
+        self._spread_rearranged(operation, named, list(values_in(result)))
         if linear := linear_in(operation, named):
             if isinstance(result, Value):
                 return replace(result, linear_in=linear)
             return [replace(value, linear_in=linear) for value in result]
         return result
+
+    def _spread_rearranged(self, operation: str, named: dict[str, Any], results: list[Value]) -> None:
+        """Parameters that go into what a rule has returned without being placed by it carry channels."""
+        if operation in AFFINE or operation in MIXING or operation in SIZES_ALONE:
+            return
+        kept = {
+            one.name
+            for value in results
+            for one in (value, value.turned, value.squeezed, value.rows_of)
+            if one is not None
+        }
+        operands = list(values_in(named))
+        for value in operands[:1] if operation.endswith("_as") else operands:
+            value = value.turned or value
+            if results and value.name not in self.placed | kept:
+                self.spread(value)
 
     def _taken_apart(self, node: Any, operation: str, named: dict[str, Any]) -> Any:
         """What a composite operation without a rule does: what its parts do one after the other."""

@@ -190,8 +190,46 @@ def embedded(net: nn.Module, x: Tensor) -> Tensor:
     return net.head(F.relu(net.embed((x > 0).long())).mean(1))
 
 
+#: Parameters that meet the channels of `x` [4, 5, 6] in other places and shapes than they have.
+REARRANGED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "a slice of all rows": lambda net, x: x + net.rows[:5],
+    "a slice of all rows by their number": lambda net, x: x + net.rows[: x.shape[1]],
+    "a slice of all channels": lambda net, x: x + net.vector[:] * net.vector[:6],
+    "a slice behind a slice": lambda net, x: x + net.rows.clone()[0:][:5],
+    "some rows": lambda net, x: x + net.rows.narrow(0, 2, 1),
+    "rows by index": lambda net, x: x + net.rows.index_select(0, torch.arange(5)),
+    "rows gathered": lambda net, x: x + torch.take_along_dim(net.rows, torch.arange(5)[:, None], 0),
+    "rows in another order": lambda net, x: x + net.rows.flip(0) + net.rows.roll(1, 0),
+    "rows that are padded": lambda net, x: x + F.pad(net.rows[1:], (0, 0, 1, 0)),
+    "rows of an interpolation": lambda net, x: x + F.interpolate(net.columns, 5, mode="linear").mT,
+    "columns": lambda net, x: x + net.columns.transpose(1, 2) + net.columns.movedim(1, 2),
+    "repeated over the batch": lambda net, x: torch.cat([net.token.repeat(len(x), 1, 1), x], 1),
+    "tiled over the batch": lambda net, x: torch.cat([net.token.tile(len(x), 1, 1), x], 1),
+    "interleaved over the batch": lambda net, x: torch.cat([net.token.repeat_interleave(len(x), 0), x], 1),
+    "a vector repeated": lambda net, x: torch.cat([net.vector.repeat(len(x), 1, 1), x], 1),
+    "mask tokens": lambda net, x: torch.where(
+        torch.arange(5)[:, None] > 2, net.token.repeat(*x.shape[:2], 1), x
+    ),
+    "running sums": lambda net, x: x + net.rows.cumsum(0),
+}
 HEADS = frozenset({Written("", "num_heads"), Written("", "attn_dim")})
 CASES = {
+    **{
+        f"a parameter, {name}": RuleCase(
+            lambda use=use: Around(
+                lambda net, x: net.head(use(net, net.inside(x)).tanh().mean(1)),
+                inside=nn.Linear(8, 6),
+                rows=nn.Parameter(torch.randn(5, 6)),
+                columns=nn.Parameter(torch.randn(1, 6, 5)),
+                token=nn.Parameter(torch.randn(1, 1, 6)),
+                vector=nn.Parameter(torch.randn(6)),
+                head=nn.Linear(6, 4),
+            ),
+            TOKENS,
+            {"inside": 6},
+        )
+        for name, use in REARRANGED.items()
+    },
     "transposed convolution": RuleCase(
         lambda: around_layer(nn.ConvTranspose2d(8, 6, 3, stride=2), after=6), IMAGE, {"inside": 8, "layer": 6}
     ),
@@ -236,7 +274,10 @@ CASES = {
         frozenset({Written("layer", "num_groups")}),
     ),
     "group norm": RuleCase(lambda: around_layer(nn.GroupNorm(2, 8)), IMAGE, {"inside": 4}),
-    "group norm of small groups": RuleCase(lambda: around_layer(nn.GroupNorm(4, 8)), IMAGE, {}),
+    "group norm of small groups": RuleCase(lambda: around_layer(nn.GroupNorm(4, 8)), IMAGE, {"inside": 2}),
+    "group norm of two values": RuleCase(
+        lambda: nn.Sequential(nn.Linear(8, 6), nn.GroupNorm(3, 6), nn.ReLU(), nn.Linear(6, 4)), ROW, {}
+    ),
     "layer norm over images": RuleCase(lambda: around_layer(nn.LayerNorm([8, 6, 6])), IMAGE, {}),
     "a norm used for two streams": RuleCase(
         lambda: Around(

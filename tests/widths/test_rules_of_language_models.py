@@ -51,15 +51,21 @@ class OneMore(RootMeanSquare):
 class Language(nn.Module):
     """An embedding, a hidden layer beside its stream, a normalisation, and logits by the embedding's table."""
 
-    def __init__(self, norm: Callable[[int], nn.Module] = RootMeanSquare, seen_twice: bool = False) -> None:
+    def __init__(
+        self,
+        norm: Callable[[int], nn.Module] = RootMeanSquare,
+        seen_twice: bool = False,
+        chosen: Callable[[Tensor], Tensor] = lambda x: x[:, :, :],
+    ) -> None:
         super().__init__()
+        self.chosen = chosen
         self.table, self.norm, self.seen_twice = nn.Embedding(11, 12), norm(12), seen_twice
         self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 12)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.table(tokens)
         x = self.norm(x + self.down(F.relu(self.up(x))))
-        logits = F.linear(x[:, :, :], self.table.weight)
+        logits = F.linear(self.chosen(x), self.table.weight)
         return logits + x.mean() if self.seen_twice else logits
 
 
@@ -90,11 +96,35 @@ class Measured(nn.Module):
         return self.out(x) * x[:, -1].shape[0]
 
 
+#: Positions whose logits are computed, as at the end of generated text: what else is done to each channel the same.
+CHOSEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "last, in a list": lambda x: x[:, [-1], :],
+    "last": lambda x: x[:, -1],
+    "last of each length": lambda x: x[torch.arange(len(x)), torch.tensor([2, 4])],
+    "one by index": lambda x: x.index_select(1, torch.tensor([3])),
+    "gathered": lambda x: x.gather(1, torch.zeros(2, 1, 1, dtype=torch.int64).expand(2, 1, x.shape[-1])),
+    "unbound": lambda x: x.unbind(1)[-1],
+    "split": lambda x: x.split(3, 1)[1],
+    "first of others": lambda x: x.transpose(0, 1)[0].contiguous().view(-1, x.shape[-1]),
+    "channels first": lambda x: x.mT[..., -1],
+    "mean": lambda x: x.mean(1) / 3,
+    "masked sum": lambda x: (x * (TOKENS > 4)[..., None].to(x)).sum(1),
+}
+
+
 @pytest.mark.parametrize("method", [PairGrowth(), Net2Net(), VarianceTransfer()], ids=lambda m: m.name)
 @pytest.mark.parametrize("norm", [RootMeanSquare, nn.LayerNorm, OneMore])
 def test_a_stream_with_a_tied_table_grows_exactly(norm: type[nn.Module], method: object) -> None:
+    check_tied(Language(norm), method)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_tied_table_grows_whatever_positions_it_is_applied_to(name: str) -> None:
+    check_tied(Language(nn.LayerNorm, chosen=CHOSEN[name]), VarianceTransfer())
+
+
+def check_tied(network: Language, method: object) -> None:
     torch.manual_seed(0)
-    network = Language(norm)
     fresh, graph = copy.deepcopy(network).double(), trace(network, TOKENS)
     assert {group.full_width for group in graph.groups.values()} == {12, 16}
     assert graph.axes["table.weight"][1].role == "out"

@@ -17,11 +17,13 @@ from growlab.widths.rules import (
 from growlab.widths.rules.affine import AFFINE
 from growlab.widths.rules.opaque import MIXING
 from growlab.widths.rules.registry import RULES, Value, keep_full_width, linear_in, overwritten, values_in
+from growlab.widths.rules.shapes import SIZES_ALONE
 
 __all__ = [
     "AFFINE",
     "MIXING",
     "RULES",
+    "SIZES_ALONE",
     "Value",
     "affine",
     "attention",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from growlab.widths.atoms import Run, Runs, fixed
+from growlab.widths.program import is_dead
 from growlab.widths.rules.opaque import CHECKS
 from growlab.widths.rules.registry import Arguments, Value, freeze_windows, keep_full_width, rule, values_in
 
@@ -100,9 +101,13 @@ def tied_to_embedding(tracer: "Tracer", node: Any, args: Arguments, gains: Seque
 
 
 _CASTS = frozenset(("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "float"))
-# What leaves channels where they are: a gain before it is one behind it.
-_PASSING = _CASTS | {"dropout", "slice"}
-_GAINS = frozenset(("mul", "div"))
+# What does the same to each channel, and linearly: a gain before it is one behind it.
+_PASSING = _CASTS | {
+    *("dropout", "mul", "div", "neg", "mean", "sum", "getitem", "view", "reshape", "flatten", "unflatten"),
+    *("squeeze", "unsqueeze", "permute", "transpose", "swapaxes", "movedim", "expand", "repeat", "slice"),
+    *("narrow", "select", "index", "index_select", "gather", "unbind", "split", "split_with_sizes", "chunk"),
+    *("roll", "flip", "cumsum", "mT"),
+}
 _NORMS = {"layer_norm": (2, 3), "rms_norm": (2, 2)}
 
 
@@ -113,35 +118,37 @@ def gains_before(tracer: "Tracer", node: Any) -> list[str]:
     """
     names: list[str] = []
     source = node.args[0]
+    channels = tracer.atoms.resolve(tracer.value_of(source).axes[-1])
     while isinstance(source, torch.fx.Node) and source.op == "call_function" and _used_once(tracer, source):
         operation = tracer.operation(source)
         if operation in _NORMS:
             first, last = _NORMS[operation]
             given = [_vector(tracer, arg) for arg in source.args[first : last + 1]]
             return [*names, *filter(None, given)] if given and given[0] else []
-        nodes = [arg for arg in source.args if isinstance(arg, torch.fx.Node)]
+        nodes = source.all_input_nodes
         vector = next(filter(None, (_vector(tracer, one) for one in nodes)), None)
+        factors = nodes if operation in ("mul", "div") else nodes[:1]
+        carrying = [one for one in factors if _carries(tracer, one, channels)]
         if operation in ("mul", "add") and vector is not None and len(nodes) == 2:
             names.append(vector)
             if operation == "mul":
                 return names
             source = next(one for one in nodes if _vector(tracer, one) != vector)
-        elif _passes(tracer, source, operation, len(nodes)):
-            source = source.args[0]
+        elif operation in _PASSING and len(carrying) == 1:
+            (source,) = carrying
         else:
             return []
     return []
 
 
 def _used_once(tracer: "Tracer", node: Any) -> bool:
-    return sum(tracer.operation(user) not in CHECKS for user in node.users) == 1
+    return sum(tracer.operation(user) not in CHECKS and not is_dead(user) for user in node.users) == 1
 
 
-def _passes(tracer: "Tracer", node: Any, operation: str, num_tensors: int) -> bool:
-    """Whether an operation leaves each channel what it is but for one factor of all."""
-    if operation in ("view", "reshape"):
-        return tracer.shape(node)[-1:] == tracer.shape(node.args[0])[-1:]
-    return operation in _PASSING or (operation in _GAINS and num_tensors == 1)
+def _carries(tracer: "Tracer", node: Any, channels: Runs) -> bool:
+    """Whether these channels lie along a dimension of a tensor, or of the first of several."""
+    value = next(values_in(tracer.value_of(node)), None)
+    return value is not None and channels in map(tracer.atoms.resolve, value.axes)
 
 
 def _vector(tracer: "Tracer", node: Any) -> str | None:

@@ -39,7 +39,6 @@ logaddexp logaddexp2 xlogy copysign isclose complex polar copy copy_ fill fill_
 def homogeneous(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """f(a x) = a f(x) for a > 0: axes and scale pass."""
     x = first_tensor(args)
-    tracer.spread(x)
     return Value(x.shape, x.axes, x.scale)
 
 
@@ -53,7 +52,6 @@ def cast(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def pointwise(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Axes pass; the scale of the input enters the function and must stay."""
     x = first_tensor(args)
-    tracer.spread(x)
     tracer.scales.pin(x.scale)
     return Value(x.shape, x.axes, tracer.scales.new(unit=True))
 

@@ -14,19 +14,19 @@ _PICKED = "picked by index"
 
 @rule("repeat", "tile", "repeat_interleave")
 def repeat(tracer: "Tracer", node: Any, args: Arguments) -> Any:
-    """Whole dimensions behind one another, or entries beside one another; a parameter's keep their width."""
+    """Whole dimensions behind one another, or entries beside one another; single ones take on what they meet."""
     interleaved = tracer.operation(node) == "repeat_interleave"
     if interleaved and (args.get("dim") is None or not isinstance(args.get("repeats"), int)):
         return keep_full_width(tracer, node, args)
     x, shape = args["self"], tracer.shape(node)
     new = len(shape) - len(x.shape)
-    axes = [fixed(size) for size in shape]
+    axes = [tracer.atoms.of_constants(size) for size in shape]
     for index, (size, axis) in enumerate(zip(x.shape, x.axes, strict=True)):
-        if x.name is not None:
-            tracer.atoms.freeze(axis, "repeated")
-        elif size > 1:
+        if size > 1:
             times = shape[new + index] // size
             axes[new + index] = tracer.atoms.nest(axis, *((1, times) if interleaved else (times, 1)))
+    for size, axis in zip(shape, axes, strict=True):
+        tracer.note_size(node, size, axis)
     return Value(shape, tuple(axes), x.scale)
 
 
@@ -86,8 +86,6 @@ def index_put(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def index_select(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Rows by their numbers."""
     x, dim = args["self"], args["dim"] % len(args["self"].shape)
-    if x.name is not None:
-        return keep_full_width(tracer, node, args)
     tracer.atoms.freeze(x.axes[dim], _PICKED)
     shape = tracer.shape(node)
     return Value(shape, (*x.axes[:dim], fixed(shape[dim]), *x.axes[dim + 1 :]), x.scale)
@@ -216,17 +214,6 @@ def windows(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     tracer.atoms.freeze(x.axes[dim], "neighbouring channels are taken together")
     shape = tracer.shape(node)
     return Value(shape, (*x.axes[:dim], fixed(shape[dim]), *x.axes[dim + 1 :], fixed(shape[-1])), x.scale)
-
-
-@rule("repeat_interleave")
-def repeat_interleave(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Each entry of a dimension several times in a row."""
-    x, repeats, dim = first_tensor(args), args.get("repeats"), args.get("dim")
-    if not isinstance(repeats, int) or dim is None or x.name is not None:
-        return keep_full_width(tracer, node, args)
-    place = dim % len(x.shape)
-    axes = (*x.axes[:place], tracer.atoms.nest(x.axes[place], 1, repeats), *x.axes[place + 1 :])
-    return Value(tracer.shape(node), axes, x.scale)
 
 
 @rule("grid_sampler")

@@ -1,5 +1,6 @@
 """Rules for normalisations."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Run
@@ -8,8 +9,8 @@ from growlab.widths.rules.registry import Arguments, Value, rule
 if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
 
-# A group of channels can start at half its width or less.
-_FEWEST_IN_A_GROUP = 4
+# Statistics of a single channel at a single position are no statistics: groups start at half their width or less.
+_FEWEST_VALUES = 4
 
 
 def _of_each_channel(tracer: "Tracer", args: Arguments) -> dict[str, str | None]:
@@ -75,7 +76,7 @@ def layer_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("group_norm")
 def group_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Statistics over groups of channels, whose width grows within each group; so few that it could not do not.
+    """Statistics over groups of channels, whose width grows within each group unless one channel were one value.
 
     Channels that are a group each grow as they are.
     """
@@ -85,8 +86,8 @@ def group_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     tracer.note_size(node, x.shape[1], x.axes[1], repeated=False)
     within = x.shape[1] // groups
     if groups > 1 and within > 1:
-        if within < _FEWEST_IN_A_GROUP:
-            tracer.atoms.freeze(x.axes[1], f"group_norm takes its statistics over {within} channels each")
+        if within * math.prod(x.shape[2:]) < _FEWEST_VALUES:
+            tracer.atoms.freeze(x.axes[1], f"group_norm takes its statistics over {within} values each")
         else:
             (one,) = tracer.atoms.new(within)
             tracer.atoms.unify(x.axes[1], (Run(one.atom, groups),), f"group_norm of {groups} groups")

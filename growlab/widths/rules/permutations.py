@@ -18,7 +18,6 @@ def permute(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     multiplies = all(tracer.operation(user) in MIXING for user in node.users)
     if multiplies and order == [*range(last - 1), last, last - 1] and _turned(x):
         return Value(tracer.shape(node), axes, x.scale, turned=x)
-    tracer.spread(x)
     return Value(tracer.shape(node), axes, x.scale)
 
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 _DRAWS = """
 rand_like randn_like bernoulli bernoulli_ normal_ uniform_ exponential_ log_normal_ cauchy_ geometric_ random_
 """
+_NEW = "new_zeros new_ones new_full new_empty zeros ones full empty rand randn"
+_ALIKE = "zeros_like ones_like full_like empty_like"
+#: They take nothing but sizes and types from their operands.
+SIZES_ALONE = frozenset((*_NEW.split(), *_ALIKE.split(), *_DRAWS.split()))
 
 
 @rule("constant_pad_nd", "pad")
@@ -58,14 +62,13 @@ def take_slice(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     shape, size = tracer.shape(node), x.shape[dim]
     start, length = args.get("start") or 0, shape[dim]
     if length == size:
-        return Value(shape, x.axes, x.scale)
+        return x
     tracer.atoms.settle(x.axes[dim])
     table = x.name is not None and len(x.shape) > 1
     if table or args.get("step", 1) != 1 or not length or not isinstance(start, int):
         tracer.atoms.freeze(x.axes[dim], "a slice of the channels is taken")
         name = None if x.name in tracer.buffers else x.name
         return Value(shape, (*x.axes[:dim], fixed(length), *x.axes[dim + 1 :]), x.scale, name)
-    tracer.spread(x)
     start = min(max(start + size if start < 0 else start, 0), size - length)
     sizes = [part for part in (start, length, size - start - length) if part]
     pieces = tracer.atoms.cut(x.axes[dim], sizes)
@@ -79,7 +82,6 @@ def take_slice(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def select(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """One position of a dimension, which so keeps its width."""
     x, dim = args["self"], args["dim"] % len(args["self"].shape)
-    tracer.spread(x)
     tracer.atoms.freeze(x.axes[dim], "one of the channels is taken")
     return Value(tracer.shape(node), x.axes[:dim] + x.axes[dim + 1 :], x.scale)
 
@@ -88,7 +90,6 @@ def select(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 def unbind(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
     """Every position of a dimension, which so keeps its width."""
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
-    tracer.spread(x)
     tracer.atoms.freeze(x.axes[dim], "the channels are taken apart")
     return [Value(shape, x.axes[:dim] + x.axes[dim + 1 :], x.scale) for shape in tracer.shapes(node)]
 
@@ -102,8 +103,6 @@ def split(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
     shapes = tracer.shapes(node)
     rows_of = x if x.name is not None and dim == 0 and are_weights(tracer, node) else None
-    if rows_of is None:
-        tracer.spread(x)
     pieces = tracer.atoms.cut(x.axes[dim], [shape[dim] for shape in shapes])
     for shape, piece in zip(shapes, pieces, strict=True):
         tracer.note_size(node, shape[dim], piece)
@@ -125,10 +124,8 @@ def concatenate(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     for other in values[1:]:
         scale = tracer.scales.union(scale, other.scale)
     for value in values:
-        if value.name is not None and len(shape) == 1:
-            # Biases of queries, keys and values: each carries channels of its own.
-            tracer.spread(value)
-        elif value.name is not None:
+        # Biases of queries, keys and values behind one another carry channels of their own each.
+        if value.name is not None and len(shape) > 1:
             # A parameter laid beside activations (a class token) is placed like them.
             for index in range(len(shape)):
                 role: Role = "out" if index != dim and value.shape[index] > 1 else "fixed"
@@ -183,7 +180,6 @@ def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         # A value per channel, laid along the dimension that it is broadcast over.
         for dim, axis in enumerate(x.axes):
             tracer.parameter_axis(x, "out" if dim == wide[0] else "fixed", axis, dimension=dim)
-    tracer.spread(x)
     if 0 in shape:
         # Of no entries, such as windows that a short sequence does not fill: sizes tell dimensions, from behind.
         known = [*zip(x.shape[::-1], x.axes[::-1], strict=True), *[(-1, fixed(0))] * len(shape)]
@@ -341,7 +337,7 @@ def stack(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return Value(shape, (*axes[:dim], fixed(shape[dim]), *axes[dim:]), scale)
 
 
-@rule("new_zeros", "new_ones", "new_full", "new_empty", "zeros", "ones", "full", "empty", "rand", "randn")
+@rule(*_NEW.split())
 def new_tensor(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """A tensor of the sizes that are asked for; it has nothing else of its operand's channels."""
     shape = tracer.shape(node)
@@ -353,7 +349,7 @@ def new_tensor(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return Value(shape, axes, tracer.scales.new(unit=True))
 
 
-@rule("zeros_like", "ones_like", "full_like", "empty_like", *_DRAWS.split())
+@rule(*_ALIKE.split(), *_DRAWS.split())
 def alike(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """A tensor of the operand's sizes, whose numbers have nothing to do with it."""
     x = args["self"]
