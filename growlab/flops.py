@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import cached, is_parametrized
 from torch.utils.flop_counter import FlopCounterMode
 
+from growlab.unchanged import unchanged
 from growlab.widths.inputs import Example, call_with, inputs_of
 
 aten = torch.ops.aten
@@ -25,14 +26,10 @@ def forward_flops(model: nn.Module, sample: Example) -> int:
         model: any network; run in eval mode and left as it was.
         sample: one input [1, ...], the tuple of the forward's positional inputs, or inputs by name.
     """
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
     counter = FlopCounterMode(display=False, custom_mapping=_formulas())
-    # The counter's hooks trip over a parameter that is itself an input of a module (a class token).
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    try:
+    with unchanged(model):
+        # The counter's hooks trip over a parameter that is itself an input of a module (a class token).
+        model.eval().requires_grad_(False)
         # Weights that are computed from others are so once a batch, not once a sample: they are not counted.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), cached(), _no_fused_layers():
             for module in model.modules():
@@ -41,11 +38,6 @@ def forward_flops(model: nn.Module, sample: Example) -> int:
                         getattr(module, name)
             with counter:
                 call_with(model, inputs_of(sample, model))
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
-        for module, training in modes.items():
-            module.training = training
     return int(counter.get_total_flops())
 
 

@@ -18,8 +18,8 @@ from growlab.growth import (
     RandomGrowth,
     VarianceTransfer,
 )
-from growlab.growth.outputs import tensors_kept
 from growlab.networks import MLP, CifarResNet, ConvNet, WideResNet
+from growlab.unchanged import unchanged
 from growlab.widths import WidthGraph, trace
 
 
@@ -511,7 +511,7 @@ def roughen(network: nn.Module, seed: int = 2) -> None:
 def outputs(network: nn.Module, x: Tensor, training: bool) -> Tensor:
     """What the network computes in one of its modes, dropout aside; the network itself stays as it is."""
     modes = {module: module.training for module in network.modules()}
-    with torch.no_grad(), tensors_kept(network):
+    with torch.no_grad(), unchanged(network):
         for module in modes:
             dropout = isinstance(module, (nn.Dropout, nn.Dropout2d)) or getattr(module, "dropout", 0.0)
             module.training = training and not dropout

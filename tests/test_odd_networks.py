@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from growlab.grower import Grower
 from growlab.growth import GrowthEvent, VarianceTransfer
-from growlab.growth.outputs import quietly, tensors_kept
+from growlab.growth.outputs import quietly
 from growlab.optim import SGD
 from growlab.widths import WidthGraph
 from tests.odd_networks import ODD_NETWORKS
@@ -27,7 +27,7 @@ def computed(network: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     """All that a network puts out in eval and in train mode, there with the means of what it draws."""
     found = []
     for training in (False, True):
-        with quietly(network) as draws, tensors_kept(network):
+        with quietly(network) as draws:
             draws.means = training
             found += tree_leaves(network.train(training)(*inputs))
     return found
@@ -36,11 +36,14 @@ def computed(network: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 def gradients(network: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """Of one loss in eval mode, which are left with the parameters too."""
     network.zero_grad()
-    with quietly(network), tensors_kept(network), torch.enable_grad():
+    with quietly(network), torch.enable_grad():
         outputs = [out for out in tree_leaves(network.eval()(*inputs)) if out.is_floating_point()]
         torch.manual_seed(0)
         sum((out * torch.randn_like(out)).sum() for out in outputs).backward()
-    return {name: p.grad.detach().clone() for name, p in network.named_parameters() if p.grad is not None}
+        found = {p: p.grad for p in network.parameters() if p.grad is not None}
+    for parameter, gradient in found.items():
+        parameter.grad = gradient
+    return {name: found[p].detach().clone() for name, p in network.named_parameters() if p in found}
 
 
 def check_carried(network: nn.Module, inputs: tuple[Tensor, ...]) -> None:

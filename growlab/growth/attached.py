@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.growth import entries
-from growlab.growth.outputs import quietly, tensors_kept
+from growlab.growth.outputs import quietly
 from growlab.growth.state import GrowthState
 from growlab.widths import WidthGraph
 from growlab.widths.inputs import call_with
@@ -120,7 +120,7 @@ def _puts_out_one_tensor(network: nn.Module, probe: tuple[Any, ...]) -> bool:
     """Whether it does so in both modes: some return terms of the loss too while they train."""
     outputs = []
     for training in (False, True):
-        with quietly(network), tensors_kept(network):
+        with quietly(network):
             network.train(training)
             outputs.append(call_with(network, probe))
     return all(isinstance(output, Tensor) for output in outputs)

@@ -19,9 +19,10 @@ from torch.utils.flop_counter import flop_registry
 
 from growlab import ranks
 from growlab.errors import UserError
-from growlab.growth.outputs import main_output, network_inputs, quietly, tensors_kept
+from growlab.growth.outputs import main_output, network_inputs, quietly
 from growlab.growth.surrogates import twice_differentiable
 from growlab.growth.weighted_norms import carried_weights, weigh
+from growlab.unchanged import Snapshot
 from growlab.widths import Carry, WidthGraph, replace_tensors, restore_tensors, tensors_of
 from growlab.widths.inputs import call_on
 
@@ -165,9 +166,12 @@ class Measurement:
                 for _, new in replaced.values():
                     # Frozen layers too: a method asks how the loss depends on them.
                     new.requires_grad_(gradients and isinstance(new, nn.Parameter))
+                before_batch = Snapshot(self.model)
+                stack.enter_context(before_batch.writes())
                 for *inputs, target in self._batches:
                     seen.clear()
-                    with tensors_kept(self.model), held.during():
+                    before_batch.restore()
+                    with held.during():
                         loss = self._loss(main_output(call_on(self.model, inputs)), target)
                         if loss.numel() != 1:
                             raise UserError(

@@ -16,8 +16,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from growlab.draws import draws_kept
 from growlab.errors import UserError
+from growlab.unchanged import unchanged
 from growlab.widths import Norm, tensors_in
 from growlab.widths.inputs import Example, call_with, inputs_of
 
@@ -56,7 +56,7 @@ def observe(
 ) -> Outputs:
     """Run the probe batch in eval and in train mode and leave no trace of it.
 
-    Statistics, modes and random generators are put back; compiled modules run eagerly; dropout, whose masks
+    All that it changes is put back; compiled modules run eagerly; dropout, whose masks
     would differ with the widths, is left out; reduced-precision matrix modes are off, so that the error
     measured is growth's and not the hardware's.
 
@@ -89,15 +89,13 @@ def observe(
             hooks.append(module.register_forward_hook(called.leave, always_call=True))
     try:
         with quietly(model) as draws:
-            model.train()
-            with tensors_kept(model):
-                train = main_output(returned := call_with(model, probe))
-            if draws.seen:
+            train = main_output(returned := call_with(model.train(), probe))
+        if draws.seen:
+            for calls in moments.values():
+                calls.clear()
+            with quietly(model) as draws:
                 draws.means = True
-                for calls in moments.values():
-                    calls.clear()
-                with tensors_kept(model):
-                    train = main_output(returned := call_with(model, probe))
+                train = main_output(returned := call_with(model.train(), probe))
         if between is not None:
             between({name: _unbiased(calls) for name, calls in moments.items() if calls})
         evaluated = evaluate(model, probe)
@@ -160,56 +158,24 @@ def _unbiased(calls: Sequence[tuple[Tensor, Tensor, int]]) -> tuple[Tensor, Tens
 
 def evaluate(model: nn.Module, probe: Tensor | Sequence[Tensor]) -> Tensor:
     """The output on the probe batch in eval mode, as `observe` runs it."""
-    with quietly(model), tensors_kept(model):
-        model.eval()
-        return main_output(call_with(model, positional(probe)))
-
-
-@contextlib.contextmanager
-def tensors_kept(model: nn.Module) -> Iterator[None]:
-    """Put the very same buffers back, with their content: a forward may have filled them, or put others there.
-
-    Parameters that it has written to (a momentum encoder's) get their content back too.
-    """
-    kept = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    parameters = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, content in parameters:
-                # A copy would count as a change where a graph waits for its backward pass.
-                if not torch.equal(parameter, content):
-                    parameter.copy_(content)
-        for module, name, buffer, content in kept:
-            module._buffers[name] = buffer
-            buffer.copy_(content)
+    with quietly(model):
+        return main_output(call_with(model.eval(), positional(probe)))
 
 
 @contextlib.contextmanager
 def quietly(model: nn.Module) -> Iterator["_WithoutDropout"]:
-    """Run a network for its numbers alone: without gradients and dropout, in full precision; modes are put back."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        double = any(p.dtype == torch.float64 for p in model.parameters())
-        in_double = doubles_kept() if double else contextlib.nullcontext()
-        with (
-            torch.no_grad(),
-            own_precision(model),
-            _full_precision(),
-            draws_kept(model, seed=0),
-            _WithoutDropout() as draws,
-            in_double,
-        ):
-            yield draws
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    """Run a network for its numbers alone: without gradients and dropout, in full precision; it is left as it was."""
+    double = any(p.dtype == torch.float64 for p in model.parameters())
+    in_double = doubles_kept() if double else contextlib.nullcontext()
+    with (
+        torch.no_grad(),
+        own_precision(model),
+        _full_precision(),
+        unchanged(model, seed=0),
+        _WithoutDropout() as draws,
+        in_double,
+    ):
+        yield draws
 
 
 def doubles_kept() -> contextlib.AbstractContextManager[Any]:
@@ -269,7 +235,8 @@ class _WithoutDropout(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        mean = _MEANS.get(getattr(func, "__name__", ""))
+        initialises = getattr(func, "__module__", "") == "torch.nn.init"
+        mean = None if initialises else _MEANS.get(getattr(func, "__name__", ""))
         # Reading a tensor's shape comes this way too.
         if mean is None and func not in self._CHANGED:
             return func(*args, **kwargs)

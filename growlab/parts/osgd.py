@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from growlab.errors import UserError
 from growlab.flops import forward_flops
 from growlab.growth import GrowthEvent
-from growlab.growth.outputs import network_inputs, tensors_kept
+from growlab.growth.outputs import network_inputs
 from growlab.parts.part import Part
 from growlab.ranks import sum_over_ranks
 from growlab.triggers import Run, Widths
+from growlab.unchanged import unchanged
 from growlab.widths import Carry, WidthGraph
 from growlab.widths.inputs import call_on, changed
 
@@ -244,25 +245,20 @@ def mean_gradients(
     precise = torch.float32 if example.device.type == "mps" else torch.float64
     count = torch.zeros((), dtype=precise, device=example.device)
     samples = torch.zeros((), dtype=torch.long, device=example.device)
-    modes = {module: module.training for module in network.modules()}
-    network.train()
-    try:
-        with torch.enable_grad(), torch.compiler.set_stance("force_eager"), tensors_kept(network):
-            for index, batch in enumerate(batches):
-                if training.seed_draws is not None:
-                    training.seed_draws(-1 - pass_number, index)
-                *inputs, target = network_inputs(batch, network)
-                output = call_on(network, inputs)
-                weight = len(target) if training.weight is None else training.weight(output, target)
-                loss = loss_of(output, target) * weight
-                found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-                for total, gradient in zip(sums.values(), found, strict=True):
-                    if gradient is not None:
-                        total += gradient
-                count += weight
-                samples += len(target)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with torch.enable_grad(), torch.compiler.set_stance("force_eager"), unchanged(network):
+        network.train()
+        for index, batch in enumerate(batches):
+            if training.seed_draws is not None:
+                training.seed_draws(-1 - pass_number, index)
+            *inputs, target = network_inputs(batch, network)
+            output = call_on(network, inputs)
+            weight = len(target) if training.weight is None else training.weight(output, target)
+            loss = loss_of(output, target) * weight
+            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            for total, gradient in zip(sums.values(), found, strict=True):
+                if gradient is not None:
+                    total += gradient
+            count += weight
+            samples += len(target)
     count = sum_over_ranks(count)
     return {name: sum_over_ranks(total) / count for name, total in sums.items()}, int(sum_over_ranks(samples))

@@ -37,12 +37,13 @@ def modes_of(model: nn.Module, inputs: tuple[Any, ...]) -> Modes:
     Raises:
         UnsupportedOperation: it does not run in both modes.
     """
-    light, light_inputs = light_copy(model, inputs)
+    light, light_inputs, kept = light_copy(model, inputs)
     seen, several = [], False
     for training in (False, True):
         light.train(training)
         with torch.no_grad(), Shapes(), _Readers() as readers:
             output = call_with(light, light_inputs)
+        kept.restore()
         several |= not isinstance(output, Tensor)
         seen.append((len(tensors_in(output)), readers.functions))
     return Modes(seen[0] != seen[1], several)

@@ -188,6 +188,7 @@ def _like(content: Tensor, old: Tensor) -> Tensor:
     if new.data_ptr() == content.data_ptr():
         new = new.clone()
     if not isinstance(old, nn.Parameter):
+        vars(new).update(vars(old))
         return new
     parameter = nn.Parameter(new, requires_grad=old.requires_grad)
     if type(old) is not nn.Parameter and issubclass(type(old), nn.Parameter):

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
+from torch.nn.modules import module as torch_module
 from torch.nn.modules import transformer
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from growlab.draws import draws_kept
+from growlab.unchanged import Snapshot, unchanged
 from growlab.widths.groups import WidthGraph
 from growlab.widths.inputs import Example, by_name_alone, call_with, inputs_of, listed, named_in, values_of
 from growlab.widths.modes import modes_of
@@ -26,7 +26,7 @@ from growlab.widths.narrowing import WRITTEN, without_what_breaks
 from growlab.widths.predictions import Call
 from growlab.widths.program import UnsupportedOperation, name_modules_once, operations
 from growlab.widths.tracer import OUTPUT, Tracer
-from growlab.widths.trials import copied, tensors_in
+from growlab.widths.trials import copied, named_tensors, share_attributes, tensors_in
 
 # A reshape into (3, heads, head dimension) has three dimensions of which one may grow.
 _PASSES = 3
@@ -66,7 +66,7 @@ def trace(
             that the network does not run.
     """
     inputs = inputs_of(example, model)
-    with draws_kept(model):
+    with unchanged(model, copied="nothing"):
         graph = _traced(model, inputs, opaque, follow_norms)
         for others in _other_rows(model, inputs) if WRITTEN in graph.fixed.values() else ():
             try:
@@ -193,21 +193,19 @@ def layouts(model: nn.Module, example: Example) -> WidthGraph:
 def _exported(
     model: nn.Module, inputs: tuple[Any, ...], training: bool = False
 ) -> torch.export.ExportedProgram:
-    modes = {module: module.training for module in model.modules()}
-    model.train(training)
     try:
         quiet = warnings.catch_warnings()
         with (
             quiet,
             torch.no_grad(),
-            _without_caches(model),
-            _left_alone(model),
+            unchanged(model, copied="all but parameters"),
             _masks_as_given(),
-            _plain(model),
+            _exportable(model),
         ):
             warnings.simplefilter("ignore")
             for log in _TORCH_LOGS:
                 log.addFilter(_never)
+            _without_caches(model.train(training))
             # It prints there as much of the program as it has got.
             with redirect_stderr(io.StringIO()):
                 program = torch.export.export(model, tuple(inputs), named_in(inputs), strict=False)
@@ -216,39 +214,42 @@ def _exported(
     finally:
         for log in _TORCH_LOGS:
             log.removeFilter(_never)
-        for module, training in modes.items():
-            module.training = training
     name_modules_once(program, model)
     return program
 
 
 @contextmanager
-def _plain(model: nn.Module) -> Iterator[None]:
-    """Let a network that returns a dataclass return its tensors: torch.export knows registered classes alone."""
+def _exportable(model: nn.Module) -> Iterator[None]:
+    """Let torch.export follow a forward that reads attributes of parameters, keeps tensors or returns a dataclass."""
+    tensors, kept = named_tensors(model), list[Snapshot]()
+    # torch.export notes here the buffers that a forward puts in the place of others, and stumbles over new ones.
+    registered: dict[int, Any] = getattr(torch_module, "_global_buffer_registration_hooks", {})
 
-    def tensors_of_dataclasses(module: nn.Module, inputs: Any, output: Any) -> Any:
+    def begin(module: nn.Module, inputs: Any) -> None:
+        share_attributes(tensors, module)
+        kept.append(Snapshot(module, "nothing"))
+        registered.clear()
+
+    def end(module: nn.Module, inputs: Any, output: Any) -> Any:
+        kept.pop().restore()
         unknown = any(is_dataclass(leaf) for leaf in tree_leaves(output))
         return tuple(tensors_in(output)) if unknown else output
 
-    handle = model.register_forward_hook(tensors_of_dataclasses)
+    handles = model.register_forward_pre_hook(begin, prepend=True), model.register_forward_hook(end)
+    own = dict(registered)
     try:
         yield
     finally:
-        handle.remove()
+        registered.update(own)
+        for handle in handles:
+            handle.remove()
 
 
-@contextmanager
-def _without_caches(model: nn.Module) -> Iterator[None]:
+def _without_caches(model: nn.Module) -> None:
     """Let models of transformers not put out their keys and values, objects that torch.export does not know."""
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    caching: dict[int, Any] = {id(c): c for c in configs if getattr(c, "use_cache", False) is True}
-    for config in caching.values():
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in caching.values():
-            config.use_cache = True
+    for module in model.modules():
+        if getattr(config := getattr(module, "config", None), "use_cache", False) is True:
+            config.use_cache = False
 
 
 @contextmanager
@@ -268,20 +269,6 @@ def _masks_as_given() -> Iterator[None]:
         transformer._detect_is_causal_mask = looks
 
 
-@contextmanager
-def _left_alone(model: nn.Module) -> Iterator[None]:
-    """Take back what modules have kept of the forward: torch.export leaves tensors without memory in attributes."""
-    before = {module: dict(vars(module)) for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, attributes in before.items():
-            for name, value in list(vars(module).items()):
-                if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(value)):
-                    vars(module).pop(name)
-                    vars(module).update({name: attributes[name]} if name in attributes else {})
-
-
 def _not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exception) -> UnsupportedOperation:
     """Why: the network cannot compute such an input at all, or torch.export cannot follow how it does."""
     name = type(model).__name__
@@ -295,7 +282,7 @@ def _not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exception) -
                 f"{path or name} is a torch.jit.ScriptModule, which cannot be traced; script the network at the end."
             )
     try:
-        with torch.no_grad(), _Packing() as packing:
+        with torch.no_grad(), unchanged(model), _Packing() as packing:
             call_with(model, inputs)
     except Exception as own:
         if (wanted := by_name_alone(model)) and not set(wanted) <= named_in(inputs).keys():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from growlab.unchanged import Snapshot
 from growlab.widths.groups import WidthGraph, Written
 from growlab.widths.inputs import call_with, changed
 from growlab.widths.layout import Axis
@@ -18,11 +19,11 @@ from growlab.widths.meta import Shapes
 from growlab.widths.places import kept_at, write
 from growlab.widths.predictions import Call, Predictions, Seen, run_calls
 from growlab.widths.program import UnsupportedOperation
-from growlab.widths.resize import replace_tensors, resized, restore_tensors, tensors_of
+from growlab.widths.replaced import note_restored
+from growlab.widths.resize import replace_tensors, resized, tensors_of
 
 #: What a network's code may end in at sizes that it is not written for: a layer that it has at others alone, too.
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, ArithmeticError, AttributeError)
-_INHERITED = object()
 
 
 class Trials:
@@ -47,11 +48,11 @@ class Trials:
         self._training = training
         self._graph, self._predictions = graph, Predictions(calls, graph.full_widths)
         self.attributes: Mapping[Written, Axis] = {}
-        self._model, self._inputs = light_copy(model, inputs)
+        self._model, self._inputs, self._kept = light_copy(model, inputs)
         self._full = tensors_of(self._model, graph)
         # Only where train mode does something else than eval mode does it have to be tried as well.
         self._modes: tuple[bool, ...] = (False, True)
-        evaluated, trained = (self._run(training) for training in self._modes)
+        evaluated, trained = (self._run_at_full_width(training) for training in self._modes)
         if evaluated == trained:
             self._modes = (False,)
         self._expected = [shapes for shapes, _ in (evaluated, trained)][: len(self._modes)]
@@ -117,32 +118,25 @@ class Trials:
         """Whether the forward takes anything from any of these places."""
         self._reference = self._reference or self._sizes()
         modules, full = dict(self._model.named_modules()), self._graph.full_widths
-        kept = []
-        for place in places:
-            holder, attribute = modules[place.module], place.attribute.partition(".")[0]
-            kept.append((holder, attribute, vars(holder).get(attribute, _INHERITED)))
-            size = self._graph.written[place].length(full)
-            write(holder, place, size // 2 if size > 1 else size + 1)
         try:
-            return self._sizes() != self._reference
+            with self._undone():
+                for place in places:
+                    size = self._graph.written[place].length(full)
+                    write(modules[place.module], place, size // 2 if size > 1 else size + 1)
+                return self._sizes() != self._reference
         except FAILURES:
             return True
-        finally:
-            for holder, attribute, content in reversed(kept):
-                if content is _INHERITED:
-                    delattr(holder, attribute)
-                else:
-                    setattr(holder, attribute, content)
 
     def _sizes(self) -> list[Any]:
-        with _unwarned(), torch.no_grad(), Shapes(detailed=True) as mode:
+        with self._undone(), _unwarned(), torch.no_grad(), Shapes(detailed=True) as mode:
             call_with(self._model.train(self._training), self._inputs)
         return mode.details
 
     def _at_full_width(self) -> list[Seen] | None:
         if self._full_calls is None:
             try:
-                self._full_calls = [self._calls()]
+                with self._undone():
+                    self._full_calls = [self._calls()]
             except FAILURES:
                 self._full_calls = []
         return next(iter(self._full_calls), None)
@@ -159,11 +153,20 @@ class Trials:
             for name, tensor in self._full.items()
             if graph.changes(name, full, widths)
         }
-        replaced = replace_tensors(self._model, graph, tensors)
+        with self._undone():
+            replaced = replace_tensors(self._model, graph, tensors)
+            try:
+                yield
+            finally:
+                note_restored(replaced.values())
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Put the copy back at the end: its full width, and what it has kept of forwards at other widths."""
         try:
             yield
         finally:
-            restore_tensors(self._model, graph, replaced)
+            self._kept.restore()
 
     def _runs(self, graph: WidthGraph, widths: Mapping[str, int]) -> bool:
         try:
@@ -176,6 +179,10 @@ class Trials:
         if tensor.is_meta:
             return tensor.new_empty(self._graph.shape(name, widths))
         return resized(tensor, self._graph.axes[name], self._graph.full_widths, widths)
+
+    def _run_at_full_width(self, training: bool) -> tuple[list[torch.Size], list[Any]]:
+        with self._undone():
+            return self._run(training)
 
     def _run(self, training: bool) -> tuple[list[torch.Size], list[Any]]:
         """Shapes of the outputs, and the functions that were called on the way."""
@@ -212,8 +219,8 @@ def _trial_widths(graph: WidthGraph) -> list[dict[str, int]]:
     return trials
 
 
-def light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
-    """A copy of a network and its inputs on device meta, or with memory where it cannot run without.
+def light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...], Snapshot]:
+    """A copy of a network and its inputs on device meta, or with memory where it cannot run without; and its state.
 
     Raises:
         UnsupportedOperation: it does not run on these inputs at all.
@@ -224,39 +231,67 @@ def light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tu
         return _light_copy(model, inputs)
 
 
-def _light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
+def _light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...], Snapshot]:
     try:
         # Putting the light tensors into deepcopy's memo keeps what is shared shared.
-        memo = _computed(model)
-        memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+        memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
         memo |= {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
-        light = copy.deepcopy(model, memo)
+        light = copied(model, memo)
         light_inputs = changed(lambda x: x.to("meta") if isinstance(x, Tensor) else x, inputs)
-        with torch.no_grad(), Shapes():
-            for training in (False, True):
-                call_with(light.train(training), light_inputs)
+        with Shapes():
+            return light, light_inputs, _tried(light, light_inputs)
     except (RuntimeError, NotImplementedError, ValueError, TypeError):
         # Tensors made in the forward, or numbers read from one, need the real device.
-        light, light_inputs = copied(model), inputs
-        for training in (False, True):
-            try:
-                with torch.no_grad():
-                    call_with(light.train(training), light_inputs)
-            except (RuntimeError, ValueError, TypeError) as error:
-                first_line = (str(error).strip().splitlines() or ["no message"])[0]
-                fitting = "take larger inputs (--input-shape) or ones that fit"
-                if "dtype" in first_line or "type (" in first_line:
-                    fitting = "give it tensors of the type that its layers have (x.float() of whole numbers)"
-                raise UnsupportedOperation(
-                    f"{type(model).__name__} does not run in {'train' if training else 'eval'} mode on its example "
-                    f"inputs ({first_line}); {fitting}."
-                ) from error
-    return light, light_inputs
+        light = copied(model)
+        return light, inputs, _tried(light, inputs)
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A copy of a network, also of one that keeps activations of its last forward."""
-    return copy.deepcopy(model, _computed(model))
+def _tried(light: nn.Module, inputs: tuple[Any, ...]) -> Snapshot:
+    """State of a copy that runs in both modes, as it is before it does."""
+    kept = Snapshot(light, "all but parameters")
+    for training in (False, True):
+        try:
+            with torch.no_grad():
+                call_with(light.train(training), inputs)
+        except (RuntimeError, ValueError, TypeError) as error:
+            first_line = (str(error).strip().splitlines() or ["no message"])[0]
+            fitting = "take larger inputs (--input-shape) or ones that fit"
+            if "dtype" in first_line or "type (" in first_line:
+                fitting = "give it tensors of the type that its layers have (x.float() of whole numbers)"
+            raise UnsupportedOperation(
+                f"{type(light).__name__} does not run in {'train' if training else 'eval'} mode on its example "
+                f"inputs ({first_line}); {fitting}."
+            ) from error
+        finally:
+            kept.restore()
+    return kept
+
+
+def copied(model: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:
+    """A copy of a network: also of one that keeps activations of its last forward, and with its tensors' attributes.
+
+    Args:
+        model: left as it is.
+        known: what stands in the copy for tensors of the network, by their id.
+    """
+    twin = copy.deepcopy(model, {**_computed(model), **(known or {})})
+    share_attributes(named_tensors(model), twin)
+    return twin
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by each of their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def share_attributes(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Give a network's tensors the attributes that those of the same names have: copying a Parameter drops them."""
+    for name, tensor in named_tensors(model).items():
+        for attribute, content in vars(tensors[name]).items() if name in tensors else ():
+            vars(tensor).setdefault(attribute, content)
 
 
 def _computed(model: nn.Module) -> dict[int, Any]:

@@ -165,7 +165,8 @@ def test_observing_records_batch_variances_and_leaves_dropout_out():
     seen = observe(network, probe, graph.norms)
     inputs = []
     network.norm.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-    outputs(network, probe[0], True)
+    with torch.no_grad():
+        network.train()(probe[0])
     torch.testing.assert_close(seen.variances["norm"], inputs[0].var((0, 2, 3), correction=0))
     torch.testing.assert_close(seen.train, outputs(network, probe[0], True))
 

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from growlab import Grower, parts
 from growlab.growth import GradMax, Net2Net, PairGrowth, RandomGrowth, VarianceTransfer
-from growlab.growth.outputs import network_inputs, tensors_kept
+from growlab.growth.outputs import network_inputs
 from growlab.growth.parity import ROUNDING, rounding
+from growlab.unchanged import unchanged
 from tests.parts_here import needs
 
 X = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1))
@@ -223,7 +224,7 @@ def test_parameters_that_a_forward_updates_stay_as_an_event_is_checked() -> None
     trained = network.last.weight
     loss = network(x).square().mean()
     changes = trained._version
-    with tensors_kept(network):
+    with unchanged(network):
         network(x)
     assert trained._version == changes
     loss.backward()

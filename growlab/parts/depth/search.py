@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
-from growlab.growth.outputs import quietly, tensors_kept
+from growlab.growth.outputs import quietly
 from growlab.growth.parity import ROUNDING, relative_error
 from growlab.parts.depth.branches import edge_of
 from growlab.parts.depth.draws import alike_draws
@@ -172,7 +172,7 @@ class Search:
                 hook = leave(block, span.paths[0], span.kind == "branch")
                 handles.append(last.register_forward_hook(hook, with_kwargs=True))
         try:
-            with quietly(network), tensors_kept(network), alike_draws():
+            with quietly(network), alike_draws():
                 for training in (False, True):
                     network.train(training)
                     call_with(network, self._example)

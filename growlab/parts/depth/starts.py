@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from growlab.errors import UserError
 from growlab.growth.multipliers import fold_multipliers
-from growlab.growth.outputs import quietly, tensors_kept
+from growlab.growth.outputs import quietly
 from growlab.parts.depth.finding import Block
 from growlab.widths.inputs import call_with
 
@@ -87,7 +87,7 @@ def identity(site: Site) -> None:
     first = site.network.get_submodule(paths[0])
     handle = first.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach().clone()))
     try:
-        with quietly(site.network), tensors_kept(site.network):
+        with quietly(site.network):
             site.network.train()
             call_with(site.network, site.probe)
     finally:

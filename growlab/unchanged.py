@@ -1,0 +1,405 @@
+"""Undo whatever is done to a network while it is only looked at: one snapshot of all that its modules can keep."""
+
+import random
+import sys
+from argparse import Namespace
+from collections import OrderedDict, UserDict, UserList, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from operator import is_
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Plain objects of these libraries are no place where a forward keeps something.
+_LIBRARIES = frozenset(sys.stdlib_module_names) | {
+    *(
+        "accelerate",
+        "growlab",
+        "lightning",
+        "lightning_fabric",
+        "numpy",
+        "pytorch_lightning",
+        "torch",
+        "wandb",
+    )
+}
+_RECORDS = (Namespace, SimpleNamespace, UserDict, UserList, partial)
+_ATOMS = frozenset(
+    {bool, bytes, complex, float, int, str, type, type(None), torch.device, torch.dtype, torch.Size}
+)
+_CACHED = type(cache(lambda: None))
+# What is inside of longer containers is data, not a cache.
+_LONGEST = 10_000
+# Hooks of a tensor have no public names.
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_ABSENT = object()
+
+#: Tensors that a snapshot copies at once. Beside buffers alone, `unchanged` copies others when an operation is about to
+#: write to them.
+Copied = Literal["nothing", "buffers", "all but parameters"]
+
+
+class Snapshot:
+    """State of a network to go back to, any number of times.
+
+    It covers every place where a forward can keep something: attributes of modules and of the plain objects, containers
+    and functions (closures, `functools.cache`) that these lead to, of their classes, global variables that their
+    methods name; submodules, hooks and modes; tensors with their content, attributes and gradients; and generators of
+    random numbers that are kept so.
+
+    Args:
+        network: whose state it is.
+        copied: tensors that are copied at once.
+    """
+
+    def __init__(self, network: nn.Module, copied: Copied = "buffers") -> None:
+        self._copied, self._buffers = copied, {id(buffer) for buffer in network.buffers()}
+        self._undo: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
+        self._tensors: list[_Content] = []
+        self._seen, self._waiting = set[int](), list[Any]([network])
+        while self._waiting:
+            thing = self._waiting.pop()
+            if type(thing) not in _ATOMS and id(thing) not in self._seen:
+                self._seen.add(id(thing))
+                self._note(thing, type(thing))
+
+    def restore(self) -> None:
+        """Put everything back that has changed."""
+        for undo, thing, state in self._undo:
+            undo(thing, state)
+        for content in self._tensors:
+            content.restore()
+
+    def writes(self) -> TorchDispatchMode:
+        """A mode to run the network in, which copies tensors before they are written to."""
+        return _Writes(self._tensors)
+
+    def _note(self, thing: Any, kind: type) -> None:
+        if isinstance(thing, Tensor):
+            self._note_tensor(thing)
+        elif isinstance(thing, dict):
+            self._add(_restore_dict, thing, dict(_kind_of(thing).items(thing)), dict.values(thing))
+        elif isinstance(thing, list):
+            self._add(_restore_list, thing, list(thing), thing)
+        elif isinstance(thing, (set, deque)):
+            self._add(_restore_filled, thing, tuple(thing), thing)
+        elif isinstance(thing, (tuple, frozenset)):
+            self._follow(thing)
+        elif isinstance(thing, MethodType):
+            self._follow((thing.__self__, thing.__func__))
+        elif isinstance(thing, partial):
+            self._follow((thing.func, *thing.args, *thing.keywords.values()))
+        elif isinstance(thing, FunctionType):
+            self._note_function(thing)
+        elif isinstance(thing, CellType):
+            content = _content_of(thing)
+            self._add(_restore_cell, thing, content, (content,))
+        elif isinstance(thing, _CACHED):
+            self._undo.append((_restore_cache, thing, thing.cache_info().misses))
+        elif kind in _STATES:
+            read, write = _STATES[kind]
+            self._undo.append((write, thing, read(thing)))
+        if isinstance(thing, (nn.Module, *_RECORDS)) or _library(kind) not in _LIBRARIES:
+            self._note_object(thing, kind)
+
+    def _add(self, undo: Callable[[Any, Any], None], thing: Any, state: Any, inside: Collection[Any]) -> None:
+        self._undo.append((undo, thing, state))
+        self._follow(inside)
+
+    def _follow(self, inside: Collection[Any]) -> None:
+        if len(inside) <= _LONGEST and not _ATOMS.issuperset(map(type, inside)):
+            self._waiting.extend(inside)
+
+    def _note_tensor(self, tensor: Tensor) -> None:
+        if tensor.is_leaf:
+            hooks = [getattr(tensor, name, None) for name in _TENSOR_HOOKS]
+            state = (tensor.requires_grad, tensor.grad, hooks)
+            self._add(_restore_leaf, tensor, state, (tensor.grad, *hooks))
+        if own := getattr(tensor, "__dict__", None):
+            self._waiting.append(own)
+        elif own is not None:
+            self._undo.append((_restore_dict, own, {}))
+        if self._copied == "nothing" or tensor.is_meta or is_lazy(tensor):
+            return
+        content = _Content(tensor)
+        known = id(tensor) in self._buffers or self._copied != "buffers"
+        if known and not isinstance(tensor, nn.Parameter):
+            content.keep()
+        self._tensors.append(content)
+
+    def _note_function(self, function: FunctionType) -> None:
+        here = function.__globals__
+        if (library := str(here.get("__name__")).partition(".")[0]) == "growlab":
+            # Its hooks note what is seen.
+            return
+        self._follow((*(function.__closure__ or ()), *(function.__defaults__ or ())))
+        self._waiting += [function.__dict__] if function.__dict__ else []
+        if library in _LIBRARIES:
+            return
+        for name in _names_in(function.__code__):
+            if (content := here.get(name, _ABSENT)) is _ABSENT or isinstance(content, (type, type(sys))):
+                continue
+            self._undo.append((_restore_item, (here, name), content))
+            if not isinstance(content, FunctionType) or content.__module__.partition(".")[0] == library:
+                self._waiting.append(content)
+
+    def _note_object(self, thing: Any, kind: type) -> None:
+        attributes = getattr(thing, "__dict__", None)
+        if isinstance(attributes, dict):
+            self._waiting.append(attributes)
+        if isinstance(thing, nn.Module):
+            self._undo.append((_restore_class, thing, kind))
+        if isinstance(thing, torch.jit.ScriptModule):
+            self._waiting += [*thing.parameters(recurse=False), *thing.buffers(recurse=False)]
+        for each in kind.__mro__:
+            if _library(each) in _LIBRARIES:
+                continue
+            for slot in vars(each).values():
+                if isinstance(slot, MemberDescriptorType):
+                    content = _read_slot(slot, thing)
+                    self._add(_restore_slot, (slot, thing), content, (content,))
+            if id(each) not in self._seen:
+                self._seen.add(id(each))
+                self._note_class(each)
+
+    def _note_class(self, kind: type) -> None:
+        own = {name: content for name, content in vars(kind).items() if not name.startswith("__")}
+        self._undo.append((_restore_attributes, kind, own))
+        for content in vars(kind).values():
+            content = getattr(content, "__func__", getattr(content, "fget", content))
+            if not isinstance(content, (type, MemberDescriptorType)):
+                self._waiting.append(content)
+
+
+class _Content:
+    """Numbers of a tensor, and the memory that they are in."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.alias = tensor, tensor.detach()
+        self._copy: Tensor | None = None
+
+    def keep(self) -> None:
+        """Copy them."""
+        if self._copy is None:
+            self._copy = self.alias.clone()
+
+    def restore(self) -> None:
+        """Put them back, into the memory where they were."""
+        alone = torch.inference_mode() if self.tensor.is_inference() else torch.no_grad()
+        with alone:
+            if _memory(self.tensor) != _memory(self.alias) or self.tensor.shape != self.alias.shape:
+                self.tensor.data = self.alias
+            # A copy would count as a change where a graph waits for its backward pass.
+            if self._copy is not None and not torch.equal(self.tensor, self._copy):
+                self.tensor.copy_(self._copy)
+
+
+class _Writes(TorchDispatchMode):
+    """Copies tensors before an operation writes to them."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, contents: Sequence[_Content]) -> None:
+        super().__init__()
+        self._contents: dict[int, list[_Content]] = {}
+        for content in contents:
+            self._contents.setdefault(_memory(content.alias) or id(content.tensor), []).append(content)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for place in _written_by(func):
+            given = kwargs.get(place) if isinstance(place, str) else args[place : place + 1]
+            for tensor in given if isinstance(given, (list, tuple)) else (given,):
+                for each in tensor if isinstance(tensor, (list, tuple)) else (tensor,):
+                    if isinstance(each, Tensor):
+                        for content in self._contents.pop(_memory(each) or id(each), ()):
+                            content.keep()
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def unchanged(network: nn.Module, seed: int | None = None, copied: Copied = "buffers") -> Iterator[None]:
+    """Undo at the end, whatever is raised, all that was done to a network, and to the generators that it draws from.
+
+    Args:
+        network: left as it is, see `Snapshot`.
+        seed: lets all global generators begin from it; None: from where they are.
+        copied: see `Snapshot`; all but parameters where no mode may see what torch does, as in torch.export.
+    """
+    snapshot = Snapshot(network, copied)
+    with _draws_kept(network, seed):
+        try:
+            with snapshot.writes() if copied == "buffers" else nullcontext():
+                yield
+        finally:
+            snapshot.restore()
+
+
+@contextmanager
+def _draws_kept(network: nn.Module, seed: int | None) -> Iterator[None]:
+    """Put torch's, Python's and numpy's own generators back."""
+    devices = sorted({p.device.index or 0 for p in network.parameters() if p.device.type == "cuda"})
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            if seed is not None:
+                torch.default_generator.manual_seed(seed)
+                for device in devices:
+                    torch.cuda.default_generators[device].manual_seed(seed)
+                random.seed(seed)
+                np.random.seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+# Objects whose state has ways of its own to be read and written.
+_STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.Generator: (
+        lambda generator: generator.bit_generator.state,
+        lambda generator, state: setattr(generator.bit_generator, "state", state),
+    ),
+    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
+    np.ndarray: (np.copy, lambda array, content: np.copyto(array, content)),
+    bytearray: (bytes, lambda array, content: array.__setitem__(slice(None), content)),
+}
+
+
+def _library(kind: type) -> str:
+    return str(kind.__module__).partition(".")[0]
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where a tensor's numbers are; 0: nowhere, or nothing is known."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+@cache
+def _written_by(operation: Any) -> tuple[int | str, ...]:
+    """Places of the arguments that an operation writes to."""
+    schema = getattr(operation, "_schema", None)
+    if schema is None:
+        return ()
+    # The schemas of batch normalisation do not say that it writes to its statistics.
+    every = "batch_norm" in schema.name
+    return tuple(
+        argument.name if argument.kwarg_only else place
+        for place, argument in enumerate(schema.arguments)
+        if every or (argument.alias_info is not None and argument.alias_info.is_write)
+    )
+
+
+@cache
+def _names_in(code: CodeType) -> tuple[str, ...]:
+    """Global names that a function and the functions inside of it use."""
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names_in(const)]
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def _content_of(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _ABSENT
+
+
+def _read_slot(slot: MemberDescriptorType, thing: Any) -> Any:
+    try:
+        return slot.__get__(thing)
+    except AttributeError:
+        return _ABSENT
+
+
+def _kind_of(content: dict[Any, Any]) -> Any:
+    """Class whose methods read what a dictionary holds: subclasses may read otherwise."""
+    return OrderedDict if isinstance(content, OrderedDict) else dict
+
+
+def _restore_dict(content: dict[Any, Any], state: dict[Any, Any]) -> None:
+    kind = _kind_of(content)
+    same = len(content) == len(state) and all(map(is_, kind.keys(content), state))
+    if same and all(map(is_, kind.values(content), state.values())):
+        return
+    kind.clear(content)
+    for key, value in state.items():
+        kind.__setitem__(content, key, value)
+
+
+def _restore_list(content: list[Any], state: list[Any]) -> None:
+    if len(content) != len(state) or not all(map(is_, content, state)):
+        list.__setitem__(content, slice(None), state)
+
+
+def _restore_filled(content: Any, state: tuple[Any, ...]) -> None:
+    if len(content) != len(state) or not all(map(is_, content, state)):
+        content.clear()
+        (content.update if isinstance(content, set) else content.extend)(state)
+
+
+def _restore_item(place: tuple[dict[str, Any], str], content: Any) -> None:
+    if place[0].get(place[1], _ABSENT) is not content:
+        place[0][place[1]] = content
+
+
+def _restore_cell(cell: CellType, content: Any) -> None:
+    if _content_of(cell) is content:
+        return
+    if content is _ABSENT:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = content
+
+
+def _restore_cache(function: Any, misses: int) -> None:
+    if function.cache_info().misses != misses:
+        function.cache_clear()
+
+
+def _restore_class(thing: Any, kind: type) -> None:
+    if type(thing) is not kind:
+        thing.__class__ = kind
+
+
+def _restore_slot(place: tuple[MemberDescriptorType, Any], content: Any) -> None:
+    slot, thing = place
+    if _read_slot(slot, thing) is content:
+        return
+    if content is _ABSENT:
+        slot.__delete__(thing)
+    else:
+        slot.__set__(thing, content)
+
+
+def _restore_attributes(kind: type, state: dict[str, Any]) -> None:
+    now = {name: content for name, content in vars(kind).items() if not name.startswith("__")}
+    for name in now.keys() - state.keys():
+        delattr(kind, name)
+    for name, content in state.items():
+        if now.get(name, _ABSENT) is not content:
+            setattr(kind, name, content)
+
+
+def _restore_leaf(tensor: Tensor, state: tuple[bool, Tensor | None, list[Any]]) -> None:
+    requires_grad, grad, hooks = state
+    if tensor.grad is not grad:
+        tensor.grad = grad
+    for name, known in zip(_TENSOR_HOOKS, hooks, strict=True):
+        if getattr(tensor, name, None) is not known:
+            setattr(tensor, name, known)
+    if tensor.requires_grad is not requires_grad:
+        tensor.requires_grad_(requires_grad)
