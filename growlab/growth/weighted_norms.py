@@ -5,7 +5,9 @@ have others. With a weight w_j per channel,
 
     mean = sum_j w_j x_j / sum_j w_j,    variance = sum_j w_j (x_j - mean)^2 / sum_j w_j
 
-they are what they were if new channels have weight 0, or if the copies of a channel share its weight. The weights then
+they are what they were if new channels have weight 0, or if the copies of a channel share its weight. Where
+the code takes a Euclidean norm or a sum of squares instead, it is sum_j w_j x_j^2, or n times their weighed mean where
+what it is multiplied by follows the number n of channels (`x / x.norm() * x.shape[-1] ** 0.5`). The weights then
 go to 1, over the first part of a stage: at the end it is the plain normalisation again. Weights other than 1 are no
 part of the network's parameters, buffers or classes: hooks on the normalising modules apply them. They are an entry of
 the `state_dict`, so that a network which is not plain yet does not load into a plain one unnoticed.
@@ -105,7 +107,7 @@ def weigh(
             module.__dict__[_ATTRIBUTE] = known
         known.set(on_axis)
         if norm.mean_over is not None:
-            known.means.add(norm.mean_over)
+            (known.sums if norm.summed else known.means)[norm.mean_over] = norm.counted
         if norm.name not in weighted:
             weighted.append(norm.name)
     return weighted
@@ -124,7 +126,9 @@ class _Weighing:
 
     def __init__(self, module: nn.Module) -> None:
         self.weights = torch.empty(0)
-        self.means: set[int] = set()
+        # Dimensions that are reduced over, and whether what the code multiplies by follows the number of channels.
+        self.means: dict[int, bool] = {}
+        self.sums: dict[int, bool] = {}
         self._open: list[_Weighted] = []
         # The second is called after an error too.
         self._handles = (
@@ -165,7 +169,7 @@ class _Weighing:
         example = next(module.parameters(), inputs[0])
         if self.weights.device != example.device:
             self.weights = self.weights.to(example.device)
-        mode = _Weighted(module, self.weights, self.means)
+        mode = _Weighted(module, self.weights, self.means, self.sums)
         mode.__enter__()
         self._open.append(mode)
 
@@ -181,9 +185,11 @@ def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) 
 class _Weighted(TorchFunctionMode):
     """Takes the place of normalisations by statistics over channels."""
 
-    def __init__(self, module: nn.Module, weights: Tensor, means: Collection[int]) -> None:
+    def __init__(
+        self, module: nn.Module, weights: Tensor, means: Collection[int], sums: Mapping[int, bool]
+    ) -> None:
         super().__init__()
-        self._module, self._weights, self._means = module, weights, means
+        self._module, self._weights, self._means, self._sums = module, weights, means, sums
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -191,6 +197,9 @@ class _Weighted(TorchFunctionMode):
         if func in _REDUCED and self._means:
             check_reached(self._module, f"its {func.__name__} over channels")
             return _REDUCED[func](func, self._weights, self._means, *args, **(kwargs or {}))
+        if func in _SUMMED and self._sums:
+            check_reached(self._module, f"its {func.__name__} over channels")
+            return _SUMMED[func](func, self._weights, self._sums, *args, **(kwargs or {}))
         weighted = _WEIGHTED.get(func)
         if weighted is None:
             return func(*args, **(kwargs or {}))
@@ -302,6 +311,64 @@ def _spread(
     return found, (mean if keepdim else mean.squeeze(over)).to(input.dtype)
 
 
+def _sum(
+    func: Callable[..., Tensor],
+    weights: Tensor,
+    sums: Mapping[int, bool],
+    input: Tensor,
+    dim: Any = None,
+    keepdim: bool = False,
+    **settings: Any,
+) -> Tensor:
+    dim, keepdim = settings.pop("axis", dim), keepdim or settings.pop("keepdims", False)
+    over = _weighed(input, dim, sums)
+    if over is None:
+        return func(input, **({} if dim is None else {"dim": dim, "keepdim": keepdim}), **settings)
+    x = input if settings.get("dtype") is None else input.to(settings["dtype"])
+    return (x * _counts(x, weights, over, sums)).sum(over, keepdim=keepdim).to(x.dtype)
+
+
+def _norm(
+    func: Callable[..., Tensor],
+    weights: Tensor,
+    sums: Mapping[int, bool],
+    input: Tensor,
+    p: Any = None,
+    dim: Any = None,
+    keepdim: bool = False,
+    **settings: Any,
+) -> Tensor:
+    p = settings.pop("ord", p)
+    over = _weighed(input, dim, sums)
+    if over is None or p not in (None, 2, "fro"):
+        return func(input, *([] if p is None else [p]), dim=dim, keepdim=keepdim, **settings)
+    x = input if settings.get("dtype") is None else input.to(settings["dtype"])
+    return torch.linalg.vector_norm(x * _counts(x, weights, over, sums).sqrt(), 2, over, keepdim).to(x.dtype)
+
+
+def _normalize(
+    func: Callable[..., Tensor],
+    weights: Tensor,
+    sums: Mapping[int, bool],
+    input: Tensor,
+    p: float = 2.0,
+    dim: int = 1,
+    eps: float = 1e-12,
+    out: Tensor | None = None,
+) -> Tensor:
+    if _weighed(input, dim, sums) is None or p != 2 or out is not None:
+        return func(input, p, dim, eps, out)
+    return input / _norm(torch.norm, weights, sums, input, 2, dim, keepdim=True).clamp_min(eps)
+
+
+def _counts(x: Tensor, weights: Tensor, over: int, sums: Mapping[int, bool]) -> Tensor:
+    """How many times each channel counts in a sum, at least in float32."""
+    counted = next(counted for dim, counted in sums.items() if dim % x.dim() == over)
+    counts = weights * (len(weights) / weights.sum()) if counted else weights
+    dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    return counts.to(x.device, dtype).view(-1, *[1] * (x.dim() - 1 - over))
+
+
 def _weighed(x: Tensor, dim: Any, means: Collection[int]) -> int | None:
     """The dimension that is reduced over, if it is one that is weighed."""
     (over,) = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else (dim,)
@@ -332,4 +399,9 @@ _WEIGHTED: Mapping[Any, Callable[..., Tensor]] = {
 _REDUCED: Mapping[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.mean, Tensor.mean), _mean),
     **dict.fromkeys((torch.var, Tensor.var, torch.std, Tensor.std, torch.var_mean, torch.std_mean), _spread),
+}
+_SUMMED: Mapping[Any, Callable[..., Tensor]] = {
+    **dict.fromkeys((torch.sum, Tensor.sum), _sum),
+    **dict.fromkeys((torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm), _norm),
+    F.normalize: _normalize,
 }

@@ -34,6 +34,7 @@ class NormCall:
         axis: the channels; None: growth does not weigh them.
         names: tensor names of weight and bias.
         mean_over: see `ChannelNorm`.
+        summed: see `ChannelNorm`.
     """
 
     path: str
@@ -41,6 +42,7 @@ class NormCall:
     axis: Runs | None = None
     names: Mapping[str, str | None] = field(default_factory=dict)
     mean_over: int | None = None
+    summed: bool = False
 
 
 class Findings:
@@ -250,7 +252,8 @@ class Findings:
             parts = tuple(_part(run, names) for run in self.atoms.resolve(call.axis or ()))
             if any(part.group for part in parts):
                 axis = Axis(parts, "out")
-                found[ChannelNorm(call.path, axis, **call.names, mean_over=call.mean_over)] = None
+                norm = ChannelNorm(call.path, axis, call.names["weight"], call.names["bias"])
+                found[replace(norm, mean_over=call.mean_over, summed=call.summed)] = None
         return tuple(found)
 
     def _radius(self, module: str, axis: Runs, names: Mapping[int, str]) -> Radius:

@@ -123,6 +123,8 @@ class ChannelNorm:
         bias: likewise.
         mean_over: the dimension that a normalisation takes means, variances or deviations over which is written out,
             -1 for the last; None: it calls torch's.
+        summed: over that dimension it takes a Euclidean norm or a sum of squares instead.
+        counted: the forward multiplies that by a power of the number of channels, which follows their width.
     """
 
     name: str
@@ -130,6 +132,8 @@ class ChannelNorm:
     weight: str | None
     bias: str | None
     mean_over: int | None = None
+    summed: bool = False
+    counted: bool = False
 
 
 @dataclass(frozen=True)

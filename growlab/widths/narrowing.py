@@ -70,7 +70,11 @@ def without_what_breaks(
     told = graph.widths_of({name: graph.shape(name, graph.full_widths) for name in graph.axes})
     known = {place: axis for place, axis in graph.written.items() if set(axis.groups) <= set(told)}
     graph = replace(graph, written=known)
-    working = _without_what_breaks(model, graph, Trials(model, graph, inputs, calls, training))
+    trials = Trials(model, graph, inputs, calls, training)
+    working = _without_what_breaks(model, graph, trials)
+    counted = {norm.name for norm in trials.counted}
+    norms = (replace(norm, counted=norm.summed and norm.name in counted) for norm in working.channel_norms)
+    working = replace(working, channel_norms=tuple(norms))
     modules = dict(model.named_modules())
     told_alone = {
         place: axis

@@ -4,9 +4,10 @@ A forward may run at narrow widths and yet compute something else: `x.view(B, T,
 among as many heads. No output's shape shows it, the shapes of the tensors on the way do.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from math import isclose
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 
+from growlab.widths.groups import ChannelNorm
 from growlab.widths.inputs import call_with, values_of
 from growlab.widths.layout import Axis
 
@@ -48,7 +50,11 @@ _SIZED = frozenset(
 )
 # Integers that no shape shows: into how many parts an operation takes channels apart.
 _PARTS = {"group_norm": "num_groups", "channel_shuffle": "groups"}
+# Stands for their number where each channel is a part: such parts become more with the channels.
+_EACH = -1
 _ARITHMETIC = frozenset(("add", "sub", "rsub", "mul", "div", "pow", "clamp", "scaled_dot_product_attention"))
+# Of the number of channels, as they stand behind Euclidean norms and sums of squares.
+_POWERS = (0.5, -0.5, 1, -1)
 # Makes a tensor of numbers.
 _CONSTANT = "lift_fresh"
 # Constants of more entries are tables, whose shape is enough.
@@ -63,17 +69,39 @@ class Call:
         operation: name without namespace and overload.
         numbers: operands that are no tensors.
         shapes: axes of every tensor that it puts out.
+        norms: Euclidean norms that the same module takes over channels.
     """
 
     operation: str
     numbers: tuple[float, ...]
     shapes: tuple[tuple[Axis, ...], ...]
+    norms: tuple[ChannelNorm, ...] = ()
 
     def agrees(self, seen: "Seen", widths: Mapping[str, int]) -> bool:
-        """Whether an operation that was run is this one at the given widths."""
+        """Whether an operation that was run is this one at the given widths, whatever numbers it was given."""
+        return self.operation == seen.operation and self.sizes(widths) == seen.shapes
+
+    def has_numbers(self, seen: "Seen") -> bool:
+        """Whether it was given the numbers that it has at full width."""
+        if self.operation in _PARTS and seen.numbers[:1] == (_EACH,) != self.numbers[:1]:
+            # Parts of one channel as yet.
+            return self.numbers == (seen.shapes[0][1], *seen.numbers[1:])
         # On device meta constants have no numbers.
-        alike = self.numbers == seen.numbers or (self.operation == _CONSTANT and not seen.numbers)
-        return alike and self.sizes(widths) == seen.shapes
+        return self.numbers == seen.numbers or (self.operation == _CONSTANT and not seen.numbers)
+
+    def counts(self, seen: "Seen", widths: Mapping[str, int], full: Mapping[str, int]) -> list[ChannelNorm]:
+        """Norms whose number of channels it was given, or a power of it, in the place of that at full width."""
+        if len(self.numbers) != len(seen.numbers):
+            return []
+        return [
+            norm
+            for norm in self.norms
+            if all(
+                any(isclose(now, then * ratio**power) for power in _POWERS)
+                for ratio in [norm.axis.length(widths) / norm.axis.length(full)]
+                for now, then in zip(seen.numbers, self.numbers, strict=True)
+            )
+        ]
 
     def sizes(self, widths: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
         """Shape of every tensor that it puts out at the given widths."""
@@ -119,9 +147,10 @@ def numbers_of(
     known = {argument.name: argument.default_value for argument in schema.arguments}
     given = {**dict(zip(known, args, strict=False)), **kwargs}
     operands = _OPERANDS
-    if operation in _PARTS and given[_PARTS[operation]] != _num_channels(args[0]):
-        # Parts of a channel each become more with the channels.
+    if operation in _PARTS:
         operands = operands | {_PARTS[operation]}
+        if given[_PARTS[operation]] == _num_channels(args[0]):
+            given[_PARTS[operation]] = _EACH
     return tuple(
         content
         for name, content in given.items()
@@ -194,6 +223,8 @@ class Predictions:
 
     def __init__(self, calls: Sequence[Call], full_widths: Mapping[str, int]) -> None:
         self._calls, self._full_widths = calls, full_widths
+        #: Norms whose number of channels the forward computes with, as far as networks ran as predicted.
+        self.counted: set[ChannelNorm] = set()
 
     @property
     def in_doubt(self) -> bool:
@@ -217,7 +248,7 @@ class Predictions:
         """
         traced, names = ([one.operation for one in calls] for calls in (self._calls, narrow))
         if traced == names:
-            return all(call.agrees(one, widths) for call, one in zip(self._calls, narrow, strict=True))
+            return self._all_agree(zip(self._calls, narrow, strict=True), widths)
         full = at_full_width()
         if names != [one.operation for one in full]:
             return False
@@ -225,4 +256,14 @@ class Predictions:
         keys = [(call.operation, call.sizes(self._full_widths)) for call in self._calls]
         matcher = SequenceMatcher(None, keys, [(one.operation, one.shapes) for one in full], autojunk=False)
         pairs = [(b.a + i, b.b + i) for b in matcher.get_matching_blocks() for i in range(b.size)]
-        return all(self._calls[a].agrees(narrow[b], widths) for a, b in pairs)
+        return self._all_agree(((self._calls[a], narrow[b]) for a, b in pairs), widths)
+
+    def _all_agree(self, pairs: Iterable[tuple[Call, Seen]], widths: Mapping[str, int]) -> bool:
+        counted: set[ChannelNorm] = set()
+        for call, seen in pairs:
+            norms = [] if call.has_numbers(seen) else call.counts(seen, widths, self._full_widths)
+            if not call.agrees(seen, widths) or not (norms or call.has_numbers(seen)):
+                return False
+            counted.update(norms)
+        self.counted |= counted
+        return True

@@ -283,13 +283,19 @@ class Recorder(Findings):
         self._norms.append(Norm(name=name, eps=float(eps), scale_in=x.scale, per_sample=per_sample, **names))
 
     def record_channel_norm(
-        self, node: Any, axis: Runs, names: Mapping[str, str | None], mean_over: int | None = None
+        self,
+        node: Any,
+        axis: Runs,
+        names: Mapping[str, str | None],
+        mean_over: int | None = None,
+        summed: bool = False,
     ) -> None:
         """Record a normalisation by statistics over the channels of an axis."""
         if not self._weighted_norms:
             reason = "takes its statistics over these channels, and an operation on them has no channel rule"
             self.atoms.freeze(axis, f"{self.operation(node)} {reason}")
-        self._channel_norms.append(NormCall(module_of(node), self.operation(node), axis, names, mean_over))
+        call = NormCall(module_of(node), self.operation(node), axis, names, mean_over, summed)
+        self._channel_norms.append(call)
 
     def record_other_norm(self, node: Any) -> None:
         """Record a normalisation whose statistics growth does not weigh."""

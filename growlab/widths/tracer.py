@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from growlab.widths.atoms import fixed
 from growlab.widths.groups import WidthGraph
-from growlab.widths.places import place_of
+from growlab.widths.places import module_of, place_of
 from growlab.widths.predictions import Call, computes, name_of, numbers_of
 from growlab.widths.program import (
     UnsupportedOperation,
@@ -63,7 +63,7 @@ class Tracer(Recorder):
         }
         self._canonical = canonical_names(model)
         self._known: dict[str, Value] = {}
-        self._visited: list[tuple[str, tuple[float, ...], list[Value]]] = []
+        self._visited: list[tuple[str, tuple[float, ...], list[Value], str]] = []
         # How deep the parts of composite operations are that are visited.
         self._inside = 0
         self._constants = constants_of(program)
@@ -89,8 +89,9 @@ class Tracer(Recorder):
                 operation,
                 numbers,
                 tuple(tuple(self._named(axis, "fixed") for axis in value.axes) for value in values),
+                tuple(norm for norm in graph.channel_norms if norm.summed and norm.name == path),
             )
-            for operation, numbers, values in self._visited
+            for operation, numbers, values, path in self._visited
             if not any(self._is_nameless(axis) for value in values for axis in value.axes)
         ]
         return graph
@@ -118,7 +119,9 @@ class Tracer(Recorder):
                     values[base] = overwritten(values[base], result)
                 if not self._inside and computes(operation := self.operation(node)):
                     numbers = numbers_of(node.target, node.args, node.kwargs, self._constants)
-                    self._visited.append((name_of(operation), numbers, list(values_in(result))))
+                    self._visited.append(
+                        (name_of(operation), numbers, list(values_in(result)), module_of(node))
+                    )
             elif node.op == "output":
                 self._values = outer
                 return torch.fx.node.map_arg(node.args, lambda n: values[n])[0]

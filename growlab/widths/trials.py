@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from growlab.unchanged import Snapshot
-from growlab.widths.groups import WidthGraph, Written
+from growlab.widths.groups import ChannelNorm, WidthGraph, Written
 from growlab.widths.inputs import call_with, changed
 from growlab.widths.layout import Axis
 from growlab.widths.meta import Shapes
@@ -99,6 +99,11 @@ class Trials:
             # Some networks cannot be followed so at any width.
             return self._at_full_width() is None
         return self._predictions.agree(narrow, widths, lambda: self._at_full_width() or [])
+
+    @property
+    def counted(self) -> set[ChannelNorm]:
+        """Norms whose number of channels the forward computes with."""
+        return self._predictions.counted
 
     def _following(self, attributes: Mapping[Written, Axis] | None) -> WidthGraph:
         return replace(self._graph, written=self.attributes if attributes is None else attributes)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from growlab.errors import UserError
 from growlab.growth import (
@@ -424,3 +425,32 @@ def test_variances_and_deviations_over_channels_are_weighed(
     plain = nn.Sequential(nn.Linear(5, 16), Written(normalise), nn.Linear(16, 3)).double()
     plain.load_state_dict(network.state_dict())
     torch.testing.assert_close(plain(x), annealed_outputs)
+
+
+class Euclidean(nn.Module):
+    """RMS normalisation by the Euclidean norm, whose scale is a number or follows the number of channels."""
+
+    def __init__(self, by_shape: bool) -> None:
+        super().__init__()
+        self.by_shape = by_shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1) * (x.shape[-1] if self.by_shape else 8) ** 0.5
+
+
+@pytest.mark.parametrize("by_shape", [False, True])
+def test_a_scale_behind_a_euclidean_norm_follows_the_channels_or_stays(by_shape: bool) -> None:
+    network = nn.Sequential(nn.Linear(5, 8), Euclidean(by_shape), nn.Linear(8, 3)).double()
+    x = torch.randn(4, 5, dtype=torch.float64)
+    graph, method = trace(network, x), PairGrowth()
+    (norm,) = graph.channel_norms
+    assert norm.summed and norm.counted is by_shape
+    state = plant(network, graph, method, {"0": 2}, seed=0)
+    event = grow(network, graph, method, state, {"0": 8}, seed=0, probe=(x,))
+    assert event.weighted_norms == ["1"] and event.parity_error_eval < 1e-14
+    # Half of the way: new channels count half; where the scale follows, as many count as there are.
+    anneal_norms(network, graph, state, 0.5)
+    weights = torch.tensor([1.0] * 2 + [0.5] * 6, dtype=torch.float64)
+    y = torch.randn(4, 8, dtype=torch.float64)
+    total = (y.square() * weights).sum(-1, keepdim=True) * (8 / 5 if by_shape else 1.0)
+    torch.testing.assert_close(network[1](y), y * (8 / total).sqrt())

@@ -212,6 +212,25 @@ REARRANGED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     ),
     "running sums": lambda net, x: x + net.rows.cumsum(0),
 }
+#: RMS normalisation by Euclidean norms and sums, times the root of a number of channels or of how many there are.
+EUCLIDEAN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "normalize": lambda net, x: F.normalize(x, dim=-1) * net.scale * net.gain,
+    "normalize without a scale": lambda net, x: F.normalize(x, 2.0, -1, 1e-6) * (1 + net.gain),
+    "normalize by shape": lambda net, x: F.normalize(x, dim=-1) * x.shape[-1] ** 0.5 * net.gain,
+    "normalize of another dimension": lambda net, x: F.normalize(x.mT, dim=1).mT * net.scale * net.gain,
+    "normalize of deviations": lambda net, x: F.normalize(x - x.mean(-1, keepdim=True), dim=-1) * net.gain,
+    "norm": lambda net, x: x / x.norm(dim=-1, keepdim=True) * net.scale * net.gain,
+    "clamped norm": lambda net, x: (
+        x / (torch.norm(x, dim=-1, keepdim=True) / net.scale).clamp(1e-8) * net.gain
+    ),
+    "norm by shape": lambda net, x: x / (x.norm(2, -1, True) * x.shape[-1] ** -0.5 + 1e-8) * net.gain,
+    "vector norm": lambda net, x: x / torch.linalg.vector_norm(x, dim=-1)[..., None] * net.gain,
+    "sum of squares": lambda net, x: x * (x.square().sum(-1, True) + 1e-8).rsqrt() * net.scale * net.gain,
+    "sum of squares by shape": lambda net, x: (
+        x * (torch.sum(x**2, -1, keepdim=True) / x.shape[-1] + 1e-8).rsqrt() * net.gain
+    ),
+    "sum of products": lambda net, x: x / (x * x).sum(dim=-1, keepdim=True).sqrt() * net.scale * net.gain,
+}
 HEADS = frozenset({Written("", "num_heads"), Written("", "attn_dim")})
 CASES = {
     **{
@@ -294,6 +313,23 @@ CASES = {
     "a norm that is no module": RuleCase(
         lambda: on_images(lambda x: F.group_norm(x, 1)), IMAGE, {"inside": 8}
     ),
+    **{
+        f"a norm as {name}": RuleCase(
+            lambda norm=norm: Around(
+                lambda net, x: net.head(
+                    net.last(net.inside(x) + net.hidden(F.relu(net.norm(net.inside(x)))))
+                ),
+                inside=nn.Linear(8, 6),
+                norm=Around(norm, scale=6**0.5, gain=nn.Parameter(torch.randn(6))),
+                hidden=nn.Linear(6, 6),
+                last=Around(norm, scale=6**0.5, gain=nn.Parameter(torch.randn(6))),
+                head=nn.Linear(6, 4),
+            ),
+            TOKENS,
+            {"inside": 6},
+        )
+        for name, norm in EUCLIDEAN.items()
+    },
     "a slope per channel": RuleCase(lambda: around_layer(nn.PReLU(8)), IMAGE, {"inside": 8}),
     "rms norm": RuleCase(
         lambda: nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 6), nn.RMSNorm(6), nn.Linear(6, 4)),

@@ -52,18 +52,19 @@ def pool_with_indices(tracer: "Tracer", node: Any, args: Arguments) -> list[Valu
 def reduce(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Dimensions reduced over keep their width: a mean over channels would change with their number.
 
-    Growth weighs a mean, a variance or a deviation over one dimension in a module without parts, such as a
-    normalisation that is written out: there the channels may grow.
+    Growth weighs a mean, a variance, a deviation, a sum of squares or its root over one dimension in a module without
+    parts, such as a normalisation that is written out: there the channels may grow.
     """
     x, keep, dims = args["self"], args.get("keepdim", False), args.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or range(len(x.shape))
     reduced = {dim % len(x.shape) for dim in dims}
-    if tracer.operation(node) in _WEIGHED and len(reduced) == 1 and tracer.has_no_parts(node):
+    summed = x.name is None and (args.get("summed", False) or _of_squares(tracer, node))
+    if (tracer.operation(node) in _WEIGHED or summed) and len(reduced) == 1 and tracer.has_no_parts(node):
         (dim,) = reduced
         before, axis, behind = x.axes[:dim], x.axes[dim], x.axes[dim + 1 :]
         tracer.scales.pin(x.scale)
         names = {"weight": None, "bias": None}
-        tracer.record_channel_norm(node, axis, names, dim if behind else -1)
+        tracer.record_channel_norm(node, axis, names, dim if behind else -1, summed)
         return Value(tracer.shape(node), (*before, *([fixed(1)] if keep else []), *behind), x.scale)
     axes: list[Runs] = []
     for index, axis in enumerate(x.axes):
@@ -76,7 +77,16 @@ def reduce(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return Value(tracer.shape(node), tuple(axes), x.scale)
 
 
-@rule("var", "std", "var_mean", "std_mean", "norm", "logsumexp", "all", "any", "count_nonzero")
+def _of_squares(tracer: "Tracer", node: Any) -> bool:
+    source = node.args[0]
+    if tracer.operation(node) != "sum" or source.op != "call_function":
+        return False
+    operation, factors = tracer.operation(source), source.args
+    squared = operation == "square" or (operation == "pow" and factors[1] == 2)
+    return squared or (operation == "mul" and factors[0] is factors[1])
+
+
+@rule("var", "std", "var_mean", "std_mean", "logsumexp", "all", "any", "count_nonzero")
 def reduce_beyond_scale(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Value]:
     """Dimensions reduced over keep their width, and the input its scale."""
     tracer.scales.pin(args["self"].scale)

@@ -46,15 +46,18 @@ _EQUIVARIANT = frozenset(
 )
 
 
-@rule("linalg_vecdot", "linalg_vector_norm")
+@rule("linalg_vecdot", "linalg_vector_norm", "norm")
 def norm_over_channels(tracer: "Tracer", node: Any, args: Arguments) -> Any:
     """The Euclidean norm or its square over one dimension: no rotation changes it, nor does a channel of zeros."""
     x = args.get("x", args.get("self"))
     dims = args.get("dim", -1)
     dims = [dims] if isinstance(dims, int) else dims
-    euclidean = args["y"] is x if "y" in args else float(args.get("ord", 2)) == 2
-    if not tracer.follow_norms or not euclidean or not isinstance(x, Value) or not dims or len(dims) > 1:
-        return (keep_full_width if "y" in args else reduce_beyond_scale)(tracer, node, args)
+    order: Any = args.get("ord", args.get("p"))
+    euclidean = args["y"] is x if "y" in args else order is None or float(order) == 2
+    if not euclidean or not isinstance(x, Value) or not dims or len(dims) > 1 or not tracer.follow_norms:
+        if "y" in args:
+            return keep_full_width(tracer, node, args)
+        return reduce_beyond_scale(tracer, node, {**args, "summed": euclidean})
     dim = dims[0] % len(x.shape)
     tracer.scales.pin(x.scale)
     tracer.record_radius(node, x.axes[dim])
