@@ -123,8 +123,9 @@ class View:
         total = 0
         for slot in slots:
             count = 1
-            for position in self._positions(slot, group, torch.zeros(1, dtype=torch.long)):
-                count *= len(position)
+            for dim, axis in enumerate(self.graph.axes[slot.name]):
+                own = sum(part.outer * part.inner for part in axis.parts if part.group == group)
+                count *= own if dim == slot.dim else axis.length(self.among)
             total += count
         return total
 
@@ -138,6 +139,10 @@ class View:
 
     def places(self, axis: Axis, group: str) -> Tensor:
         """Positions on an axis that each channel of the group has, [width, positions of one]."""
+        if len(axis.parts) == 1:
+            (part,) = axis.parts
+            every = torch.arange(axis.length(self.widths)).view(part.outer, self.widths[group], part.inner)
+            return every.transpose(0, 1).reshape(self.widths[group], -1)
         marks = {name: torch.full((self.widths[name],), -1) for name in axis.groups}
         marks[group] = torch.arange(self.widths[group])
         spread = axis.spread(marks, self.widths, fixed=-1)

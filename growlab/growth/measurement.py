@@ -5,9 +5,10 @@ batches, and over ranks where there are several. Every pass is counted.
 """
 
 import contextlib
+import copy
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from growlab.growth.outputs import main_output, network_inputs, quietly
 from growlab.growth.surrogates import twice_differentiable
 from growlab.growth.weighted_norms import carried_weights, weigh
 from growlab.unchanged import Snapshot
-from growlab.widths import Carry, WidthGraph, replace_tensors, restore_tensors, tensors_of
+from growlab.widths import Carry, WidthGraph, replace_tensors, restore_tensors, tensors_in, tensors_of
 from growlab.widths.inputs import call_on
 
 #: The network's positional inputs or a mapping of those by name, and the target behind them.
@@ -112,6 +113,18 @@ class Measurement:
         if not self._batches:
             raise UserError("growth looks at training data, and there is not a single batch of it.")
         self._loss, self._average, self.share = loss, average, share
+        self._flops: dict[Hashable, int] = {}
+
+    def split(self) -> "tuple[Measurement, Measurement]":
+        """Batches to work something out from, and those held out to try it on: the last quarter, rounded up.
+
+        A single batch is both. Passes over either add to `cost`.
+        """
+        held_out = -(-len(self._batches) // 4) if len(self._batches) > 1 else 0
+        first, last = copy.copy(self), copy.copy(self)
+        first._batches = self._batches[: len(self._batches) - held_out]
+        last._batches = self._batches[-held_out:]
+        return first, last
 
     def told(self) -> dict[str, Any]:
         """Cost of the passes so far, for a receipt: work of all processes, memory of the one that took most.
@@ -135,6 +148,8 @@ class Measurement:
         modes: Sequence[contextlib.AbstractContextManager[Any]] = (),
         watched: Sequence[str] = (),
         gradients: bool = True,
+        work: Hashable = None,
+        finite: bool = True,
     ) -> dict[str, Tensor]:
         """Pass the batches in train mode, without dropout, through the network with other tensors.
 
@@ -144,6 +159,12 @@ class Measurement:
             modes: entered around the passes.
             watched: paths of modules whose input and output `visit` wants.
             gradients: whether `visit` asks for any.
+            work: what `visit` computes: the FLOPs of equal work at equal widths are counted once, since counting takes
+                longer than computing does in a small network; None: those of each pass are.
+            finite: a loss that is not finite is an error.
+
+        Raises:
+            UserError: the loss is no single number, or not finite.
         """
         began = time.perf_counter()
         sums: dict[str, Tensor] = {}
@@ -153,12 +174,11 @@ class Measurement:
         before = self._widths()
         replaced = replace_tensors(self.model, self.graph, tensors)
         self._weigh(before)
-        counter, held = _FlopCounter(), _Held()
+        shapes = tuple((name, tuple(new.shape)) for name, (_, new) in replaced.items())
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(quietly(self.model))
                 stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
-                stack.enter_context(counter)
                 for mode in modes:
                     stack.enter_context(mode)
                 seen = stack.enter_context(_watching(self.model, watched))
@@ -171,7 +191,9 @@ class Measurement:
                 for *inputs, target in self._batches:
                     seen.clear()
                     before_batch.restore()
-                    with held.during():
+                    sizes = tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
+                    done = None if work is None else (work, shapes, sizes, gradients)
+                    with self._counted(done):
                         loss = self._loss(main_output(call_on(self.model, inputs)), target)
                         if loss.numel() != 1:
                             raise UserError(
@@ -187,18 +209,29 @@ class Measurement:
             restore_tensors(self.model, self.graph, replaced)
             self._weigh(before)
         result = {name: self._average(total / len(self._batches)) for name, total in sums.items()}
-        if not bool(result.pop(_LOSS).isfinite()):
+        if not bool(result.pop(_LOSS).isfinite()) and finite:
             raise UserError(
                 "the training loss that growth looks at is NaN or infinite; lower the learning rate, or choose a "
                 "growth method that does not look at data."
             )
-        self.cost.flops += counter.flops
-        self.cost.held_bytes = max(self.cost.held_bytes, held.most)
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device)
             self.cost.peak_memory_bytes = max(peak, self.cost.peak_memory_bytes or 0)
         self.cost.seconds += time.perf_counter() - began
         return result
+
+    @contextlib.contextmanager
+    def _counted(self, work: Hashable) -> Iterator[None]:
+        """Count what a pass takes: the FLOPs of work that was done before are known."""
+        if work is not None and work in self._flops:
+            yield
+        else:
+            counter, held = _FlopCounter(), _Held()
+            with held.during(), counter:
+                yield
+            self._flops[work] = counter.flops
+            self.cost.held_bytes = max(self.cost.held_bytes, held.most)
+        self.cost.flops += self._flops[work]
 
     def _widths(self) -> dict[str, int]:
         """Width of each group now, where it matters to statistics over channels."""
@@ -214,10 +247,15 @@ class Measurement:
             weights = carried_weights(self.graph, self._norm_weights, Carry(), before, now)
             weigh(self.model, self.graph, now, weights)
 
-    def loss(self, tensors: Mapping[str, Tensor]) -> float:
-        """Mean loss with these tensors."""
-        found = self.run(tensors, lambda parameters, loss, seen: {"loss": loss.double()}, gradients=False)
-        return float(found["loss"])
+    def loss(self, tensors: Mapping[str, Tensor], finite: bool = True) -> float:
+        """Mean loss with these tensors; unless it is to be `finite`, that may be infinite or NaN."""
+
+        def visit(
+            parameters: Mapping[str, Tensor], loss: Tensor, seen: Mapping[str, Seen]
+        ) -> dict[str, Tensor]:
+            return {"loss": loss.double()}
+
+        return float(self.run(tensors, visit, gradients=False, work="loss", finite=finite)["loss"])
 
     def gradients(
         self,
@@ -233,7 +271,7 @@ class Measurement:
             found = torch.autograd.grad(loss, [parameters[name] for name in names], materialize_grads=True)
             return {"": loss.double(), **dict(zip(names, found, strict=True))}
 
-        return self.run(tensors, visit, modes)
+        return self.run(tensors, visit, modes, work=("gradients", *names))
 
     def products(
         self,
@@ -277,7 +315,8 @@ class Measurement:
         try:
             # Attention's fast kernels have no second derivatives.
             with sdpa_kernel(SDPBackend.MATH):
-                return self.run(tensors, visit, [twice_differentiable(), *modes])
+                work = ("products", *directions, None, *names)
+                return self.run(tensors, visit, [twice_differentiable(), *modes], work=work)
         except RuntimeError as error:
             found = re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented", str(error))
             if found is None:
@@ -286,6 +325,14 @@ class Measurement:
                 f"this growth method takes second derivatives, which torch has not of {found[1]}; choose another "
                 "growth method."
             ) from error
+
+
+def arithmetic() -> contextlib.AbstractContextManager[Any]:
+    """Leave out torch's function modes, which cost small operations of a visit's own many times their time.
+
+    Not around backward passes, which may call a part of the network again.
+    """
+    return torch._C.DisableTorchFunction()
 
 
 @contextlib.contextmanager

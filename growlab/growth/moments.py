@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from growlab.growth.data_driven import DataDriven, padded
 from growlab.growth.fans import Fans, View
-from growlab.growth.measurement import Measurement, Seen
+from growlab.growth.measurement import Measurement, Seen, arithmetic
 from growlab.growth.method import Expansion
 from growlab.growth.surrogates import IdentityNorms, right_derivatives
 from growlab.widths import Layer, WidthGraph
@@ -43,21 +43,23 @@ def moments(
     def visit(parameters: Mapping[str, Tensor], loss: Tensor, seen: Mapping[str, Seen]) -> dict[str, Tensor]:
         slopes = torch.autograd.grad(loss, [seen[name].output for name in consumers])
         goal = dict(zip(consumers, slopes, strict=True))
-        found = {f"calls {name}": torch.tensor(float(seen[name].calls)).to(loss) for name in names}
-        for fans in groups:
-            producer, consumer = fans.producers[0], fans.consumers[0]
-            h = _patches(modules[producer.name], producer, expansion.graph, seen[producer.name], view)
-            b = _patches(modules[consumer.name], consumer, expansion.graph, seen[consumer.name], view)
-            v = -len(b) * _rows(modules[consumer.name], goal[consumer.name]).double()
-            reads = _reads(modules[consumer.name], seen[consumer.name], seen[producer.name])
-            found[f"input {fans.group}"] = torch.einsum("bpi,bpj->ij", h * reads[:, None].to(h), h) / len(h)
-            found[f"square {fans.group}"] = torch.einsum("bpi,bpj->ij", b, b) / len(b)
-            found[f"goal {fans.group}"] = torch.einsum("bpi,bpo->io", b, v) / len(b)
-            found[f"wanted {fans.group}"] = v.square().sum() / len(b)
+        with arithmetic():
+            found = {f"calls {name}": torch.tensor(float(seen[name].calls)).to(loss) for name in names}
+            for fans in groups:
+                producer, consumer = fans.producers[0], fans.consumers[0]
+                h = _patches(modules[producer.name], producer, expansion.graph, seen[producer.name], view)
+                b = _patches(modules[consumer.name], consumer, expansion.graph, seen[consumer.name], view)
+                v = -len(b) * _rows(modules[consumer.name], goal[consumer.name]).double()
+                reads = _reads(modules[consumer.name], seen[consumer.name], seen[producer.name])
+                weighted = h if reads is None else h * reads[:, None].to(h)
+                found[f"input {fans.group}"] = _product(weighted, h)
+                found[f"square {fans.group}"] = _product(b, b)
+                found[f"goal {fans.group}"] = _product(b, v)
+                found[f"wanted {fans.group}"] = v.square().sum() / len(b)
         return found
 
     # Not in place either: an output that an activation overwrites is no longer what the layer put out.
-    return data.run(expansion.old, visit, [right_derivatives()], names)
+    return data.run(expansion.old, visit, [right_derivatives()], names, work="moments")
 
 
 def bottleneck(
@@ -103,33 +105,29 @@ def bottleneck(
                     continue
                 consumer = fans.consumers[0]
                 module, output = modules[consumer.name], seen[consumer.name].output
-                patches = _patches(module, consumer, graph, seen[consumer.name], view)
-                goal = -len(patches) * _rows(module, slopes[consumer.name]).double()
-                rows = graph.axes[consumer.weight][0].kept(old, view.widths).to(goal.device)
-                rest = torch.zeros_like(goal)
-                rest[..., rows] = goal[..., rows] - patches @ updates[fans.group]
-                rest = (
-                    rest.mT.reshape(output.shape)
-                    if isinstance(module, nn.Conv2d)
-                    else rest.reshape(output.shape)
-                )
+                with arithmetic():
+                    patches = _patches(module, consumer, graph, seen[consumer.name], view)
+                    goal = -len(patches) * _rows(module, slopes[consumer.name]).double()
+                    rows = graph.axes[consumer.weight][0].kept(old, view.widths).to(goal.device)
+                    rest = torch.zeros_like(goal)
+                    rest[..., rows] = goal[..., rows] - patches @ updates[fans.group]
+                    if isinstance(module, nn.Conv2d):
+                        rest = rest.mT
+                    rest = rest.reshape(output.shape).to(output) / len(patches)
                 asked = [parameters[slot.name] for slot in fans.into]
-                slope = torch.autograd.grad(
-                    output,
-                    asked,
-                    rest.to(output) / len(patches),
-                    retain_graph=True,
-                    materialize_grads=True,
-                )
-                taken = {slot.name: tensor for slot, tensor in zip(fans.into, slope, strict=True)}
-                new = old[fans.group] + torch.arange(len(parts[fans.group]))
-                found[fans.group] = view.read(taken, fans.into, fans.group, new).double()
+                taken = torch.autograd.grad(output, asked, rest, retain_graph=True, materialize_grads=True)
+                for slot, tensor in zip(fans.into, taken, strict=True):
+                    found[f"{fans.group} {slot.name}"] = tensor.double()
             return found
 
         norms = IdentityNorms(_new_channels(data.model, graph, view, groups))
-        found = data.run(tensors, visit, [right_derivatives(), norms], names)
-        for group, rows in found.items():
-            columns[group].append(rows.T)
+        found = data.run(tensors, visit, [right_derivatives(), norms], names, work=("bottleneck", number))
+        for fans in groups:
+            if not len(parts[fans.group]):
+                continue
+            taken = {slot.name: found[f"{fans.group} {slot.name}"] for slot in fans.into}
+            new = old[fans.group] + torch.arange(len(parts[fans.group]))
+            columns[fans.group].append(view.read(taken, fans.into, fans.group, new).T)
     return {group: torch.cat(pieces, 1) for group, pieces in columns.items()}
 
 
@@ -146,13 +144,18 @@ def _patches(module: nn.Module, layer: Layer, graph: WidthGraph, seen: Seen, vie
     return patches.double()
 
 
-def _reads(consumer: nn.Module, read: Seen, made: Seen) -> Tensor:
-    """How often a consumer reads each position of its producer's grid, [positions]; [1] if it reads all alike.
+def _product(one: Tensor, other: Tensor) -> Tensor:
+    """Mean over samples of the products, summed over positions, of [B, positions, I] and [B, positions, J]: [I, J]."""
+    return one.flatten(0, 1).T @ other.flatten(0, 1) / len(one)
+
+
+def _reads(consumer: nn.Module, read: Seen, made: Seen) -> Tensor | None:
+    """Count of reads of each position of its producer's grid by a consumer, [positions]; None if all are equal.
 
     Where pooling lies between, a position counts as the one that it is pooled into.
     """
     if not isinstance(consumer, nn.Conv2d) or made.output.dim() != 4:
-        return torch.ones(1)
+        return None
     kernel, geometry = consumer.kernel_size, (consumer.dilation, consumer.padding, consumer.stride)
     once = torch.ones_like(F.unfold(read.x[:1, :1], kernel, *geometry))  # type: ignore[arg-type]
     counts = F.fold(once, read.x.shape[2:], kernel, *geometry)  # type: ignore[arg-type]

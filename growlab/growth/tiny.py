@@ -13,11 +13,13 @@ from growlab.growth.fans import Fans, Slot, View
 from growlab.growth.measurement import Measurement, Seen
 from growlab.growth.method import Expansion, GrownTensors, WeightRule
 from growlab.growth.moments import bottleneck, moments, usual
-from growlab.settings import above, flag
+from growlab.settings import above, at_least, flag
 from growlab.widths import resized
 
 # Singular values of S below this part of the largest count as zero, as in GroMo.
 _RANK = 1e-6
+# A neuron that is worth less than this part of the best one is drawn: nothing would ever wake it.
+_LEAST = 1e-3
 
 
 class Tiny(DataDriven):
@@ -30,22 +32,34 @@ class Tiny(DataDriven):
         alpha_k = sqrt(d_k) S^-1/2 u_k,  omega_k = sqrt(d_k) w_k     what leads into and out of neuron k (Prop. 3.2)
 
     of largest d_k first: among k neurons they reduce E|V - dW b - omega alpha^T h|^2 most. An amplitude gamma is then
-    found by line search over the loss on the batches: new neurons get sqrt(gamma) on both sides, and old weights
-    gamma dW if `update_old`. Convolutions: h and b are patches; S takes a patch as often as the consumer reads its
-    position, as in GroMo, so that overlapping of the consumer's is left out of account (exact for 1x1).
+    found by line search over the loss on batches that are held out: new neurons get sqrt(gamma) on both sides, and old
+    weights gamma dW if `update_old`. From the largest amplitude down, the search ends behind the lowest loss.
+    Convolutions: h and b are patches; S takes a patch as often as the consumer reads its position, as in GroMo, so
+    that overlapping of the consumer's is left out of account (exact for 1x1).
+
+    S and E[b b^T] get `ridge` times the mean of their diagonal added to it, so that |alpha_k|^2 is at most
+    d_k / (ridge * mean of the diagonal). Without it a nearly singular S, as of neurons that are small or nearly the
+    same, makes weights a hundred times as long as old ones, at which the next steps diverge.
 
     **Preserves** nothing exactly: the function moves by what gamma says, to the lowest loss that the line search
     finds; the report has the loss before and after. New neurons alone need not lower it: they do what is best beside
-    dW, and ReLU passes half of what they were worked out for.
+    dW, and ReLU passes half of what they were worked out for. Where no amplitude lowers the loss, gamma is 0: the
+    function stays as it is, and what leads into new neurons as at gamma 1, so that they learn from the next step on.
+    So do neurons beyond the rank of N (a layer with 10 outputs asks for 10 at a time): they are drawn, and nothing
+    leads out of them at first.
     **Departs from the paper**: N is measured in the network with candidates whose outgoing weights are 1 in one
     entry and whose incoming weights are zero, so that it passes pooling and flattening in between. A batch
     normalisation of new channels starts as the identity on the batches, an instance normalisation as what is nearest
-    to it: statistics are of each sample. All layers move at once, with one gamma.
+    to it: statistics are of each sample. All layers move at once, with one gamma. The ridge, the batches held out,
+    and drawn neurons are not in the paper.
 
     Args:
-        batches: training batches that it is shown at an event: the first ones of the epoch that begins.
+        batches: training batches that it is shown at an event: the first ones of the epoch that begins. The last
+            quarter of them, rounded up, is held out for the line search; a single batch serves for both.
         update_old: move old weights of consumers by dW too.
-        amplitudes: gammas that the line search tries, each forward passes over the batches.
+        amplitudes: gammas that the line search tries, in any order. Above 1 new neurons do more than the functional
+            gradient asks for, and training may diverge.
+        ridge: added to the diagonal of second moments, relative to its mean.
         fallback: "pairs" lets function-preserving pairs grow the groups for which the method is not defined; None
             refuses them.
         gain: of new hidden weights that are drawn, variance gain / fan_in.
@@ -56,9 +70,10 @@ class Tiny(DataDriven):
 
     def __init__(
         self,
-        batches: int = 1,
+        batches: int = 2,
         update_old: bool = False,
-        amplitudes: Sequence[float] = (256.0, 64.0, 16.0, 4.0, 1.0, 0.25, 0.0625, 0.0156, 0.0039, 0.001),
+        amplitudes: Sequence[float] = (1.0, 0.25, 0.0625, 0.0156, 0.0039, 0.001),
+        ridge: float = 1.0,
         fallback: Literal["pairs"] | None = None,
         gain: float = 2.0,
         new_weights: WeightRule = "fan_in",
@@ -69,7 +84,8 @@ class Tiny(DataDriven):
         flag(update_old=update_old)
         for amplitude in amplitudes:
             above(0, amplitudes=amplitude)
-        self.update_old, self.amplitudes = update_old, tuple(amplitudes)
+        at_least(0, ridge=ridge)
+        self.update_old, self.amplitudes, self.ridge = update_old, tuple(amplitudes), ridge
 
     def refuses(self, fans: Fans, before: int, after: int) -> str | None:
         """Channels that more than one layer puts out or takes, or that pass a depthwise convolution."""
@@ -106,7 +122,8 @@ class Tiny(DataDriven):
         }
         if refused:
             return GrownTensors({}), refused
-        found_moments = moments(expansion, data, groups, modules)
+        shown, held_out = data.split()
+        found_moments = moments(expansion, shown, groups, modules)
         refused = {
             fans.group: f"{layer.name} is called more than once"
             for fans in groups
@@ -124,56 +141,86 @@ class Tiny(DataDriven):
         if refused:
             return GrownTensors({}), refused
         updates = {
-            fans.group: solved(found_moments[f"square {fans.group}"], found_moments[f"goal {fans.group}"])
+            fans.group: solved(
+                _ridged(found_moments[f"square {fans.group}"], self.ridge),
+                found_moments[f"goal {fans.group}"],
+            )
             for fans in groups
         }
-        products = bottleneck(self, expansion, data, groups, updates, modules)
+        products = bottleneck(self, expansion, shown, groups, updates, modules)
         found = {}
         for fans in groups:
             count = expansion.new_widths[fans.group] - expansion.old_widths[fans.group]
-            found[fans.group] = best_neurons(
-                found_moments[f"input {fans.group}"], products[fans.group], count
-            )
-        return self._at_the_best_amplitude(expansion, data, groups, updates, found), {}
+            square = _ridged(found_moments[f"input {fans.group}"], self.ridge)
+            found[fans.group] = best_neurons(square, products[fans.group], count)
+        return self._at_the_best_amplitude(expansion, shown, held_out, groups, updates, found), {}
 
     def _at_the_best_amplitude(
         self,
         expansion: Expansion,
-        data: Measurement,
+        shown: Measurement,
+        held_out: Measurement,
         groups: Sequence[Fans],
         updates: Mapping[str, Tensor],
         found: Mapping[str, tuple[Tensor, Tensor, Tensor]],
     ) -> GrownTensors:
         view = View(expansion.graph, expansion.new_widths, expansion.old_widths)
         empty = padded(self, expansion)
+        rows, drawn = self._rows(expansion, groups, found)
         unit = dict(empty)
         for fans in groups:
-            new = _new(expansion, fans)
-            view.write(unit, fans.into, fans.group, new, found[fans.group][0])
-        statistics = _statistics(data, unit, groups)
+            view.write(unit, fans.into, fans.group, _new(expansion, fans), rows[fans.group])
+        statistics = _statistics(shown, unit, groups)
 
         def at(gamma: float) -> dict[str, Tensor]:
             tensors = dict(empty)
             for fans in groups:
-                alpha, omega, _ = found[fans.group]
-                new = _new(expansion, fans)
-                view.write(tensors, fans.into, fans.group, new, alpha * sqrt(gamma))
-                view.write(tensors, fans.out, fans.group, new, omega * sqrt(gamma))
+                new, omega = _new(expansion, fans), found[fans.group][1]
+                # Of what is drawn nothing is led out, nor at gamma 0 of anything.
+                scale = torch.where(drawn[fans.group], 1.0, sqrt(gamma or 1.0))
+                view.write(tensors, fans.into, fans.group, new, rows[fans.group] * scale[:, None])
+                led_out = torch.where(drawn[fans.group], 0.0, sqrt(gamma))[:, None]
+                view.write(tensors, fans.out, fans.group, new, omega * led_out)
                 if self.update_old:
                     _add_update(tensors, expansion, fans, updates[fans.group] * gamma)
-                _identity(tensors, view, fans, new, statistics, sqrt(gamma))
+                _identity(tensors, view, fans, new, statistics, scale)
             return tensors
 
-        before = data.loss(expansion.old)
-        losses = [data.loss(at(gamma)) for gamma in self.amplitudes]
-        best = min(range(len(losses)), key=lambda place: losses[place])
+        before = held_out.loss(expansion.old)
+        amplitude, lowest = 0.0, before
+        for gamma in sorted(self.amplitudes, reverse=True):
+            loss = held_out.loss(at(gamma), finite=False)
+            if loss < lowest:
+                amplitude, lowest = gamma, loss
+            elif amplitude:
+                break
         report = {
-            "amplitude": self.amplitudes[best],
+            "amplitude": amplitude,
             "loss_before": before,
-            "loss_after": losses[best],
+            "loss_after": lowest,
             "singular_values": {fans.group: found[fans.group][2].tolist() for fans in groups},
         }
-        return GrownTensors(at(self.amplitudes[best]), report=report)
+        return GrownTensors(at(amplitude), report=report)
+
+    def _rows(
+        self,
+        expansion: Expansion,
+        groups: Sequence[Fans],
+        found: Mapping[str, tuple[Tensor, Tensor, Tensor]],
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Incoming weights of new neurons at gamma 1, [count, entries], and a mask of those that are drawn, [count]."""
+        view = View(expansion.graph, expansion.new_widths, expansion.old_widths)
+        rows, drawn = {}, {}
+        for fans in groups:
+            alpha, _, values = found[fans.group]
+            drawn[fans.group] = values <= _LEAST * values[0]
+            rows[fans.group] = alpha
+            if bool(drawn[fans.group].any()):
+                names = {slot.name for slot in fans.into}
+                new = {name: self.new_weights.draw(expansion, name).to(alpha) for name in names}
+                others = view.read(new, fans.into, fans.group, _new(expansion, fans))
+                rows[fans.group] = torch.where(drawn[fans.group][:, None], others, alpha)
+        return rows, drawn
 
 
 def best_neurons(square: Tensor, product: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,6 +247,12 @@ def best_neurons(square: Tensor, product: Tensor, count: int) -> tuple[Tensor, T
     result[:kept] = sizes[:kept]
     signs = upright(alpha)
     return alpha * signs, omega * signs, result
+
+
+def _ridged(square: Tensor, ridge: float) -> Tensor:
+    """S + ridge * mean of its diagonal * I: bounds what its inverse makes of directions that are hardly there."""
+    square = square.double()
+    return square + ridge * square.diagonal().mean() * torch.eye(len(square)).to(square)
 
 
 def solved(square: Tensor, product: Tensor) -> Tensor:
@@ -241,15 +294,16 @@ def _identity(
     fans: Fans,
     new: Tensor,
     statistics: Mapping[str, Tensor],
-    scale: float,
+    scale: Tensor,
 ) -> None:
-    """Let norms pass new channels, `scale` times those of the statistics, as they are."""
+    """Let norms pass new channels, `scale` [channels] times those of the statistics, as they are."""
     for norm in fans.norms:
         first = norm.weight or norm.running_mean
         assert first is not None
         places = view.places(view.graph.axes[first][0], fans.group)[new].flatten()
-        mean = statistics[f"mean {norm.name}"][places] * scale
-        variance = statistics[f"var {norm.name}"][places] * scale**2
+        each = scale.repeat_interleave(len(places) // len(new))
+        mean = statistics[f"mean {norm.name}"][places] * each
+        variance = statistics[f"var {norm.name}"][places] * each**2
         for name, values in (
             (norm.weight, (variance + norm.eps).sqrt()),
             (norm.bias, mean),

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.errors import UserError
-from growlab.growth import Expansion, Measurement, Tiny
+from growlab.growth import Expansion, Measurement, Tiny, grow
 from growlab.growth.fans import fans_of
 from growlab.growth.moments import bottleneck, moments
 from growlab.growth.tiny import best_neurons, solved
@@ -131,7 +131,7 @@ def test_a_position_counts_as_often_as_it_is_read(pool: int) -> None:
 
 @pytest.mark.parametrize(("build", "shape"), [(mlp, (5,)), (conv, (2, 4, 4)), (normed, (2, 6, 6))])
 def test_the_loss_falls_as_the_report_says(build, shape: tuple[int, ...]) -> None:
-    run = started(build(), shape, Tiny(update_old=True))
+    run = started(build(), shape, Tiny(update_old=True), num_batches=1)
     before = float(run.loss().detach())
     event, _ = run.grow({group: width + 1 for group, width in run.state.widths.items()})
     assert event.report["loss_before"] == pytest.approx(before)
@@ -143,7 +143,7 @@ def test_the_loss_falls_as_the_report_says(build, shape: tuple[int, ...]) -> Non
 def test_a_small_amplitude_goes_downhill_at_the_rate_that_the_moments_say() -> None:
     """New neurons alone: dL = -gamma alpha^T E[h v^T] omega."""
     gamma = 1e-6
-    run = started(mlp(), (5,), Tiny(update_old=False, amplitudes=[gamma]))
+    run = started(mlp(), (5,), Tiny(update_old=False, amplitudes=[gamma]), num_batches=1)
     before, slope = float(run.loss().detach()), torch.zeros(())
     for x, y in run.batches:
         z = run.network[4](run.network[:4](x))
@@ -221,10 +221,112 @@ def test_shared_channels_are_refused_and_may_grow_by_pairs() -> None:
     run.method = Tiny(fallback="pairs")
     event, _ = run.grow(widths)
     assert set(event.report["grown_by_pairs"]) == {"stem"}
-    assert event.report["loss_after"] < event.report["loss_before"]
+    assert event.report["loss_after"] <= event.report["loss_before"]
+
+
+@pytest.mark.parametrize("update_old", [False, True])
+@pytest.mark.parametrize(("build", "shape"), [(mlp, (5,)), (conv, (2, 4, 4)), (normed, (2, 6, 6))])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_loss_on_batches_that_are_held_out_never_rises(
+    build, shape: tuple[int, ...], update_old: bool, seed: int
+) -> None:
+    """Targets are drawn: what helps on one batch may hurt on the next."""
+    run = started(build(), shape, Tiny(update_old=update_old, amplitudes=[64.0, 1.0, 0.01]), num_batches=5)
+    source = torch.Generator().manual_seed(seed)
+    run.batches[:] = [(x, torch.randint(3, (len(x),), generator=source)) for x, _ in run.batches]
+    every, run.batches[:] = list(run.batches), run.batches[3:]
+    before = float(run.loss().detach())
+    run.batches[:] = every
+    event, _ = run.grow({group: width + 2 for group, width in run.state.widths.items()})
+    run.batches[:] = every[3:]
+    assert event.report["loss_before"] == pytest.approx(before)
+    assert event.report["loss_after"] == pytest.approx(float(run.loss().detach()), rel=1e-6)
+    assert event.report["loss_after"] <= event.report["loss_before"]
+
+
+def test_the_amplitude_of_the_lowest_loss_is_found_from_the_largest_down() -> None:
+    amplitudes = [0.01, 0.1, 1.0, 10.0, 100.0, 1000.0]
+    losses = {}
+    for amplitude in amplitudes:
+        event, _ = started(mlp(), (5,), Tiny(amplitudes=[amplitude]), num_batches=1).grow({"2": 5})
+        losses[amplitude] = event.report["loss_after"]
+    event, _ = started(mlp(), (5,), Tiny(amplitudes=amplitudes), num_batches=1).grow({"2": 5})
+    assert event.report["amplitude"] == min(losses, key=lambda one: losses[one])
+    assert event.report["loss_after"] == pytest.approx(min(losses.values()))
+
+
+def test_amplitudes_are_at_most_1_unless_more_is_asked_for() -> None:
+    assert max(Tiny().amplitudes) == 1.0
+    assert 4.0 in Tiny(amplitudes=[4.0, 1.0]).amplitudes
+
+
+class Opposed(nn.Module):
+    """A loss whose sign is that of the targets, so that what lowers one batch's raises the other's."""
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return z.square().sum(1).mean() * y.to(z).mean()
+
+
+@pytest.mark.parametrize("build", [mlp, lambda: nn.Sequential(*mlp()[:3], nn.BatchNorm1d(6), *mlp()[3:])])
+def test_where_no_amplitude_helps_the_function_stays_and_new_neurons_learn(build) -> None:
+    run = started(build(), (5,), Tiny(update_old=True))
+    run.batches = [
+        (x, torch.full((len(x),), sign)) for (x, _), sign in zip(run.batches, (1, -1), strict=True)
+    ]
+    run.batches[1] = (run.batches[0][0], run.batches[1][1])
+    widths = dict(run.state.widths)
+    data = Measurement(run.network, run.graph, run.batches, Opposed())
+    grown = {group: width + 2 for group, width in widths.items()}
+    event = grow(run.network, run.graph, run.method, run.state, grown, 5, (run.batches[0][0],), data=data)
+    assert event.report["amplitude"] == 0.0
+    assert event.report["loss_after"] == event.report["loss_before"]
+    assert max(event.parity_error_eval, event.parity_error_train) < 1e-12
+    last = run.network[-1].weight
+    assert not last[:, widths["2"] :].any()
+    (slope,) = torch.autograd.grad(Opposed()(run.network(run.batches[0][0]), run.batches[0][1]), last)
+    assert slope[:, widths["2"] :].norm(dim=0).min() > 1e-4
+
+
+def test_more_neurons_than_the_next_layer_asks_for_learn_too() -> None:
+    """Of ten, three outputs ask for three."""
+    network = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
+    run = started(network, (5,), Tiny(), num_batches=1, size=100)
+    old = run.state.widths["0"]
+    event, _ = run.grow({"0": old + 7})
+    assert event.report["amplitude"] > 0
+    rows, columns = run.network[0].weight[old:], run.network[2].weight[:, old:]
+    silent = (columns == 0).all(0)
+    assert 4 <= int(silent.sum()) < 7
+    assert rows.norm(dim=1)[silent].min() > 0.1
+    (slope,) = torch.autograd.grad(run.loss(), run.network[2].weight)
+    assert slope[:, old:].norm(dim=0).min() > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["twins", "tiny", "constant"])
+@pytest.mark.parametrize("update_old", [False, True])
+def test_a_singular_second_moment_gives_bounded_weights(kind: str, update_old: bool) -> None:
+    """What the growing layer reads hardly differs: twins, channels of length 1e-5, or nothing but a constant."""
+    run = started(mlp(), (5,), Tiny(update_old=update_old, amplitudes=[1.0]), num_batches=1, size=60)
+    with torch.no_grad():
+        first = run.network[0]
+        if kind == "twins":
+            first.weight[1:], first.bias[1:] = first.weight[:1] * (1 + 1e-7), first.bias[:1]
+        first.weight *= {"twins": 1.0, "tiny": 1e-5, "constant": 0.0}[kind]
+    square = measured(run, "2")[0]
+    before = {name: one.detach().clone() for name, one in run.network.named_parameters()}
+    event, _ = run.grow({"2": 6})
+    assert all(one.isfinite().all() for one in run.network.parameters())
+    rows = torch.cat([run.network[2].weight[3:], run.network[2].bias[3:, None]], 1)
+    bound = event.report["singular_values"]["2"][0] / (run.method.ridge * square.diagonal().mean())
+    columns = run.network[4].weight[:, 3:]
+    found = columns.any(0)
+    assert bool(found.any()) and rows[found].square().sum(1).max() <= bound * (1 + 1e-9)
+    assert columns.square().sum(0).max() <= event.report["singular_values"]["2"][0] * (1 + 1e-9)
+    moved = run.network[4].weight[:, :3] - before["4.weight"]
+    assert moved.abs().max() < 10.0 and bool(moved.any()) == update_old
 
 
 def test_impossible_choices_are_refused() -> None:
-    for wrong in ({"amplitudes": []}, {"amplitudes": [0.0, 1.0]}, {"fallback": "random"}):
+    for wrong in ({"amplitudes": []}, {"amplitudes": [0.0, 1.0]}, {"ridge": -1.0}, {"fallback": "random"}):
         with pytest.raises(ValueError, match=rf"^{next(iter(wrong))} must be"):
             Tiny(**wrong)
