@@ -308,6 +308,37 @@ def test_an_average_loads_in_any_order(network, order) -> None:
     assert again["average"].state_dict().keys() == states["average"].keys()
 
 
+class Shadow(nn.Module):
+    """An average of a network as ema-pytorch has it: beside the network itself, which may be a submodule too."""
+
+    def __init__(self, model: nn.Module, include: bool) -> None:
+        super().__init__()
+        self.online_model = model if include else [model]
+        self.ema_model = copy.deepcopy(model).requires_grad_(False)
+        self.register_buffer("step", torch.tensor(0))
+
+    def update(self, model: nn.Module) -> None:
+        for average, weight in zip(self.ema_model.parameters(), model.parameters(), strict=True):
+            average.data.lerp_(weight.data, 0.5)
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_an_average_grows_along_that_keeps_the_network_beside_it(include: bool) -> None:
+    loop = Loop(method=VarianceTransfer())
+    shadow = Shadow(loop.network, include)
+    loop.grower.follow(shadow)
+    loop.train(STEPS - 1)
+    shadow.update(loop.network)
+    before = shadow.ema_model.eval()(PROBE)
+    loop.grower.step(epoch=1)
+    assert {name: p.shape for name, p in shadow.ema_model.named_parameters()} == {
+        name: p.shape for name, p in loop.network.named_parameters()
+    }
+    torch.testing.assert_close(shadow.ema_model(PROBE), before, atol=1e-5, rtol=1e-4)
+    assert "module0_parity_error_eval" in loop.grower.events[-1]
+    shadow.update(loop.network)
+
+
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("optimizer_first", [True, False])
 def test_a_copy_of_everything_is_a_run_of_its_own(make, optimizer_first: bool) -> None:

@@ -30,10 +30,10 @@ def let_follow(
     modules: list[nn.Module] = []
     for one in given:
         if isinstance(one, nn.Module):
-            copy = getattr(one, "module", one)
-            if not any(copy is known for known in (*run.copies().values(), *modules)):
-                _attach(run, one, copy)
-                modules.append(copy)
+            for copy in _copies(run, one):
+                if not any(copy is known for known in (*run.copies().values(), *modules)):
+                    attach(copy, run.graph, run.state, run, run.probe())
+                    modules.append(copy)
         elif any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(one).__mro__):
             raise UserError(
                 f"{type(one).__name__} shares parameters out among processes once, by their size: growth "
@@ -52,14 +52,25 @@ def let_follow(
     return modules
 
 
-def _attach(run: "Grower", follower: nn.Module, copy: nn.Module) -> None:
-    shapes = [{n: t.shape for n, t in m.state_dict().items()} for m in (copy, run.network)]
-    if shapes[0] != shapes[1]:
+def _copies(run: "Grower", follower: nn.Module) -> list[nn.Module]:
+    """Copies of the network in a module that averages it, which may have the network itself as a submodule too."""
+    own, wanted, found = set(run.network.modules()), _shapes(run.network), list[nn.Module]()
+    waiting = [follower]
+    for module in waiting:
+        if module not in own and _shapes(module) == wanted:
+            found.append(module)
+        elif module not in own:
+            waiting += module.children()
+    if not found:
         raise UserError(
             f"{type(follower).__name__} cannot grow along: its tensors are not those of the network as it "
             "is now; copy the network after the Grower was made."
         )
-    attach(copy, run.graph, run.state, run, run.probe())
+    return found
+
+
+def _shapes(module: nn.Module) -> dict[str, Any]:
+    return {name: getattr(entry, "shape", None) for name, entry in module.state_dict().items()}
 
 
 def told_apart(parts: Any) -> tuple[Part, ...]:

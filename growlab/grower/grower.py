@@ -33,6 +33,7 @@ from growlab.optim.followers import Followers
 from growlab.parts.part import Part
 from growlab.triggers import Clock, Run, Training, Trigger, as_trigger
 from growlab.widths import Example, WidthGraph
+from growlab.widths.trials import named_tensors, share_attributes
 
 log = logging.getLogger(__name__)
 
@@ -254,6 +255,8 @@ class Grower:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update({name: deepcopy(value, memo) for name, value in vars(self).items()})
+        for name, network in {"": self.network, **self.copies()}.items():
+            share_attributes(named_tensors(network), {"": twin.network, **twin.copies()}[name])
         twin.followers.rebind(twin, memo)
         if twin._open:
             twin.reopen()

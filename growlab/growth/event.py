@@ -64,7 +64,8 @@ def plant(
         The state to hand to `grow`.
 
     Raises:
-        UserError: the method would leave a factor on the output that `finish` could not fold.
+        UserError: the method would leave a factor on the output that `finish` could not fold, or multiply weights where
+            their gradients would be wrong.
     """
     avoid_unsafe_kernels(model)
     if dict(widths) != graph.full_widths or method.draws_full_width:
@@ -72,19 +73,30 @@ def plant(
         # The old tensors serve as the example of how bare parameters are spread.
         expansion = Expansion(graph, as_applied(graph, tensors_of(model, graph)), widths, widths, seed, 0)
         replace_tensors(model, graph, as_kept(graph, method.initialise(expansion)))
-        _check_output_scale(model, graph, method, widths, seed)
+        _rehearse(model, graph, method, widths, seed)
     return GrowthState(0, dict(widths), {group: [0] * widths[group] for group in graph.groups})
 
 
-def _check_output_scale(
+def _rehearse(
     model: nn.Module, graph: WidthGraph, method: GrowthMethod, widths: Mapping[str, int], seed: int
 ) -> None:
-    """Rehearse all growth as one event, where a factor on the output could not be folded at the end."""
-    if not method.output_multiplier or can_fold(graph):
+    """Rehearse all growth as one event, where it might leave a factor on the output or on weights that cannot be."""
+    may_multiply = method.layer_multipliers and any(
+        graph.changes(name, widths, graph.full_widths) for name in graph.recomputed if name in graph.axes
+    )
+    may_scale = method.output_multiplier and not can_fold(graph)
+    if not may_multiply and not may_scale:
         return
     tensors = as_applied(graph, tensors_of(model, graph))
-    rehearsal = method.grow(Expansion(graph, tensors, widths, graph.full_widths, seed, 1))
-    if rehearsal.output_factor != 1.0:
+    expansion = Expansion(graph, tensors, widths, graph.full_widths, seed, 1)
+    rehearsal = with_attention_scale(expansion, method.grow(expansion), method.layer_multipliers)
+    if name := next((name for name in rehearsal.multipliers if name in graph.recomputed), None):
+        raise UserError(
+            f"{name} is used inside {graph.recomputed[name]}, whose backward pass does not see the factors by which "
+            f"{method.name} multiplies its rows: let the forward call a submodule there that has it, such as "
+            "nn.Linear, or set layer_multipliers=False."
+        )
+    if may_scale and rehearsal.output_factor != 1.0:
         raise UserError(
             f"{method.name} rescales this network's output, whose scale no layer can take up at the end of "
             "training: end the network with a linear layer or a convolution, or set output_multiplier=False."

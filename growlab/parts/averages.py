@@ -10,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from growlab.errors import UserError
 from growlab.parts.part import Part
 from growlab.triggers import Run
+from growlab.widths.trials import named_tensors, share_attributes
 
 
 class Averages(Part):
@@ -52,6 +53,7 @@ class Averages(Part):
         average = get_ema_multi_avg_fn(self._decay)
         self._average = AveragedModel(run.network, multi_avg_fn=average, use_buffers=True)
         self._average.requires_grad_(False).eval()
+        share_attributes(named_tensors(run.network), self._average.module)
 
     def followers(self) -> Mapping[str, nn.Module]:
         """The averaged network."""
@@ -61,7 +63,7 @@ class Averages(Part):
         """Average."""
         if self._average is not None:
             # Not its state_dict, which leaves out buffers that are not persistent.
-            _go_along(self._average.module, _tensors(run.network))
+            _go_along(self._average.module, named_tensors(run.network))
             self._average.n_averaged = self._average.n_averaged.to(next(run.network.parameters()).device)
             self._average.update_parameters(run.network)
 
@@ -79,11 +81,7 @@ class Averages(Part):
 
 def _go_along(average: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Bring the average's tensors to the devices and the precision of the network's."""
-    for name, tensor in _tensors(average).items():
+    for name, tensor in named_tensors(average).items():
         other = tensors.get(name)
         if other is not None and (tensor.device, tensor.dtype) != (other.device, other.dtype):
             tensor.data = tensor.data.to(other.device, other.dtype)
-
-
-def _tensors(network: nn.Module) -> dict[str, Tensor]:
-    return {**dict(network.named_parameters()), **dict(network.named_buffers())}

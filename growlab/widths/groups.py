@@ -194,6 +194,8 @@ class WidthGraph:
             of queries and keys are sums over the head dimension, in which the keys are like the weights.
         offsets: constants that the forward adds to parameters [C] before it applies them, by the parameter's name: 1
             where it multiplies channels by 1 + w.
+        recomputed: code with a backward pass of its own that takes a parameter in a module's forward, by the
+            parameter's name: a `torch.autograd.Function` of the user's, or activation checkpointing.
     """
 
     groups: Mapping[str, Group]
@@ -210,6 +212,7 @@ class WidthGraph:
     attentions: tuple[Attention, ...] = ()
     tied_outputs: tuple[str, ...] = ()
     offsets: Mapping[str, float] = field(default_factory=dict)
+    recomputed: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def emitters(self) -> frozenset[str]:

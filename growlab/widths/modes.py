@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from growlab.widths.apart import called_apart
 from growlab.widths.inputs import call_with
 from growlab.widths.meta import Shapes
 from growlab.widths.trials import light_copy, tensors_in
@@ -21,10 +22,14 @@ class Modes:
     Attributes:
         apart: it reads parameters that the other does not, or returns more or fewer tensors.
         several: in one of them it returns something else than a tensor.
+        own_backward: code with a backward pass of its own that operations of a module run in, by the module's path.
+        recomputed: the same by the name of a parameter that such operations take.
     """
 
     apart: bool
     several: bool
+    own_backward: Mapping[str, str]
+    recomputed: Mapping[str, str]
 
 
 def modes_of(model: nn.Module, inputs: tuple[Any, ...]) -> Modes:
@@ -38,7 +43,7 @@ def modes_of(model: nn.Module, inputs: tuple[Any, ...]) -> Modes:
         UnsupportedOperation: it does not run in both modes.
     """
     light, light_inputs, kept = light_copy(model, inputs)
-    seen, several = [], False
+    seen, several, own_backward, recomputed = [], False, dict[Any, str](), dict[int, str]()
     for training in (False, True):
         light.train(training)
         with torch.no_grad(), Shapes(), _Readers() as readers:
@@ -46,15 +51,24 @@ def modes_of(model: nn.Module, inputs: tuple[Any, ...]) -> Modes:
         kept.restore()
         several |= not isinstance(output, Tensor)
         seen.append((len(tensors_in(output)), readers.functions))
-    return Modes(seen[0] != seen[1], several)
+        own_backward |= readers.own_backward
+        recomputed |= readers.recomputed
+    return Modes(
+        seen[0] != seen[1],
+        several,
+        {path: own_backward[module] for path, module in light.named_modules() if module in own_backward},
+        {name: recomputed[id(p)] for name, p in light.named_parameters() if id(p) in recomputed},
+    )
 
 
 class _Readers(TorchFunctionMode):
-    """Notes the functions that read parameters, and which."""
+    """Notes functions that read parameters, and which; and code with a backward pass of its own that they run in."""
 
     def __init__(self) -> None:
         super().__init__()
         self.functions: list[Any] = []
+        self.own_backward: dict[Any, str] = {}
+        self.recomputed: dict[int, str] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -62,4 +76,8 @@ class _Readers(TorchFunctionMode):
         leaves = pytree.tree_leaves((args, kwargs or {}))
         if read := [id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)]:
             self.functions.append((func, *read))
+        module, apart = called_apart()
+        if apart:
+            self.own_backward[module] = apart
+            self.recomputed |= dict.fromkeys(read, apart)
         return func(*args, **(kwargs or {}))

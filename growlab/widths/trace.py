@@ -5,7 +5,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from growlab.unchanged import Snapshot, unchanged
 from growlab.widths.groups import WidthGraph
 from growlab.widths.inputs import Example, by_name_alone, call_with, inputs_of, listed, named_in, values_of
-from growlab.widths.modes import modes_of
-from growlab.widths.narrowing import WRITTEN, without_what_breaks
+from growlab.widths.modes import Modes, modes_of
+from growlab.widths.narrowing import WRITTEN, keep_only, without_what_breaks
 from growlab.widths.predictions import Call
 from growlab.widths.program import UnsupportedOperation, name_modules_once, operations
 from growlab.widths.tracer import OUTPUT, Tracer
@@ -117,9 +117,21 @@ def _traced(
             trained = _exported(copied(model), inputs, training=True)
             graphs.append(_traced_program(trained, model, inputs, opaque, {**settings, "training": True}))
         if graphs and set(graphs[0].fixed.values()) <= {OUTPUT}:
-            return graphs[0]
+            return _without_own_backward(model, graphs[0], modes)
     graphs.append(_traced_program(evaluated, model, inputs, opaque, settings))
-    return max(graphs, key=lambda found: _growing(model, found))
+    return _without_own_backward(model, max(graphs, key=lambda found: _growing(model, found)), modes)
+
+
+def _without_own_backward(model: nn.Module, graph: WidthGraph, modes: Modes) -> WidthGraph:
+    """Keep channels whose statistics are taken where a backward pass does not see what growth does to them."""
+    for norm in graph.channel_norms:
+        if apart := modes.own_backward.get(norm.name):
+            reason = (
+                f"{type(model.get_submodule(norm.name)).__name__} normalises over them inside {apart}, whose backward "
+                "pass does not see what growth does to a normalisation"
+            )
+            graph = keep_only(graph, graph.groups.keys() - set(norm.axis.groups), reason)
+    return replace(graph, recomputed=modes.recomputed)
 
 
 def _traced_program(

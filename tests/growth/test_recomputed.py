@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from growlab import Grower, Net2Net, VarianceTransfer
 from growlab.errors import UserError
+from growlab.growth import PairGrowth
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -113,29 +114,83 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("middle", "told"),
+    ("middle", "code"),
     [
-        (lambda: ByFunction(12, 12), r"ByFunction takes weight inside the torch\.autograd\.Function Product"),
-        (
-            lambda: BySeparate(12, 12),
-            r"BySeparate takes weight inside the torch\.autograd\.Function Separate",
-        ),
-        (lambda: Bare("weight", True), r"Bare takes weight inside torch\.utils\.checkpoint"),
-        (lambda: Bare("weight", False), r"Bare takes weight inside torch\.utils\.checkpoint"),
-        (lambda: Bare("norm", True), r"Bare takes a normalisation inside torch\.utils\.checkpoint"),
-        (lambda: Bare("norm", False), r"Bare takes a normalisation inside torch\.utils\.checkpoint"),
+        (lambda: ByFunction(12, 12), r"the torch\.autograd\.Function Product"),
+        (lambda: BySeparate(12, 12), r"the torch\.autograd\.Function Separate"),
+        (lambda: Bare("weight", True), r"torch\.utils\.checkpoint"),
+        (lambda: Bare("weight", False), r"torch\.utils\.checkpoint"),
     ],
 )
-def test_what_would_have_other_gradients_is_refused(middle: Any, told: str) -> None:
-    made = network(middle())
-    grower = Grower(made, X, method=VarianceTransfer(), trigger={0: 0.34, 1: 1.0})
-    before, outputs = {k: t.clone() for k, t in made.state_dict().items()}, made(X)
+def test_weights_that_would_have_other_gradients_are_refused_before_training(middle: Any, code: str) -> None:
+    told = rf"2\.weight is used inside {code}, .* set layer_multipliers=False"
     with pytest.raises(UserError, match=told):
-        grower.step(epoch=1)
-    # Nothing is lost: it trains on as it was.
-    after = made.state_dict()
-    assert after.keys() == before.keys() and all(torch.equal(after[k], before[k]) for k in before)
-    assert torch.equal(made(X), outputs) and grower.state.stage == 0 and grower.events == []
+        Grower(network(middle()), X, method=VarianceTransfer(), trigger={0: 0.34, 1: 1.0})
+
+
+class Normalised(torch.autograd.Function):
+    """As NAFNet normalises images over their channels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        mean = x.mean(1, keepdim=True)
+        variance = (x - mean).pow(2).mean(1, keepdim=True)
+        y = (x - mean) / (variance + 1e-6).sqrt()
+        ctx.save_for_backward(y, variance, weight)
+        return weight.view(1, -1, 1, 1) * y + bias.view(1, -1, 1, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, variance, weight = ctx.saved_tensors
+        g = gradient * weight.view(1, -1, 1, 1)
+        inner = g - y * (g * y).mean(1, keepdim=True) - g.mean(1, keepdim=True)
+        return inner / (variance + 1e-6).sqrt(), (gradient * y).sum((0, 2, 3)), gradient.sum((0, 2, 3))
+
+
+class Norm(nn.Module):
+    def __init__(self, channels: int, how: str) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.how = how
+
+    def own(self, x: Tensor) -> Tensor:
+        x = F.layer_norm(x.movedim(1, -1), (x.shape[1],), self.weight, self.bias)
+        return x.movedim(-1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "function":
+            return Normalised.apply(x, self.weight, self.bias)
+        return checkpoint(self.own, x, use_reentrant=False) if self.how == "checkpoint" else self.own(x)
+
+
+class Denoising(nn.Module):
+    """A residual block of NAFNet's between two convolutions."""
+
+    def __init__(self, how: str, channels: int = 16) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, channels, 3, padding=1), Norm(channels, how)
+        self.wide, self.narrow = nn.Conv2d(channels, 32, 1), nn.Conv2d(32, channels, 1)
+        self.last = nn.Conv2d(channels, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x + self.narrow(F.gelu(self.wide(self.norm(x)))))
+
+
+@pytest.mark.parametrize("method", [VarianceTransfer, Net2Net, PairGrowth])
+@pytest.mark.parametrize("how", ["function", "checkpoint", "plain"])
+def test_channels_normalised_where_growth_is_not_seen_keep_their_width(how: str, method: Any) -> None:
+    torch.manual_seed(0)
+    made, x = Denoising(how).double(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    grower = Grower(made, x, method=method(), trigger={0: 0.5, 1: 1.0})
+    code = {"function": "the torch.autograd.Function Normalised", "checkpoint": "torch.utils.checkpoint"}
+    if how == "plain":
+        assert "first" in grower.graph.groups
+    else:
+        assert set(grower.graph.groups) == {"wide"}
+        assert grower.graph.fixed["first"].startswith(f"Norm normalises over them inside {code[how]}, whose")
+    (event,) = grower.step(epoch=1)
+    assert event.parity_error_eval < 1e-12
 
 
 def test_without_multipliers_a_function_of_ones_own_goes() -> None:

@@ -4,7 +4,6 @@ A run takes the full-depth network, as it takes the full-width one, and leaves b
 its own place, so in the end the network has its class, its shapes and the keys of its `state_dict`.
 """
 
-import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +22,7 @@ from growlab.parts.depth.finding import Block
 from growlab.parts.depth.search import Chain, Search, twins
 from growlab.parts.depth.starts import COPYING, START_PRESERVES, STARTS, ZEROING, Site
 from growlab.widths import Axis, WidthGraph, replace_tensors, resize, tensors_of
+from growlab.widths.trials import copied
 
 Widths = Mapping[str, int]
 
@@ -83,8 +83,7 @@ class Blocks:
             raise UserError(_none_found(start, self.chains))
         modules = dict(network.named_modules())
         self._modules = {
-            name: [copy.deepcopy(modules[path]).cpu() for path in block.paths]
-            for name, block in self.blocks.items()
+            name: [copied(modules[path]).cpu() for path in block.paths] for name, block in self.blocks.items()
         }
 
     def present_at(self, share: float) -> list[str]:
@@ -151,9 +150,9 @@ class Blocks:
         block = self.blocks[name]
         before = [network.get_submodule(path) for path in block.paths]
         modules = (
-            copy.deepcopy(self._modules[name])
+            list(copied(nn.ModuleList(self._modules[name])))
             if source is None
-            else [copy.deepcopy(source.get_submodule(path)) for path in block.paths]
+            else [copied(source.get_submodule(path)) for path in block.paths]
         )
         for path, module in zip(block.paths, modules, strict=True):
             network.set_submodule(path, _placed(module, network).train(network.training))

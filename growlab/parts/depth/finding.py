@@ -5,7 +5,6 @@ what the one before puts out and puts out what has the shape of what goes in. Wh
 the operations of one forward pass, and then measured.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,6 +18,7 @@ from growlab.parts.depth.absent import Absent, Handover, Kind
 from growlab.parts.depth.branches import Branches, Consumers, Edge, ancestors, edge_of, operation
 from growlab.widths import tensors_in
 from growlab.widths.inputs import call_with, changed
+from growlab.widths.trials import copied
 
 # Modules that are what they hold: that two are of this class says nothing.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -108,7 +108,7 @@ class Forward:
     """
 
     def __init__(self, network: nn.Module, example: tuple[Any, ...]) -> None:
-        self.network = copy.deepcopy(network)
+        self.network = copied(network)
         self.calls: dict[str, list[_Call | str]] = {}
         self._paths = {id(module): path for path, module in self.network.named_modules()}
         for parameter in self.network.parameters():

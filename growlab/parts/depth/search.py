@@ -1,6 +1,5 @@
 """Which blocks of a network a start fits, each with what was found or why it stays."""
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,6 +28,7 @@ from growlab.parts.depth.finding import (
 from growlab.parts.depth.starts import COPYING, ZEROING, Site, identity
 from growlab.widths import tensors_in
 from growlab.widths.inputs import call_with
+from growlab.widths.trials import copied
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Search:
 
     def _measured(self, blocks: Mapping[str, Block]) -> dict[str, str]:
         """Why blocks that look right are not, by name."""
-        rehearsal = copy.deepcopy(self._network)
+        rehearsal = copied(self._network)
         wrong: dict[str, str] = {}
         if self._start in ZEROING:
             with torch.no_grad():
@@ -188,7 +188,7 @@ class Search:
 
     def _runs_without(self, blocks: Sequence[Block]) -> str | None:
         """Why the network does not work without some blocks; None if it does."""
-        rehearsal = copy.deepcopy(self._network)
+        rehearsal = copied(self._network)
         for parameter in rehearsal.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         for block in blocks:

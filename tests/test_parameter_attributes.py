@@ -1,0 +1,83 @@
+"""Attributes that a user sets on parameters and buffers: forwards read them, and they stay through growth."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from growlab import Grower, Net2Net, VarianceTransfer, parts, trace
+from growlab.growth import PairGrowth
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+class Shape:
+    """As mup keeps it beside each parameter."""
+
+    def __init__(self, base: int, width: int) -> None:
+        self.base, self.width = base, width
+
+    def multiplier(self) -> float:
+        return self.width / self.base
+
+
+class Readout(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / self.weight.infshape.multiplier()) * self.bias.gain  # type: ignore[attr-defined]
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+        self.mean.shift = 0.5  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.mean - self.mean.shift
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), Centred(), nn.Linear(16, 16), nn.ReLU(), Readout(16, 3))
+    made = made.double()
+    made[5].weight.infshape = Shape(4, 16)  # type: ignore[union-attr]
+    made[5].bias.gain = 2.0  # type: ignore[union-attr]
+    made[2].mean.shift = 0.5  # type: ignore[union-attr]
+    made[0].weight.no_decay = True  # type: ignore[union-attr]
+    return made
+
+
+@pytest.mark.parametrize("method", [VarianceTransfer, Net2Net, PairGrowth])
+def test_attributes_are_read_and_kept_through_growth(method: Any) -> None:
+    made = network()
+    shape = made[5].weight.infshape
+    assert trace(made, X).groups.keys() >= {"0", "3"}
+    grower = Grower(made, X, method=method(), trigger={0: 0.25, 1: 0.5, 2: 1.0}, parts=[parts.Averages(0.5)])
+    for epoch in range(3):
+        grower.step(epoch=epoch)
+        for each in (made, grower.parts[0].module):
+            assert each[5].weight.infshape is shape and each[5].bias.gain == 2.0
+            assert each[2].mean.shift == 0.5 and each[0].weight.no_decay
+            assert each(X).isfinite().all()
+    assert all(event["parity_error_eval"] < 1e-12 for event in grower.events)
+    twin = copy.deepcopy(grower)
+    torch.testing.assert_close(twin.network(X), made(X))
+    grower.finish()
+    fresh = network()
+    fresh.load_state_dict(made.state_dict())
+    torch.testing.assert_close(fresh(X), made(X), atol=1e-12, rtol=0)
+
+
+def test_an_attribute_with_a_default_is_read_as_it_is() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).view(len(x), getattr(self.weight, "heads", 1), -1).flatten(1)
+
+    made = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), Scaled(16, 16), nn.ReLU(), nn.Linear(16, 3)).double()
+    made[2].weight.heads = 4  # type: ignore[union-attr]
+    grower = Grower(made, X, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
+    before = made(X)
+    grower.step(epoch=1)
+    torch.testing.assert_close(made(X), before, atol=1e-12, rtol=0)
