@@ -218,7 +218,7 @@ def _count(
     seed_widths: Mapping[str, int],
     inputs: tuple[Any, ...],
 ) -> None:
-    light, example = light_copy(network, inputs)
+    light, example, _ = light_copy(network, inputs)
     report.full_flops = forward_flops(light, example) // report.samples
     resize(light, graph, graph.full_widths, seed_widths)
     report.seed_params = sum(p.numel() for p in light.parameters())
@@ -232,7 +232,7 @@ def _probe(
     image = next(iter(inputs), None)
     if len(inputs) > 1 or named_in(inputs) or not isinstance(image, Tensor) or image.dim() != 4:
         return inputs
-    light, _ = light_copy(network.double(), (image,))
+    light, *_ = light_copy(network.double(), (image,))
     # Device meta does not notice every kernel that is larger than its image.
     narrow = copy.deepcopy(network)
     resize(narrow, graph, graph.full_widths, seed_widths)
