@@ -142,8 +142,7 @@ class Tiny(DataDriven):
             return GrownTensors({}), refused
         updates = {
             fans.group: solved(
-                _ridged(found_moments[f"square {fans.group}"], self.ridge),
-                found_moments[f"goal {fans.group}"],
+                found_moments[f"square {fans.group}"], found_moments[f"goal {fans.group}"], self.ridge
             )
             for fans in groups
         }
@@ -151,8 +150,8 @@ class Tiny(DataDriven):
         found = {}
         for fans in groups:
             count = expansion.new_widths[fans.group] - expansion.old_widths[fans.group]
-            square = _ridged(found_moments[f"input {fans.group}"], self.ridge)
-            found[fans.group] = best_neurons(square, products[fans.group], count)
+            square = found_moments[f"input {fans.group}"]
+            found[fans.group] = best_neurons(square, products[fans.group], count, self.ridge)
         return self._at_the_best_amplitude(expansion, shown, held_out, groups, updates, found), {}
 
     def _at_the_best_amplitude(
@@ -223,42 +222,62 @@ class Tiny(DataDriven):
         return rows, drawn
 
 
-def best_neurons(square: Tensor, product: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def best_neurons(
+    square: Tensor, product: Tensor, count: int, ridge: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """The neurons that reduce E|v - omega^T alpha h|^2 most, from second moments.
 
     Args:
         square: S = E[h h^T], [I, I].
         product: N = E[h v^T], [I, O].
         count: of neurons.
+        ridge: added to the diagonal of S, relative to its mean.
 
     Returns:
         alpha [count, I], omega [count, O] and singular values [count]; zero where the moments have no more to give.
     """
-    values, vectors = torch.linalg.eigh(square.double())
-    known = values > _RANK * values.max().clamp(min=torch.finfo(torch.float64).tiny)
-    root = vectors[:, known] @ torch.diag(values[known].rsqrt()) @ vectors[:, known].T
-    left, sizes, right = torch.linalg.svd(root @ product.double(), full_matrices=False)
+    product = product.double()
+    factor = _cholesky(square, ridge)
+    if factor is not None:
+        # L^-1 N in the place of S^-1/2 N: L^-1 is S^-1/2 but for a rotation, which L^-T undoes.
+        left, sizes, right = torch.linalg.svd(
+            torch.linalg.solve_triangular(factor, product, upper=False), full_matrices=False
+        )
+        left = torch.linalg.solve_triangular(factor.T, left, upper=True)
+    else:
+        values, vectors = torch.linalg.eigh(square.double())
+        known = values > _RANK * values.max().clamp(min=torch.finfo(torch.float64).tiny)
+        root = vectors[:, known] @ torch.diag(values[known].rsqrt()) @ vectors[:, known].T
+        left, sizes, right = torch.linalg.svd(root @ product, full_matrices=False)
+        left = root @ left
     kept = min(count, len(sizes))
     scale = sizes[:kept].sqrt()
-    alpha, omega = torch.zeros(count, len(square)).to(root), torch.zeros(count, product.shape[1]).to(root)
-    alpha[:kept] = (root @ left[:, :kept] * scale).T
+    alpha, omega = torch.zeros(count, len(square)).to(left), torch.zeros(count, product.shape[1]).to(left)
+    alpha[:kept] = (left[:, :kept] * scale).T
     omega[:kept] = right[:kept] * scale[:, None]
-    result = torch.zeros(count).to(root)
+    result = torch.zeros(count).to(left)
     result[:kept] = sizes[:kept]
     signs = upright(alpha)
     return alpha * signs, omega * signs, result
 
 
-def _ridged(square: Tensor, ridge: float) -> Tensor:
-    """S + ridge * mean of its diagonal * I: bounds what its inverse makes of directions that are hardly there."""
-    square = square.double()
-    return square + ridge * square.diagonal().mean() * torch.eye(len(square)).to(square)
-
-
-def solved(square: Tensor, product: Tensor) -> Tensor:
-    """S^-1 M with the directions left out that the batches do not tell, [I, O]."""
+def solved(square: Tensor, product: Tensor, ridge: float = 0.0) -> Tensor:
+    """(S + ridge)^-1 M, with the directions left out that the batches do not tell, [I, O]."""
+    factor = _cholesky(square, ridge)
+    if factor is not None:
+        return torch.cholesky_solve(product.double(), factor)
     inverse = torch.linalg.pinv(square.double(), hermitian=True, rtol=_RANK)
     return inverse @ product.double()
+
+
+def _cholesky(square: Tensor, ridge: float) -> Tensor | None:
+    """L with L L^T = S + ridge * mean of the diagonal of S * I; None where that is singular or ill-conditioned."""
+    square = square.double()
+    amount = ridge * square.diagonal().mean()
+    factor, failed = torch.linalg.cholesky_ex(square + amount * torch.eye(len(square)).to(square))
+    # The largest eigenvalue is at most the trace.
+    sound = not bool(failed) and float(amount) > _RANK * float(square.trace())
+    return factor if sound else None
 
 
 def _statistics(

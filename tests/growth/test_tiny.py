@@ -72,6 +72,22 @@ def test_the_best_neurons_are_least_squares_of_their_rank(count: int) -> None:
     torch.testing.assert_close(same, omega)
 
 
+@pytest.mark.parametrize("ridge", [0.0, 1e-9, 0.1, 1.0])
+def test_a_ridge_is_that_of_least_squares(ridge: float) -> None:
+    """Also where the moments are singular without it, and where it is too small to help."""
+    source = torch.Generator().manual_seed(0)
+    h = torch.randn(50, 5, generator=source, dtype=torch.float64)
+    h[:, 4] = h[:, 3]
+    v = torch.randn(50, 3, generator=source, dtype=torch.float64)
+    square, product = h.T @ h / 50, h.T @ v / 50
+    rows = (ridge * square.diagonal().mean() * 50) ** 0.5 * torch.eye(5, dtype=torch.float64)
+    stacked, goal = torch.cat([h, rows]), torch.cat([v, torch.zeros(5, 3, dtype=torch.float64)])
+    best = torch.linalg.pinv(stacked, rtol=1e-4) @ goal
+    torch.testing.assert_close(solved(square, product, ridge), best)
+    alpha, omega, _ = best_neurons(square, product, 3, ridge)
+    torch.testing.assert_close(alpha.T @ omega, best)
+
+
 def test_moments_are_least_squares_of_what_layers_read_and_should_do() -> None:
     run = started(mlp(), (5,), Tiny())
     reads, inner, goals = [], [], []

@@ -1,6 +1,5 @@
 """Training after TINY's events, on the task of GroMo's tutorial: y[d] = sum_i sin(i x[i] + d)."""
 
-import math
 from collections.abc import Mapping
 
 import pytest
@@ -112,7 +111,10 @@ def test_a_grown_network_trains_no_worse_than_one_that_never_grows(seed: int) ->
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("rate", [RATE, 2 * RATE])
 def test_training_after_events_is_no_worse_than_with_gromo(rate: float) -> None:
-    """At the defaults, of ten seeds: none diverges, and the mean is within the spread of theirs."""
+    """At the defaults, of ten seeds: none diverges, and the mean is at most 1 % above theirs.
+
+    GroMo's neurons may be larger, sqrt(3) times on both sides: it takes the loss as a sum over the outputs.
+    """
     pytest.importorskip("gromo", reason="GroMo is not installed")
     losses = torch.tensor(
         [[ours(seed, rate), theirs(seed, rate), never_grown(seed, rate)] for seed in range(10)]
@@ -120,5 +122,4 @@ def test_training_after_events_is_no_worse_than_with_gromo(rate: float) -> None:
     print(f"rate {rate}: ours, GroMo, never grown", losses.mean(0).tolist(), losses.std(0).tolist())
     assert bool(losses.isfinite().all())
     assert losses[:, 0].mean() < losses[:, 2].mean()
-    error = losses.std(0).square().sum().sqrt() / math.sqrt(len(losses))
-    assert losses[:, 0].mean() <= losses[:, 1].mean() + 2 * error
+    assert losses[:, 0].mean() <= 1.01 * losses[:, 1].mean()
