@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # Plain objects of these libraries are no place where a forward keeps something.
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {
@@ -63,6 +64,8 @@ class Snapshot:
         self._copied, self._buffers = copied, {id(buffer) for buffer in network.buffers()}
         self._undo: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
         self._tensors: list[_Content] = []
+        # Objects by their dictionaries of attributes.
+        self._owners: dict[int, int] = {}
         self._seen, self._waiting = set[int](), list[Any]([network])
         while self._waiting:
             thing = self._waiting.pop()
@@ -80,6 +83,16 @@ class Snapshot:
     def writes(self) -> TorchDispatchMode:
         """A mode to run the network in, which copies tensors before they are written to."""
         return _Writes(self._tensors)
+
+    def kept(self) -> "list[Kept]":
+        """Tensors that are now where nothing was: attributes, buffers, and what containers and variables have in them.
+
+        With attributes of a module or an object come its other ones that have changed.
+        """
+        found = [Kept(undo, thing, state, self._owners.get(id(thing))) for undo, thing, state in self._undo]
+        found = [each for each in found if each.changed]
+        owners = {each.owner for each in found if each.shapes()}
+        return [each for each in found if each.shapes() or each.owner in owners - {None}]
 
     def _note(self, thing: Any, kind: type) -> None:
         if isinstance(thing, Tensor):
@@ -154,7 +167,9 @@ class Snapshot:
         attributes = getattr(thing, "__dict__", None)
         if isinstance(attributes, dict):
             self._waiting.append(attributes)
+            self._owners[id(attributes)] = id(thing)
         if isinstance(thing, nn.Module):
+            self._owners[id(thing._buffers)] = id(thing)
             self._undo.append((_restore_class, thing, kind))
         if isinstance(thing, torch.jit.ScriptModule):
             self._waiting += [*thing.parameters(recurse=False), *thing.buffers(recurse=False)]
@@ -176,6 +191,59 @@ class Snapshot:
             content = getattr(content, "__func__", getattr(content, "fget", content))
             if not isinstance(content, (type, MemberDescriptorType)):
                 self._waiting.append(content)
+
+
+class Kept:
+    """A place where a forward keeps something that was not there before.
+
+    Args:
+        undo: puts the place's state back.
+        thing: the place.
+        state: before.
+        owner: the object whose attributes they are; None: the place is a container or a variable of its own.
+    """
+
+    def __init__(self, undo: Callable[[Any, Any], None], thing: Any, state: Any, owner: int | None) -> None:
+        self._undo, self._thing, self._state, self.owner = undo, thing, state, owner
+        self._before = _entries_of(undo, thing, state)
+        now = self.contents()
+        self.changed = [
+            key
+            for key in {**self._before, **now}
+            if now.get(key, _ABSENT) is not (before := self._before.get(key, _ABSENT))
+            # What has been there is no cache.
+            and not any(tensor.numel() for tensor in _tensors_in(before))
+            and not isinstance(now.get(key), nn.Parameter)
+        ]
+
+    def contents(self) -> dict[Any, Any]:
+        """What is there."""
+        return _entries_of(self._undo, self._thing, None)
+
+    def shapes(self) -> list[torch.Size]:
+        """Of the tensors in what has changed."""
+        now = self.contents()
+        return [tensor.shape for key in self.changed for tensor in _tensors_in(now.get(key))]
+
+    def leave_out_what_changes_from(self, once: dict[Any, Any]) -> None:
+        """Leave out numbers and the like that are not what they were, such as counters."""
+        now = self.contents()
+        self.changed = [
+            key
+            for key in self.changed
+            if _tensors_in(now.get(key)) or now.get(key, _ABSENT) is once.get(key, _ABSENT)
+        ]
+
+    def forget(self) -> Callable[[], None]:
+        """Put back what was there before; returns a function that undoes it."""
+        now = self.contents()
+        if self.owner is None:
+            state = now if isinstance(self._thing, dict) else next(iter(now.values()), _ABSENT)
+            state = list(now.values()) if isinstance(self._thing, list) else state
+            self._undo(self._thing, self._state)
+            return lambda: self._undo(self._thing, state)
+        _put(self._thing, self._before, self.changed)
+        return lambda: _put(self._thing, now, self.changed)
 
 
 class _Content:
@@ -309,6 +377,34 @@ def _names_in(code: CodeType) -> tuple[str, ...]:
     """Global names that a function and the functions inside of it use."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names_in(const)]
     return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def _entries_of(undo: Callable[[Any, Any], None], thing: Any, state: Any) -> dict[Any, Any]:
+    """What a place has in it, by a key: now, or in its state."""
+    if undo is _restore_dict:
+        return dict(_kind_of(thing).items(thing)) if state is None else state
+    if undo is _restore_list:
+        return dict(enumerate(thing if state is None else state))
+    reading: dict[Any, Callable[[], Any]] = {
+        _restore_cell: lambda: _content_of(thing),
+        _restore_slot: lambda: _read_slot(*thing),
+        _restore_item: lambda: thing[0].get(thing[1], _ABSENT),
+    }
+    if undo not in reading:
+        return {}
+    return {"": reading[undo]() if state is None else state}
+
+
+def _tensors_in(content: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
+
+
+def _put(attributes: dict[Any, Any], contents: Mapping[Any, Any], keys: Sequence[Any]) -> None:
+    for key in keys:
+        if key in contents:
+            attributes[key] = contents[key]
+        else:
+            attributes.pop(key, None)
 
 
 def _content_of(cell: CellType) -> Any:

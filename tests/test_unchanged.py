@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from growlab import Grower, Net2Net, trace
+from growlab import Grower, Net2Net, parts, trace
 from growlab.flops import forward_flops
 from growlab.unchanged import Snapshot, unchanged
 from growlab.widths import UnsupportedOperation
@@ -401,6 +401,129 @@ def test_networks_with_caches_grow_exactly(kind: type[Filled], called_before: bo
     fresh = kind().double()
     fresh.load_state_dict(grower.finish().state_dict(), strict=False)
     torch.testing.assert_close(network(x), fresh(x), atol=1e-12, rtol=0)
+
+
+class Masked(nn.Module):
+    """Multiplies channels that grow by a tensor that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.calls = nn.Linear(6, 32), nn.Linear(32, 3), 0
+
+    def mask(self, h: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.a(x))
+        self.calls += not torch.compiler.is_compiling()
+        return self.b(h * self.mask(h))
+
+
+class InAttribute(Masked):
+    kept: Any = None
+
+    def mask(self, h: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = torch.ones_like(h[0])
+        return self.kept
+
+
+class InEvaluation(InAttribute):
+    def mask(self, h: Tensor) -> Tensor:
+        return torch.ones_like(h[0]) if self.training else super().mask(h)
+
+
+class WithFlag(Masked):
+    done, kept = False, None
+
+    def mask(self, h: Tensor) -> Tensor:
+        if not self.done:
+            self.kept, self.done = torch.ones_like(h[0]), True
+        return self.kept
+
+
+class InBuffer(Masked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", None, persistent=False)
+
+    def mask(self, h: Tensor) -> Tensor:
+        if self.kept is None:
+            self.register_buffer("kept", torch.ones_like(h[0]), persistent=False)
+        return self.kept
+
+
+class ByLength(Masked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, Tensor] = {}
+
+    def mask(self, h: Tensor) -> Tensor:
+        if len(h) not in self.tables:
+            self.tables[len(h)] = torch.ones_like(h)
+        return self.tables[len(h)]
+
+
+class InObject(Masked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = Namespace(kept=None)
+
+    def mask(self, h: Tensor) -> Tensor:
+        if self.options.kept is None:
+            self.options.kept = torch.ones_like(h[0])
+        return self.options.kept
+
+
+class InList(Masked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def mask(self, h: Tensor) -> Tensor:
+        if not self.kept:
+            self.kept.append(torch.ones_like(h[0]))
+        return self.kept[0]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [InAttribute, InEvaluation, WithFlag, InBuffer, ByLength, InObject, InList],
+    ids=lambda k: k.__name__,
+)
+def test_caches_as_wide_as_channels_are_filled_again_at_new_widths(kind: type[Masked]) -> None:
+    torch.manual_seed(0)
+    network, x = kind().double(), torch.randn(8, 6, dtype=torch.float64)
+    grower = Grower(
+        network, x[:4], method=Net2Net(), trigger={0: 0.25, 1: 0.5, 2: 1.0}, parts=[parts.Averages(0.5)]
+    )
+    assert set(grower.graph.groups) == {"a"}
+    average = grower.parts[0].module  # type: ignore[attr-defined]
+    for epoch in (1, 2):
+        network.train()(x), average(x)
+        before, calls = network.eval()(x), network.calls
+        grower.step(epoch=epoch)
+        assert network.calls == calls
+        torch.testing.assert_close(network(x), before, atol=1e-12, rtol=0)
+        assert network.train()(x).isfinite().all() and average(x).isfinite().all()
+    fresh = kind().double()
+    fresh.load_state_dict(grower.finish().state_dict(), strict=False)
+    torch.testing.assert_close(fresh.eval()(x), network.eval()(x), atol=1e-12, rtol=0)
+
+
+def test_caches_of_one_size_and_flags_of_what_was_initialised_stay_at_an_event() -> None:
+    class Both(Filled):
+        started = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.started = True
+            return super().forward(x)
+
+    network, x = Both(), torch.randn(4, 17, 6)
+    grower = Grower(network, x, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
+    network(x)
+    grower.step(epoch=1)
+    assert network.started and network.filled == 17 and network.table[1] == 2
 
 
 def test_a_snapshot_can_be_gone_back_to_again() -> None:

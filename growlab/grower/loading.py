@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from growlab.errors import UserError
 from growlab.grower.preparing import forecast
-from growlab.growth import GrowthState, restore
+from growlab.growth import GrowthState, caches, restore
 from growlab.growth.attached import state_of
 from growlab.growth.multipliers import saved_multipliers
 from growlab.triggers import Widths
 from growlab.widths import replace_tensors, resized, tensors_of
+from growlab.widths.trials import FAILURES
 
 if TYPE_CHECKING:
     from growlab.grower.grower import Grower
@@ -114,6 +115,7 @@ def adopt(run: "Grower", state: GrowthState) -> None:
     for network in (run.network, *run.copies().values()):
         bring(run, network, state)
         restore(network, graph, state)
+        caches.forget(network, run.probe(), FAILURES)
     run.graph = graph
     # The same object: hooks look at it.
     vars(run.state).update(vars(state))

@@ -10,11 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from growlab.growth import entries
-from growlab.growth.outputs import quietly
+from growlab.growth import caches, entries
 from growlab.growth.state import GrowthState
 from growlab.widths import WidthGraph
-from growlab.widths.inputs import call_with
 
 #: Where a state_dict's metadata, which other code leaves alone, holds the state of growth.
 METADATA = "growlab"
@@ -104,7 +102,8 @@ def attach(
     """
     detach(network)
     scale = OutputScale(state)
-    if _puts_out_one_tensor(network, probe):
+    # Some return terms of the loss too while they train.
+    if all(isinstance(output, Tensor) for output in caches.find(network, probe)):
         network.register_forward_hook(scale if network._compiled_call_impl is None else _Eager(state))
     else:
         layers = (layer for layer in graph.layers if layer.scale_out == graph.output_class)
@@ -114,16 +113,6 @@ def attach(
     network.register_state_dict_post_hook(_WriteState(state))
     network.register_load_state_dict_pre_hook(_ReadState(owner))
     entries.stay(network)
-
-
-def _puts_out_one_tensor(network: nn.Module, probe: tuple[Any, ...]) -> bool:
-    """Whether it does so in both modes: some return terms of the loss too while they train."""
-    outputs = []
-    for training in (False, True):
-        with quietly(network):
-            network.train(training)
-            outputs.append(call_with(network, probe))
-    return all(isinstance(output, Tensor) for output in outputs)
 
 
 def detach(network: nn.Module) -> None:

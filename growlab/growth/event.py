@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
-from growlab.growth import new_statistics
+from growlab.growth import caches, new_statistics
 from growlab.growth.attention_scale import with_attention_scale
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod
@@ -32,6 +32,7 @@ from growlab.widths import (
     restore_tensors,
     tensors_of,
 )
+from growlab.widths.trials import FAILURES
 
 log = logging.getLogger(__name__)
 
@@ -294,6 +295,7 @@ def _checked(
         ParityError: the outputs changed by more than the method allows.
     """
     begin = new_statistics.begin(expansion, growth, tensors_of(model, expansion.graph), average)
+    caches.forget(model, probe, FAILURES)
     after = observe(model, probe, expansion.graph.norms, begin)
     allowed = None
     if method.preserves and growth.allowed_error is not None:
