@@ -1,10 +1,15 @@
-"""From a folder that `save_pretrained` wrote to a folder that `from_pretrained` loads."""
+"""From a folder that `save_pretrained` wrote to a folder that `from_pretrained` loads.
+
+Neither model is whole in memory: tensors are read, made and written one at a time, and so is the check that both
+compute the same.
+"""
 
 import importlib
 import importlib.metadata
 import shutil
-import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +18,23 @@ from torch import Tensor, nn
 
 from growlab.errors import UserError, how_to_install
 from growlab.files import write_json
-from growlab.growth.outputs import evaluate
+from growlab.growth.method import GrowthMethod
 from growlab.growth.parity import relative_error
 from growlab.survey.small_models import FirstOutput, inputs_of
-from growlab.widen.layers import deeper
+from growlab.widen.checkpoint import Checkpoint, Unit, first_names, reverted, units
+from growlab.widen.layers import Deeper
 from growlab.widen.sizes import PARTS, changed, deepened, widened
-from growlab.widen.weights import METHODS, Widening, read_off
-from growlab.widths import UnsupportedOperation, WidthGraph, layouts
+from growlab.widen.skeletons import output_of, skeleton
+from growlab.widen.tensors import Rows, write_folder
+from growlab.widen.weights import METHODS, Way, Widening, blocks_of, read_off
+from growlab.widths import UnsupportedOperation, layouts
 
 #: Name of the receipt in the folder that is written.
 RECEIPT = "growlab_widening.json"
 # Largest relative change of the outputs in float64 that is rounding.
 EXACT = 1e-10
+# Of names in a `FirstOutput`.
+_PREFIX = "network."
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "*.model")
 
@@ -56,39 +66,44 @@ def widen_folder(
         UserError: the folder holds no model that can be loaded, or the model cannot be widened so exactly.
     """
     _check(folder, out, method, parts)
-    model = load(folder)
-    _check_tokenizer(folder, model)
-    source = FirstOutput(model, list(inputs := inputs_of(model)))
-    probe = tuple(inputs.values())
-    dtype, cached = model.dtype, getattr(model.config, "use_cache", None)
-    model.config.use_cache = False
-    expected = evaluate(source.double(), probe)
-    network, config = source, model.config
-    if width != 1:
-        network = _widened(network, widened(config, width, parts), method, seed, probe, expected)
-    if depth != 1:
-        network = _deepened(network, deepened(network.network.config, depth), probe, expected)
-    error = relative_error(expected, evaluate(network, probe))
-    result = network.network
-    result.to(dtype)
-    result.config.use_cache = cached
-    if hasattr(model, "generation_config"):
-        result.generation_config = model.generation_config
+    kind, config = load(folder)
+    source = skeleton(kind, config)
+    saved = Checkpoint(folder, source)
+    _check_tokenizer(folder, source)
+    wider = widened(config, width, parts) if width != 1 else config
+    target_config = deepened(wider, depth) if depth != 1 else wider
+    plan = Plan(saved, source, skeleton(kind, target_config), METHODS[method](), seed)
+    way, error = plan.exact_way()
+    if way is None:
+        deeper_alone = None
+        if depth != 1:
+            other = Plan(saved, source, skeleton(kind, deepened(config, depth)), METHODS[method](), seed)
+            found, change = other.exact_way()
+            deeper_alone = change if found is None else None
+        raise _inexact(kind.__name__, plan, error, deeper_alone)
     out.mkdir(parents=True, exist_ok=True)
-    result.save_pretrained(out)
+    written = units(plan.target)
+    write_folder(
+        out,
+        [unit.shapes for unit in written],
+        plan.dtypes(written),
+        plan.made(written, way),
+        saved.shard_bytes,
+    )
+    target_config.save_pretrained(out)
     _copy_others(folder, out)
     receipt = {
         "from": folder.name,
         "model_type": config.model_type,
-        "class": type(model).__name__,
-        "sizes": {name: {"before": a, "after": b} for name, a, b in changed(config, result.config)},
+        "class": kind.__name__,
+        "sizes": {name: {"before": a, "after": b} for name, a, b in changed(config, target_config)},
         "width": width,
         "depth": depth,
         "method": method,
         "parts": list(parts),
         "seed": seed,
-        "num_params_before": sum(p.numel() for p in model.parameters()),
-        "num_params": sum(p.numel() for p in result.parameters()),
+        "num_params_before": sum(p.numel() for p in source.parameters()),
+        "num_params": sum(p.numel() for p in plan.target.parameters()),
         "relative_error_float64": error,
         "versions": {name: importlib.metadata.version(name) for name in ("growlab", "torch", "transformers")},
     }
@@ -103,19 +118,15 @@ def _check(folder: Path, out: Path, method: str, parts: Collection[str]) -> None
         raise UserError(f"there is no part {unknown[0]!r} for --parts; there are {', '.join(PARTS)}.")
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json; give a folder that save_pretrained wrote.")
-    if not any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
-        raise UserError(
-            f"{folder} has a configuration and no weights (model.safetensors); save the model there."
-        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not empty; give -o a folder that is not there yet.")
 
 
-def load(folder: Path) -> Any:
-    """The model in a folder, of the class that its configuration names.
+def load(folder: Path) -> tuple[Any, Any]:
+    """Class and configuration of the model in a folder. Code that lies there never runs.
 
     Raises:
-        UserError: transformers does not know it, or its weights do not fit.
+        UserError: transformers does not know it.
     """
     try:
         transformers = importlib.import_module("transformers")
@@ -124,7 +135,7 @@ def load(folder: Path) -> Any:
     transformers.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:  # what configurations of others raise is not one family
         raise UserError(
             f"transformers {transformers.__version__} cannot read {folder}: {_told(error)}"
         ) from error
@@ -135,17 +146,7 @@ def load(folder: Path) -> Any:
             f"{folder}/config.json names {names[0] if names else 'no class'} under architectures, which transformers "
             f"{transformers.__version__} does not have."
         )
-    try:
-        model, info = kind.from_pretrained(folder, output_loading_info=True)
-    except (ValueError, RuntimeError, OSError) as error:
-        raise UserError(f"the weights in {folder} do not fit its configuration: {_told(error)}") from error
-    missing = sorted([*info["missing_keys"], *info["mismatched_keys"]], key=str)
-    if missing:
-        raise UserError(
-            f"the weights in {folder} do not fit its configuration: {len(missing)} tensors are missing or of another "
-            f"shape, the first is {missing[0]}."
-        )
-    return model.eval()
+    return kind, config
 
 
 def _told(error: Exception) -> str:
@@ -170,95 +171,169 @@ def _check_tokenizer(folder: Path, model: Any) -> None:
         )
 
 
-def _built(network: FirstOutput, config: Any, probe: tuple[Tensor, ...]) -> tuple[FirstOutput, WidthGraph]:
-    with warnings.catch_warnings(), torch.random.fork_rng():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(0)
+class Plan:
+    """A saved model, a wider and deeper one of its class, and how the tensors of one become those of the other.
+
+    Args:
+        saved: reads the saved model's tensors.
+        source: its skeleton.
+        target: that of the wider and deeper one.
+        method: for heads and hidden layers.
+        seed: of everything that is drawn.
+
+    Raises:
+        UserError: growlab cannot follow the model, or its sizes do not fit one another.
+    """
+
+    def __init__(
+        self, saved: Checkpoint, source: nn.Module, target: nn.Module, method: GrowthMethod, seed: int
+    ) -> None:
+        self._saved, self._source, self.target = saved, source, target
+        inputs = inputs_of(source)
+        self._probe = tuple(inputs.values())
+        self._network = FirstOutput(target, list(inputs))
         try:
-            made = type(network.network)._from_config(config).float().eval()
-        except (ValueError, RuntimeError, IndexError, TypeError, KeyError) as error:
-            raise UserError(
-                f"transformers builds no {type(network.network).__name__} of these sizes: {_told(error)}"
-            ) from error
-    target = FirstOutput(made, network.input_names)
-    try:
-        graph = layouts(target, probe)
-    except UnsupportedOperation as error:
-        raise UserError(str(error)) from error
-    return FirstOutput(made.double(), network.input_names), graph
+            graph = layouts(self._network, self._probe)
+        except UnsupportedOperation as error:
+            raise UserError(str(error)) from error
+        self._deeper = Deeper(self._network, FirstOutput(source, list(inputs)))
+        named = {**dict(source.named_parameters()), **dict(source.named_buffers())}
+        tensors = {**dict(target.named_parameters()), **dict(target.named_buffers())}
+        shapes = {
+            f"{_PREFIX}{name}": tuple(named[origin].shape)
+            for name in tensors
+            if (origin := self._origin(name)) in named
+        }
+        full = {f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}
+        widths = read_off(graph, shapes, full)
+        self._widening = Widening(graph, self._old, widths, seed, method)
+        self._own = target.state_dict(keep_vars=True)
+        self._first = first_names(target)
+        self._zeros: set[str] = set()
 
+    @property
+    def whole(self) -> bool:
+        """Whether all streams become wider by whole factors."""
+        return self._widening.whole
 
-def _widened(
-    network: FirstOutput,
-    config: Any,
-    method: str,
-    seed: int,
-    probe: tuple[Tensor, ...],
-    expected: Tensor,
-) -> FirstOutput:
-    target, graph = _built(network, config, probe)
-    old = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-    old = {name: tensor.detach() for name, tensor in old.items()}
-    widths = read_off(graph, target, old)
-    start = Widening.of(graph, {name: old[name] for name in graph.axes}, widths, seed)
-    wide = start.heads_and_hidden(METHODS[method]())
-    scalars = [(old[name], new) for name, new in target.named_buffers() if name in old and new.dim() == 0]
-    computed = {
-        float(new / own) for own, new in scalars if own.is_floating_point() and not torch.equal(own, new)
-    }
-    errors = []
-    for tensors in wide.ways(computed):
-        _put(target, {**{name: old[name] for name in old if name not in graph.axes}, **tensors})
-        _undo_factor(target, graph, probe, expected)
-        errors.append(relative_error(expected, evaluate(target, probe)))
-        if errors[-1] <= EXACT:
-            return target
-    else_give = "--parts mlp" if wide.whole else "a whole --width such as 2, or --parts mlp"
-    raise UserError(
-        f"{type(network.network).__name__} cannot be widened so: its output would change by {min(errors):.0e}, as its "
-        f"normalisations stand behind sums, or as its code computes numbers from its width; give {else_give}."
-    )
+    def _origin(self, name: str) -> str:
+        """Name of the saved model's tensor that one of the target is or is made from."""
+        return self._deeper.source(f"{_PREFIX}{name}").removeprefix(_PREFIX)
 
+    def _old(self, name: str, rows: Rows) -> Tensor:
+        """What the saved model has in the place of a tensor, or has it made from."""
+        return self._saved(self._origin(name.removeprefix(_PREFIX)), rows)
 
-def _put(target: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    # What no file holds, the code computes as it loads a model.
-    known = target.state_dict(keep_vars=True)
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            if name in known and known[name].is_floating_point():
-                known[name].copy_(tensor)
-
-
-def _undo_factor(target: nn.Module, graph: WidthGraph, probe: tuple[Tensor, ...], expected: Tensor) -> None:
-    """Where the code multiplies outputs by a number that it computes from its width, let the last weights undo it."""
-    found = evaluate(target, probe)
-    factor = float((found * expected).sum() / found.square().sum())
-    if relative_error(expected, found) <= EXACT or relative_error(expected, found, factor) > EXACT:
-        return
-    layers = [layer for layer in graph.layers if layer.is_output]
-    names = [name for layer in layers for name in (layer.weight, layer.bias) if name is not None]
-    if not names:
-        # In front of a tied table the gain of a normalisation is what consumes the channels.
-        names = [n for n, axes in graph.axes.items() if len(axes) == 1 and axes[0].role == "in"]
-    parameters = dict(target.named_parameters())
-    with torch.no_grad():
-        for name in names:
-            offset = graph.offsets.get(name, 0.0)
-            parameters[name].add_(offset).mul_(factor).sub_(offset)
-
-
-def _deepened(network: FirstOutput, config: Any, probe: tuple[Tensor, ...], expected: Tensor) -> FirstOutput:
-    target, graph = _built(network, config, probe)
-    tensors, _ = deeper(graph, target, network)
-    _put(target, tensors)
-    error = relative_error(expected, evaluate(target, probe))
-    if error > EXACT:
-        raise UserError(
-            f"a new layer of {type(network.network).__name__} cannot begin as the identity (the output would change by "
-            f"{error:.0e}): its normalisations stand behind the sums with the stream, or what a layer computes depends "
-            "on how many stand before it; leave --depth out."
+    def exact_way(self) -> tuple[Way | None, float]:
+        """The first way in which both compute the same, or None; and the smallest relative change of the output."""
+        network = FirstOutput(self._source, self._network.input_names)
+        norms = {
+            norm.name: self._deeper.source(f"{norm.name}.")[:-1]
+            for norm in self._widening.graph.channel_norms
+        }
+        old = {name: name for name in first_names(self._source) if name in self._saved}
+        state = self._source.state_dict(keep_vars=True)
+        expected, writing = output_of(
+            network,
+            self._probe,
+            old,
+            lambda name: blocks_of(partial(self._saved, name), tuple(state[name].shape)),
+            set(norms.values()),
         )
-    return target
+        writing = {name for name, origin in norms.items() if origin in writing}
+        self._widening = replace(self._widening, writing=writing)
+        if self._deeper.new:
+            self._zeros = self._deeper.zeros(self._widening.graph, writing)
+        errors = []
+        for way in self._widening.ways(self._computed()):
+            found = self._output(way)
+            errors.append(relative_error(expected, found))
+            factor = float((found * expected).sum() / found.square().sum())
+            if errors[-1] > EXACT and relative_error(expected, found, factor) <= EXACT:
+                # The code multiplies outputs by a number that it computes from its width.
+                way = replace(way, factors=dict.fromkeys(self._last_tensors(), factor))
+                errors.append(relative_error(expected, self._output(way)))
+            if errors[-1] <= EXACT:
+                return way, errors[-1]
+        return None, min(errors)
+
+    def _output(self, way: Way) -> Tensor:
+        given = {name: first for name, first in self._first.items() if self._is_given(first)}
+        return output_of(self._network, self._probe, given, partial(self._blocks, way=way))[0]
+
+    def _computed(self) -> set[float]:
+        """Numbers that the code computes from its width and keeps in buffers: the wider model's over the other's."""
+        old = dict(self._source.named_buffers())
+        pairs = [
+            (old[name], new) for name, new in self.target.named_buffers() if name in old and not new.dim()
+        ]
+        return {
+            float(new / own) for own, new in pairs if own.is_floating_point() and not torch.equal(own, new)
+        }
+
+    def _last_tensors(self) -> list[str]:
+        graph = self._widening.graph
+        layers = [layer for layer in graph.layers if layer.is_output]
+        names = [name for layer in layers for name in (layer.weight, layer.bias) if name is not None]
+        # In front of a tied table the gain of a normalisation is what consumes the channels.
+        return names or [n for n, axes in graph.axes.items() if len(axes) == 1 and axes[0].role == "in"]
+
+    def _is_given(self, name: str) -> bool:
+        """Whether a tensor is made from a saved one; what no file holds, the code computes as it builds a model."""
+        source = self._origin(name)
+        return source in self._saved and (
+            self._own[name].is_floating_point() or isinstance(self._own[name], nn.Parameter)
+        )
+
+    def _blocks(self, name: str, way: Way) -> Iterator[Tensor]:
+        """A tensor of the target in blocks of rows."""
+        key, graph = f"{_PREFIX}{name}", self._widening.graph
+        if key in self._zeros:
+            yield torch.zeros(self._own[name].shape, dtype=torch.float64) - graph.offsets.get(key, 0.0)
+        elif key in graph.axes:
+            yield from self._widening.blocks(key, way)
+        else:
+            yield from blocks_of(partial(self._old, key), tuple(self._own[name].shape))
+
+    def dtypes(self, written: Sequence[Unit]) -> dict[str, torch.dtype]:
+        """Type of each tensor in the file that is written: that in the one that was read."""
+        return {key: self._dtype(unit.names[0]) for unit in written for key in unit.shapes}
+
+    def _dtype(self, name: str) -> torch.dtype:
+        source = self._origin(name)
+        return self._saved.dtypes[source] if self._is_given(name) else self._own[name].dtype
+
+    def made(self, written: Sequence[Unit], way: Way) -> Iterator[dict[str, Tensor]]:
+        """The tensors of one unit after the other, as they are in the file."""
+        for unit in written:
+            yield reverted(self.target, {name: self._whole(name, way) for name in unit.names})
+
+    def _whole(self, name: str, way: Way) -> Tensor:
+        own = self._own[name]
+        if not self._is_given(name):
+            return own.detach().clone()
+        whole, start = torch.empty(own.shape, dtype=self._dtype(name)), 0
+        for block in self._blocks(name, way):
+            if not whole.dim():
+                return block.to(whole)
+            whole[start : start + len(block)] = block
+            start += len(block)
+        return whole
+
+
+def _inexact(kind: str, plan: Plan, error: float, deeper_alone: float | None) -> UserError:
+    """Why both models cannot compute the same."""
+    if deeper_alone is not None:
+        return UserError(
+            f"a new layer of {kind} cannot begin as the identity (the output would change by {deeper_alone:.0e}): its "
+            "normalisations stand behind the sums with the stream, or what a layer computes depends on how many stand "
+            "before it; leave --depth out."
+        )
+    else_give = "--parts mlp" if plan.whole else "a whole --width such as 2, or --parts mlp"
+    return UserError(
+        f"{kind} cannot be widened so: its output would change by {error:.0e}, as its normalisations stand behind "
+        f"sums, or as its code computes numbers from its width; give {else_give}."
+    )
 
 
 def _copy_others(folder: Path, out: Path) -> None:

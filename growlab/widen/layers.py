@@ -1,53 +1,49 @@
 """Layers that come into a trained network and begin as nothing: their branches write zeros to the stream."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from growlab.errors import UserError
 from growlab.widen.sizes import sources
 from growlab.widths import WidthGraph
 
 
-def deeper(graph: WidthGraph, network: nn.Module, old: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
-    """Tensors of a deeper network that computes what a shallower one of the same class computes.
+class Deeper:
+    """Layers of a deeper network of the same class as a shallower one, and which of its tensors begin as zeros.
 
     Each old layer is followed by the new ones, which are copies of it but for what writes to the stream: that is zero.
 
     Args:
-        graph: layouts of the deeper network.
         network: the deeper network.
         old: the shallower one.
 
-    Returns:
-        Tensors by name, and the paths of the new layers.
-
-    Raises:
-        UserError: there is no sequence of layers that is longer.
+    Attributes:
+        new: paths of the new layers.
     """
-    origin, new = _origins(network, old)
-    if not new:
-        raise UserError(
-            f"{type(network).__name__} keeps its layers in no list that --depth could make longer."
-        )
-    known, tensors = _named(old), {}
-    for name, tensor in _named(network).items():
-        source = known.get(_renamed(name, origin))
-        if source is not None and source.shape != tensor.shape:
-            raise UserError(f"{name} is {list(tensor.shape)} in a deeper network, not {list(source.shape)}.")
-        tensors[name] = tensor.clone() if source is None else source.clone()
-    streams = _streams(graph, new)
-    for name, axes in graph.axes.items():
-        if any(name.startswith(f"{path}.") for path in new) and _writes(graph, name, streams):
-            assert axes
-            tensors[name] = torch.zeros_like(tensors[name])
-    return tensors, new
 
+    def __init__(self, network: nn.Module, old: nn.Module) -> None:
+        self._origin, self.new = _origins(network, old)
 
-def _named(network: nn.Module) -> dict[str, Tensor]:
-    return {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    def source(self, name: str) -> str:
+        """Name in the shallower network of the tensor that one is or copies."""
+        for match in re.finditer(r"\.\d+(?=\.)", name):
+            path = name[: match.end()]
+            if path in self._origin:
+                return self._origin[path] + name[match.end() :]
+        return name
+
+    def zeros(self, graph: WidthGraph, writing: Collection[str]) -> set[str]:
+        """Names of the tensors that are zero at first.
+
+        Args:
+            graph: layouts of the deeper network.
+            writing: paths of normalisations whose outputs are added to a stream.
+        """
+        streams = _streams(graph, self.new)
+        return {
+            name for name in graph.axes if _inside(name, self.new) and _writes(graph, name, streams, writing)
+        }
 
 
 def _origins(network: nn.Module, old: nn.Module) -> tuple[dict[str, str], list[str]]:
@@ -65,12 +61,8 @@ def _origins(network: nn.Module, old: nn.Module) -> tuple[dict[str, str], list[s
     return origin, new
 
 
-def _renamed(name: str, origin: Mapping[str, str]) -> str:
-    for match in re.finditer(r"\.\d+(?=\.)", name):
-        path = name[: match.end()]
-        if path in origin:
-            return origin[path] + name[match.end() :]
-    return name
+def _inside(name: str, paths: Sequence[str]) -> bool:
+    return any(name.startswith(f"{path}.") for path in paths)
 
 
 def _streams(graph: WidthGraph, new: list[str]) -> set[str]:
@@ -80,7 +72,7 @@ def _streams(graph: WidthGraph, new: list[str]) -> set[str]:
         return {
             group
             for name, axes in graph.axes.items()
-            if any(name.startswith(f"{path}.") for path in new) == inside
+            if _inside(name, new) == inside
             for axis in axes
             if axis.role == "out"
             for group in axis.groups
@@ -89,9 +81,12 @@ def _streams(graph: WidthGraph, new: list[str]) -> set[str]:
     return groups(True) & groups(False)
 
 
-def _writes(graph: WidthGraph, name: str, streams: set[str]) -> bool:
-    """Whether a tensor writes to a stream; gains and biases of normalisations before a branch do not."""
-    path = name.rpartition(".")[0]
+def _writes(graph: WidthGraph, name: str, streams: set[str], writing: Collection[str]) -> bool:
+    """Whether a tensor writes to a stream.
+
+    Normalisations before a branch do not; behind one they write nothing but their bias where they read zeros.
+    """
+    path, _, own = name.rpartition(".")
     if any(norm.name == path for norm in graph.channel_norms):
-        return False
+        return path in writing and own.endswith("bias")
     return any(axis.role == "out" and streams & set(axis.groups) for axis in graph.axes[name])

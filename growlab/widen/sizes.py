@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Collection, Iterator, Mapping
 from fractions import Fraction
+from itertools import pairwise
 from math import gcd
 from typing import Any
 
@@ -28,6 +29,8 @@ LAYERS = (
     *("encoder_layers", "decoder_layers"),
 )
 _HEAD_DIMENSIONS = ("head_dim", "d_kv")
+# Sizes of inputs, which may be as many as there are layers.
+_NOT_OF_LAYERS = ("image_size", "patch_size", "tubelet_size", "image_mean", "image_std", "architectures")
 
 
 def sizes(config: Any, names: Collection[str]) -> dict[str, int]:
@@ -117,10 +120,40 @@ def deepened(config: Any, depth: float) -> Any:
     for name, size in after.items():
         setattr(target, name, size)
     for name, entries in config.to_dict().items():
-        if isinstance(entries, list) and len(entries) in counts and name.startswith("layer"):
-            places = sources(len(entries), counts[len(entries)])
-            setattr(target, name, [entries[place] for place in places])
+        if (more := _for_more_layers(name, entries, counts)) is not None:
+            setattr(target, name, more)
     return target
+
+
+def _for_more_layers(name: str, entries: Any, counts: Mapping[int, int]) -> list[Any] | None:
+    """What a list that speaks of layers is for more of them; None for other things.
+
+    Args:
+        name: in the configuration.
+        entries: its value.
+        counts: number of layers after, by that before.
+    """
+    if not isinstance(entries, (list, tuple)) or not entries or name in _NOT_OF_LAYERS:
+        return None
+    if all(isinstance(e, (list, tuple)) and len(e) == 2 and isinstance(e[0], (list, tuple)) for e in entries):
+        # Kinds and how often they come one after the other: GPT-Neo's [[["global", "local"], 6]].
+        spelled = [kind for kinds, times in entries for _ in range(times) for kind in kinds]
+        more = _for_more_layers(name, spelled, counts)
+        return None if more is None else [[more, 1]]
+    ascending = all(type(e) is int for e in entries) and all(a < b for a, b in pairwise([-1, *entries]))
+    for before, after in counts.items():
+        places = sources(before, after)
+        if (
+            ("layer" in name or "idx" in name)
+            and ascending
+            and entries[-1] < before
+            and (len(entries) < before or before > 2)
+        ):
+            # Numbers of some layers.
+            return [place for place, source in enumerate(places) if source in entries]
+        if len(entries) == before:
+            return [entries[place] for place in places]
+    return None
 
 
 def sources(before: int, after: int) -> list[int]:

@@ -181,11 +181,16 @@ def _widen(
     """Widen in place, by the first way that is exact; returns the relative change of the output."""
     expected, old = evaluate(network, probe), tensors_of(network, graph)
     groups = {group: replace(one, full_width=after[group]) for group, one in graph.groups.items()}
-    start = Widening.of(replace(graph, groups=groups), old, graph.full_widths, seed)
-    wide = start.heads_and_hidden(METHODS[method]())
+    wide = Widening(
+        replace(graph, groups=groups),
+        lambda name, rows: old[name][rows],
+        graph.full_widths,
+        seed,
+        METHODS[method](),
+    )
     errors = []
-    for tensors in wide.ways():
-        replace_tensors(network, graph, tensors)
+    for way in wide.ways():
+        replace_tensors(network, graph, wide.tensors(way))
         errors.append(relative_error(expected, evaluate(network, probe)))
         if errors[-1] <= EXACT:
             return errors[-1]

@@ -1,31 +1,36 @@
 """Weights of a wider network of the same class that computes what a narrower one computes.
 
 Where channels lie in the tensors is read off the wider network's own program (`growlab.widths.layouts`), and the old
-widths off the shapes of the old tensors. Channels that no statistics run over (heads, hidden layers of MLPs) are added
-by a growth method. Streams under layer or RMS normalisation end as plain ones, so two things are exact:
+widths off the shapes of the old tensors. Each tensor is made by itself, in blocks of rows where it is large. Channels
+that no statistics run over (heads, hidden layers of MLPs) are added by a growth method. Streams under layer or RMS
+normalisation end as plain ones, so two things are exact:
 
 - **Copies** at a whole factor k: each channel k times, its consumers divided by k. Statistics stay what they are.
 - **Padding** at any factor D'/D, where every reader of the stream is a normalisation with a gain: all that writes to it
   is multiplied by s = sqrt(D'/D), new channels carry the mean of the old ones (zeros under RMS normalisation), so the
   variance over D' channels is what it was over D; gains are divided by s (average and zero expansion of LEMON, Wang et
   al. 2023, with a scale so that eps counts alike). Normalised, new channels are zero, and their consumers are free.
-  Where the code multiplies embeddings by the root of its width (Gemma), their tables stay as they are.
+  A normalisation that itself writes to the stream (Gemma 2's behind attention and MLP) keeps its gain.
+
+Where the code multiplies embeddings by a number that it computes from its width (Gemma's root of it), their tables are
+divided by as much as that number grows, and the last normalisation in front of a tied table is multiplied by it.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from math import sqrt
-from typing import Literal, get_args
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from growlab.errors import UserError
 from growlab.growth import HyperCloning, Lemon, Net2Net, PairGrowth
 from growlab.growth.attention_scale import with_attention_scale
 from growlab.growth.method import Expansion, GrowthMethod, NewWeights
-from growlab.growth.offsets import as_applied, as_kept
-from growlab.widths import WidthGraph, grid
+from growlab.widen.tensors import Rows, Source
+from growlab.widths import Axis, Layer, Part, WidthGraph, grid
 
 #: Growth methods for channels that no statistics run over.
 METHODS: Mapping[str, type[GrowthMethod]] = {
@@ -34,7 +39,24 @@ METHODS: Mapping[str, type[GrowthMethod]] = {
     "hypercloning": HyperCloning,
     "lemon": Lemon,
 }
-Fill = Literal["mean", "zero"]
+Fill = Literal["copies", "mean", "zero"]
+# Numbers of a block of rows.
+_BLOCK = 1 << 21
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way in which streams may become wider.
+
+    Attributes:
+        fill: what new channels carry: copies of old ones, their mean, or zeros.
+        by_code: factor by which the code multiplies embeddings more than it did; None: the root of the stream's own.
+        factors: what tensors are multiplied by besides, by name.
+    """
+
+    fill: Fill
+    by_code: float | None = 1.0
+    factors: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,37 +65,39 @@ class Widening:
 
     Attributes:
         graph: layouts of the wider network.
-        old: the narrower one's tensors by name as its forward applies them, in float64.
+        old: gives the narrower one's tensors by name, as it keeps them.
         widths: width of each group in it.
         seed: of everything that is drawn.
+        method: for heads and hidden layers.
+        writing: paths of normalisations whose outputs are added to a stream.
     """
 
     graph: WidthGraph
-    old: Mapping[str, Tensor]
+    old: Source
     widths: Mapping[str, int]
     seed: int
+    method: GrowthMethod
+    writing: Collection[str] = ()
 
-    @classmethod
-    def of(
-        cls, graph: WidthGraph, kept: Mapping[str, Tensor], widths: Mapping[str, int], seed: int
-    ) -> "Widening":
-        """Of tensors as the narrower network keeps them."""
-        return cls(graph, as_applied(graph, kept), widths, seed)
-
-    def ways(self, computed: Collection[float] = ()) -> Iterator[dict[str, Tensor]]:
-        """Tensors at full width as a network keeps them, by each way in which streams may become wider.
+    def ways(self, computed: Collection[float] = ()) -> Iterator[Way]:
+        """Ways that may be exact, the likeliest first.
 
         Args:
             computed: numbers of the code's own that embeddings may be multiplied by, the wider network's over the
                 narrower one's.
         """
+        # A normalisation without a bias is mostly one by the root mean square, which zeros leave as it is.
+        plain = all(norm.bias is None for norm in self.graph.channel_norms)
+        fills: list[Fill] = ["zero", "mean"] if plain else ["mean", "zero"]
         if self.whole:
-            yield as_kept(self.graph, self._copies())
-        for by_code in (1.0, None, *computed):
-            for fill in get_args(Fill):
-                yield as_kept(self.graph, self._all_padded(fill, by_code))
+            fills.insert(0, "copies")
+        if not self.streams:
+            fills = ["copies"]
+        for fill in fills:
+            for by_code in (*computed, 1.0, None) if self.streams else (1.0,):
+                yield Way(fill, by_code)
 
-    @property
+    @cached_property
     def streams(self) -> list[str]:
         """Groups that become wider and that statistics run over."""
         full = self.graph.full_widths
@@ -85,71 +109,123 @@ class Widening:
         """Whether all streams become wider by whole factors."""
         return all(self.graph.full_widths[group] % self.widths[group] == 0 for group in self.streams)
 
-    def heads_and_hidden(self, method: GrowthMethod) -> "Widening":
-        """The same with all wider but the streams."""
-        widths = {**self.graph.full_widths, **{group: self.widths[group] for group in self.streams}}
-        expansion = self._expansion(widths, stage=1)
-        growth = with_attention_scale(expansion, method.grow(expansion))
-        return replace(self, old=dict(growth.tensors), widths=widths)
+    def tensors(self, way: Way) -> dict[str, Tensor]:
+        """All tensors at full width as a network keeps them."""
+        made = {name: list(self.blocks(name, way)) for name in self.graph.axes}
+        return {name: torch.cat(blocks) if blocks[1:] else blocks[0] for name, blocks in made.items()}
 
-    def _copies(self) -> dict[str, Tensor]:
-        return dict(Net2Net().grow(self._expansion(self.graph.full_widths, stage=2)).tensors)
+    def blocks(self, name: str, way: Way) -> Iterator[Tensor]:
+        """One of them in blocks of rows, float64 where it changes."""
+        axes = self.graph.axes[name]
+        make = partial(self._made, name, way=way)
+        if not axes or axes[0].groups:
+            yield make(...)
+        else:
+            yield from blocks_of(make, self.graph.shape(name, self.graph.full_widths))
 
-    def _all_padded(self, fill: Fill, by_code: float | None) -> dict[str, Tensor]:
-        """Tensors at full width, streams by padding.
-
-        Args:
-            fill: what new channels carry.
-            by_code: factor by which the code multiplies embeddings more than it did; None: the stream's own.
-        """
-        padding = self
-        for group in self.streams:
-            widths = {**padding.widths, group: self.graph.full_widths[group]}
-            tensors = {name: padding._padded(name, group, fill, by_code, widths) for name in padding.old}
-            padding = replace(padding, old=tensors, widths=widths)
-        return dict(padding.old)
-
-    def _expansion(self, widths: Mapping[str, int], stage: int) -> Expansion:
-        return Expansion(self.graph, self.old, self.widths, widths, self.seed, stage)
-
-    def _padded(
-        self, name: str, group: str, fill: Fill, by_code: float | None, widths: Mapping[str, int]
-    ) -> Tensor:
-        old, axes = self.old[name], self.graph.axes[name]
-        places = [(dim, axis) for dim, axis in enumerate(axes) if group in axis.groups]
-        if not places:
+    def _made(self, name: str, rows: Rows, way: Way) -> Tensor:
+        old, factor = self.old(name, rows), way.factors.get(name, 1.0)
+        changes = self.graph.changes(name, self.widths, self.graph.full_widths)
+        if not changes and factor == 1.0:
             return old
-        expansion = self._expansion(widths, stage=2)
-        scale, kept = sqrt(widths[group] / self.widths[group]), expansion.kept(name)
-        table = 1.0 if by_code is None else scale / by_code
-        norm_tensor = self._of_a_norm(name, group)
-        if norm_tensor is not None:
-            # In front of a tied table gain and bias are what consumes it.
-            consumes = axes[0].role == "in"
-            of_table = table if consumes else 1.0
-            factor = {"gain": scale * of_table, "bias": of_table}[norm_tensor]
-            fresh = 0.0 if norm_tensor == "bias" else float((old / factor).mean())
-            new = torch.full(expansion.new_shape(name), fresh, dtype=old.dtype)
-            new[kept[0]] = old / factor
-            return new
-        new = NewWeights().draw(expansion, name).to(old)
-        writes = [dim for dim, axis in places if axis.role == "out"]
-        factor = 1.0 if not writes else table if self._is_table(name) else scale
-        new[grid(kept, new.device)] = old * factor
+        offset = self.graph.offsets.get(name, 0.0)
+        tensor = (old.to(torch.complex128) if old.is_complex() else old.double()) + offset
+        if changes:
+            key = name if rows is ... else f"{name}[{rows.start}:{rows.stop}]"
+            graph = self._alone(name, key, tensor)
+            between = {**self.graph.full_widths, **{group: self.widths[group] for group in self.streams}}
+            expansion = Expansion(graph, {key: tensor}, self.widths, between, self.seed, stage=1)
+            tensor = with_attention_scale(expansion, self.method.grow(expansion)).tensors[key]
+            for group in self.streams:
+                if group in graph.groups:
+                    tensor = self._streamed(name, key, tensor, graph, between, group, way)
+                    between = {**between, group: self.graph.full_widths[group]}
+        return tensor * factor - offset
+
+    def _alone(self, name: str, key: str, block: Tensor) -> WidthGraph:
+        """The graph of one tensor, or of a block of its rows, so that it is grown by itself."""
+        axes = self.graph.axes[name]
+        if key != name:
+            axes = (Axis((Part(None, len(block)),), axes[0].role), *axes[1:])
+        groups = {group for axis in axes for group in axis.groups}
+        return replace(
+            self.graph,
+            axes={key: axes},
+            groups={group: one for group, one in self.graph.groups.items() if group in groups},
+            layers=tuple(
+                replace(x, weight=key) if x.weight == name else x for x in self._layers.get(name, ())
+            ),
+            attentions=tuple(replace(x, queries=(key,)) for x in self.graph.attentions if name in x.queries),
+        )
+
+    @cached_property
+    def _layers(self) -> dict[str, list[Layer]]:
+        found: dict[str, list[Layer]] = {}
+        for layer in self.graph.layers:
+            for name in {layer.weight, layer.bias, layer.offset, *layer.emitters} - {None}:
+                found.setdefault(str(name), []).append(layer)
+        return found
+
+    def _streamed(
+        self,
+        name: str,
+        key: str,
+        tensor: Tensor,
+        graph: WidthGraph,
+        before: Mapping[str, int],
+        group: str,
+        way: Way,
+    ) -> Tensor:
+        """A tensor with one stream at full width, from one with it at its old width."""
+        after = {**before, group: self.graph.full_widths[group]}
+        scale = sqrt(after[group] / before[group])
+        by_code = scale if way.by_code is None else way.by_code
+        expansion = Expansion(graph, {key: tensor}, before, after, self.seed, stage=2)
+        table = self._is_table(name)
+        # In front of a tied table gain and bias are what consumes it.
+        of_norm = self._of_a_norm(name, group)
+        in_front = of_norm is not None and graph.axes[key][0].role == "in"
+        if way.fill == "copies":
+            copied = Net2Net().grow(expansion).tensors[key]
+            return copied / by_code if table else copied * by_code if in_front else copied
+        if of_norm is not None:
+            return self._normed(
+                name, key, tensor, expansion, of_norm, scale, scale / by_code if in_front else 1.0
+            )
+        new, kept = NewWeights().draw(expansion, key).to(tensor), expansion.kept(key)
+        writes = [
+            dim for dim, axis in enumerate(graph.axes[key]) if axis.role == "out" and group in axis.groups
+        ]
+        factor = 1.0 if not writes else scale / by_code if table else scale
+        new[grid(kept, new.device)] = tensor * factor
         for dim in writes:
-            if len(axes[dim].parts) > 1:
+            if len(graph.axes[key][dim].parts) > 1:
                 raise UserError(
                     f"channels of {group} lie beside others in {name}; give --parts without stream."
                 )
             rows = new.index_select(dim, kept[dim])
-            rest = rows.mean(dim, keepdim=True) if fill == "mean" else torch.zeros(1, dtype=new.dtype)
+            rest = rows.mean(dim, keepdim=True) if way.fill == "mean" else torch.zeros(1, dtype=new.dtype)
             new = rest.expand_as(new).clone().index_copy(dim, kept[dim], rows)
+        return new
+
+    def _normed(
+        self, name: str, key: str, old: Tensor, expansion: Expansion, kind: str, scale: float, of_table: float
+    ) -> Tensor:
+        """Gain or bias of a normalisation of padded channels."""
+        if name.rpartition(".")[0] in self.writing:
+            # Normalised, what it reads is what it was: its sum with the stream is multiplied by gain and bias.
+            factor = 1.0 / scale if kind == "bias" else 1.0
+        else:
+            factor = scale * of_table if kind == "gain" else of_table
+        fresh = 0.0 if kind == "bias" else float((old / factor).mean())
+        new = torch.full(expansion.new_shape(key), fresh, dtype=old.dtype)
+        new[expansion.kept(key)[0]] = old / factor
         return new
 
     def _is_table(self, name: str) -> bool:
         """Whether a tensor is an embedding's table."""
         roles = [axis.role for axis in self.graph.axes[name]]
-        return roles == ["fixed", "out"] and all(layer.weight != name for layer in self.graph.layers)
+        return roles == ["fixed", "out"] and all(x.weight != name for x in self._layers.get(name, ()))
 
     def _of_a_norm(self, name: str, group: str) -> str | None:
         """Whether a tensor is the gain or the bias of a normalisation of the group's channels."""
@@ -159,25 +235,37 @@ class Widening:
         return "bias" if own.endswith("bias") else "gain"
 
 
-def read_off(graph: WidthGraph, network: nn.Module, old: Mapping[str, Tensor]) -> dict[str, int]:
+def blocks_of(make: Callable[[Rows], Tensor], shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """A tensor of this shape in blocks of rows, where it is large."""
+    if torch.Size(shape).numel() <= _BLOCK:
+        yield make(...)
+        return
+    step = max(1, _BLOCK // torch.Size(shape[1:]).numel())
+    for start in range(0, shape[0], step):
+        yield make(slice(start, min(start + step, shape[0])))
+
+
+def read_off(
+    graph: WidthGraph, shapes: Mapping[str, tuple[int, ...]], full: Mapping[str, Any]
+) -> dict[str, int]:
     """Width of each group, from the shapes of a narrower network's tensors.
 
     Args:
         graph: layouts of the wider network.
-        network: the wider network.
-        old: tensors of the narrower one by name.
+        shapes: of the narrower one's tensors by name.
+        full: tensors of the wider network by name.
 
     Raises:
         UserError: a tensor has a shape that no widths give.
     """
-    widths = graph.widths_of({name: old[name].shape for name in graph.axes})
+    widths = graph.widths_of({name: shapes[name] for name in graph.axes})
     widths = {name: widths.get(name, group.full_width) for name, group in graph.groups.items()}
-    for name, tensor in network.state_dict().items():
+    for name, tensor in full.items():
         wanted = graph.shape(name, widths) if name in graph.axes else tuple(tensor.shape)
-        if name in old and tuple(old[name].shape) != wanted:
+        if name in shapes and tuple(shapes[name]) != wanted:
             reason = graph.fixed.get(name.rpartition(".")[0], "growlab has no rule that makes it wider")
             raise UserError(
-                f"{name.removeprefix('network.')} is {list(old[name].shape)} and would be {list(tensor.shape)}, "
+                f"{name.removeprefix('network.')} is {list(shapes[name])} and would be {list(tensor.shape)}, "
                 f"which cannot be exact ({reason}); give --parts mlp, or leave --width out."
             )
     return widths

@@ -1,0 +1,130 @@
+"""A saved model's tensors by the names that its class gives them, and a model's tensors by the keys of files.
+
+transformers keeps some tensors in files under other names, or in pieces: the experts of a mixture one by one.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.errors import UserError
+from growlab.widen.tensors import Rows, read_folder
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Tensors of a model that become tensors in a file together.
+
+    Attributes:
+        names: the model's.
+        shapes: of those in the file, by key.
+    """
+
+    names: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """For each name in a model's state_dict the first name of the same tensor: tied weights have several."""
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    return {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
+
+
+def reverted(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as `save_pretrained` has them in files. transformers has no public function for it."""
+    loading = importlib.import_module("transformers.core_model_loading")
+    found: dict[str, Tensor] = loading.revert_weight_conversion(model, dict(tensors))
+    return found
+
+
+def units(model: nn.Module) -> list[Unit]:
+    """What a model's file holds, in as small pieces as can be made one by one."""
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    state = model.state_dict(keep_vars=True)
+    names = [name for name, first in first_names(model).items() if name == first and name not in ignored]
+    tensors = {name: torch.empty(state[name].shape, device="meta") for name in names}
+    wanted = {key: tuple(tensor.shape) for key, tensor in reverted(model, tensors).items()}
+    found, rest = [], []
+    for name in names:
+        alone = {key: tuple(t.shape) for key, t in reverted(model, {name: tensors[name]}).items()}
+        if alone.items() <= wanted.items():
+            found.append(Unit((name,), alone))
+        else:
+            rest.append(name)
+    if rest:
+        known = {key for unit in found for key in unit.shapes}
+        found.append(Unit(tuple(rest), {key: shape for key, shape in wanted.items() if key not in known}))
+    return found
+
+
+class Checkpoint:
+    """Reads the tensors of a saved model one at a time.
+
+    Where its files keep them in another form than its class, transformers reads them all.
+
+    Args:
+        folder: what `save_pretrained` wrote.
+        model: of the same class and sizes; of its tensors shapes count alone.
+
+    Attributes:
+        dtypes: of each tensor in the file, by the model's names.
+        shard_bytes: size of the largest file where there are several by an index, else None.
+
+    Raises:
+        UserError: the files cannot be read, or do not fit the model.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        saved = read_folder(folder)
+        self.shard_bytes = saved.shard_bytes
+        self._first = first_names(model)
+        state = model.state_dict(keep_vars=True)
+        alone = {unit.names[0]: next(iter(unit.shapes)) for unit in units(model) if len(unit.shapes) == 1}
+        self._keys: dict[str, str] = {}
+        for name, first in self._first.items():
+            for key in (name, alone.get(name, name)):
+                if saved.shapes.get(key) == tuple(state[name].shape):
+                    self._keys.setdefault(first, key)
+        parameters = {self._first[name] for name, _ in model.named_parameters()}
+        if parameters <= self._keys.keys():
+            self._read = saved
+            self.dtypes = {name: saved.dtypes[key] for name, key in self._keys.items()}
+            return
+        whole = _loaded(folder, type(model)).state_dict()
+        self._keys = {first: name for name, first in self._first.items() if name in whole}
+        self._read = partial(_rows, whole)
+        self.dtypes = {first: whole[key].dtype for first, key in self._keys.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return self._first.get(name) in self._keys
+
+    def __call__(self, name: str, rows: Rows = ...) -> Tensor:
+        """A tensor by the model's name, or some of its rows."""
+        return self._read(self._keys[self._first[name]], rows)
+
+
+def _rows(state: Mapping[str, Tensor], name: str, rows: Rows) -> Tensor:
+    return state[name][rows]
+
+
+def _loaded(folder: Path, kind: Any) -> nn.Module:
+    try:
+        model: nn.Module
+        model, info = kind.from_pretrained(folder, output_loading_info=True)
+    except Exception as error:  # what files that do not fit raise is not one family
+        reason = (str(error).strip().splitlines() or ["no message"])[0]
+        raise UserError(f"the weights in {folder} do not fit its configuration: {reason}") from error
+    missing = sorted([*info["missing_keys"], *info["mismatched_keys"]], key=str)
+    if missing:
+        raise UserError(
+            f"the weights in {folder} do not fit its configuration: {len(missing)} tensors are missing or of another "
+            f"shape, the first is {missing[0]}."
+        )
+    return model.eval()

@@ -1,0 +1,174 @@
+"""Models without weights in memory: built for their shapes, and run with tensors that are given as they are needed."""
+
+import copy
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from growlab.errors import UserError
+from growlab.growth.outputs import main_output, quietly
+from growlab.survey.small_models import FirstOutput
+
+#: Gives a tensor by its name in blocks of rows, from the first to the last.
+Blocks = Callable[[str], Iterator[Tensor]]
+
+
+def skeleton(kind: Any, config: Any) -> nn.Module:
+    """A model of transformers in eval mode, of which buffers alone have values: parameters take no memory.
+
+    Args:
+        kind: its class.
+        config: its sizes; left as it is.
+
+    Raises:
+        UserError: transformers builds no such model.
+    """
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        # One that is there already is tied to another.
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(on_meta)
+    config = copy.deepcopy(config)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            model: nn.Module = kind._from_config(config, dtype=torch.float32).eval()
+    except (
+        ValueError,
+        RuntimeError,
+        IndexError,
+        TypeError,
+        KeyError,
+        AssertionError,
+        AttributeError,
+    ) as error:
+        reason = (str(error).strip().splitlines() or ["no message"])[0]
+        raise UserError(f"transformers builds no {kind.__name__} of these sizes: {reason}") from error
+    finally:
+        handle.remove()
+    set_precision(model, torch.float32)
+    return model
+
+
+def set_precision(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let parameters be of a type, still without memory: it is taken where something is written; and buffers."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    empty = torch.empty(
+                        parameter.shape, dtype=dtype if parameter.is_floating_point() else parameter.dtype
+                    )
+                    made[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
+def output_of(
+    network: FirstOutput,
+    probe: Sequence[Tensor],
+    names: Mapping[str, str],
+    blocks: Blocks,
+    watched: Collection[str] = (),
+) -> tuple[Tensor, set[str]]:
+    """What a skeleton puts out in float64, its weights made as its forward asks for them.
+
+    Args:
+        network: around the skeleton.
+        probe: its positional inputs.
+        names: for each name of the skeleton's tensors that are given, the name that they are given under.
+        blocks: gives them.
+        watched: paths of modules.
+
+    Returns:
+        The output, and the paths of those watched modules whose own outputs are summands of a sum.
+    """
+    set_precision(network, torch.float64)
+    tensors = network.network.state_dict(keep_vars=True)
+    inputs = [x.double() if x.is_floating_point() else x for x in probe]
+    given = _Given({id(tensors[own]): name for own, name in names.items()}, blocks)
+    handles = [
+        network.get_submodule(path).register_forward_hook(partial(given.watch, path)) for path in watched
+    ]
+    try:
+        with quietly(network), given:
+            return main_output(network(*inputs)), given.summands
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Given(TorchFunctionMode):
+    """Calls functions with tensors that are made now, in the place of those without values."""
+
+    def __init__(self, names: Mapping[int, str], blocks: Blocks) -> None:
+        super().__init__()
+        self._names, self._blocks = names, blocks
+        self._last: tuple[str, Tensor] | None = None
+        self._watched: dict[int, tuple[str, Tensor]] = {}
+        self.summands: set[str] = set()
+
+    def watch(self, path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Note whether what a module has put out is added to something."""
+        if isinstance(output, Tensor):
+            self._watched[id(output)] = (path, output)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if getattr(func, "__name__", "").strip("_") in ("add", "iadd", "radd"):
+            self.summands |= {self._watched[id(arg)][0] for arg in args if id(arg) in self._watched}
+        if func is F.embedding and (name := self._name(args[1] if len(args) > 1 else kwargs.get("weight"))):
+            return self._embedding(args[0] if args else kwargs["input"], name)
+        if func is F.linear and len(args) > 1 and (name := self._name(args[1])):
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            out = torch.cat([F.linear(args[0], block.double()) for block in self._blocks(name)], -1)
+            return out if bias is None else out + self._value(bias)
+        if getattr(func, "__name__", "") == "__get__":
+            # Mostly a shape or a type; what is a tensor (`weight.T`) is asked for again.
+            found = func(*args, **kwargs)
+            if not isinstance(found, Tensor):
+                return found
+        args, kwargs = tree_map_only(Tensor, self._value, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    def _name(self, tensor: Any) -> str | None:
+        return self._names.get(id(tensor))
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        name = self._name(tensor)
+        if name is None:
+            return tensor
+        if self._last is None or self._last[0] != name:
+            blocks = [block.double() if block.is_floating_point() else block for block in self._blocks(name)]
+            self._last = (name, blocks[0] if len(blocks) == 1 else torch.cat(blocks))
+        return self._last[1]
+
+    def _embedding(self, index: Tensor, name: str) -> Tensor:
+        start, out = 0, None
+        for block in self._blocks(name):
+            inside = (index >= start) & (index < start + len(block))
+            if out is None:
+                out = torch.zeros(*index.shape, block.shape[1], dtype=torch.float64)
+            out[inside] = block[index[inside] - start].double()
+            start += len(block)
+        assert out is not None
+        return out
