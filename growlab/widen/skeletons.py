@@ -20,6 +20,11 @@ from growlab.survey.small_models import FirstOutput
 #: Gives a tensor by its name in blocks of rows, from the first to the last.
 Blocks = Callable[[str], Iterator[Tensor]]
 
+# Names of what asks for a shape or a type.
+_ABOUT = frozenset(
+    "__get__ is_floating_point is_complex size dim ndimension numel nelement stride is_contiguous".split()
+)
+
 
 def skeleton(kind: Any, config: Any) -> nn.Module:
     """A model of transformers in eval mode, of which buffers alone have values: parameters take no memory.
@@ -108,7 +113,8 @@ def output_of(
         network.get_submodule(path).register_forward_hook(partial(given.watch, path)) for path in watched
     ]
     try:
-        with quietly(network), given:
+        # The other modes inside of it: weights are made without them.
+        with given, quietly(network):
             return main_output(network(*inputs)), given.summands
     finally:
         for handle in handles:
@@ -142,9 +148,9 @@ class _Given(TorchFunctionMode):
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             out = torch.cat([F.linear(args[0], block.double()) for block in self._blocks(name)], -1)
             return out if bias is None else out + self._value(bias)
-        if getattr(func, "__name__", "") == "__get__":
-            # Mostly a shape or a type; what is a tensor (`weight.T`) is asked for again.
+        if getattr(func, "__name__", "") in _ABOUT:
             found = func(*args, **kwargs)
+            # `weight.T` has values.
             if not isinstance(found, Tensor):
                 return found
         args, kwargs = tree_map_only(Tensor, self._value, (tuple(args), kwargs))

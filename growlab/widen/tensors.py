@@ -41,25 +41,35 @@ class Saved:
     """The tensors in a folder that `save_pretrained` wrote, by the keys of its files.
 
     Attributes:
-        files: for each key its safetensors file, or the tensors of its pickled one.
+        files: for each key the file and the first byte of it there, or the tensors of a pickled file.
         shapes: of each tensor.
         dtypes: of each tensor.
         shard_bytes: size of the largest file where there are several by an index, else None.
     """
 
-    files: Mapping[str, Path | Mapping[str, Tensor]]
+    files: Mapping[str, tuple[Path, int] | Mapping[str, Tensor]]
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
     shard_bytes: int | None
 
     def __call__(self, key: str, rows: Rows = ...) -> Tensor:
         """A tensor, or some of its rows, read from its file."""
-        file = self.files[key]
-        if not isinstance(file, Path):
-            return file[key][rows]
-        # Opened each time: what has been read of a file stays in memory for as long as it is open.
-        with _opened(file) as content:
-            return content.get_tensor(key) if rows is ... else content.get_slice(key)[rows]
+        place = self.files[key]
+        if isinstance(place, Mapping):
+            return place[key][rows]
+        path, offset = place
+        shape, dtype = self.shapes[key], self.dtypes[key]
+        if isinstance(rows, slice):
+            start, stop, _ = rows.indices(shape[0])
+            offset += start * _numel(shape[1:]) * dtype.itemsize
+            shape = (stop - start, *shape[1:])
+        tensor = torch.empty(shape, dtype=dtype)
+        # Not mapped: what is read of a mapped file stays in memory.
+        with path.open("rb") as file:
+            file.seek(offset)
+            if file.readinto(_bytes(tensor)) != tensor.nbytes:
+                raise UserError(f"{path} ends in the middle of {key}; save the model again.")
+        return tensor
 
 
 def read_folder(folder: Path) -> Saved:
@@ -83,11 +93,8 @@ def read_folder(folder: Path) -> Saved:
     files, shapes, dtypes = {}, {}, {}
     for path in (folder / name for name in names):
         if path.suffix == ".safetensors":
-            with _opened(path) as content:
-                for key in content.keys():  # noqa: SIM118 - no mapping
-                    piece = content.get_slice(key)
-                    files[key], shapes[key] = path, tuple(piece.get_shape())
-                    dtypes[key] = _type_named(piece.get_dtype(), path)
+            for key, (offset, shapes[key], dtypes[key]) in _header(path).items():
+                files[key] = (path, offset)
         else:
             for key, tensor in (tensors := _unpickled(path)).items():
                 files[key], shapes[key], dtypes[key] = tensors, tuple(tensor.shape), tensor.dtype
@@ -95,20 +102,32 @@ def read_folder(folder: Path) -> Saved:
     return Saved(files, shapes, dtypes, max(sizes) if main.suffix == ".json" else None)
 
 
-def _opened(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
+def _header(path: Path) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
+    """First byte, shape and type of each tensor in a safetensors file."""
+    types = {name: dtype for dtype, name in _TYPES.items()}
+    found = {}
     try:
-        return safe_open(path, "pt")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"cannot read {path} ({error}); save the model again.") from error
-
-
-def _type_named(name: str, path: Path) -> torch.dtype:
-    known = next((dtype for dtype, own in _TYPES.items() if own == name), None)
-    if known is None:
-        raise UserError(f"{path} holds numbers of the type {name}, which cannot be widened exactly.")
-    return known
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > path.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        for key, entry in header.items():
+            if entry["dtype"] not in types:
+                raise UserError(
+                    f"{path} holds numbers of the type {entry['dtype']}, which cannot be widened exactly; save the "
+                    "model in bfloat16 or float32."
+                )
+            shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
+            dtype = types[entry["dtype"]]
+            if stop - start != _numel(shape) * dtype.itemsize or 8 + length + stop > path.stat().st_size:
+                raise ValueError(f"it ends in the middle of {key}")
+            found[key] = (8 + length + start, shape, dtype)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+        raise UserError(f"cannot read {path} ({reason}); save the model again.") from error
+    return found
 
 
 def _unpickled(path: Path) -> Mapping[str, Tensor]:
@@ -177,7 +196,7 @@ def write_folder(
             for _ in places:
                 for key, tensor in next(tensors).items():
                     file.seek(start + offsets[key])
-                    file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                    file.write(_bytes(tensor.contiguous()))
 
         write_atomically(folder / name, write)
     if shard_bytes is not None:
@@ -217,3 +236,7 @@ def _write_header(
 
 def _numel(shape: Sequence[int]) -> int:
     return int(torch.Size(shape).numel())
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -41,7 +41,7 @@ METHODS: Mapping[str, type[GrowthMethod]] = {
 }
 Fill = Literal["copies", "mean", "zero"]
 # Numbers of a block of rows.
-_BLOCK = 1 << 21
+_BLOCK = 1 << 19
 
 
 @dataclass(frozen=True)
