@@ -1,11 +1,13 @@
 """The data, network and objective of a run, made for each other; what does not go together is told."""
 
+import warnings
 from typing import Any
 
 import hydra
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from growlab.data import CustomData
 from growlab.errors import UserError
@@ -33,9 +35,21 @@ def make_network(model: DictConfig, data: Any) -> nn.Module:
             f"model._target_={model._target_} does not take {' and '.join(unknown)}, which the data give"
             + _advice(data)
         )
-    network = hydra.utils.instantiate(model, **given, **_offered(model, data))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+        network = hydra.utils.instantiate(model, **given, **_offered(model, data))
     if not isinstance(network, nn.Module):
         raise UserError(f"model._target_={model._target_} makes a {type(network).__name__}, not a network.")
+    if empty := [
+        name for name, value in network.named_parameters() if not is_lazy(value) and not value.numel()
+    ]:
+        shape = list(network.get_parameter(empty[0]).shape)
+        zeros = [f"model.{name}=0" for name, value in model.items() if value == 0 and value is not False]
+        raise UserError(
+            f"the network's {empty[0]} is of the shape {shape}, without entries"
+            + (f", with {' and '.join(zeros)}" if zeros else "")
+            + ": sizes of layers must be at least 1."
+        )
     return network
 
 

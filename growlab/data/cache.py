@@ -69,6 +69,8 @@ def decoded(images: EncodedImages) -> ImageArray:
         return ImageArray(_decode(images), labels_N, images.classes)
     frame = images.frame
     key = f"{images.payloads.fingerprint()}\n{images.fit} {frame}"
+    if images.levels is not None:
+        key += f" {images.levels}"
     path = _path(key, ".npz")
     shape = (total, frame.height, frame.width, frame.channels)
     array = _load(path, shape)

@@ -157,11 +157,36 @@ class EncodedImages:
         """Size of the first image (or of `fit`); three channels if any of a few images is coloured."""
         if self.frame_of is not None:
             return self.frame_of.frame
-        spread = np.unique(np.linspace(0, len(self.payloads) - 1, 16).astype(int))
-        seen = [self._open(int(position)) for position in spread]
+        seen = self._seen()
         width, height = (self.fit.size, self.fit.size) if self.fit.size else seen[0].size
-        grey = all(image.mode in ("1", "L", "LA") for image in seen)
+        grey = all(image.mode in ("1", "L", "LA") or _is_deep(image) for image in seen)
         return Frame(height, width, 1 if grey else 3)
+
+    @cached_property
+    def levels(self) -> tuple[float, float] | None:
+        """Values that become 0 and 255 of images with more than 8 bits a channel; None without such images.
+
+        Of whole numbers 0 and what as many bits hold as a few images use (4095 of a microscope's 12); of real numbers
+        0 and 1 or 0 and 255 where these enclose them; else the least and the largest of a few images.
+        """
+        if self.frame_of is not None:
+            return self.frame_of.levels
+        seen = [np.asarray(image) for image in self._seen() if _is_deep(image)]
+        values = [pixels[np.isfinite(pixels)] for pixels in seen]
+        values = [finite for finite in values if finite.size]
+        if not seen or not values:
+            return (0.0, 65535.0) if seen else None
+        low, high = float(min(map(np.min, values))), float(max(map(np.max, values)))
+        if all(np.issubdtype(pixels.dtype, np.integer) for pixels in seen) and low >= 0:
+            return 0.0, float(2 ** max(8, int(high).bit_length()) - 1)
+        return next(
+            (ends for ends in ((0.0, 1.0), (0.0, 255.0)) if ends[0] <= low and high <= ends[1]), (low, high)
+        )
+
+    def _seen(self) -> list[PIL.Image.Image]:
+        """A few images, from all over the set."""
+        spread = np.unique(np.linspace(0, len(self.payloads) - 1, 16).astype(int))
+        return [self._open(int(position)) for position in spread]
 
     def select(self, positions: np.ndarray) -> "EncodedImages":
         """Return the images at these positions, in that order."""
@@ -229,7 +254,7 @@ class EncodedImages:
     def is_readable(self, position: int) -> bool:
         """Whether the image at this position of all payloads can be decoded."""
         try:
-            self._open(position)
+            self._plain(position, self._open(position), 3, (0.0, 1.0))
         except UserError:
             return False
         return True
@@ -253,15 +278,7 @@ class EncodedImages:
 
     def _decode(self, position: int, frame: Frame, view: View, content: bytes | None = None) -> np.ndarray:
         image = self._open(position, content)
-        if image.mode.startswith(("I", "F")):
-            raise UserError(
-                f"the image {self.payloads.describe(position)} has more than 8 bits a channel; "
-                "convert it to 8 bits."
-            )
-        if image.mode == "P" and "transparency" in image.info:
-            # Straight to RGB, Pillow warns of some of them.
-            image = image.convert("RGBA")
-        image = view(image.convert("L" if frame.channels == 1 else "RGB"))
+        image = view(self._plain(position, image, frame.channels, self.levels if _is_deep(image) else None))
         if image.size != (frame.width, frame.height):
             raise UserError(
                 f"images differ in size: {self.payloads.describe(position)} has {image.width}x{image.height} "
@@ -269,6 +286,32 @@ class EncodedImages:
                 "data.image_size=N."
             )
         return np.asarray(image).reshape(frame.height, frame.width, frame.channels)
+
+    def _plain(
+        self, position: int, image: PIL.Image.Image, channels: int, levels: tuple[float, float] | None
+    ) -> PIL.Image.Image:
+        """An image of 8 bits, grey or in three colours."""
+        try:
+            if _is_deep(image):
+                # One beside images of 8 bits alone that a few of the set showed: as files of 16 bits are mostly used.
+                low, high = levels or (0.0, 1.0 if image.mode == "F" else 65535.0)
+                pixels = np.nan_to_num(np.asarray(image, dtype=np.float64), nan=low, posinf=high, neginf=low)
+                scaled = np.clip((pixels - low) * (255 / max(high - low, 1e-30)), 0, 255)
+                image = PIL.Image.fromarray(np.rint(scaled).astype(np.uint8))
+            if image.mode == "P" and "transparency" in image.info:
+                # Straight to RGB, Pillow warns of some of them.
+                image = image.convert("RGBA")
+            return image.convert("L" if channels == 1 else "RGB")
+        except ValueError as error:
+            raise UserError(
+                f"cannot read the image {self.payloads.describe(position)} (its colours, {image.mode}, are not known); "
+                "convert it to RGB, or leave such images out with data=folder data.on_error=skip."
+            ) from error
+
+
+def _is_deep(image: PIL.Image.Image) -> bool:
+    """Whether an image has more than 8 bits a channel: whole numbers of 16 or 32 bits, or real ones."""
+    return image.mode.startswith(("I", "F"))
 
 
 def class_names(labels: Sequence[np.ndarray], names: Sequence[str] | None, where: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
-from growlab.widen.tensors import Rows, read_folder
+from growlab.widen.tensors import Rows, Saved
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class Checkpoint:
 
     Args:
         folder: what `save_pretrained` wrote.
+        saved: its tensors.
         model: of the same class and sizes; of its tensors shapes count alone.
 
     Attributes:
@@ -81,8 +82,7 @@ class Checkpoint:
         UserError: the files cannot be read, or do not fit the model.
     """
 
-    def __init__(self, folder: Path, model: nn.Module) -> None:
-        saved = read_folder(folder)
+    def __init__(self, folder: Path, saved: Saved, model: nn.Module) -> None:
         self.shard_bytes = saved.shard_bytes
         self._first = first_names(model)
         state = model.state_dict(keep_vars=True)

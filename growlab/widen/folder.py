@@ -23,9 +23,9 @@ from growlab.growth.parity import relative_error
 from growlab.survey.small_models import FirstOutput, inputs_of
 from growlab.widen.checkpoint import Checkpoint, Unit, first_names, reverted, units
 from growlab.widen.layers import Deeper
-from growlab.widen.sizes import PARTS, changed, deepened, widened
+from growlab.widen.sizes import PARTS, changed, deepened, divides_its_stream, widened
 from growlab.widen.skeletons import output_of, skeleton
-from growlab.widen.tensors import Rows, write_folder
+from growlab.widen.tensors import Rows, read_folder, write_folder
 from growlab.widen.weights import METHODS, Way, Widening, blocks_of, read_off
 from growlab.widths import UnsupportedOperation, layouts
 
@@ -66,21 +66,14 @@ def widen_folder(
         UserError: the folder holds no model that can be loaded, or the model cannot be widened so exactly.
     """
     _check(folder, out, method, parts)
+    files = read_folder(folder)
     kind, config = load(folder)
     source = skeleton(kind, config)
-    saved = Checkpoint(folder, source)
+    saved = Checkpoint(folder, files, source)
     _check_tokenizer(folder, source)
-    wider = widened(config, width, parts) if width != 1 else config
-    target_config = deepened(wider, depth) if depth != 1 else wider
-    plan = Plan(saved, source, skeleton(kind, target_config), METHODS[method](), seed)
-    way, error = plan.exact_way()
-    if way is None:
-        deeper_alone = None
-        if depth != 1:
-            other = Plan(saved, source, skeleton(kind, deepened(config, depth)), METHODS[method](), seed)
-            found, change = other.exact_way()
-            deeper_alone = change if found is None else None
-        raise _inexact(kind.__name__, plan, error, deeper_alone)
+    plan, way, error, target_config, parts = _exact_plan(
+        saved, source, config, width, depth, parts, METHODS[method](), seed
+    )
     out.mkdir(parents=True, exist_ok=True)
     written = units(plan.target)
     write_folder(
@@ -109,6 +102,43 @@ def widen_folder(
     }
     write_json(out / RECEIPT, receipt)
     return receipt
+
+
+def _exact_plan(
+    saved: Checkpoint,
+    source: nn.Module,
+    config: Any,
+    width: float,
+    depth: float,
+    parts: Collection[str],
+    method: GrowthMethod,
+    seed: int,
+) -> tuple["Plan", Way, float, Any, Collection[str]]:
+    """A plan that is exact, its way and its error, the configuration, and the parts that become wider."""
+    kind, failed = type(source), None
+    choices = [parts]
+    if width != 1 and {"heads", "stream"} <= {*parts} and divides_its_stream(config):
+        # Where the code computes numbers from how many heads there are (ALiBi), each may become wider.
+        choices.append([part for part in parts if part != "heads"])
+    for chosen in choices:
+        wider = widened(config, width, chosen) if width != 1 else config
+        target = deepened(wider, depth) if depth != 1 else wider
+        by_number = "heads" in chosen or "stream" not in chosen or not divides_its_stream(config)
+        try:
+            plan = Plan(saved, source, skeleton(kind, target), method, seed, "number" if by_number else None)
+            way, error = plan.exact_way()
+            if way is not None:
+                return plan, way, error, target, chosen
+            raise _inexact(kind.__name__, plan, error)
+        except UserError as refusal:
+            failed = failed or refusal
+    if depth != 1:
+        alone = Plan(saved, source, skeleton(kind, deepened(config, depth)), method, seed)
+        way, error = alone.exact_way()
+        if way is None:
+            raise _not_deeper(kind.__name__, error)
+    assert failed is not None
+    raise failed
 
 
 def _check(folder: Path, out: Path, method: str, parts: Collection[str]) -> None:
@@ -180,20 +210,27 @@ class Plan:
         target: that of the wider and deeper one.
         method: for heads and hidden layers.
         seed: of everything that is drawn.
+        heads: see `layouts`.
 
     Raises:
         UserError: growlab cannot follow the model, or its sizes do not fit one another.
     """
 
     def __init__(
-        self, saved: Checkpoint, source: nn.Module, target: nn.Module, method: GrowthMethod, seed: int
+        self,
+        saved: Checkpoint,
+        source: nn.Module,
+        target: nn.Module,
+        method: GrowthMethod,
+        seed: int,
+        heads: str | None = "number",
     ) -> None:
         self._saved, self._source, self.target = saved, source, target
         inputs = inputs_of(source)
         self._probe = tuple(inputs.values())
         self._network = FirstOutput(target, list(inputs))
         try:
-            graph = layouts(self._network, self._probe)
+            graph = layouts(self._network, self._probe, heads)
         except UnsupportedOperation as error:
             raise UserError(str(error)) from error
         self._deeper = Deeper(self._network, FirstOutput(source, list(inputs)))
@@ -204,6 +241,11 @@ class Plan:
             for name in tensors
             if (origin := self._origin(name)) in named
         }
+        if unknown := [name for name in graph.axes if name not in shapes]:
+            raise UserError(
+                f"{unknown[0].removeprefix(_PREFIX)} of a deeper {type(target).__name__} has no counterpart: its "
+                "layers are of several kinds, which take turns by a rule of the code; leave --depth out."
+            )
         full = {f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}
         widths = read_off(graph, shapes, full)
         self._widening = Widening(graph, self._old, widths, seed, method)
@@ -321,14 +363,15 @@ class Plan:
         return whole
 
 
-def _inexact(kind: str, plan: Plan, error: float, deeper_alone: float | None) -> UserError:
-    """Why both models cannot compute the same."""
-    if deeper_alone is not None:
-        return UserError(
-            f"a new layer of {kind} cannot begin as the identity (the output would change by {deeper_alone:.0e}): its "
-            "normalisations stand behind the sums with the stream, or what a layer computes depends on how many stand "
-            "before it; leave --depth out."
-        )
+def _not_deeper(kind: str, error: float) -> UserError:
+    return UserError(
+        f"a new layer of {kind} cannot begin as the identity (the output would change by {error:.0e}): its "
+        "normalisations stand behind the sums with the stream, or what a layer computes depends on how many stand "
+        "before it; leave --depth out."
+    )
+
+
+def _inexact(kind: str, plan: Plan, error: float) -> UserError:
     else_give = "--parts mlp" if plan.whole else "a whole --width such as 2, or --parts mlp"
     return UserError(
         f"{kind} cannot be widened so: its output would change by {error:.0e}, as its normalisations stand behind "

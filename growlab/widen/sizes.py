@@ -40,7 +40,10 @@ def sizes(config: Any, names: Collection[str]) -> dict[str, int]:
 
 
 def widened(config: Any, width: float, parts: Collection[str]) -> Any:
-    """A configuration with wider parts. The dimension of a head stays: there are more heads.
+    """A configuration with wider parts.
+
+    There are more heads of the same dimension, or, with a wider stream that is divided among as many of them, wider
+    ones.
 
     Args:
         config: of transformers; left as it is.
@@ -92,11 +95,16 @@ def _keep_head_dimension(config: Any, target: Any, parts: Collection[str]) -> No
                 # Else the code would compute it from the new sizes.
                 setattr(target, name, next(iter(stream.values())) // next(iter(heads.values())))
             return
-    if heads and ("stream" in parts) != ("heads" in parts):
+    if heads and "heads" in parts and "stream" not in parts:
         raise UserError(
             f"{config.model_type} divides its stream among its heads: widen both (--parts stream,heads,mlp), or "
             "neither (--parts mlp)."
         )
+
+
+def divides_its_stream(config: Any) -> bool:
+    """Whether the dimension of a head is the stream's over the number of heads: as many heads may become wider."""
+    return not any(name in config.to_dict() for name in _HEAD_DIMENSIONS)
 
 
 def deepened(config: Any, depth: float) -> Any:

@@ -21,8 +21,9 @@ from growlab.survey.small_models import FirstOutput
 Blocks = Callable[[str], Iterator[Tensor]]
 
 # Names of what asks for a shape or a type.
-_ABOUT = frozenset(
-    "__get__ is_floating_point is_complex size dim ndimension numel nelement stride is_contiguous".split()
+_ABOUT = (
+    *("__get__", "is_floating_point", "is_complex", "size", "dim", "ndimension"),
+    *("numel", "nelement", "stride", "is_contiguous"),
 )
 
 

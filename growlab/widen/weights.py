@@ -192,7 +192,14 @@ class Widening:
             return self._normed(
                 name, key, tensor, expansion, of_norm, scale, scale / by_code if in_front else 1.0
             )
-        new, kept = NewWeights().draw(expansion, key).to(tensor), expansion.kept(key)
+        kept = expansion.kept(key)
+        reads = any(axis.role == "in" and group in axis.groups for axis in graph.axes[key])
+        # What reads a stream is free where its new channels are zero.
+        new = (
+            NewWeights().draw(expansion, key).to(tensor)
+            if reads
+            else tensor.new_zeros(expansion.new_shape(key))
+        )
         writes = [
             dim for dim, axis in enumerate(graph.axes[key]) if axis.role == "out" and group in axis.groups
         ]

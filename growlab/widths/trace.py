@@ -184,21 +184,23 @@ def _traced_program(
     return max(graphs, key=lambda graph: _growing(model, graph))
 
 
-def layouts(model: nn.Module, example: Example) -> WidthGraph:
+def layouts(model: nn.Module, example: Example, heads: str | None = "number") -> WidthGraph:
     """The width graph that a network's operations amount to, whether or not its code runs at other widths.
 
-    It says where channels lie in tensors of networks of the same class that are built at other widths. Heads grow as a
-    whole.
+    It says where channels lie in tensors of networks of the same class that are built at other widths.
 
     Args:
         model: see `trace`.
         example: see `trace`.
+        heads: "number": there are more heads of the same dimension; None: as many, of a larger one.
 
     Raises:
         UnsupportedOperation: see `trace`.
     """
     inputs = inputs_of(example, model)
-    settings = {"opaque": frozenset[str](), "follow_norms": False, "heads": "number"}
+    settings: dict[str, Any] = {"opaque": frozenset[str](), "follow_norms": False}
+    if heads is not None:
+        settings["heads"] = heads
     return _best_pass(_exported(model, inputs), model, {}, settings)[0]
 
 
@@ -293,6 +295,12 @@ def _not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exception) -
             return UnsupportedOperation(
                 f"{path or name} is a torch.jit.ScriptModule, which cannot be traced; script the network at the end."
             )
+    empty = next((own for own, tensor in model.named_parameters() if not tensor.numel()), None)
+    if empty is not None:
+        shape = list(model.get_parameter(empty).shape)
+        return UnsupportedOperation(
+            f"{empty} of {name} is of the shape {shape}, without entries: give the network widths of at least 1."
+        )
     try:
         with torch.no_grad(), unchanged(model), _Packing() as packing:
             call_with(model, inputs)

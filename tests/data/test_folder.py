@@ -5,6 +5,8 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
+import PIL.Image
 import pytest
 
 from growlab.data import FolderData
@@ -156,3 +158,58 @@ def test_a_class_folder_that_may_not_be_read_is_no_empty_one(
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(UserError, match=f"cannot read {closed}: Permission denied"):
         _opened(root)
+
+
+RAMP = np.arange(120).reshape(10, 12) / 119
+
+
+@pytest.mark.parametrize(
+    ("pixels", "ending", "least", "largest"),
+    [
+        ((RAMP * 65535).astype(np.uint16), "png", 0, 1),
+        ((RAMP * 65535).astype(np.uint16), "tif", 0, 1),
+        # 12 bits of a microscope, of which the brightest pixel uses most.
+        ((RAMP * 3000).astype(np.uint16), "png", 0, 3000 / 4095),
+        ((RAMP * 200).astype(np.uint16), "png", 0, 200 / 255),
+        ((RAMP * 4000 - 1000).astype(np.int32), "tif", 0, 1),
+        (RAMP.astype(np.float32), "tif", 0, 1),
+        ((RAMP * 0.5).astype(np.float32), "tif", 0, 0.5),
+        ((RAMP * 255).astype(np.float32), "tif", 0, 1),
+        ((RAMP * 2000 - 1000).astype(np.float32), "tif", 0, 1),
+        (np.where(RAMP > 0.99, np.nan, RAMP).astype(np.float32), "tif", 0, 0.99),
+    ],
+)
+def test_images_of_more_than_eight_bits_are_scaled(
+    tmp_path, own_cache, pixels, ending, least, largest
+) -> None:
+    for name in ("ant", "bee"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for number in range(10):
+            PIL.Image.fromarray(pixels).save(tmp_path / "data" / name / f"{number}.{ending}")
+    for on_error in ("raise", "skip"):
+        data = _opened(tmp_path / "data", mean=[0.0], std=[1.0], on_error=on_error)
+        assert data.image_shape == (1, 10, 12)
+        x = next(iter(data.test_dataloader()))[0]
+        assert x.min() == pytest.approx(least, abs=0.01) and x.max() == pytest.approx(largest, abs=0.015)
+
+
+@pytest.mark.parametrize(
+    "mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "I;16", "I", "F"]
+)
+def test_images_of_every_kind_are_read_or_left_out(tmp_path, own_cache, mode) -> None:
+    grey = PIL.Image.fromarray((RAMP * 255).astype(np.uint8))
+    image = grey if mode in ("I;16", "I", "F") else grey.convert("RGB")
+    endings = {"CMYK": "tif", "YCbCr": "tif", "LAB": "tif", "I": "tif", "F": "tif", "I;16": "tif"}
+    try:
+        image = (
+            PIL.Image.fromarray(np.asarray(grey).astype(np.uint16)) if mode == "I;16" else image.convert(mode)
+        )
+    except ValueError:
+        image = PIL.Image.new(mode, (12, 10))
+    for name in ("ant", "bee"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for number in range(10):
+            path = tmp_path / "data" / name / f"{number}.{endings.get(mode, 'png')}"
+            (grey if number else image if mode not in ("PA", "HSV") else image.convert("RGBA")).save(path)
+    data = _opened(tmp_path / "data", on_error="skip", mean=None, std=None)
+    assert sum(len(y) for _, y in data.train_dataloader()) == data.num_train >= 14

@@ -1,11 +1,15 @@
 """A saved model of transformers past its declared size: same function, same tokens, and training goes on."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from growlab.growth.outputs import evaluate
@@ -13,6 +17,7 @@ from growlab.growth.parity import relative_error
 from growlab.survey.small_models import FirstOutput, inputs_of, small_model
 from growlab.widen.__main__ import main
 from growlab.widen.folder import RECEIPT
+from growlab.widen.sizes import _for_more_layers
 
 transformers = pytest.importorskip("transformers")
 # What is told is read off stderr, where saving a model would draw its bar.
@@ -34,9 +39,14 @@ CASES = {
     "mixtral": ("1.5", "2"),
     "qwen2_moe": ("1.5", "2"),
     "gemma": ("1.5", "2"),
+    "gemma2": ("1.5", "2"),
+    "gemma3_text": ("2", "2"),
+    "gpt_neo": ("2", "2"),
+    "smollm3": ("1.5", "2"),
+    "olmo2": ("2", "1"),
 }
 # The others are alike, and take seconds each.
-QUICK = ("llama", "gpt2", "bert")
+QUICK = ("llama", "gpt2", "bert", "gemma2")
 
 
 def saved(folder: Path, model_type: str) -> nn.Module:
@@ -200,3 +210,141 @@ def test_code_in_a_folder_never_runs(
     told = refusal(capsys, folder, "--width", 2, "--parts", "mlp", "-o", tmp_path / "new")
     assert not (tmp_path / "ran").exists() and not asked
     assert "which growlab never runs" in told and "trust_remote_code" not in told
+
+
+def pickled(folder: Path, shards: int = 1) -> None:
+    """Put the weights of a folder into `pytorch_model.bin`, as older versions of transformers did."""
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    if shards == 1:
+        torch.save(state, folder / "pytorch_model.bin")
+        return
+    places = {name: f"pytorch_model-{number % shards}.bin" for number, name in enumerate(state)}
+    for file in set(places.values()):
+        torch.save({name: state[name] for name in state if places[name] == file}, folder / file)
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_pickled_file_is_read(tmp_path: Path, shards: int) -> None:
+    old = saved(tmp_path / "old", "llama")
+    pickled(tmp_path / "old", shards)
+    assert main([str(tmp_path / "old"), "--width", "1.5", "-o", str(tmp_path / "new")]) == 0
+    new = type(old).from_pretrained(tmp_path / "new").eval()
+    (narrow, probe), (wide, _) = around(old), around(new)
+    assert relative_error(evaluate(narrow, probe), evaluate(wide, probe)) <= 1e-5
+    assert (tmp_path / "new" / "model.safetensors.index.json").exists() == (shards > 1)
+    assert not list((tmp_path / "new").glob("*.bin*"))
+
+
+def test_damaged_and_foreign_files_are_told_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = folder_of(tmp_path), tmp_path / "new"
+    whole = (folder / "model.safetensors").read_bytes()
+    for content in (b"", b"nothing", whole[:100], whole[:-5], b"\xff" * 40):
+        (folder / "model.safetensors").write_bytes(content)
+        assert "model.safetensors" in refusal(capsys, folder, "--width", 2, "-o", out)
+    (folder / "model.safetensors").unlink()
+    for content in (b"", b"nothing", Path("x")):
+        if isinstance(content, bytes):
+            (folder / "pytorch_model.bin").write_bytes(content)
+        else:
+            torch.save({"mine": content}, folder / "pytorch_model.bin")
+        told = refusal(capsys, folder, "--width", 2, "-o", out)
+        assert "pytorch_model.bin" in told and "weights_only" not in told
+    assert "could run code" in told
+    for weight_map in ({"a": "../../secret"}, {"a": "missing.bin"}, None):
+        (folder / "pytorch_model.bin").unlink(missing_ok=True)
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        assert "index.json" in refusal(capsys, folder, "--width", 2, "-o", out)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_stay_shards_and_numbers_of_their_type(tmp_path: Path, dtype: torch.dtype) -> None:
+    old = saved(tmp_path / "old", "llama").to(dtype)
+    (tmp_path / "old" / "model.safetensors").unlink()
+    old.save_pretrained(tmp_path / "old", max_shard_size="100KB")
+    sizes = [path.stat().st_size for path in (tmp_path / "old").glob("*.safetensors")]
+    assert main([str(tmp_path / "old"), "--width", "1.5", "-o", str(tmp_path / "new")]) == 0
+    files = sorted((tmp_path / "new").glob("*.safetensors"))
+    assert len(files) > 2 and all(path.stat().st_size <= max(sizes) + 8192 for path in files)
+    index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())
+    held = {key: path.name for path in files for key in load_file(path)}
+    assert held == index["weight_map"] and held.keys() == load_index(tmp_path / "old").keys()
+    assert {t.dtype for path in files for t in load_file(path).values()} == {dtype}
+    new, info = type(old).from_pretrained(tmp_path / "new", output_loading_info=True)
+    assert not any(info.values()) and new.dtype == dtype
+
+
+def load_index(folder: Path) -> dict[str, str]:
+    return json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "before", "after", "expected"),
+    [
+        ("no_rope_layers", [1, 1, 0], 3, 6, [1, 1, 1, 1, 0, 0]),
+        ("layer_types", ["a", "b"], 2, 3, ["a", "a", "b"]),
+        ("sliding_windows", [None, 8], 2, 4, [None, None, 8, 8]),
+        ("attention_types", [[["global", "local"], 2]], 4, 8, [[[*"gg", *"ll", *"gg", *"ll"], 1]]),
+        ("mlp_only_layers", [0, 2], 4, 8, [0, 1, 4, 5]),
+        ("attn_layer_indices", [0, 1, 2], 3, 6, [0, 1, 2, 3, 4, 5]),
+        ("intermediate_size", [96, 128], 2, 4, [96, 96, 128, 128]),
+        ("image_size", [32, 32], 2, 4, None),
+        ("mlp_only_layers", [], 2, 4, None),
+        ("conv_kernel", [10, 3, 3], 2, 4, None),
+    ],
+)
+def test_lists_that_speak_of_layers_speak_of_more(name, entries, before, after, expected) -> None:
+    short = {"g": "global", "l": "local"}
+    if name == "attention_types":
+        expected = [[[short[one] for one in expected[0][0]], 1]]
+    assert _for_more_layers(name, entries, {before: after}) == expected
+
+
+_MEASURED = (
+    """
+import sys, resource, torch, transformers.models.llama.modeling_llama
+import torch.export, torch._dynamo
+from growlab.widen.__main__ main
+""".replace("__main__ main", "__main__ import main")
+    + """
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+assert main(sys.argv[1:]) == 0
+print("BYTES", peak() - before)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes there")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_peak_is_below_the_file_that_is_written(tmp_path: Path, dtype: torch.dtype) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=32000,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+    )
+    transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(tmp_path / "old")
+    command = [
+        sys.executable,
+        "-c",
+        _MEASURED,
+        str(tmp_path / "old"),
+        "--width",
+        "1.5",
+        "-o",
+        str(tmp_path / "new"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    size = (tmp_path / "new" / "model.safetensors").stat().st_size
+    assert int(ended.stdout.split("BYTES")[1]) < 1.3 * size
