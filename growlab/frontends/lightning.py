@@ -54,13 +54,9 @@ def renew_wrapper(trainer: Trainer) -> None:
     """
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
-        wrapper = strategy.model
+        # The old wrapper's hooks on parameters that stay go with it, before the new one adds its own.
         strategy.model = trainer.lightning_module
-        try:
-            strategy.configure_ddp()
-        except BaseException:
-            strategy.model = wrapper
-            raise
+        strategy.configure_ddp()
 
 
 class GrowthSteps(Callback):
@@ -101,9 +97,10 @@ class GrowthSteps(Callback):
 
     def _step(self, trainer: Trainer) -> list[GrowthEvent]:
         assert self.grower is not None
-        return self.grower.step(
-            epoch=trainer.current_epoch, step=trainer.global_step, then=partial(renew_wrapper, trainer)
-        )
+        events = self.grower.step(epoch=trainer.current_epoch, step=trainer.global_step)
+        if events:
+            renew_wrapper(trainer)
+        return events
 
 
 class Growth(GrowthSteps):
