@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from growlab.errors import UserError
 from growlab.growth import caches, new_statistics
 from growlab.growth.attention_scale import with_attention_scale
+from growlab.growth.batch_eps import eps_follows
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, multiply
 from growlab.growth.offsets import as_applied, as_kept
 from growlab.growth.outputs import Outputs, evaluate, in_own_precision, observe, positional
 from growlab.growth.padding import padding_kept
-from growlab.growth.parity import compare, eps_bounds, relative_error
+from growlab.growth.parity import compare, relative_error
 from growlab.growth.rescale import can_fold
 from growlab.growth.state import GrowthEvent, GrowthState, ParityError
 from growlab.growth.weighted_norms import annealed, carried_weights, weigh
@@ -248,7 +249,7 @@ def _observed(
     agree: Agree,
 ) -> Outputs:
     """What the network puts out before the event."""
-    before = observe(model, probe, graph.norms)
+    before = observe(model, probe)
     (diverged,) = agree([float(before.eval.isnan().any() or before.train.isnan().any())])
     if method.preserves and diverged:
         raise ParityError(
@@ -294,14 +295,17 @@ def _checked(
     Raises:
         ParityError: the outputs changed by more than the method allows.
     """
-    begin = new_statistics.begin(expansion, growth, tensors_of(model, expansion.graph), average)
     caches.forget(model, probe, FAILURES)
-    after = observe(model, probe, expansion.graph.norms, begin)
+    tensors = tensors_of(model, expansion.graph)
+    begin = new_statistics.begin(expansion, growth, tensors, average)
+    setting = eps_follows(model, expansion, growth, tensors)
+    after = observe(model, probe, expansion.graph.norms, begin, setting)
     allowed = None
     if method.preserves and growth.allowed_error is not None:
-        bounds = eps_bounds(expansion.graph.norms, growth.norm_scale, before.variances, expansion.old)
-        allowed = (growth.allowed_error + bounds[0], growth.allowed_error + bounds[1])
-    parity = compare(model, probe, before, after, agree, factor=growth.output_factor, allowed=allowed)
+        allowed = (growth.allowed_error, growth.allowed_error)
+    factor = growth.output_factor
+    parity = compare(model, probe, before, after, agree, factor=factor, allowed=allowed, setting=setting)
+    (eps_error,) = agree([relative_error(before.train, after.plain, factor)])
     (error_eval, error_train), (tolerance_eval, tolerance_train) = (
         parity.errors,
         parity.tolerances or (None, None),
@@ -316,7 +320,6 @@ def _checked(
         _tell_of_terms(before, after)
     noise_error, noise = 0.0, method.noise(expansion)
     if noise:
-        tensors = tensors_of(model, expansion.graph)
         with torch.no_grad():
             for name, amount in padding_kept(model, tensors, noise).items():
                 tensors[name].add_(amount.to(tensors[name]))
@@ -326,6 +329,7 @@ def _checked(
         "parity_error_train": error_train,
         "parity_tolerance_eval": tolerance_eval,
         "parity_tolerance_train": tolerance_train,
+        "eps_error_train": eps_error,
         "noise_error_eval": noise_error,
     }
 

@@ -33,13 +33,13 @@ class Outputs:
         eval: in eval mode.
         train: in train mode, dropout left out; of a network that draws other random numbers there, with the mean of
             each draw in its place.
-        variances: variance at the input of each batch or instance normalisation in train mode, by module name.
+        plain: the same outside of the setting that `observe` was given for it.
         terms: single numbers that the network returns beside its output in train mode, such as terms of the loss.
     """
 
     eval: Tensor
     train: Tensor
-    variances: Mapping[str, Tensor]
+    plain: Tensor
     terms: Sequence[Tensor] = ()
 
 
@@ -53,6 +53,7 @@ def observe(
     probe: Tensor | Sequence[Tensor],
     norms: Sequence[Norm] = (),
     between: Callable[[Mapping[str, tuple[Tensor, Tensor]]], None] | None = None,
+    setting: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
 ) -> Outputs:
     """Run the probe batch in eval and in train mode and leave no trace of it.
 
@@ -63,9 +64,10 @@ def observe(
     Args:
         model: the network.
         probe: its positional inputs, or the only one.
-        norms: batch and instance normalisations whose input variance is wanted.
+        norms: batch and instance normalisations whose statistics `between` wants.
         between: called between train and eval mode with the mean and the unbiased variance of what enters `norms`, by
             module name, [channels], means over the calls of each.
+        setting: makes a context that train mode is run in once more, for `Outputs.train`.
     """
     moments: dict[str, list[tuple[Tensor, Tensor, int]]] = {}
     probe = positional(probe)
@@ -87,23 +89,32 @@ def observe(
             called = _Called(moments.setdefault(norm.name, []))
             hooks.append(module.register_forward_pre_hook(called.enter))
             hooks.append(module.register_forward_hook(called.leave, always_call=True))
-    try:
+
+    def trained() -> Any:
         with quietly(model) as draws:
-            train = main_output(returned := call_with(model.train(), probe))
+            returned = call_with(model.train(), probe)
         if draws.seen:
             for calls in moments.values():
                 calls.clear()
             with quietly(model) as draws:
                 draws.means = True
-                train = main_output(returned := call_with(model.train(), probe))
+                returned = call_with(model.train(), probe)
+        return returned
+
+    try:
+        returned = trained()
+        train = plain = main_output(returned)
         if between is not None:
             between({name: _unbiased(calls) for name, calls in moments.items() if calls})
+        if setting is not None:
+            with setting():
+                train = main_output(trained())
         evaluated = evaluate(model, probe)
     finally:
         for hook in hooks:
             hook.remove()
     terms = [tensor for tensor in tensors_in(returned)[1:] if tensor.numel() == 1]
-    return Outputs(evaluated, train, {name: calls[-1][1] for name, calls in moments.items() if calls}, terms)
+    return Outputs(evaluated, train, plain, terms)
 
 
 class _Called(TorchFunctionMode):

@@ -1,16 +1,15 @@
 """Parity: does the network compute after a growth event what it computed before?"""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from growlab.growth.batch_eps import Setting
 from growlab.growth.outputs import Outputs, observe
-from growlab.growth.rescale import eps_ratio
-from growlab.widths import Norm
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +21,6 @@ ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1, torc
 # networks of 18 to 101 layers), and from which multiple of the usual bound on rounding is no excuse.
 _TIMES_ROUNDED = 8.0
 _AT_MOST = 100.0
-# The eps bound is first order in every norm; errors compound over the layers behind it.
-_BOUND_SAFETY = 10.0
 # Entries of an output that are compared at a time.
 _PIECE = 2**18
 
@@ -57,6 +54,7 @@ def compare(
     *,
     factor: float = 1.0,
     allowed: tuple[float, float] | None = (0.0, 0.0),
+    setting: Setting | None = None,
 ) -> Parity:
     """Compare a network's outputs before and after a change.
 
@@ -71,6 +69,7 @@ def compare(
         agree: see `growlab.growth.grow`.
         factor: what the outputs are multiplied by from now on.
         allowed: relative errors beyond rounding that the change may make in eval and in train mode; None: any.
+        setting: see `observe`.
     """
     pairs = ((before.eval, after.eval), (before.train, after.train))
     errors = _pair(agree([relative_error(*pair, factor) for pair in pairs]))
@@ -84,13 +83,15 @@ def compare(
     usually = parity(usual, usual)
     if usually.kept:
         return usually
-    _tell_of_moods(model, probe, after, usual)
-    return parity(*rounding_measured(model, probe, after))
+    _tell_of_moods(model, probe, after, usual, setting)
+    return parity(*rounding_measured(model, probe, after, setting))
 
 
-def _tell_of_moods(model: nn.Module, probe: tuple[Any, ...], outputs: Outputs, usual: float) -> None:
+def _tell_of_moods(
+    model: nn.Module, probe: tuple[Any, ...], outputs: Outputs, usual: float, setting: Setting | None
+) -> None:
     """Warn of a network that puts out other numbers each time: what a change of it has done cannot be told then."""
-    again = observe(model, probe)
+    again = observe(model, probe, setting=setting)
     pairs = ((outputs.eval, again.eval), (outputs.train, again.train))
     if (error := max(relative_error(*pair) for pair in pairs)) > usual:
         log.warning(
@@ -132,7 +133,9 @@ def rounding(model: nn.Module, output: Tensor) -> float:
     return max(ROUNDING.get(dtype.to_real(), 0.0) for dtype in dtypes)
 
 
-def rounding_measured(model: nn.Module, probe: tuple[Any, ...], outputs: Outputs) -> tuple[float, float]:
+def rounding_measured(
+    model: nn.Module, probe: tuple[Any, ...], outputs: Outputs, setting: Setting | None = None
+) -> tuple[float, float]:
     """Relative output errors in eval and train mode that rounding explains in this network.
 
     Measured by what the output changes where each parameter is off by half a unit in its last place, times a standard
@@ -143,6 +146,7 @@ def rounding_measured(model: nn.Module, probe: tuple[Any, ...], outputs: Outputs
         model: the network; left as it is.
         probe: its positional inputs.
         outputs: what it puts out as it is.
+        setting: see `observe`.
     """
     usual, kept = rounding(model, outputs.eval), []
     with torch.no_grad():
@@ -154,7 +158,7 @@ def rounding_measured(model: nn.Module, probe: tuple[Any, ...], outputs: Outputs
             noise *= torch.finfo(parameter.dtype).eps / 2
             parameter.copy_((parameter.to(precise) * (1 + noise)).to(parameter.dtype))
         try:
-            rounded = observe(model, probe)
+            rounded = observe(model, probe, setting=setting)
         finally:
             for parameter, content in kept:
                 parameter.copy_(content)
@@ -167,49 +171,3 @@ def rounding_measured(model: nn.Module, probe: tuple[Any, ...], outputs: Outputs
         most = _TIMES_ROUNDED
     by_eval, by_train = (max(usual, min(_TIMES_ROUNDED * error, most)) for error in errors)
     return by_eval, by_train
-
-
-def eps_bounds(
-    norms: Sequence[Norm],
-    scales: Mapping[str, float],
-    batch_variances: Mapping[str, Tensor],
-    old: Mapping[str, Tensor],
-) -> tuple[float, float]:
-    """How far eval and train mode may be off when inputs of batch normalisations were rescaled but eps was not.
-
-    A channel with batch variance v rescaled by c comes out multiplied by about 1 - eps (1/c^2 - 1) / (2 v)
-    (spec 01, Section 3). Where the weight took that up for the running variance, eval mode is exact and train
-    mode is off by what the two variances differ in. Channels are averaged by the signal that they carry,
-    layers are added up.
-
-    Args:
-        norms: batch normalisations.
-        scales: factor on the input of each that was rescaled, by module name.
-        batch_variances: variance of its input over the probe batch before the event, by module name.
-        old: tensors before the event, by name.
-
-    Returns:
-        Bounds for eval and train mode.
-    """
-    bound_eval = bound_train = 0.0
-    for norm in norms:
-        if norm.name not in scales:
-            continue
-        running = None if norm.running_var is None else old[norm.running_var].double()
-        batch = batch_variances.get(norm.name, running)
-        if batch is None:
-            continue
-        scale, batch = scales[norm.name], batch.double()
-        train = eps_ratio(batch, scale, norm.eps)
-        if running is None:
-            bound_eval += _average(train, batch, norm.eps)
-        elif norm.weight is None:
-            bound_eval += _average(eps_ratio(running, scale, norm.eps), running, norm.eps)
-        else:
-            train = train / eps_ratio(running, scale, norm.eps)
-        bound_train += _average(train, batch, norm.eps)
-    return _BOUND_SAFETY * bound_eval, _BOUND_SAFETY * bound_train
-
-
-def _average(ratio: Tensor, variance: Tensor, eps: float) -> float:
-    return float(torch.sqrt(((ratio - 1) ** 2 * variance / (variance + eps)).mean()))

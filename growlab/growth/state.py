@@ -94,9 +94,10 @@ class GrowthEvent:
         num_params_before: number of parameters before the event.
         num_params: and after it.
         parity_error_eval: relative output error on the probe batch in eval mode, before noise.
-        parity_error_train: and in train mode.
+        parity_error_train: and in train mode, with batch normalisation's eps rescaled as its input was.
         parity_tolerance_eval: error that the method allows in eval mode; None if it promises nothing.
         parity_tolerance_train: and in train mode.
+        eps_error_train: relative output error in train mode with eps as it is, which is not checked.
         noise_error_eval: relative change of the output that symmetry-breaking noise then made.
         output_factor: what this event multiplied the output's multiplier by.
         weighted_norms: modules whose statistics over channels are weighted until `anneal_norms` has brought the
@@ -119,6 +120,7 @@ class GrowthEvent:
     parity_error_train: float
     parity_tolerance_eval: float | None
     parity_tolerance_train: float | None
+    eps_error_train: float
     noise_error_eval: float
     output_factor: float
     weighted_norms: list[str]

@@ -24,7 +24,8 @@ class VarianceTransfer(PairGrowth):
 
     `rule="constraint"` takes sqrt(gain / (C Var[W])) from the actual weights of input and hidden layers
     instead (Theorem A.1). A batch normalisation after a layer rescaled by c gets mean c mu, variance c^2 v and
-    weight times sqrt((c^2 v + eps) / (c^2 (v + eps))), which makes eval mode exact.
+    weight times sqrt((c^2 v + eps) / (c^2 (v + eps))), which makes eval mode exact. One without weight or running
+    variance keeps its input's scale.
 
     What undoes c decides what else changes, so that the network computes what it did:
 

@@ -280,6 +280,9 @@ class Recorder(Findings):
                 self.scales.union(other.scale_in, x.scale)
             if used and used == theirs - {None}:
                 return
+            if used & theirs:
+                # One weight cannot take up the eps of two variances.
+                self.scales.pin(x.scale)
         self._norms.append(Norm(name=name, eps=float(eps), scale_in=x.scale, per_sample=per_sample, **names))
 
     def record_channel_norm(

@@ -24,9 +24,9 @@ from growlab.growth import (
 )
 from growlab.growth.method import generator
 from growlab.growth.outputs import main_output, observe, quietly
-from growlab.growth.parity import eps_bounds, relative_error
+from growlab.growth.parity import relative_error
 from growlab.growth.rescale import fold_output_factor
-from growlab.widths import Norm, trace
+from growlab.widths import trace
 from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
 
 
@@ -160,14 +160,16 @@ def test_observing_restores_buffers_when_the_network_fails():
     assert all(torch.equal(buffer, before[name]) for name, buffer in network.named_buffers())
 
 
-def test_observing_records_batch_variances_and_leaves_dropout_out():
+def test_observing_reports_batch_statistics_and_leaves_dropout_out():
     network, graph, _, probe = planted()
-    seen = observe(network, probe, graph.norms)
-    inputs = []
+    found, inputs = {}, []
+    seen = observe(network, probe, graph.norms, found.update)
     network.norm.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     with torch.no_grad():
         network.train()(probe[0])
-    torch.testing.assert_close(seen.variances["norm"], inputs[0].var((0, 2, 3), correction=0))
+    mean, variance = found["norm"]
+    torch.testing.assert_close(mean, inputs[0].mean((0, 2, 3)))
+    torch.testing.assert_close(variance, inputs[0].var((0, 2, 3)))
     torch.testing.assert_close(seen.train, outputs(network, probe[0], True))
 
     class Functional(nn.Module):
@@ -355,24 +357,6 @@ def test_a_head_that_starts_at_zero_grows(method):
     event = grow(network, graph, method, state, graph.full_widths, 0, (x,))
     assert 0 < network(x).abs().max() < 1e-6
     assert max(event.parity_error_eval, event.parity_error_train) < 1e-6
-
-
-def test_the_eps_bound_counts_what_the_fold_leaves():
-    norm = Norm("n", "w", "b", "m", "v", 1e-5, 0)
-    one, small = torch.ones(4), torch.full((4,), 1e-5)
-    old = {"v": one}
-    # Batch and running variance agree: the fold is exact in both modes.
-    assert eps_bounds([norm], {"n": 0.8}, {"n": one}, old) == (0.0, 0.0)
-    # A stale running variance: off by how the two differ.
-    bound_eval, bound_train = eps_bounds([norm], {"n": 0.8}, {"n": one}, {"v": small})
-    ratio = math.sqrt((0.64 * 1e-5 + 1e-5) / (0.64 * 2e-5))
-    assert bound_eval == 0.0
-    assert bound_train == pytest.approx(10 * (ratio - 1), rel=1e-3)
-    plain = Norm("n", None, None, "m", "v", 1e-5, 0)
-    assert eps_bounds([plain], {"n": 0.8}, {"n": one}, old)[0] == pytest.approx(
-        10 * 1e-5 * (1 / 0.64 - 1) / 2, rel=1e-3
-    )
-    assert eps_bounds([norm], {}, {"n": one}, old) == (0.0, 0.0)
 
 
 def test_folding_the_factor_through_a_residual_output():

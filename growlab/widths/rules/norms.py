@@ -35,7 +35,11 @@ def batch_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Statistics per channel over the batch: they follow the scale of the input."""
     x = args["input"]
     _over_positions(tracer, node, x)
-    tracer.record_norm(node, _of_each_channel(tracer, args), args["eps"], x)
+    names = _of_each_channel(tracer, args)
+    if names["weight"] is None or names["running_var"] is None:
+        # Of a rescaled input, eps would be another part: a weight takes that up where it knows the variance.
+        tracer.scales.pin(x.scale)
+    tracer.record_norm(node, names, args["eps"], x)
     return Value(x.shape, x.axes, tracer.scales.new(unit=True))
 
 

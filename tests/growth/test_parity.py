@@ -1,0 +1,232 @@
+"""Parity finds an error of a thousandth in any tensor, in each mode, and stops no sound event."""
+
+import contextlib
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab import Grower
+from growlab.growth import Expansion, GrownTensors, ParityError, VarianceTransfer, event, grow, plant
+from growlab.growth.parity import Parity, compare, relative_error
+from growlab.networks import CifarResNet
+from growlab.optim import SGD
+from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
+
+
+class OffByAThousandth(VarianceTransfer):
+    """Gets entries of one tensor wrong by a thousandth of their size."""
+
+    def __init__(self, wrong: str) -> None:
+        super().__init__()
+        self.wrong = wrong
+
+    def grow(self, expansion: Expansion) -> GrownTensors:
+        growth = super().grow(expansion)
+        wrong = off_by(growth.tensors[self.wrong], 1e-3)
+        return replace(growth, tensors={**growth.tensors, self.wrong: wrong})
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[Parity]:
+    """What parity found at each event, kept or not."""
+    found: list[Parity] = []
+
+    def noted(*args: object, **named: object) -> Parity:
+        found.append(compare(*args, **named))
+        return found[-1]
+
+    monkeypatch.setattr(event, "compare", noted)
+    return found
+
+
+def off_by(tensor: Tensor, size: float) -> Tensor:
+    """A tensor with entries that are off by so much of their own size."""
+    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return tensor * (1 + size * noise.to(tensor))
+
+
+def shows(network: nn.Module, tensor: Tensor, x: Tensor) -> list[bool]:
+    """Whether outputs in eval and in train mode depend on a tensor's entries.
+
+    Batch statistics take no notice of a bias before them, softmax of the keys', train mode of running statistics.
+    """
+    expected, kept = (outputs(network, x, False), outputs(network, x, True)), tensor.clone()
+    with torch.no_grad():
+        tensor.copy_(off_by(tensor, 0.1))
+        found = outputs(network, x, False), outputs(network, x, True)
+        tensor.copy_(kept)
+    return [relative_error(*pair) > 1e-9 for pair in zip(expected, found, strict=True)]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_an_error_of_a_thousandth_in_any_tensor_is_found(name: str, compared: list[Parity]) -> None:
+    case, graph = NETWORKS[name], graph_of(name)
+    for wrong in graph.axes:
+        for method in (VarianceTransfer(), OffByAThousandth(wrong)):
+            network, x = case.make(), case.inputs()
+            state = plant(network, graph, method, widths_at(graph, 0.5), seed=0)
+            roughen(network)
+            with contextlib.suppress(ParityError):
+                grow(network, graph, method, state, graph.full_widths, 0, (x,))
+            if type(method) is VarianceTransfer:
+                expected = shows(network, network.state_dict()[wrong], x)
+        sound, found = compared
+        compared.clear()
+        assert max(sound.errors) < 1e-12
+        seen = [error > most for error, most in zip(found.errors, found.tolerances, strict=True)]
+        assert seen == expected, f"{wrong}: {found}"
+
+
+class Repeating(nn.Module):
+    """One batch normalisation that is applied several times, behind channels of which some are dead."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.first, self.again = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x))
+        for _ in range(self.times):
+            x = F.relu(self.norm(self.again(x)))
+        return self.head(x.mean((2, 3)))
+
+
+class Flat(nn.Module):
+    """Batches are all that its statistics are taken over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (6, 16, 16, 16)
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(widths))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(width) for width in widths[1:])
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = F.relu(norm(layer(x.flatten(1))))
+        return self.head(x)
+
+
+SOUND = {
+    "once": (lambda: Repeating(1), (3, 5, 5)),
+    "six times": (lambda: Repeating(6), (3, 5, 5)),
+    "flat": (Flat, (6,)),
+    "resnet": (lambda: CifarResNet(1, 4, channels=(8, 8, 16)), (3, 8, 8)),
+}
+
+
+def check_sound(name: str, dtype: torch.dtype, batch: int, steps: int, seed: int) -> None:
+    """Train and grow twice; channels of the first norm or layer are dead all the time."""
+    torch.manual_seed(seed)
+    make, shape = SOUND[name]
+    network, x, y = make().to(dtype), torch.randn(16, *shape, dtype=dtype), torch.randint(4, (16,))
+    grower = Grower(network, x[:batch], method=VarianceTransfer(), trigger={0: 0.25, 1: 0.5, 2: 1.0})
+    optimizer = SGD(network.parameters(), lr=0.05, momentum=0.9)
+    grower.follow(optimizer)
+    for epoch in range(3):
+        events = grower.step(epoch=epoch)
+        assert len(events) == (epoch > 0)
+        for step in range(steps):
+            rows = torch.arange(step, step + batch) % len(x)
+            optimizer.zero_grad()
+            F.cross_entropy(network(x[rows]), y[rows]).backward()
+            optimizer.step()
+            with torch.no_grad():
+                norm = next(m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+                (norm.weight if seed % 2 else next(network.parameters()))[0] = 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("batch", "steps"), [(2, 3), (8, 40)])
+@pytest.mark.parametrize("name", SOUND)
+def test_no_sound_event_is_stopped(name: str, batch: int, steps: int, dtype: torch.dtype) -> None:
+    check_sound(name, dtype, batch, steps, seed=0)
+    check_sound(name, dtype, batch, steps, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("batch", "steps"), [(2, 5), (2, 100), (16, 5), (16, 100)])
+@pytest.mark.parametrize("name", SOUND)
+def test_no_sound_event_of_many_runs_is_stopped(
+    name: str, batch: int, steps: int, dtype: torch.dtype
+) -> None:
+    for seed in range(25):
+        check_sound(name, dtype, batch, steps, seed)
+
+
+class PlainBatchNorm(nn.Module):
+    """Batch normalisation without weights or without running statistics, whose eps no weight can take up."""
+
+    def __init__(self, affine: bool, running: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 16)
+        self.norm = nn.BatchNorm1d(16, affine=affine, track_running_stats=running)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.second(self.first(x).relu())).relu())
+
+
+@pytest.mark.parametrize(("affine", "running"), [(False, True), (True, False), (False, False)])
+def test_batch_normalisation_whose_eps_no_weight_takes_up_grows_exactly(affine: bool, running: bool) -> None:
+    torch.manual_seed(0)
+    network, x = PlainBatchNorm(affine, running).double(), 0.1 * torch.randn(8, 6, dtype=torch.float64)
+    grower = Grower(network, x, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
+    (event,) = grower.step(epoch=1)
+    assert max(event.parity_error_eval, event.parity_error_train, event.eps_error_train) < 1e-12
+
+
+class OneWeightForTwoNorms(nn.Module):
+    """Statistics of two domains and one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 16), nn.Linear(32, 4)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(16) for _ in range(2))
+        self.norms[1].weight = self.norms[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([norm(self.first(x)) for norm in self.norms], 1))
+
+
+def test_a_weight_of_two_norms_takes_up_no_eps() -> None:
+    torch.manual_seed(0)
+    network, x = OneWeightForTwoNorms().double(), 0.1 * torch.randn(8, 6, dtype=torch.float64)
+    grower = Grower(network, x, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
+    with torch.no_grad():
+        network.norms[1].running_var *= 0.01
+    (event,) = grower.step(epoch=1)
+    assert max(event.parity_error_eval, event.parity_error_train) < 1e-12
+
+
+class OtherKernel(nn.BatchNorm1d):
+    """Normalises by another function than torch's, as synchronised normalisation does."""
+
+    process_group = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        centred = input - input.mean(0)
+        return centred * (input.var(0, correction=0) + self.eps).rsqrt() * self.weight + self.bias
+
+
+def test_eps_follows_in_synchronised_normalisation_too() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 16), OtherKernel(16), nn.ReLU(), nn.Linear(16, 16), OtherKernel(16)]
+    network, x = (
+        nn.Sequential(*layers, nn.ReLU(), nn.Linear(16, 4)).double(),
+        0.1 * torch.randn(8, 6).double(),
+    )
+    eps, weights = network[4].eps, list(network.parameters())
+    grower = Grower(network, x, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
+    (event,) = grower.step(epoch=1)
+    assert max(event.parity_error_eval, event.parity_error_train) < 1e-12 < 1e-6 < event.eps_error_train
+    assert network[4].eps == eps and len(list(network.parameters())) == len(weights)
