@@ -5,7 +5,7 @@ import sys
 from argparse import Namespace
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
 from operator import is_
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
@@ -306,7 +306,11 @@ def unchanged(network: nn.Module, seed: int | None = None, copied: Copied = "buf
     snapshot = Snapshot(network, copied)
     with _draws_kept(network, seed):
         try:
-            with snapshot.writes() if copied == "buffers" else nullcontext():
+            if copied != "buffers":
+                yield
+                return
+            # torch compiles nothing under such a mode, and refuses what has to be compiled as a whole.
+            with torch.compiler.set_stance("force_eager"), snapshot.writes():
                 yield
         finally:
             snapshot.restore()
@@ -332,7 +336,7 @@ def _draws_kept(network: nn.Module, seed: int | None) -> Iterator[None]:
 
 
 # Objects whose state has ways of its own to be read and written.
-_STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
+_STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
     np.random.Generator: (

@@ -551,3 +551,22 @@ def test_parameters_that_are_not_written_to_are_not_copied() -> None:
     with torch.no_grad(), Copies(), unchanged(network):
         network(X)
     assert not before
+
+
+def test_what_is_compiled_as_a_whole_runs_eagerly() -> None:
+    class Compiled(Keeping):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.compile(super().forward, backend="eager", fullgraph=True)(x)
+
+    network = Compiled(["a list"])
+    with torch.no_grad(), unchanged(network):
+        assert network(X).shape == (4, 3)
+
+
+def test_parameters_that_an_embedding_bounds_are_put_back() -> None:
+    network = nn.Embedding(5, 3, max_norm=0.1)
+    before = network.weight.detach().clone()
+    with torch.no_grad(), unchanged(network):
+        network(torch.arange(5))
+        assert not torch.equal(network.weight, before)
+    assert torch.equal(network.weight, before)

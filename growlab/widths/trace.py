@@ -262,7 +262,8 @@ def _exportable(model: nn.Module) -> Iterator[None]:
 def _without_caches(model: nn.Module) -> None:
     """Let models of transformers not put out their keys and values, objects that torch.export does not know."""
     for module in model.modules():
-        if getattr(config := getattr(module, "config", None), "use_cache", False) is True:
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
             config.use_cache = False
 
 
