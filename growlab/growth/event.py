@@ -24,6 +24,7 @@ from growlab.growth.parity import compare, relative_error
 from growlab.growth.rescale import can_fold
 from growlab.growth.state import GrowthEvent, GrowthState, ParityError
 from growlab.growth.weighted_norms import annealed, carried_weights, weigh
+from growlab.unchanged import Snapshot
 from growlab.widths import (
     Carry,
     WidthGraph,
@@ -33,6 +34,7 @@ from growlab.widths import (
     restore_tensors,
     tensors_of,
 )
+from growlab.widths.replaced import note_restored
 from growlab.widths.trials import FAILURES
 
 log = logging.getLogger(__name__)
@@ -67,15 +69,21 @@ def plant(
 
     Raises:
         UserError: the method would leave a factor on the output that `finish` could not fold, or multiply weights where
-            their gradients would be wrong.
+            their gradients would be wrong. The network is then as before.
     """
     avoid_unsafe_kernels(model)
     if dict(widths) != graph.full_widths or method.draws_full_width:
-        resize(model, graph, graph.full_widths, widths)
-        # The old tensors serve as the example of how bare parameters are spread.
-        expansion = Expansion(graph, as_applied(graph, tensors_of(model, graph)), widths, widths, seed, 0)
-        replace_tensors(model, graph, as_kept(graph, method.initialise(expansion)))
-        _rehearse(model, graph, method, widths, seed)
+        full = Snapshot(model, "nothing")
+        try:
+            resize(model, graph, graph.full_widths, widths)
+            # The old tensors serve as the example of how bare parameters are spread.
+            expansion = Expansion(graph, as_applied(graph, tensors_of(model, graph)), widths, widths, seed, 0)
+            replace_tensors(model, graph, as_kept(graph, method.initialise(expansion)))
+            _rehearse(model, graph, method, widths, seed)
+        except BaseException:
+            full.restore()
+            note_restored((parameter, parameter) for parameter in model.parameters())
+            raise
     return GrowthState(0, dict(widths), {group: [0] * widths[group] for group in graph.groups})
 
 

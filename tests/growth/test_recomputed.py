@@ -124,8 +124,16 @@ class Checkpointed(nn.Module):
 )
 def test_weights_that_would_have_other_gradients_are_refused_before_training(middle: Any, code: str) -> None:
     told = rf"2\.weight is used inside {code}, .* set layer_multipliers=False"
+    made = network(middle())
+    before, optimizer = dict(made.named_parameters()), torch.optim.SGD(made.parameters(), lr=0.1)
     with pytest.raises(UserError, match=told):
-        Grower(network(middle()), X, method=VarianceTransfer(), trigger={0: 0.34, 1: 1.0})
+        Grower(made, X, method=VarianceTransfer(), trigger={0: 0.34, 1: 1.0})
+    # Nothing is lost: it trains as it was.
+    assert all(p is before[name] for name, p in made.named_parameters())
+    made(X).sum().backward()
+    optimizer.step()
+    grower = Grower(made, X, method=VarianceTransfer(layer_multipliers=False), trigger={0: 0.34, 1: 1.0})
+    assert grower.state.widths
 
 
 class Normalised(torch.autograd.Function):
