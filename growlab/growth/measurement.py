@@ -183,16 +183,18 @@ class Measurement:
                     stack.enter_context(mode)
                 seen = stack.enter_context(_watching(self.model, watched))
                 self.model.train()
-                for _, new in replaced.values():
-                    # Frozen layers too: a method asks how the loss depends on them.
-                    new.requires_grad_(gradients and isinstance(new, nn.Parameter))
-                before_batch = Snapshot(self.model) if len(self._batches) > 1 else None
+                with arithmetic():
+                    for _, new in replaced.values():
+                        # Frozen layers too: a method asks how the loss depends on them.
+                        new.requires_grad_(gradients and isinstance(new, nn.Parameter))
+                    before_batch = Snapshot(self.model) if len(self._batches) > 1 else None
                 if before_batch is not None:
                     stack.enter_context(before_batch.writes())
                 for *inputs, target in self._batches:
                     seen.clear()
                     if before_batch is not None:
-                        before_batch.restore()
+                        with arithmetic():
+                            before_batch.restore()
                     sizes = tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
                     done = None if work is None else (work, shapes, sizes, gradients)
                     with self._counted(done):
@@ -330,7 +332,7 @@ class Measurement:
 
 
 def arithmetic() -> contextlib.AbstractContextManager[Any]:
-    """Leave out torch's function modes, which cost small operations of a visit's own many times their time.
+    """Leave out torch's function modes, which cost small operations around a pass many times their time.
 
     Not around backward passes, which may call a part of the network again.
     """
