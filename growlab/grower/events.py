@@ -83,6 +83,7 @@ def carry_out(run: "Grower", widths: Widths, asker: Part | None = None) -> Growt
         gradients=gradients,
         agree=ranks.agreed,
         average=ranks.averaged,
+        normalised=run.followers.normalised(),
     )
     past, leader = GrowthState.from_dict(run.state.as_dict()), tensors_of(run.network, run.graph)
     with as_user_errors():

@@ -27,6 +27,7 @@ from growlab.grower.preparing import (
 from growlab.growth import GrowthEvent, GrowthMethod, GrowthState, Measurement, Schedule, anneal_norms, plant
 from growlab.growth.attached import attach, detach
 from growlab.growth.finish import finish
+from growlab.growth.multipliers import row_multipliers
 from growlab.growth.outputs import network_inputs
 from growlab.optim import Inheritance, Regions, weight_regions
 from growlab.optim.followers import Followers
@@ -383,6 +384,11 @@ class Grower:
         return knows_stages(self.trigger, self.parts)
 
     # Steps ---------------------------------------------------------------------------------------------------
+
+    def divisors(self) -> dict[Tensor, Tensor]:
+        """What steps of Adam and the like are divided by, by parameter: multipliers of rows, if the method says so."""
+        known = row_multipliers(self.network) if self.method.compensates else {}
+        return {self.network.get_parameter(name): rows for name, rows in known.items()}
 
     def on_step(self, after: bool) -> None:
         """Called before and after each step of the optimizer that holds the network's parameters."""

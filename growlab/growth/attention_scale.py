@@ -7,7 +7,7 @@ from growlab.growth.method import Expansion, GrownTensors
 
 
 def with_attention_scale(
-    expansion: Expansion, growth: GrownTensors, by_multipliers: bool = False
+    expansion: Expansion, growth: GrownTensors, multiplied: frozenset[str] = frozenset()
 ) -> GrownTensors:
     """The same growth, with queries that undo the change of the scale 1 / sqrt(d) (Yuan et al. 2023, Section 3.1).
 
@@ -17,14 +17,13 @@ def with_attention_scale(
     Args:
         expansion: the event.
         growth: what the method gave back.
-        by_multipliers: multiply old rows of weights in the forward (see `multipliers`), in place of the weights, whose
-            variance stays what the method has made it.
+        multiplied: weights whose old rows are multiplied in the forward (see `multipliers`), so that their variance
+            stays what the method has made it.
     """
     tensors, scales = dict(growth.tensors), dict(growth.carry.scales)
     rescaled, multipliers = dict(growth.report.get("rescaled", {})), dict(growth.multipliers)
-    weights = {layer.weight for layer in expansion.graph.layers} if by_multipliers else set()
     for name, factor in attention_factors(expansion).items():
-        if name in weights:
+        if name in multiplied:
             multipliers[name] = multipliers.get(name, 1.0) * factor
             scales[name] = scales.get(name, 1.0) / factor**2
             continue

@@ -99,7 +99,7 @@ def _rehearse(
         return
     tensors = as_applied(graph, tensors_of(model, graph))
     expansion = Expansion(graph, tensors, widths, graph.full_widths, seed, 1)
-    rehearsal = with_attention_scale(expansion, method.grow(expansion), method.layer_multipliers)
+    rehearsal = with_attention_scale(expansion, method.grow(expansion), method.multiplied(expansion))
     if name := next((name for name in rehearsal.multipliers if name in graph.recomputed), None):
         raise UserError(
             f"{name} is used inside {graph.recomputed[name]}, whose backward pass does not see the factors by which "
@@ -128,6 +128,7 @@ def grow(
     data: Measurement | None = None,
     leading: "GrowthEvent | None" = None,
     average: Average = _alone,
+    normalised: frozenset[str] = frozenset(),
 ) -> GrowthEvent:
     """Widen a network in place by one stage, or narrow it where the method can.
 
@@ -146,6 +147,7 @@ def grow(
         data: training batches, for methods that want some.
         leading: the event of the network that `model` is an average of.
         average: maps a tensor of this process's statistics to the mean over all processes; called as `agree` is.
+        normalised: parameters whose optimizer normalises gradients, by name.
 
     Returns:
         The event, whose `replaced` an optimizer needs to follow.
@@ -165,8 +167,8 @@ def grow(
     about = (graph, old, dict(state.widths), dict(new_widths), seed, stage, leader)
     watched = method.observe(model, graph, probe)
     known, new = ({}, None) if leading is None else (leading.observed, _new_tensors(graph, leading))
-    expansion = Expansion(*about, gradients or {}, watched, known, data, new, state.multipliers)
-    growth = with_attention_scale(expansion, method.grow(expansion), method.layer_multipliers)
+    expansion = Expansion(*about, gradients or {}, watched, known, data, new, state.multipliers, normalised)
+    growth = with_attention_scale(expansion, method.grow(expansion), method.multiplied(expansion))
     growth = replace(growth, tensors=padding_kept(model, expansion.old, growth.tensors))
     with _replaced(model, graph, state, _changed(expansion, growth)) as replaced:
         applied = _apply(model, state, expansion, growth)

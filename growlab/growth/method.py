@@ -50,6 +50,7 @@ class Expansion:
         leading: what the event of the network that this one is an average of came to: its new tensors by name, and
             how gradients followed. For methods that must not look at data twice.
         multipliers: what the forward multiplies the rows of weights by before the event, by the weight's name.
+        normalised: parameters whose optimizer normalises gradients (Adam), by name, as far as is known.
     """
 
     graph: WidthGraph
@@ -65,6 +66,7 @@ class Expansion:
     data: Measurement | None = None
     leading: tuple[Mapping[str, Tensor], Carry] | None = None
     multipliers: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    normalised: frozenset[str] = frozenset()
 
     @property
     def deciding(self) -> Mapping[str, Tensor]:
@@ -267,6 +269,7 @@ class GrowthMethod(ABC):
             initialisation's own.
         output_multiplier: whether the run multiplies the output by `output_factor`.
         layer_multipliers: whether the forward may multiply rows of weights, see `growlab.growth.multipliers`.
+        compensates: whether steps of optimizers that normalise gradients are divided by the multipliers.
         shrinks: events may narrow groups too.
         follows_norms: knows what to do with channels whose norm is taken; see `trace`.
         wants_gradients: wants the optimizer's running means of gradients.
@@ -277,6 +280,7 @@ class GrowthMethod(ABC):
     preserves: bool = True
     output_multiplier: bool = True
     layer_multipliers: bool = False
+    compensates: bool = False
     shrinks: bool = False
     follows_norms: bool = False
     wants_gradients: bool = False
@@ -327,6 +331,11 @@ class GrowthMethod(ABC):
             probe: its positional inputs.
         """
         return {}
+
+    def multiplied(self, expansion: Expansion) -> frozenset[str]:
+        """Weights whose rows the forward may multiply from this event on; others take up the factors themselves."""
+        layers = expansion.graph.layers if self.layer_multipliers else ()
+        return frozenset(layer.weight for layer in layers)
 
     @abstractmethod
     def grow(self, expansion: Expansion) -> GrownTensors:

@@ -12,8 +12,9 @@ weights multiply them, and `fold_multipliers` writes m_i W_i into the weights fo
 
 **Gradient.** A step of gradient descent on W_i moves the product m_i W_i m_i^2 times as far as a step on the product
 itself. The gradient that reaches W_i is therefore divided by m_i^2: optimizers whose step scales with the gradient
-(SGD) move the product as if there were no multiplier, at whatever rate, momentum and weight decay; those that
-normalise the gradient (Adam) do not notice the division.
+(SGD) move the product as if there were no multiplier, at whatever rate, momentum and weight decay. Those that
+normalise the gradient (Adam) do not notice the division and move the product m_i times as far; their weights are not
+multiplied by default, see `multipliers` of `growlab.growth.VarianceTransfer`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from math import sqrt
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
@@ -11,6 +11,9 @@ from growlab.growth.pairs import PairGrowth
 from growlab.growth.rescale import rescale
 from growlab.settings import flag, one_of
 from growlab.widths import Carry, Layer, WidthGraph
+
+#: Treatments of the multipliers 1 / c under optimizers: see `VarianceTransfer`.
+Treatment = Literal["auto", "keep", "fold", "compensate"]
 
 
 class VarianceTransfer(PairGrowth):
@@ -38,6 +41,22 @@ class VarianceTransfer(PairGrowth):
       the whole stream, but for its eps, which no weight can take up as batch normalisation's running statistics let
       it: not exactly. `finish` writes m_i W_i into the weights at the end.
 
+    **Steps.** A multiplier m = 1 / c lets an optimizer that normalises gradients (Adam, Lion, Muon) move the weight m W
+    that the network uses m times as far as before the event: after growth by four, twice in hidden layers, four times
+    in the last one. SGD moves it as before (see `growlab.growth.multipliers`). `multipliers` chooses among
+
+    - "keep": as it is, the paper's rule relative to the stored weight W;
+    - "fold": no multiplier, the factor is written into the weight, which is the one that is used. Old weights that no
+      batch normalisation follows then stay as they are, and the optimizer moves them as before, whichever it is. New
+      entries of old rows, which a multiplier would multiply too, have the variance of Table 1 as the network uses them;
+    - "compensate": multipliers, by which the steps of torch's and growlab's optimizers that normalise gradients are
+      divided, decoupled weight decay aside. Others step as with "keep";
+    - "auto": "fold" for weights of optimizers that normalise gradients, as far as the Grower follows them, "keep" for
+      the others.
+
+    Measured on text with a Llama (AdamW, three seeds), "fold" ends below the other two, which do not differ
+    (`notebooks/results/adam_multipliers`).
+
     With unit-variance inputs and W at its initialisation, rows sum to unit variance before and after the event, new
     ones as well as old ones, as Theorem A.1 asks for.
 
@@ -56,12 +75,13 @@ class VarianceTransfer(PairGrowth):
             as positively homogeneous functions lead; later biases follow. Without multipliers this shrinks old
             activations by the product of all c along the depth beside new ones of full size.
         literal: rescale every layer as Table 1 says and leave it at that: the receipt shows the error.
+        multipliers: "auto", "keep", "fold" or "compensate", see above; without effect if not `layer_multipliers`.
         noise_std: see `GrowthMethod`.
         gain: see `NewWeights`.
         new_weights: its rule.
 
     Raises:
-        ValueError: the rule is not one of the two.
+        ValueError: there is no such rule or treatment of multipliers.
     """
 
     def __init__(
@@ -74,9 +94,11 @@ class VarianceTransfer(PairGrowth):
         noise_std: float = 0.0,
         gain: float = 2.0,
         new_weights: WeightRule = "fan_in",
+        multipliers: Treatment = "auto",
     ) -> None:
         super().__init__(noise_std, gain)
         one_of(("ratio", "constraint"), rule=rule)
+        one_of(get_args(Treatment), multipliers=multipliers)
         flag(output_multiplier=output_multiplier, layer_multipliers=layer_multipliers)
         flag(rescale_unnormalised=rescale_unnormalised, literal=literal)
         self.rule = rule
@@ -85,6 +107,8 @@ class VarianceTransfer(PairGrowth):
         self.layer_multipliers = layer_multipliers and not literal
         self.rescale_unnormalised = rescale_unnormalised or literal
         self.new_weights = NewWeights(gain, output_power=2, rule=new_weights)
+        self.multipliers = multipliers
+        self.compensates = multipliers == "compensate"
 
     def grow(self, expansion: Expansion) -> GrownTensors:
         """Compute every tensor at the new widths."""
@@ -93,7 +117,11 @@ class VarianceTransfer(PairGrowth):
         classes = _scales(graph, wanted, self._rescaled_classes(graph))
         # What the weight's scale has to change by for its input's and its output's.
         needed = {layer.weight: classes[layer.scale_out] / classes[layer.scale_in] for layer in graph.layers}
-        stored = wanted if self.layer_multipliers or self.literal else needed
+        multiplied = self.multiplied(expansion)
+        stored = {
+            name: factor if name in multiplied or self.literal else needed[name]
+            for name, factor in wanted.items()
+        }
         rescaled, norm_scale = rescale(graph, expansion.old, classes, stored)
         tensors = {
             name: self.expand(expansion, name, rescaled.get(name, old)) for name, old in expansion.old.items()
@@ -101,7 +129,7 @@ class VarianceTransfer(PairGrowth):
         multipliers = {
             name: needed[name] / factor
             for name, factor in stored.items()
-            if self.layer_multipliers and factor != needed[name]
+            if name in multiplied and factor != needed[name]
         }
         told = {name: factor for name, factor in stored.items() if factor != 1.0}
         return GrownTensors(
@@ -112,6 +140,12 @@ class VarianceTransfer(PairGrowth):
             multipliers=multipliers,
             report={"rescaled": told, "multipliers": multipliers} if told or multipliers else {},
         )
+
+    def multiplied(self, expansion: Expansion) -> frozenset[str]:
+        """Weights whose rows the forward may multiply from this event on; others take up the factors themselves."""
+        weights = super().multiplied(expansion)
+        folded = {"auto": expansion.normalised, "fold": weights}
+        return weights - folded.get(self.multipliers, frozenset())
 
     def _rescaled_classes(self, graph: WidthGraph) -> frozenset[int]:
         """Scale classes whose scale may become another than that of what they are computed from."""

@@ -13,10 +13,18 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from growlab.errors import UserError
+from growlab.optim.compensated import Compensated, is_known
 from growlab.optim.exchanging import exchange, order_parameters
 from growlab.optim.regional import Regional
 from growlab.optim.regions import Regions
-from growlab.optim.state import Inheritance, check_following, follow_once, rescale_state, running_gradients
+from growlab.optim.state import (
+    Inheritance,
+    check_following,
+    follow_once,
+    normalises,
+    rescale_state,
+    running_gradients,
+)
 from growlab.widths import Carry, WidthGraph
 
 log = logging.getLogger(__name__)
@@ -39,6 +47,10 @@ class Owner(Protocol):
 
     def regions(self) -> dict[str, Regions]:
         """Which elements of which parameters came with which stage, by name."""
+        ...
+
+    def divisors(self) -> Mapping[Tensor, Tensor]:
+        """Divisors of the steps of optimizers that normalise gradients, by parameter; they broadcast."""
         ...
 
     def on_step(self, after: bool) -> None:
@@ -109,6 +121,8 @@ class Followers:
         if _STEP_HOOKS in vars(optimizer):
             if id(optimizer) not in self._announced:
                 self._handles.append(optimizer.register_step_pre_hook(partial(self._step, False)))
+            if normalises(optimizer) and is_known(optimizer):
+                self._handles += Compensated(optimizer, self._divisors).handles
             self._handles.append(optimizer.register_step_post_hook(partial(self._step, True)))
         if _LOAD_HOOKS in vars(optimizer):
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._await_network))
@@ -247,6 +261,19 @@ class Followers:
         names: dict[Tensor, str] = {p: name for name, p in self._run.network.named_parameters()}
         found = {p: mean for optimizer in self.optimizers for p, mean in running_gradients(optimizer).items()}
         return {names[parameter]: mean for parameter, mean in found.items() if parameter in names}
+
+    def normalised(self) -> frozenset[str]:
+        """Names of parameters whose optimizer normalises gradients, as all but those that are known not to do."""
+        stepped, others = set[int](), set[int]()
+        for one in self.optimizers:
+            (stepped if normalises(one) else others).update(map(id, _parameters(one)))
+        # One around SGD, such as Lookahead, has the same parameters.
+        stepped -= others
+        return frozenset(name for name, p in self._run.network.named_parameters() if id(p) in stepped)
+
+    def _divisors(self) -> Mapping[Tensor, Tensor]:
+        owner = self._owner()
+        return {} if owner is None else owner.divisors()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Tell the owner that an optimizer is about to step."""

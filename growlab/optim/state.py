@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from growlab.optim.avagrad import AvaGrad
 from growlab.optim.contents import mapped, misfit, shaped
 from growlab.optim.lars import LARS
 from growlab.optim.own_lists import cannot_exchange, exchange_own, inside, kept_by_parameter
@@ -42,6 +43,16 @@ def default_inheritance(optimizer: torch.optim.Optimizer, carry: Carry | None = 
     """
     turned = carry is not None and bool(carry.bases)
     return "reset" if isinstance(optimizer, (torch.optim.SGD, LARS)) and not turned else "inherit"
+
+
+def normalises(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's steps are as long for gradients that are all twice as large.
+
+    So it is with Adam, Lion, Muon and any other that is not known to step in proportion to the gradient (SGD, AvaGrad),
+    or to the weights (LARS) or by curvature (L-BFGS), with which the gradient's scale agrees.
+    """
+    others = (torch.optim.SGD, torch.optim.ASGD, AvaGrad, LARS, torch.optim.LBFGS)
+    return not isinstance(optimizer, others)
 
 
 def follow(

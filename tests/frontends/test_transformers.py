@@ -53,7 +53,7 @@ def run(
     quiet = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
     arguments = transformers.TrainingArguments(str(folder), **{**usual, **quiet, **settings})
     growth = Growth(
-        method=VarianceTransfer(noise_std=1e-3),
+        method=VarianceTransfer(noise_std=1e-3, multipliers="keep"),
         trigger={0: 0.5, 1: 0.75, 2: 1.0},
         parts=averages(),
         example=(WORDS[:4],),

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from growlab import Grower, VarianceTransfer
 
 X = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+STAGES = {0: 0.25, 1: 0.5, 2: 1.0}
 
 
 class Bare(nn.Module):
@@ -33,7 +34,7 @@ class Bare(nn.Module):
 def begun(normalised: bool, stage: int, steps: int = 0) -> tuple[nn.Module, Grower, torch.optim.Optimizer]:
     torch.manual_seed(1)
     network = Bare(normalised).double()
-    grower = Grower(network, X, method=VarianceTransfer(), trigger={0: 0.25, 1: 0.5, 2: 1.0})
+    grower = Grower(network, X, method=VarianceTransfer(multipliers="keep"), trigger=STAGES)
     optimizer = torch.optim.Adam(network.parameters())
     grower.follow(optimizer)
     for epoch in range(stage + 1):

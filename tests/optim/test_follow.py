@@ -254,7 +254,13 @@ class Lookahead(torch.optim.Optimizer):
     ],
 )
 @pytest.mark.parametrize(
-    "method", [VarianceTransfer(), VarianceTransfer(layer_multipliers=False), PairGrowth()]
+    "method",
+    [
+        VarianceTransfer(),
+        VarianceTransfer(multipliers="keep"),
+        VarianceTransfer(layer_multipliers=False),
+        PairGrowth(),
+    ],
 )
 def test_weights_that_an_optimizer_keeps_compute_what_they_did(make, key, method):
     torch.manual_seed(0)

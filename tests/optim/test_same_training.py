@@ -62,7 +62,7 @@ def test_a_weight_of_the_same_shape_that_is_multiplied_keeps_its_momentum(output
 
 @pytest.mark.parametrize("make", ["sgd", "adam", "lookahead"])
 def test_training_goes_on_behind_finish_as_it_would_have_without(make: str) -> None:
-    grower, x = planted(VarianceTransfer())
+    grower, x = planted(VarianceTransfer(multipliers="keep"))
     optimizer = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.01),
         "adam": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-12),

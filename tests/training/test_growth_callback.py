@@ -90,6 +90,7 @@ def test_one_fit_equals_one_fit_for_each_stage(
                 widths[stage],
                 seed,
                 (data.probe_batch(16),),
+                normalised=frozenset(dict(reference.network.named_parameters()) if make is adamw else ()),
             )
             follow(
                 optimizer,
