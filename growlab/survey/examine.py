@@ -32,7 +32,7 @@ from growlab.growth.outputs import observe
 from growlab.growth.parity import relative_error
 from growlab.parts import available
 from growlab.survey.sources import load
-from growlab.widths import FAILURES, UnsupportedOperation, WidthGraph, light_copy, resize, tensors_in, trace
+from growlab.widths import FAILURES, UnsupportedOperation, WidthGraph, lightened, resize, tensors_in, trace
 from growlab.widths.findings import layer_name
 from growlab.widths.inputs import call_with, named_in, values_of
 
@@ -218,11 +218,11 @@ def _count(
     seed_widths: Mapping[str, int],
     inputs: tuple[Any, ...],
 ) -> None:
-    light, example, _ = light_copy(network, inputs)
-    report.full_flops = forward_flops(light, example) // report.samples
-    resize(light, graph, graph.full_widths, seed_widths)
-    report.seed_params = sum(p.numel() for p in light.parameters())
-    report.seed_flops = forward_flops(light, example) // report.samples
+    with lightened(network, inputs) as (example, _):
+        report.full_flops = forward_flops(network, example) // report.samples
+        resize(network, graph, graph.full_widths, seed_widths)
+        report.seed_params = sum(p.numel() for p in network.parameters())
+        report.seed_flops = forward_flops(network, example) // report.samples
 
 
 def _probe(
@@ -232,14 +232,16 @@ def _probe(
     image = next(iter(inputs), None)
     if len(inputs) > 1 or named_in(inputs) or not isinstance(image, Tensor) or image.dim() != 4:
         return inputs
-    light, *_ = light_copy(network.double(), (image,))
     # Device meta does not notice every kernel that is larger than its image.
-    narrow = copy.deepcopy(network)
+    narrow = copy.deepcopy(network.double())
     resize(narrow, graph, graph.full_widths, seed_widths)
-    for side in _SMALL_SIDES:
-        small = image[..., :side, :side]
-        if small.shape[-1] < image.shape[-1] and all(_runs(module, small) for module in (light, narrow)):
-            return (small,)
+    with lightened(network, (image,)):
+        for side in _SMALL_SIDES:
+            small = image[..., :side, :side]
+            if small.shape[-1] < image.shape[-1] and all(
+                _runs(module, small) for module in (network, narrow)
+            ):
+                return (small,)
     return inputs
 
 

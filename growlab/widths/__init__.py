@@ -8,7 +8,7 @@ from growlab.widths.layout import Axis, Part
 from growlab.widths.memory_format import avoid_unsafe_kernels
 from growlab.widths.resize import grid, replace_tensors, resize, resized, restore_tensors, tensors_of
 from growlab.widths.trace import UnsupportedOperation, layouts, trace
-from growlab.widths.trials import FAILURES, light_copy, tensors_in
+from growlab.widths.trials import FAILURES, lightened, tensors_in
 
 __all__ = [
     "FAILURES",
@@ -29,7 +29,7 @@ __all__ = [
     "avoid_unsafe_kernels",
     "grid",
     "layouts",
-    "light_copy",
+    "lightened",
     "replace_tensors",
     "resize",
     "resized",

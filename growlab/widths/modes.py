@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from growlab.widths.apart import called_apart
 from growlab.widths.inputs import call_with
 from growlab.widths.meta import Shapes
-from growlab.widths.trials import light_copy, tensors_in
+from growlab.widths.trials import lightened, tensors_in
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Modes:
 
 
 def modes_of(model: nn.Module, inputs: tuple[Any, ...]) -> Modes:
-    """Compare both on a copy, without memory (device meta) where it runs there.
+    """Compare both, without memory (device meta) where the network runs there.
 
     Args:
         model: left as it is.
@@ -42,23 +42,23 @@ def modes_of(model: nn.Module, inputs: tuple[Any, ...]) -> Modes:
     Raises:
         UnsupportedOperation: it does not run in both modes.
     """
-    light, light_inputs, kept = light_copy(model, inputs)
     seen, several, own_backward, recomputed = [], False, dict[Any, str](), dict[int, str]()
-    for training in (False, True):
-        light.train(training)
-        with torch.no_grad(), Shapes(), _Readers() as readers:
-            output = call_with(light, light_inputs)
-        kept.restore()
-        several |= not isinstance(output, Tensor)
-        seen.append((len(tensors_in(output)), readers.functions))
-        own_backward |= readers.own_backward
-        recomputed |= readers.recomputed
-    return Modes(
-        seen[0] != seen[1],
-        several,
-        {path: own_backward[module] for path, module in light.named_modules() if module in own_backward},
-        {name: recomputed[id(p)] for name, p in light.named_parameters() if id(p) in recomputed},
-    )
+    with lightened(model, inputs) as (light, kept):
+        for training in (False, True):
+            model.train(training)
+            with torch.no_grad(), Shapes(), _Readers() as readers:
+                output = call_with(model, light)
+            kept.restore()
+            several |= not isinstance(output, Tensor)
+            seen.append((len(tensors_in(output)), readers.functions))
+            own_backward |= readers.own_backward
+            recomputed |= readers.recomputed
+        return Modes(
+            seen[0] != seen[1],
+            several,
+            {path: own_backward[module] for path, module in model.named_modules() if module in own_backward},
+            {name: recomputed[id(p)] for name, p in model.named_parameters() if id(p) in recomputed},
+        )
 
 
 class _Readers(TorchFunctionMode):

@@ -1,7 +1,7 @@
 """Does a network still run when it is narrowed? What its own code fixes keeps its full width.
 
 A forward may have a width written into it (`x.view(b, 12, 64)`), which no graph tells from a size that follows the
-channels. So every graph is tried: the network is narrowed on a copy without memory (device meta) and run; groups
+channels. So every graph is tried: the network is narrowed without memory (device meta) and run; groups
 whose narrowing breaks it are left at full width.
 """
 
@@ -17,7 +17,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from growlab.widths.groups import WidthGraph, Written
 from growlab.widths.layout import Axis, Part
 from growlab.widths.predictions import Call
-from growlab.widths.trials import Trials
+from growlab.widths.trials import Trials, lightened
 
 #: Why a group stays whose narrowing breaks the forward.
 WRITTEN = "its width is written into the network's own code"
@@ -70,8 +70,9 @@ def without_what_breaks(
     told = graph.widths_of({name: graph.shape(name, graph.full_widths) for name in graph.axes})
     known = {place: axis for place, axis in graph.written.items() if set(axis.groups) <= set(told)}
     graph = replace(graph, written=known)
-    trials = Trials(model, graph, inputs, calls, training)
-    working = _without_what_breaks(model, graph, trials)
+    with lightened(model, inputs) as (light, kept):
+        trials = Trials(model, graph, light, kept, calls, training)
+        working = _without_what_breaks(model, graph, trials)
     counted = {norm.name for norm in trials.counted}
     norms = (replace(norm, counted=norm.summed and norm.name in counted) for norm in working.channel_norms)
     working = replace(working, channel_norms=tuple(norms))

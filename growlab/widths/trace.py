@@ -26,7 +26,7 @@ from growlab.widths.narrowing import WRITTEN, keep_only, without_what_breaks
 from growlab.widths.predictions import Call
 from growlab.widths.program import UnsupportedOperation, name_modules_once, operations
 from growlab.widths.tracer import OUTPUT, Tracer
-from growlab.widths.trials import copied, named_tensors, share_attributes, tensors_in
+from growlab.widths.trials import named_tensors, share_attributes, tensors_in
 
 # A reshape into (3, heads, head dimension) has three dimensions of which one may grow.
 _PASSES = 3
@@ -114,7 +114,7 @@ def _traced(
     graphs = []
     if modes.apart:
         with suppress(UnsupportedOperation):
-            trained = _exported(copied(model), inputs, training=True)
+            trained = _exported(model, inputs, training=True)
             graphs.append(_traced_program(trained, model, inputs, opaque, {**settings, "training": True}))
         if graphs and set(graphs[0].fixed.values()) <= {OUTPUT}:
             return _without_own_backward(model, graphs[0], modes)

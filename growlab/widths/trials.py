@@ -1,8 +1,8 @@
-"""Runs a network at narrow widths on a copy without memory (device meta)."""
+"""Runs a network at narrow widths, without memory (device meta)."""
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -27,12 +27,13 @@ FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, Ar
 
 
 class Trials:
-    """Runs a light copy of a network at narrow widths.
+    """Runs a network at narrow widths.
 
     Args:
-        model: at full width; left as it is.
+        model: at full width, while it is `lightened`.
         graph: its width graph.
-        inputs: positional inputs of the forward.
+        inputs: positional inputs of the forward that belong to that.
+        kept: its state then.
         calls: operations that tracing has visited.
         training: it has visited those of train mode.
     """
@@ -42,13 +43,14 @@ class Trials:
         model: nn.Module,
         graph: WidthGraph,
         inputs: tuple[Any, ...],
+        kept: Snapshot,
         calls: Sequence[Call],
         training: bool = False,
     ) -> None:
         self._training = training
         self._graph, self._predictions = graph, Predictions(calls, graph.full_widths)
         self.attributes: Mapping[Written, Axis] = {}
-        self._model, self._inputs, self._kept = light_copy(model, inputs)
+        self._model, self._inputs, self._kept = model, inputs, kept
         self._full = tensors_of(self._model, graph)
         # Only where train mode does something else than eval mode does it have to be tried as well.
         self._modes: tuple[bool, ...] = (False, True)
@@ -167,7 +169,7 @@ class Trials:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Put the copy back at the end: its full width, and what it has kept of forwards at other widths."""
+        """Put the network back at the end: its full width, and what it has kept of forwards at other widths."""
         try:
             yield
         finally:
@@ -224,35 +226,66 @@ def _trial_widths(graph: WidthGraph) -> list[dict[str, int]]:
     return trials
 
 
-def light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...], Snapshot]:
-    """A copy of a network and its inputs on device meta, or with memory where it cannot run without; and its state.
+@contextmanager
+def lightened(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Snapshot]]:
+    """Let a network have no memory for a while (device meta), or other tensors where it cannot run without.
+
+    It is the network itself that runs, since what its forward reaches otherwise than by attributes (modules that a
+    lambda or a decorator closes over, global names) would in a copy be that of the network.
+
+    Args:
+        model: as it was afterwards, whatever is done to it meanwhile.
+        inputs: positional inputs of the forward.
+
+    Yields:
+        Such inputs without memory, or these where it cannot run without; and the state to go back to after a forward.
 
     Raises:
         UnsupportedOperation: it does not run on these inputs at all.
     """
-    with warnings.catch_warnings():
-        # The first runs of a network: what torch has to say of it, it says when it is trained.
-        warnings.simplefilter("ignore")
-        return _light_copy(model, inputs)
-
-
-def _light_copy(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...], Snapshot]:
+    whole = Snapshot(model, "nothing")
     try:
-        # Putting the light tensors into deepcopy's memo keeps what is shared shared.
-        memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
-        memo |= {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
-        light = copied(model, memo)
-        light_inputs = changed(lambda x: x.to("meta") if isinstance(x, Tensor) else x, inputs)
+        # The first runs of a network: what torch has to say of it, it says when it is trained.
+        with _unwarned():
+            light, kept = _lightened(model, inputs, whole)
+        yield light, kept
+    finally:
+        whole.restore()
+
+
+def _lightened(
+    model: nn.Module, inputs: tuple[Any, ...], whole: Snapshot
+) -> tuple[tuple[Any, ...], Snapshot]:
+    try:
+        _exchange(model, lambda tensor: tensor.detach().to("meta"))
+        light = changed(lambda x: x.to("meta") if isinstance(x, Tensor) else x, inputs)
         with Shapes():
-            return light, light_inputs, _tried(light, light_inputs)
+            return light, _tried(model, light)
     except (RuntimeError, NotImplementedError, ValueError, TypeError):
         # Tensors made in the forward, or numbers read from one, need the real device.
-        light = copied(model)
-        return light, inputs, _tried(light, inputs)
+        whole.restore()
+        _exchange(model, lambda tensor: tensor.detach().clone())
+        return inputs, _tried(model, inputs)
+
+
+def _exchange(model: nn.Module, other: Callable[[Tensor], Tensor]) -> None:
+    """Put others in the place of all parameters and buffers; what is shared stays shared."""
+    known: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None:
+                continue
+            if id(tensor) not in known:
+                new = other(tensor)
+                if isinstance(tensor, nn.Parameter):
+                    new = nn.Parameter(new, tensor.requires_grad)
+                vars(new).update(vars(tensor))
+                known[id(tensor)] = new
+            setattr(module, name, known[id(tensor)])
 
 
 def _tried(light: nn.Module, inputs: tuple[Any, ...]) -> Snapshot:
-    """State of a copy that runs in both modes, as it is before it does."""
+    """State of a network that runs in both modes, as it is before it does."""
     kept = Snapshot(light, "all but parameters")
     for training in (False, True):
         try:

@@ -17,6 +17,11 @@ GROWING = {
     "frozen_batch_norms": {"a": 12, "b": 16},
     "no_register_tokens": {"a": 12, "up": 18},
     "windows_that_a_short_sequence_does_not_fill": {"a": 12, "b": 9},
+    "lambda_over_the_network": {"a": 12, "up": 16},
+    "parts_bound_by_partial": {"a": 12, "up": 16},
+    "functions_in_containers": {"a": 12, "up": 16},
+    "forwards_that_are_decorated": {"a": 12, "up": 16},
+    "layers_of_the_surrounding_function": {"layers.0": 12, "layers.1": 16},
 }
 
 
