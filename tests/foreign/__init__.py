@@ -1,0 +1,1 @@
+"""Networks of public libraries, and how they grow; `python -m tests.foreign` writes the table anew."""
