@@ -18,6 +18,8 @@ from growlab.settings import above, one_of, whole
 SIDES = ("auto", "fan_in", "fan_out")
 # Candidates that are measured at once, in multiples of a group's width: a pass then costs some three plain ones.
 _AT_ONCE = 2
+# At least so many: in a narrow group a pass costs the same with them.
+_FEW = 32
 # Relative change of the loss that rounding explains where channels should add nothing.
 _ROUNDING = 1e-4
 # Where new channels are tried to rest: at zero, then as near as can be to the right and to the left of it.
@@ -276,7 +278,7 @@ def accumulated(
     among = View(graph, old, old)
     total = {fans.group: among.size(fans.out, fans.group) for fans in groups}
     share = {
-        group: min(count, max(_AT_ONCE * old[group], expansion.new_widths[group] - old[group]))
+        group: min(count, max(_AT_ONCE * old[group], expansion.new_widths[group] - old[group], _FEW))
         for group, count in total.items()
     }
     rounds = max(-(-total[group] // share[group]) for group in total)

@@ -14,8 +14,8 @@ from growlab.growth.method import Expansion
 from growlab.growth.surrogates import IdentityNorms, right_derivatives
 from growlab.widths import Layer, WidthGraph
 
-# As many entries that lead out are measured at once, in multiples of the width.
-_AT_ONCE = 2
+# As many entries that lead out are measured at once, in multiples of the width; and at least so many.
+_AT_ONCE, _FEW = 2, 32
 
 
 def usual(module: nn.Module | None) -> bool:
@@ -73,7 +73,7 @@ def bottleneck(
     """N of each group, [entries that lead in, entries that lead out], float64."""
     graph, old = expansion.graph, expansion.old_widths
     total = {fans.group: View(graph, old, old).size(fans.out, fans.group) for fans in groups}
-    share = {group: min(count, _AT_ONCE * old[group]) for group, count in total.items()}
+    share = {group: min(count, max(_AT_ONCE * old[group], _FEW)) for group, count in total.items()}
     columns: dict[str, list[Tensor]] = {group: [] for group in total}
     names = list(dict.fromkeys(fans.consumers[0].name for fans in groups))
     for number in range(max(-(-total[group] // share[group]) for group in total)):
