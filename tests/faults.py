@@ -49,24 +49,24 @@ def _at_validation(epoch: int, batch: int, number: int) -> None:
 
 def _before_growth(stage: int, number: int) -> None:
     """A signal between the last step of a stage and the growth event that begins the given one."""
-    from growlab.grower import grower
+    from growlab.grower import events
 
-    carry_out = grower.carry_out
+    carry_out = events.carry_out
 
     def struck(run: Any, *rest: Any) -> Any:
         if run.state.stage + 1 == stage:
             _strike(number)
         return carry_out(run, *rest)
 
-    grower.carry_out = struck
+    events.carry_out = struck
 
 
 def _in_growth(stage: int, number: int) -> None:
     """A signal in the middle of an event: the network has grown, the optimizer has not followed."""
-    from growlab.grower import grower
+    from growlab.grower import events
     from growlab.optim import followers
 
-    follow, carry_out, stages = followers.follow, grower.carry_out, []
+    follow, carry_out, stages = followers.follow_once, events.carry_out, []
 
     def noted(run: Any, *rest: Any) -> Any:
         stages.append(run.state.stage + 1)
@@ -77,7 +77,7 @@ def _in_growth(stage: int, number: int) -> None:
             _strike(number)
         follow(*arguments, **named)
 
-    grower.carry_out, followers.follow = noted, struck
+    events.carry_out, followers.follow_once = noted, struck
 
 
 # The moments of a file's way to the disk, see `growlab.files.write_atomically`; a checkpoint has the ones in the

@@ -11,7 +11,7 @@ import torch
 
 def keep_ranks(folder: str) -> None:
     """Every rank writes all that it holds into a folder, after each growth event and at the end of each epoch."""
-    from growlab.grower import grower, held
+    from growlab.grower import events, held
     from growlab.training.saving import SaveCheckpoints
 
     def keep(name: str, run: Any) -> None:
@@ -19,7 +19,7 @@ def keep_ranks(folder: str) -> None:
         rank = torch.distributed.get_rank()
         torch.save(content, Path(folder) / f"{name}_rank{rank}.pt")
 
-    carry_out, save = grower.carry_out, SaveCheckpoints.on_train_epoch_end
+    carry_out, save = events.carry_out, SaveCheckpoints.on_train_epoch_end
 
     def grow_and_keep(run: Any, *rest: Any) -> Any:
         event = carry_out(run, *rest)
@@ -30,7 +30,7 @@ def keep_ranks(folder: str) -> None:
         save(self, trainer, task)
         keep(f"epoch{trainer.current_epoch}", task.grower)
 
-    grower.carry_out, SaveCheckpoints.on_train_epoch_end = grow_and_keep, save_and_keep
+    events.carry_out, SaveCheckpoints.on_train_epoch_end = grow_and_keep, save_and_keep
 
 
 def drift(what: str, step: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from growlab import ranks
 from growlab.errors import UserError, as_user_errors
 from growlab.grower.preparing import with_parts
+from growlab.grower.transaction import decision, transaction
 from growlab.growth import GrowthEvent, GrowthState, ParityError, grow
 from growlab.growth.outputs import own_precision
 from growlab.parts.part import Part, Replaced
@@ -33,6 +34,27 @@ def due(run: "Grower") -> tuple[Widths | None, Part | None]:
         if (widths := part.decide(run)) is not None:
             return widths, part
     return run.trigger.next(run), None
+
+
+def grow_as_due(run: "Grower", then: Callable[[], Any] | None) -> list[GrowthEvent]:
+    """Carry out all events that are due, and what comes behind them, or leave everything as it is.
+
+    Args:
+        run: the grower.
+        then: called once, if there were events.
+    """
+    events: list[GrowthEvent] = []
+    with decision(run):
+        widths, part = due(run)
+        if widths is None:
+            return events
+        with transaction(run):
+            while widths is not None:
+                events.append(carry_out(run, widths, part))
+                widths, part = due(run)
+            if then is not None:
+                then()
+    return events
 
 
 def held(run: "Grower") -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from growlab.errors import UserError, as_user_errors
-from growlab.grower.events import carry_out, due
+from growlab.grower.events import grow_as_due
 from growlab.grower.following import let_follow, told_apart
 from growlab.grower.loading import adopt, arrive, check_state, recognised
 from growlab.grower.plain import plain_state_dict
@@ -176,16 +176,23 @@ class Grower:
         return y
 
     def step(
-        self, *, epoch: int | None = None, step: int | None = None, cost: float | None = None
+        self,
+        *,
+        epoch: int | None = None,
+        step: int | None = None,
+        cost: float | None = None,
+        then: Callable[[], Any] | None = None,
     ) -> list[GrowthEvent]:
         """Grow as far as the trigger says at this moment; call it before the batch that the moment lies before.
 
         Asked twice at the same moment it does nothing, so that a resumed run may ask again; nor does it after `finish`.
+        Whatever is raised, the network, the optimizers and all else are then as before, and it may be asked again.
 
         Args:
             epoch: that begins, from 0.
             step: optimizer steps done.
             cost: what has been spent, in the trigger's unit. What is left out stays as it was.
+            then: called behind the events, if there are any, such as `lambda: renew(ddp)`: an error in it undoes them.
 
         Returns:
             The events, mostly none.
@@ -196,15 +203,14 @@ class Grower:
         """
         known = {"epoch": epoch, "step": step, "cost": cost}
         told: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
+        before = self.clock, self._told
         self.clock, self._told = replace(self.clock, **told), self._told | told.keys()
-        check_told(self.trigger, self._told)
-        events = list[GrowthEvent]()
-        while self._open:
-            widths, part = due(self)
-            if widths is None:
-                break
-            events.append(carry_out(self, widths, part))
-        return events
+        try:
+            check_told(self.trigger, self._told)
+            return grow_as_due(self, then) if self._open else []
+        except BaseException:
+            self.clock, self._told = before
+            raise
 
     def finish(self, at_any_stage: bool = False) -> nn.Module:
         """End growth: the network is an ordinary one that computes the same, and its hooks are gone.

@@ -1,0 +1,295 @@
+"""A growth event in which anything raises leaves everything as it was, to the bit, and can be tried again."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import growlab
+from growlab import Grower, Net2Net, UserError, VarianceTransfer
+from growlab.growth import GrowthEvent, ParityError
+from growlab.parts import Averages, Part
+from growlab.triggers import At, Run, Widths
+
+HERE = str(Path(growlab.__file__).parent)
+X = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class Network(nn.Module):
+    """Batch and layer normalisation, a buffer, a cache in a dictionary, a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.hidden = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+        self.second, self.last = nn.LayerNorm(16), nn.Linear(16, 3)
+        self.register_buffer("shift", torch.randn(16))
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.first(x))) + self.shift
+        return self.last(torch.relu(self.second(self.hidden(x))))
+
+
+class Restless(Part):
+    """Writes wherever a part can, in place too, around each event."""
+
+    name = "restless"
+
+    def __init__(self) -> None:
+        self.source, self.numbers, self.seen = torch.Generator().manual_seed(3), np.random.default_rng(3), [0]
+        self.sums = {"all": torch.zeros(2)}
+
+    def touch(self, run: Run) -> Mapping[str, Any]:
+        self.seen.append(len(self.seen))
+        self.sums["all"] += torch.rand(2, generator=self.source)
+        drawn = (
+            float(self.numbers.random()) + float(torch.rand(())) + random.random() + float(np.random.rand())
+        )
+        with torch.no_grad():
+            for p in run.network.parameters():
+                p.mul_(1.0 + 1e-12 * drawn)
+            for module in run.network.modules():
+                if isinstance(module, nn.BatchNorm1d) and module.running_mean is not None:
+                    module.running_mean += 1e-12
+        return {}
+
+    def before_growth(self, run: Run, widths: Widths) -> Mapping[str, Any]:
+        return self.touch(run)
+
+    def after_growth(self, run: Run, event: GrowthEvent) -> Mapping[str, Any]:
+        return self.touch(run)
+
+
+class Slow(torch.optim.Optimizer):
+    """Slow weights around another optimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.param_groups, self.inner = inner.param_groups, inner
+        self.mine = {p: p.detach().clone() for p in inner.param_groups[0]["params"]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.state["steps"] = {"all": self.state.get("steps", {"all": 0})["all"] + 1}
+        for p in self.param_groups[0]["params"]:
+            self.mine[p].lerp_(p, 0.1)
+
+
+class Training:
+    """A training before its first event."""
+
+    def __init__(self, method: Any = None) -> None:
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(0)
+        self.network = Network().double()
+        self.restless = Restless()
+        self.grower = Grower(
+            self.network,
+            X,
+            method=method or VarianceTransfer(noise_std=1e-3),
+            trigger={0: 0.5, 1: 0.75, 2: 1.0},
+            parts=[Averages(0.9), self.restless],
+            anneal_steps=3,
+        )
+        self.average = AveragedModel(self.network)
+        trained = [p for p in self.network.parameters() if p.requires_grad]
+        self.optimizer = Slow(torch.optim.AdamW(trained, lr=0.01, amsgrad=True))
+        self.mine = growlab.optim.Adam(trained, lr=1e-4, rule=growlab.optim.NormRatio())
+        self.grower.follow(self.optimizer, self.mine, self.average)
+        self.steps(4)
+
+    def steps(self, number: int) -> None:
+        for _ in range(number):
+            self.optimizer.zero_grad()
+            (self.network(X) - 1).square().mean().backward()
+            self.optimizer.step()
+            self.mine.step()
+        (self.network(X) + 1).square().mean().backward()
+
+    def everything(self) -> dict[str, Any]:
+        """By name: identity and content of all there is."""
+        found: dict[str, Any] = {}
+
+        def note(name: str, value: Any) -> None:
+            if isinstance(value, torch.Tensor):
+                found[name] = (
+                    id(value),
+                    value.dtype,
+                    value.detach().clone().flatten().tolist(),
+                    value.requires_grad,
+                )
+            elif isinstance(value, dict):
+                found[name] = [
+                    id(value),
+                    [id(key) if isinstance(key, torch.Tensor) else key for key in value],
+                ]
+                for number, one in enumerate(value.values()):
+                    note(f"{name}.{number}", one)
+            elif isinstance(value, (list, tuple)):
+                found[name] = len(value)
+                for number, one in enumerate(value):
+                    note(f"{name}.{number}", one)
+            elif isinstance(value, torch.Generator):
+                found[name] = value.get_state().tolist()
+            elif isinstance(value, (bool, int, float, str, type(None))):
+                found[name] = value
+            else:
+                found[name] = id(value)
+
+        averages: Any = self.grower.parts[0]
+        for which, network in {"net": self.network, "ema": averages.module, "swa": self.average}.items():
+            for name, module in network.named_modules():
+                note(f"{which} {name}", vars(module))
+            for name, p in network.named_parameters():
+                note(f"{which} gradient of {name}", p.grad)
+        for number, optimizer in enumerate((self.optimizer, self.optimizer.inner, self.mine)):
+            note(f"optimizer {number}", vars(optimizer))
+        for name in ("state", "trigger", "clock", "events"):
+            one = getattr(self.grower, name)
+            note(name, one if isinstance(one, list) else vars(one))
+        note("restless", vars(self.restless))
+        note("numbers", str(self.restless.numbers.bit_generator.state))
+        note("global", (torch.get_rng_state().tolist(), str(random.getstate()), str(np.random.get_state())))
+        return found
+
+
+class Struck(Exception):
+    """The fault that is injected."""
+
+
+@contextmanager
+def struck(at: int) -> Iterator[list[int]]:
+    """Raise in the call of that number of a function of growlab, of a module or of a test's part."""
+    calls = [0]
+
+    def watch(frame: Any, kind: str, _: Any) -> None:
+        if kind == "call" and frame.f_code.co_filename.startswith((HERE, __file__)):
+            calls[0] += 1
+            if calls[0] == at:
+                sys.setprofile(None)
+                raise Struck
+
+    sys.setprofile(watch)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> tuple[list[Any], int]:
+    training = Training()
+    with struck(0) as calls:
+        training.grower.step(epoch=1)
+    number = calls[0]
+    training.steps(3)
+    return [t.tolist() for t in training.network.state_dict().values()], number
+
+
+@pytest.mark.parametrize("share", range(24))
+def test_a_fault_anywhere_in_an_event_leaves_everything_as_it_was(share: int, undisturbed: Any) -> None:
+    expected, number = undisturbed
+    training = Training()
+    before = training.everything()
+    # Each share of the event's calls is struck at its beginning, its middle and its end.
+    for at in (1, 1 + number // 72, 2 * (number // 72)):
+        with pytest.raises(Struck), struck(share * number // 24 + at):
+            training.grower.step(epoch=1)
+        assert differing(before, training.everything()) == []
+    assert len(training.grower.step(epoch=1)) == 1
+    training.steps(3)
+    assert [t.tolist() for t in training.network.state_dict().values()] == expected
+
+
+def _raise(*_: Any, **__: Any) -> Any:
+    raise Struck
+
+
+FAULTS: dict[str, Callable[[Training, Any], Any]] = {
+    "trigger": lambda training, patch: patch.setattr(At, "next", _raise),
+    "method": lambda training, patch: patch.setattr(VarianceTransfer, "grow", _raise),
+    "noise": lambda training, patch: patch.setattr(VarianceTransfer, "noise", _raise),
+    "part before": lambda training, patch: patch.setattr(Averages, "before_growth", _raise),
+    "part behind": lambda training, patch: patch.setattr(Averages, "after_growth", _raise),
+    "state": lambda training, patch: patch.setattr("growlab.optim.state.exchange_own", _raise),
+    "ranks": lambda training, patch: patch.setattr("growlab.grower.events.ranks.broadcast_buffers", _raise),
+    "compiler": lambda training, patch: patch.setattr(torch.compiler, "reset", _raise),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_each_kind_of_fault(kind: str) -> None:
+    training = Training()
+    before = training.everything()
+    with pytest.MonkeyPatch.context() as patch:
+        FAULTS[kind](training, patch)
+        with pytest.raises(Struck):
+            training.grower.step(epoch=1)
+        assert differing(before, training.everything()) == []
+    training.grower.step(epoch=1)
+    training.steps(2)
+
+
+def test_hooks_of_the_user_and_what_comes_behind_the_events() -> None:
+    training = Training()
+    before = training.everything()
+    averages: Any = training.grower.parts[0]
+    for network in (training.network, averages.module, training.average.module):
+        for at in range(1, 3):
+            calls = []
+
+            def hook(*_: Any, at: int = at, calls: list[int] = calls) -> None:
+                calls.append(1)
+                if len(calls) == at:
+                    raise Struck
+
+            handle = network.hidden.register_forward_pre_hook(hook)
+            with pytest.raises(Struck):
+                training.grower.step(epoch=1)
+            handle.remove()
+    with pytest.raises(Struck):
+        training.grower.step(epoch=2, then=_raise)
+    after = training.everything()
+    hooks = [name for name in differing(before, after) if "hidden" not in name]
+    assert hooks == []
+    called: list[int] = []
+    assert len(training.grower.step(epoch=2, then=lambda: called.append(1))) == 2
+    assert training.grower.step(epoch=2, then=lambda: called.append(1)) == []
+    assert called == [1]
+    training.steps(2)
+
+
+def test_an_average_that_cannot_follow_undoes_the_event_of_the_network() -> None:
+    training = Training(Net2Net())
+    with torch.no_grad():
+        training.average.module.last.weight[0, 0] = torch.nan
+    before = training.everything()
+    with pytest.raises(ParityError, match="an average of the network"):
+        training.grower.step(epoch=1)
+    after = training.everything()
+    changed = [name for name in differing(before, after) if repr(before[name]) != repr(after[name])]
+    assert changed == []
+
+
+def test_refused_state_leaves_the_clock_where_it_was() -> None:
+    training = Training()
+    training.optimizer.inner.state[training.network.first.weight]["odd"] = torch.zeros(7)
+    training.grower.follow(training.optimizer, state="inherit")
+    before = training.everything()
+    with pytest.raises(UserError, match=r"'odd' of first\.weight"):
+        training.grower.step(epoch=1)
+    assert differing(before, training.everything()) == []
+    assert training.grower.clock.epoch == 0
