@@ -4,6 +4,7 @@ torch walks through a module's load_state_dict pre-hooks while it calls them. A 
 another state of growth there, so that what is loaded differs; what loads it must have been a hook before.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,8 +32,15 @@ class _Entries:
     holders: list[Loading]
 
 
-def listen(module: nn.Module, holder: Loading) -> None:
-    """Let a holder load its entries with a module."""
+def listen(module: nn.Module, holder: Loading, names: Iterable[str]) -> None:
+    """Let a holder load its entries with a module.
+
+    Args:
+        module: whose state_dict has them.
+        holder: takes them out of one that is loaded.
+        names: of the entries; `torch.distributed.checkpoint` asks modules for an attribute of each.
+    """
+    module.__dict__.update(dict.fromkeys(names, holder))
     known: _Entries | None = module.__dict__.get(_ATTRIBUTE)
     if known is None:
         known = _Entries(module.register_load_state_dict_pre_hook(_load), False, [])
@@ -40,8 +48,10 @@ def listen(module: nn.Module, holder: Loading) -> None:
     known.holders.append(holder)
 
 
-def leave(module: nn.Module, holder: Loading) -> None:
-    """Let a holder load nothing any more."""
+def leave(module: nn.Module, holder: Loading, names: Iterable[str]) -> None:
+    """Let a holder load nothing any more; arguments as of `listen`."""
+    for name in names:
+        module.__dict__.pop(name, None)
     known: _Entries = module.__dict__[_ATTRIBUTE]
     known.holders[:] = [one for one in known.holders if one is not holder]
     _tidy(module, known)

@@ -200,14 +200,18 @@ class _Multiplying:
             module.register_forward_hook(self._leave, always_call=True),
             module.register_state_dict_post_hook(_save),
         )
-        entries.listen(module, self)
+        entries.listen(module, self, self._names)
 
     def remove(self) -> None:
         """Let the module use its weights as they are again."""
         for handle in self._handles:
             handle.remove()
         del self._module.__dict__[_ATTRIBUTE]
-        entries.leave(self._module, self)
+        entries.leave(self._module, self, self._names)
+
+    @property
+    def _names(self) -> list[str]:
+        return [weight.attribute + _KEY for weight in self.own]
 
     @property
     def own(self) -> list[_Weight]:

@@ -137,7 +137,7 @@ class _Weighing:
             module.register_state_dict_post_hook(_save),
         )
         self._module = module
-        entries.listen(module, self)
+        entries.listen(module, self, [_KEY])
 
     def set(self, weights: Tensor) -> None:
         """Weights from now on, float64 [channels]."""
@@ -151,7 +151,7 @@ class _Weighing:
         """Let the module be a plain one again."""
         for handle in self._handles:
             handle.remove()
-        entries.leave(self._module, self)
+        entries.leave(self._module, self, [_KEY])
 
     def load(self, state: dict[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
         """Take weights out of a state_dict."""

@@ -2,10 +2,13 @@
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as dcp_states
 from torch import nn
 from torch.nn import functional as F
 
@@ -80,3 +83,53 @@ def test_a_copy_loads_by_itself_and_nothing_is_left_behind() -> None:
     plain = Bare(False).double()
     plain.load_state_dict(twin.network.state_dict())
     torch.testing.assert_close(plain(X), before)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own, without a process group
+@pytest.mark.parametrize("method", [VarianceTransfer(), VarianceTransfer(output_multiplier=False)])
+def test_distributed_checkpoints_hold_a_growing_network(method: Any, tmp_path: Path) -> None:
+    """torch.distributed.checkpoint's helpers, at every stage, with multipliers and weighted statistics."""
+
+    def make() -> tuple[nn.Module, Grower, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        layers = nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
+        network = nn.Sequential(nn.Sequential(*layers[:3]), *layers[3:]).double()
+        grower = Grower(network, X, method=method, trigger={0: 0.25, 1: 0.5, 2: 1.0}, anneal_steps=5)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
+        grower.follow(optimizer)
+        return network, grower, optimizer
+
+    def train(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            (network(X) - 1).square().mean().backward()
+            optimizer.step()
+
+    network, grower, optimizer = make()
+    for epoch in range(3):
+        grower.step(epoch=epoch)
+        train(network, optimizer)
+        model, moments = dcp_states.get_state_dict(network, optimizer)
+        assert model.keys() == network.state_dict().keys() == dcp_states.get_model_state_dict(network).keys()
+        assert moments["state"].keys() == dict(network.named_parameters()).keys()
+        dcp.save({"model": model, "optimizer": moments}, checkpoint_id=str(tmp_path / str(epoch)))
+        saved = copy.deepcopy(grower.state_dict())
+        other, again, resumed = make()
+        again.load_state_dict(saved)
+        train(other, resumed)
+        # Its steps have brought normalisations closer to plain ones.
+        again.load_state_dict(saved)
+        model, moments = dcp_states.get_state_dict(other, resumed)
+        dcp.load({"model": model, "optimizer": moments}, checkpoint_id=str(tmp_path / str(epoch)))
+        dcp_states.set_model_state_dict(other, model)
+        dcp_states.set_optimizer_state_dict(other, resumed, moments)
+        assert torch.equal(other(X), network(X))
+        twin, its = copy.deepcopy((grower, optimizer))
+        train(twin.network, its)
+        train(other, resumed)
+        assert torch.equal(other(X), twin.network(X))
+        whole = dcp_states.get_model_state_dict(
+            network, options=dcp_states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
+        dcp_states.set_model_state_dict(other, whole)
+        assert torch.equal(other(X), network(X))
