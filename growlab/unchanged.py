@@ -38,8 +38,8 @@ _ATOMS = frozenset(
 _CACHED = type(cache(lambda: None))
 # What is inside of longer containers is data, not a cache.
 _LONGEST = 10_000
-# Hooks of a tensor have no public names.
-_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+#: Hooks of a tensor have no public names.
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _ABSENT = object()
 
 #: Tensors that a snapshot copies at once. Beside buffers alone, `unchanged` copies others when an operation is about to
@@ -63,7 +63,7 @@ class Snapshot:
     def __init__(self, network: nn.Module, copied: Copied = "buffers") -> None:
         self._copied, self._buffers = copied, {id(buffer) for buffer in network.buffers()}
         self._undo: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
-        self._tensors: list[_Content] = []
+        self._tensors: list[Content] = []
         # Objects by their dictionaries of attributes.
         self._owners: dict[int, int] = {}
         self._seen, self._waiting = set[int](), list[Any]([network])
@@ -82,7 +82,7 @@ class Snapshot:
 
     def writes(self) -> TorchDispatchMode:
         """A mode to run the network in, which copies tensors before they are written to."""
-        return _Writes(self._tensors)
+        return Writes(self._tensors)
 
     def kept(self) -> "list[Kept]":
         """Tensors that are now where nothing was: attributes, buffers, and what containers and variables have in them.
@@ -98,11 +98,11 @@ class Snapshot:
         if isinstance(thing, Tensor):
             self._note_tensor(thing)
         elif isinstance(thing, dict):
-            self._add(_restore_dict, thing, dict(_kind_of(thing).items(thing)), dict.values(thing))
+            self._add(restore_dict, thing, dict(_kind_of(thing).items(thing)), dict.values(thing))
         elif isinstance(thing, list):
-            self._add(_restore_list, thing, list(thing), thing)
+            self._add(restore_list, thing, list(thing), thing)
         elif isinstance(thing, (set, deque)):
-            self._add(_restore_filled, thing, tuple(thing), thing)
+            self._add(restore_filled, thing, tuple(thing), thing)
         elif isinstance(thing, (tuple, frozenset)):
             self._follow(thing)
         elif isinstance(thing, MethodType):
@@ -116,8 +116,8 @@ class Snapshot:
             self._add(_restore_cell, thing, content, (content,))
         elif isinstance(thing, _CACHED):
             self._undo.append((_restore_cache, thing, thing.cache_info().misses))
-        elif kind in _STATES:
-            read, write = _STATES[kind]
+        elif kind in STATES:
+            read, write = STATES[kind]
             self._undo.append((write, thing, read(thing)))
         if isinstance(thing, (nn.Module, *_RECORDS)) or _library(kind) not in _LIBRARIES:
             self._note_object(thing, kind)
@@ -132,16 +132,16 @@ class Snapshot:
 
     def _note_tensor(self, tensor: Tensor) -> None:
         if tensor.is_leaf:
-            hooks = [getattr(tensor, name, None) for name in _TENSOR_HOOKS]
+            hooks = [getattr(tensor, name, None) for name in TENSOR_HOOKS]
             state = (tensor.requires_grad, tensor.grad, hooks)
-            self._add(_restore_leaf, tensor, state, (tensor.grad, *hooks))
+            self._add(restore_leaf, tensor, state, (tensor.grad, *hooks))
         if own := getattr(tensor, "__dict__", None):
             self._waiting.append(own)
         elif own is not None:
-            self._undo.append((_restore_dict, own, {}))
+            self._undo.append((restore_dict, own, {}))
         if self._copied == "nothing" or tensor.is_meta or is_lazy(tensor):
             return
-        content = _Content(tensor)
+        content = Content(tensor)
         known = id(tensor) in self._buffers or self._copied != "buffers"
         if known and not isinstance(tensor, nn.Parameter):
             content.keep()
@@ -246,7 +246,7 @@ class Kept:
         return lambda: _put(self._thing, now, self.changed)
 
 
-class _Content:
+class Content:
     """Numbers of a tensor, and the memory that they are in."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -269,14 +269,14 @@ class _Content:
                 self.tensor.copy_(self._copy)
 
 
-class _Writes(TorchDispatchMode):
+class Writes(TorchDispatchMode):
     """Copies tensors before an operation writes to them."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, contents: Sequence[_Content]) -> None:
+    def __init__(self, contents: Sequence[Content]) -> None:
         super().__init__()
-        self._contents: dict[int, list[_Content]] = {}
+        self._contents: dict[int, list[Content]] = {}
         for content in contents:
             self._contents.setdefault(_memory(content.alias) or id(content.tensor), []).append(content)
 
@@ -319,24 +319,40 @@ def unchanged(network: nn.Module, seed: int | None = None, copied: Copied = "buf
 @contextmanager
 def _draws_kept(network: nn.Module, seed: int | None) -> Iterator[None]:
     """Put torch's, Python's and numpy's own generators back."""
-    devices = sorted({p.device.index or 0 for p in network.parameters() if p.device.type == "cuda"})
-    python, numpy = random.getstate(), np.random.get_state()
+    put_back = states_of_draws(network)
     try:
-        with torch.random.fork_rng(devices=devices):
-            if seed is not None:
-                torch.default_generator.manual_seed(seed)
-                for device in devices:
-                    torch.cuda.default_generators[device].manual_seed(seed)
-                random.seed(seed)
-                np.random.seed(seed)
-            yield
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+            for device in _cuda_devices(network):
+                torch.cuda.default_generators[device].manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+        yield
     finally:
+        put_back()
+
+
+def states_of_draws(network: nn.Module) -> Callable[[], None]:
+    """A function that puts the generators a network may draw from, all but its own, back to where they are now."""
+    here, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    there = [(device, torch.cuda.get_rng_state(device)) for device in _cuda_devices(network)]
+
+    def put_back() -> None:
+        torch.set_rng_state(here)
         random.setstate(python)
         np.random.set_state(numpy)
+        for device, state in there:
+            torch.cuda.set_rng_state(state, device)
+
+    return put_back
 
 
-# Objects whose state has ways of its own to be read and written.
-_STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+def _cuda_devices(network: nn.Module) -> list[int]:
+    return sorted({p.device.index or 0 for p in network.parameters() if p.device.type == "cuda"})
+
+
+#: Objects whose state has ways of its own to be read and written.
+STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
     np.random.Generator: (
@@ -385,9 +401,9 @@ def _names_in(code: CodeType) -> tuple[str, ...]:
 
 def _entries_of(undo: Callable[[Any, Any], None], thing: Any, state: Any) -> dict[Any, Any]:
     """What a place has in it, by a key: now, or in its state."""
-    if undo is _restore_dict:
+    if undo is restore_dict:
         return dict(_kind_of(thing).items(thing)) if state is None else state
-    if undo is _restore_list:
+    if undo is restore_list:
         return dict(enumerate(thing if state is None else state))
     reading: dict[Any, Callable[[], Any]] = {
         _restore_cell: lambda: _content_of(thing),
@@ -430,7 +446,8 @@ def _kind_of(content: dict[Any, Any]) -> Any:
     return OrderedDict if isinstance(content, OrderedDict) else dict
 
 
-def _restore_dict(content: dict[Any, Any], state: dict[Any, Any]) -> None:
+def restore_dict(content: dict[Any, Any], state: dict[Any, Any]) -> None:
+    """Let a dictionary hold what it held, in the same order."""
     kind = _kind_of(content)
     same = len(content) == len(state) and all(map(is_, kind.keys(content), state))
     if same and all(map(is_, kind.values(content), state.values())):
@@ -440,12 +457,14 @@ def _restore_dict(content: dict[Any, Any], state: dict[Any, Any]) -> None:
         kind.__setitem__(content, key, value)
 
 
-def _restore_list(content: list[Any], state: list[Any]) -> None:
+def restore_list(content: list[Any], state: list[Any]) -> None:
+    """Let a list hold what it held."""
     if len(content) != len(state) or not all(map(is_, content, state)):
         list.__setitem__(content, slice(None), state)
 
 
-def _restore_filled(content: Any, state: tuple[Any, ...]) -> None:
+def restore_filled(content: Any, state: tuple[Any, ...]) -> None:
+    """Let a set or a deque hold what it held."""
     if len(content) != len(state) or not all(map(is_, content, state)):
         content.clear()
         (content.update if isinstance(content, set) else content.extend)(state)
@@ -494,11 +513,12 @@ def _restore_attributes(kind: type, state: dict[str, Any]) -> None:
             setattr(kind, name, content)
 
 
-def _restore_leaf(tensor: Tensor, state: tuple[bool, Tensor | None, list[Any]]) -> None:
+def restore_leaf(tensor: Tensor, state: tuple[bool, Tensor | None, list[Any]]) -> None:
+    """Give a tensor the `requires_grad`, the gradient and the hooks that it had."""
     requires_grad, grad, hooks = state
     if tensor.grad is not grad:
         tensor.grad = grad
-    for name, known in zip(_TENSOR_HOOKS, hooks, strict=True):
+    for name, known in zip(TENSOR_HOOKS, hooks, strict=True):
         if getattr(tensor, name, None) is not known:
             setattr(tensor, name, known)
     if tensor.requires_grad is not requires_grad:

@@ -42,7 +42,7 @@ RULES = {
     "triggers": rule("widths growth", packages="torch"),
     "flops": rule("unchanged widths", packages="torch"),
     "parts": rule("unchanged widths growth optim triggers flops", packages="torch"),
-    "grower": rule("widths growth optim triggers parts", packages="torch"),
+    "grower": rule("unchanged widths growth optim triggers parts", packages="torch"),
     "frontends": rule("widths growth optim triggers parts grower", packages="torch lightning transformers"),
     "data": rule("fairseq_library parts"),
     "fairseq_library": rule(packages="hydra"),

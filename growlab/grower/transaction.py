@@ -1,36 +1,32 @@
 """Growth events as transactions: whatever is raised in one, all that it has changed is put back."""
 
-import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from functools import cache
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from growlab.unchanged import (
+    STATES,
+    TENSOR_HOOKS,
+    Content,
+    Writes,
+    restore_dict,
+    restore_filled,
+    restore_leaf,
+    restore_list,
+    states_of_draws,
+)
 from growlab.widths.replaced import note_restored
 
 if TYPE_CHECKING:
     from growlab.grower.grower import Grower
 
 _ATOMS = frozenset({str, bytes, bool, int, float, complex, type(None), type, Fraction})
-# Objects whose state has ways of its own to be read and written.
-_GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
-    random.Random: (random.Random.getstate, random.Random.setstate),
-    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
-    np.random.Generator: (
-        lambda generator: generator.bit_generator.state,
-        lambda generator, state: setattr(generator.bit_generator, "state", state),
-    ),
-}
 # Objects of these say what they are when they are made, and stay so.
 _FIXED = ("growlab.widths", "torch", "builtins", "numpy", "functools", "weakref")
 
@@ -44,7 +40,7 @@ def transaction(run: "Grower") -> Iterator[None]:
     are replaced are put back; only those that are written to in place are copied, just before.
     """
     networks = [run.network, *run.copies().values()]
-    snapshot, draws = _Snapshot(run, [run, *run.optimizers, *networks]), _draws(run.network)
+    snapshot, draws = _Snapshot(run, [run, *run.optimizers, *networks]), states_of_draws(run.network)
     try:
         with snapshot.watching():
             yield
@@ -83,7 +79,7 @@ class _Snapshot:
         self._libraries = {"growlab", *(kind.__module__.partition(".")[0] for kind in kinds)}
         self._whole = whole
         self._undo: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
-        self._contents: list[_Content] = []
+        self._contents: list[Content] = []
         waiting, seen = list(roots), set[int]()
         while waiting:
             thing = waiting.pop()
@@ -95,7 +91,7 @@ class _Snapshot:
 
     def watching(self) -> TorchDispatchMode:
         """A mode in which tensors are copied before an operation writes to them."""
-        return _Writes(self._contents)
+        return Writes(self._contents)
 
     def restore(self) -> None:
         """Put everything back."""
@@ -111,21 +107,25 @@ class _Snapshot:
         if isinstance(thing, Tensor):
             if not self._whole:
                 return ()
-            self._contents.append(_Content(thing))
+            self._contents.append(Content(thing))
             if not thing.is_leaf or thing.is_meta:
                 return ()
-            self._undo.append((_restore_gradient, thing, thing.grad))
-            return (thing.grad,)
+            state = (thing.requires_grad, thing.grad, [getattr(thing, name, None) for name in TENSOR_HOOKS])
+            self._undo.append((restore_leaf, thing, state))
+            return (thing.grad, *state[2])
         if isinstance(thing, dict):
-            self._undo.append((_restore_dict, thing, dict(thing)))
+            self._undo.append((restore_dict, thing, dict(thing)))
             return (*thing.keys(), *thing.values())
-        if isinstance(thing, (list, set, deque)):
-            self._undo.append((_restore_sequence, thing, tuple(thing)))
+        if isinstance(thing, list):
+            self._undo.append((restore_list, thing, list(thing)))
+            return tuple(thing)
+        if isinstance(thing, (set, deque)):
+            self._undo.append((restore_filled, thing, tuple(thing)))
             return tuple(thing)
         if isinstance(thing, tuple):
             return thing
-        if type(thing) in _GENERATORS:
-            read, write = _GENERATORS[type(thing)]
+        if type(thing) in STATES:
+            read, write = STATES[type(thing)]
             self._undo.append((write, thing, read(thing)))
             return ()
         return (thing.__dict__,) if self._is_own(thing) else ()
@@ -137,108 +137,3 @@ class _Snapshot:
         place = type(thing).__module__
         own = place.partition(".")[0] in self._libraries and not place.startswith(_FIXED)
         return own and isinstance(getattr(thing, "__dict__", None), dict)
-
-
-class _Content:
-    """A tensor's numbers, and the memory that they are in."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.alias = tensor, tensor.detach()
-        self._copy: Tensor | None = None
-
-    @property
-    def memory(self) -> int:
-        return _memory(self.alias) or id(self.tensor)
-
-    def keep(self) -> None:
-        """Copy them."""
-        if self._copy is None:
-            self._copy = self.alias.clone()
-
-    def restore(self) -> None:
-        """Put them back into the memory where they were."""
-        if _memory(self.tensor) != _memory(self.alias) or self.tensor.shape != self.alias.shape:
-            self.tensor.data = self.alias
-        if self._copy is not None:
-            with torch.inference_mode() if self.tensor.is_inference() else torch.no_grad():
-                self.tensor.copy_(self._copy)
-
-
-class _Writes(TorchDispatchMode):
-    """Copies tensors before an operation writes to them."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, contents: Iterable[_Content]) -> None:
-        super().__init__()
-        self._contents: dict[int, list[_Content]] = {}
-        for content in contents:
-            self._contents.setdefault(content.memory, []).append(content)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for place in _written_by(func):
-            given = kwargs.get(place) if isinstance(place, str) else next(iter(args[place : place + 1]), None)
-            for tensor in given if isinstance(given, (list, tuple)) else (given,):
-                if isinstance(tensor, Tensor):
-                    for content in self._contents.pop(_memory(tensor) or id(tensor), ()):
-                        content.keep()
-        return func(*args, **kwargs)
-
-
-@cache
-def _written_by(operation: Any) -> tuple[int | str, ...]:
-    """Places of the arguments that an operation writes to."""
-    schema = getattr(operation, "_schema", None)
-    # The schemas of batch normalisation do not say that it writes to its statistics.
-    every = schema is not None and "batch_norm" in schema.name
-    return tuple(
-        argument.name if argument.kwarg_only else place
-        for place, argument in enumerate(() if schema is None else schema.arguments)
-        if every or (argument.alias_info is not None and argument.alias_info.is_write)
-    )
-
-
-def _memory(tensor: Tensor) -> int:
-    """Where a tensor's numbers are; 0: nowhere, or in several places."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0
-
-
-def _draws(network: nn.Module) -> Callable[[], None]:
-    """What puts the global generators back to where they are now."""
-    devices = {p.device for p in network.parameters() if p.device.type == "cuda"}
-    here, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    there = {device: torch.cuda.get_rng_state(device) for device in devices}
-
-    def put_back() -> None:
-        torch.set_rng_state(here)
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for device, state in there.items():
-            torch.cuda.set_rng_state(state, device)
-
-    return put_back
-
-
-def _restore_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
-    if tensor.grad is not gradient:
-        tensor.grad = gradient
-
-
-def _restore_dict(content: dict[Any, Any], state: dict[Any, Any]) -> None:
-    if len(content) != len(state) or not (
-        all(map(is_, content, state)) and all(map(is_, content.values(), state.values()))
-    ):
-        content.clear()
-        content.update(state)
-
-
-def _restore_sequence(content: Any, state: tuple[Any, ...]) -> None:
-    if len(content) != len(state) or not all(map(is_, content, state)):
-        content.clear()
-        (content.update if isinstance(content, set) else content.extend)(state)
