@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from growlab.errors import UserError, as_user_errors
+from growlab.grower.wrapping import see_through
 from growlab.growth.attached import attach
 from growlab.optim import Inheritance
 from growlab.optim.own_lists import inside

@@ -17,6 +17,7 @@ from growlab.grower.plain import plain_state_dict
 from growlab.grower.preparing import (
     check_arguments,
     check_told,
+    check_whole,
     knows_stages,
     measurement,
     nothing_grows,
@@ -24,6 +25,7 @@ from growlab.grower.preparing import (
     seed_widths,
     still_narrow,
 )
+from growlab.grower.wrapping import look_at_wrappers, see_through
 from growlab.growth import GrowthEvent, GrowthMethod, GrowthState, Measurement, Schedule, anneal_norms, plant
 from growlab.growth.attached import attach, detach
 from growlab.growth.finish import finish
@@ -140,8 +142,11 @@ class Grower:
                 computes them.
 
         Raises:
-            UserError: it is neither, or a module of other tensors; or there is no such `state`.
+            UserError: it is neither, or a module of other tensors; there is no such `state`; or the network has been
+                sharded since.
         """
+        check_whole(self.network)
+        see_through(self.network)
         self._modules += let_follow(self, followers, state, announced)
 
     def look_at(
@@ -198,7 +203,8 @@ class Grower:
             The events, mostly none.
 
         Raises:
-            UserError: the method or an optimizer cannot, processes differ, or what the trigger counts was never told.
+            UserError: the method or an optimizer cannot, processes differ, what the trigger counts was never told, or
+                the network has been sharded since.
             ParityError: the network would compute something else than the method promises.
         """
         known = {"epoch": epoch, "step": step, "cost": cost}
@@ -207,6 +213,9 @@ class Grower:
         self.clock, self._told = replace(self.clock, **told), self._told | told.keys()
         try:
             check_told(self.trigger, self._told)
+            if self._open and self.trigger.grows:
+                check_whole(self.network)
+                see_through(self.network)
             return grow_as_due(self, then) if self._open else []
         except BaseException:
             self.clock, self._told = before
@@ -238,6 +247,7 @@ class Grower:
         self.followers.rescale(finish(self.network, self.graph, self.method, self.state, copies))
         for network in (self.network, *copies):
             detach(network)
+            look_at_wrappers(network)
         self.followers.release()
         self._open = False
         return self.network
@@ -254,6 +264,7 @@ class Grower:
     def reopen(self) -> None:
         """Bring the hooks back that `finish` took away, so that checkpoints of earlier stages load again."""
         for network in (self.network, *self.copies().values()):
+            see_through(network)
             attach(network, self.graph, self.state, self, self.probe())
         self._open = True
 

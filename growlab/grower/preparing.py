@@ -1,6 +1,7 @@
 """A network as growth takes it: traced, changed by method and parts; and its widths at every stage."""
 
 from collections.abc import Collection, Sequence
+from functools import cache
 from itertools import pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from growlab import ranks
 from growlab.errors import UserError, as_user_errors
+from growlab.grower.wrapping import see_through
 from growlab.growth import GrowthMethod, Measurement
 from growlab.growth.attached import state_of
 from growlab.growth.weighted_norms import annealed
@@ -148,7 +150,8 @@ def prepared(
     """
     inputs = inputs_of(example, network)
     _check_values(inputs)
-    _check_whole(network)
+    check_whole(network)
+    see_through(network)
     if hollow := next((name for name, p in network.named_parameters() if p.is_meta), None):
         raise UserError(f"{hollow} is on the meta device, without values: give the network a device first.")
     _check_memory(network)
@@ -183,19 +186,45 @@ def _check_values(inputs: tuple[Any, ...]) -> None:
             )
 
 
-def _check_whole(network: nn.Module) -> None:
-    """Refuse wrappers of distributed training, and parameters of which a process holds a piece."""
-    kind = type(network).__name__
+def check_whole(network: nn.Module) -> None:
+    """Refuse wrappers of distributed training, and parameters of which a process holds a piece.
+
+    Raises:
+        UserError: the network is wrapped, sharded, or replicated by torch's composable function.
+    """
     if isinstance(network, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise UserError(
-            f"{kind} is a wrapper: give the network inside of it, and wrap that after the Grower is made."
+            f"{type(network).__name__} is a wrapper: give the network inside of it, and wrap that after the Grower is "
+            "made."
         )
-    sharded = [name for name, parameter in network.named_parameters() if hasattr(parameter, "device_mesh")]
-    if sharded or any(type(module).__name__ == "FullyShardedDataParallel" for module in network.modules()):
-        raise UserError(
-            f"{kind} is sharded: FSDP and tensor parallelism cut parameters into pieces once, and growth would have to "
-            "cut them anew; train with DistributedDataParallel."
-        )
+    for module in network.modules():
+        how = _distributed(type(module))
+        if how == "sharded" or any(hasattr(p, "device_mesh") for p in module._parameters.values()):
+            raise UserError(
+                f"{type(network).__name__} is sharded: FSDP and tensor parallelism cut parameters into pieces once, "
+                "and growth would have to cut them anew; train with DistributedDataParallel."
+            )
+        if how:
+            raise UserError(
+                f"{type(network).__name__} is replicated by torch.distributed._composable.replicate, which goes on "
+                "with the parameters that growing replaces: wrap it in DistributedDataParallel, and call "
+                "growlab.grower.renew after events."
+            )
+
+
+@cache
+def _distributed(kind: type[nn.Module]) -> str:
+    """Whether modules of a class are "sharded" or "replicated" over processes; "": neither."""
+    bases = {f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__}
+    if "torch.distributed.fsdp.FSDPModule" in bases or any(
+        "FullyShardedDataParallel" in base for base in bases
+    ):
+        return "sharded"
+    return (
+        "replicated"
+        if any(base.startswith("torch.distributed._composable.replicate") for base in bases)
+        else ""
+    )
 
 
 def _check_memory(network: nn.Module) -> None:

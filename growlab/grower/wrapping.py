@@ -1,8 +1,11 @@
-"""torch's wrapper of distributed training, renewed where it is: for loops that keep it to themselves."""
+"""Wrappers of a network or its modules: DistributedDataParallel is renewed, activation checkpointing seen through."""
 
 import gc
+from collections.abc import Iterator
+from types import MethodType
 
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.nn.parallel import DistributedDataParallel
 
 from growlab import ranks
@@ -66,3 +69,39 @@ def wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
     """
     found = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
     return next((each for each in found if each.module is module), None)
+
+
+def see_through(network: nn.Module) -> None:
+    """Let modules in torch's `checkpoint_wrapper` or `offload_wrapper` keep the names that they have without it.
+
+    So have their entries of the state_dict, torch sees to that.
+
+    Args:
+        network: in which wrappers may stand that were not there before.
+    """
+    for module in list(network.modules()):
+        if isinstance(module, ActivationWrapper):
+            # A method, whose copy is one of the wrapper's copy.
+            vars(module)["named_modules"] = MethodType(named_modules, module)
+
+
+def look_at_wrappers(network: nn.Module) -> None:
+    """Undo `see_through`."""
+    for module in list(network.modules()):
+        if isinstance(module, ActivationWrapper):
+            vars(module).pop("named_modules", None)
+
+
+def named_modules(
+    wrapper: ActivationWrapper,
+    memo: set[nn.Module] | None = None,
+    prefix: str = "",
+    remove_duplicate: bool = True,
+) -> Iterator[tuple[str, nn.Module]]:
+    """`nn.Module.named_modules` of a wrapper: it and what is inside of it have one name."""
+    memo = set() if memo is None else memo
+    if wrapper not in memo:
+        if remove_duplicate:
+            memo.add(wrapper)
+        yield prefix, wrapper
+        yield from wrapper._checkpoint_wrapped_module.named_modules(memo, prefix, remove_duplicate)

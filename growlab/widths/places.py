@@ -48,7 +48,7 @@ def written_sizes(
     """
     modules = dict(model.named_modules())
     # A module that stands in several places is known by the first of its names.
-    names = {module: path for path, module in reversed(list(modules.items()))}
+    names = {module: path for path, module in reversed(list(model.named_modules()))}
     aliases = {path: names[m] for path, m in model.named_modules(remove_duplicate=False)}
     kept = {path: list(_integers_of(module)) for path, module in modules.items()}
     found: dict[Written, Axis] = {}
