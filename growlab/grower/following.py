@@ -33,6 +33,7 @@ def let_follow(
         if isinstance(one, nn.Module):
             for copy in _copies(run, one):
                 if not any(copy is known for known in (*run.copies().values(), *modules)):
+                    see_through(copy, run.full_graph)
                     attach(copy, run.graph, run.state, run, run.probe())
                     modules.append(copy)
         elif any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(one).__mro__):

@@ -146,7 +146,7 @@ class Grower:
                 sharded since.
         """
         check_whole(self.network)
-        see_through(self.network)
+        see_through(self.network, self.full_graph)
         self._modules += let_follow(self, followers, state, announced)
 
     def look_at(
@@ -215,7 +215,7 @@ class Grower:
             check_told(self.trigger, self._told)
             if self._open and self.trigger.grows:
                 check_whole(self.network)
-                see_through(self.network)
+                see_through(self.network, self.full_graph)
             return grow_as_due(self, then) if self._open else []
         except BaseException:
             self.clock, self._told = before
@@ -241,6 +241,7 @@ class Grower:
                 f"growth cannot end yet: normalisations over channels that grew need {left} more optimizer steps to "
                 "become plain ones; train on, or lower anneal_steps."
             )
+        see_through(self.network, self.full_graph)
         for part in self.parts:
             part.finish(self)
         copies = tuple(self.copies().values())
@@ -264,7 +265,7 @@ class Grower:
     def reopen(self) -> None:
         """Bring the hooks back that `finish` took away, so that checkpoints of earlier stages load again."""
         for network in (self.network, *self.copies().values()):
-            see_through(network)
+            see_through(network, self.full_graph)
             attach(network, self.graph, self.state, self, self.probe())
         self._open = True
 
@@ -305,6 +306,7 @@ class Grower:
         Raises:
             UserError: normalisations are not plain yet, or the method holds weights differently until the end.
         """
+        see_through(self.network, self.full_graph)
         return plain_state_dict(self, self.network)[0]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -325,6 +327,7 @@ class Grower:
         self, network: nn.Module, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None
     ) -> None:
         """Bring the network, or a copy of it, to the structure and widths of tensors that it is about to load."""
+        see_through(network, self.full_graph)
         arrive(self, network, tensors, state)
 
     @property
@@ -417,6 +420,7 @@ class Grower:
 
     def anneal(self, progress: float) -> None:
         """Bring weighted normalisations of the network and its averages closer to plain ones, which they are at 1."""
+        see_through(self.network, self.full_graph)
         for copy in self.copies().values():
             anneal_norms(copy, self.graph, GrowthState.from_dict(self.state.as_dict()), progress)
         anneal_norms(self.network, self.graph, self.state, progress)

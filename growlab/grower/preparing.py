@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from growlab import ranks
 from growlab.errors import UserError, as_user_errors
-from growlab.grower.wrapping import see_through
 from growlab.growth import GrowthMethod, Measurement
 from growlab.growth.attached import state_of
 from growlab.growth.weighted_norms import annealed
@@ -151,7 +150,6 @@ def prepared(
     inputs = inputs_of(example, network)
     _check_values(inputs)
     check_whole(network)
-    see_through(network)
     if hollow := next((name for name, p in network.named_parameters() if p.is_meta), None):
         raise UserError(f"{hollow} is on the meta device, without values: give the network a device first.")
     _check_memory(network)
@@ -213,7 +211,7 @@ def check_whole(network: nn.Module) -> None:
 
 
 @cache
-def _distributed(kind: type[nn.Module]) -> str:
+def _distributed(kind: Any) -> str:
     """Whether modules of a class are "sharded" or "replicated" over processes; "": neither."""
     bases = {f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__}
     if "torch.distributed.fsdp.FSDPModule" in bases or any(

@@ -10,9 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from growlab import ranks
 from growlab.errors import UserError
+from growlab.widths import WidthGraph
 
 # What PowerSGD's state keeps for each bucket of gradients: buckets are others afterwards.
 _BY_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
+
+# Where torch's wrappers hold the module inside.
+_INSIDE = "_checkpoint_wrapped_module"
 
 
 def renew(module: nn.Module) -> None:
@@ -71,18 +75,26 @@ def wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
     return next((each for each in found if each.module is module), None)
 
 
-def see_through(network: nn.Module) -> None:
-    """Let modules in torch's `checkpoint_wrapper` or `offload_wrapper` keep the names that they have without it.
+def see_through(network: nn.Module, graph: WidthGraph) -> None:
+    """Let modules in torch's `checkpoint_wrapper` or `offload_wrapper` keep the names that they were traced by.
 
-    So have their entries of the state_dict, torch sees to that.
+    Their entries of the state_dict have these names too, torch sees to that.
 
     Args:
-        network: in which wrappers may stand that were not there before.
+        network: in which wrappers may stand that were not there when it was traced.
+        graph: its width graph.
     """
-    for module in list(network.modules()):
-        if isinstance(module, ActivationWrapper):
-            # A method, whose copy is one of the wrapper's copy.
-            vars(module)["named_modules"] = MethodType(named_modules, module)
+
+    def is_new(path: str, module: nn.Module) -> bool:
+        if not isinstance(module, ActivationWrapper) or "named_modules" in vars(module):
+            return False
+        inside = f"{path}.{_INSIDE}.".removeprefix(".")
+        return not any(name.startswith(inside) for name in graph.axes)
+
+    # One may stand in another, whose name it has then.
+    while new := next((m for path, m in network.named_modules() if is_new(path, m)), None):
+        # A method, whose copy is one of the wrapper's copy.
+        vars(new)["named_modules"] = MethodType(named_modules, new)
 
 
 def look_at_wrappers(network: nn.Module) -> None:
@@ -104,4 +116,4 @@ def named_modules(
         if remove_duplicate:
             memo.add(wrapper)
         yield prefix, wrapper
-        yield from wrapper._checkpoint_wrapped_module.named_modules(memo, prefix, remove_duplicate)
+        yield from getattr(wrapper, _INSIDE).named_modules(memo, prefix, remove_duplicate)
