@@ -371,6 +371,7 @@ class Grower:
 
     def regions(self) -> dict[str, Regions]:
         """Which elements of which parameters came with which stage, by name, on the network's device."""
+        see_through(self.network, self.full_graph)
         parameters = dict(self.network.named_parameters())
         device = next(iter(parameters.values())).device
         if self._regions is None:

@@ -196,7 +196,8 @@ def check_whole(network: nn.Module) -> None:
             "made."
         )
     for module in network.modules():
-        how = _distributed(type(module))
+        kind: Any = type(module)
+        how = _distributed(kind)
         if how == "sharded" or any(hasattr(p, "device_mesh") for p in module._parameters.values()):
             raise UserError(
                 f"{type(network).__name__} is sharded: FSDP and tensor parallelism cut parameters into pieces once, "
