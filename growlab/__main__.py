@@ -41,7 +41,7 @@ from growlab.configuration import PRIMARY, config_dir, register_schemas
 from growlab.errors import FolderHeld, Stopped, UserError
 from growlab.explain import explain
 from growlab.processes import ProcessFailed, apart, end_with_parent, is_first, name_of, report
-from growlab.resuming import resume_override
+from growlab.resuming import LAST, resume_override
 from growlab.streams import drop_output, flushed, guard_streams
 from growlab.terminal import wrapped
 
@@ -55,7 +55,7 @@ class JobFailed(BaseException):
         self.error = error
 
 
-def _train(cfg: DictConfig, run_dir: Path, gpus: list[int] | None) -> None:
+def _train(cfg: DictConfig, run_dir: Path, gpus: list[int] | None, resumed: bool) -> None:
     """Train in this process, or in as many as were asked for."""
     from growlab import processes
 
@@ -65,6 +65,7 @@ def _train(cfg: DictConfig, run_dir: Path, gpus: list[int] | None) -> None:
         from growlab import launcher
 
         more = [] if gpus is None else [f"trainer.devices={gpus}"]
+        more += [LAST] if resumed else []
         launcher.run(number, processes.max_restarts(trainer), run_dir, more)
     else:
         processes.announce("importing PyTorch and Lightning")
@@ -84,13 +85,14 @@ def _job(cfg: DictConfig) -> Any:
         if not processes.started_elsewhere() and sweeps.has_finished(cfg, run_dir):
             print(f"finished before: {run_dir}")
             return sweeps.objective(cfg, run_dir)
+        resumed = not processes.started_elsewhere() and sweeps.resumes(cfg, run_dir)
         sweeps.forget_failure(run_dir)
         sweeps.name_group(cfg)
         gpus = sweeps.gpus_in_turn(cfg)
         if gpus is not None:
             cfg.trainer.devices = gpus
         with sweeps.run_of_sweep():
-            _train(cfg, run_dir, gpus)
+            _train(cfg, run_dir, gpus, resumed)
         return sweeps.objective(cfg, run_dir)
     except Exception as error:
         job = HydraConfig.get()

@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from growlab.errors import UserError
-from growlab.files import FAILURE, write_json
+from growlab.files import CHECKPOINT_FOLDER, FAILURE, write_json
 from growlab.sweep_progress import SweepProgress
 
 _ACCURACY_AND_COST = ["maximize", "minimize"]
@@ -97,6 +97,34 @@ def has_finished(cfg: DictConfig, run_dir: Path) -> bool:
             "that folder."
         )
     return True
+
+
+def resumes(cfg: DictConfig, run_dir: Path) -> bool:
+    """Let a job of a sweep that was interrupted here resume from its checkpoint, and say so.
+
+    One of other settings starts from the beginning, as does one whose checkpoints are damaged.
+    """
+    folder, written = run_dir / CHECKPOINT_FOLDER, run_dir / "config.yaml"
+    if HydraConfig.get().mode != RunMode.MULTIRUN or cfg.get("ckpt_path") or not written.exists():
+        return False
+    if not any(folder.glob("*.ckpt")):
+        return False
+    # Imported here: a sweep that starts anew need not wait for torch.
+    from growlab.experiment import other_settings
+    from growlab.training.checkpoints import usable_checkpoint
+
+    if other := other_settings(cfg, run_dir):
+        print(f"starting from the beginning: {run_dir} was interrupted with {other[0]}", file=sys.stderr)
+        return False
+    try:
+        checkpoint, told = usable_checkpoint(run_dir)
+    except UserError as error:
+        print(f"starting from the beginning: {error}", file=sys.stderr)
+        return False
+    if checkpoint is not None:
+        print(told or f"resuming from {checkpoint}")
+        cfg.ckpt_path = "last"
+    return checkpoint is not None
 
 
 def gpus_in_turn(cfg: DictConfig) -> list[int] | None:

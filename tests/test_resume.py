@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,28 @@ def test_killed_and_resumed_equals_uninterrupted(
     assert [row["epoch"] for row in left.metrics] == ["0", "1", "2", "3", "4", "5"]
     assert len(left.growth["events"]) >= 2
     assert "Traceback" not in outcome.err and "Warning" not in outcome.err
+
+
+def test_a_job_of_a_sweep_that_was_killed_resumes(
+    cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path
+) -> None:
+    """The same command as before, without `ckpt_path`; a job of other settings starts from the beginning."""
+    sweep = ("-m", *MLP, "hydra.sweep.dir=sweep", "hydra.sweep.subdir=${seed}", "seed=0,1")
+    assert cli(*sweep, cwd=tmp_path, fault=("at_step", 14, SIGKILL)).code == -SIGKILL
+    job = tmp_path / "sweep" / "0"
+    assert not (job / "results.json").exists()
+    shutil.copytree(tmp_path / "sweep", tmp_path / "other")
+    again = cli(*sweep, cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert again.out.count("resuming from") == 1 and "sweep/0/checkpoints" in again.out
+    for seed in (0, 1):
+        whole = uninterrupted(*MLP, f"seed={seed}")
+        assert Left.by(tmp_path / "sweep" / str(seed)).differences(whole) == []
+    changed = cli(*(*sweep[:-1], "seed=0", "hydra.sweep.dir=other", "optimizer.lr=0.025"), cwd=tmp_path)
+    assert changed.code == 0, changed.err
+    assert "resuming" not in changed.out
+    assert "starting from the beginning: " in changed.err
+    assert "other/0 was interrupted with optimizer.lr=" in changed.err
 
 
 def test_a_finished_run_is_not_trained_again(cli: CommandLine, tmp_path: Path) -> None:
