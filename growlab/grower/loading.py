@@ -11,6 +11,7 @@ from growlab.errors import UserError
 from growlab.grower.preparing import forecast
 from growlab.growth import GrowthState, caches, restore
 from growlab.growth.attached import state_of
+from growlab.growth.constants import at_widths, unchanged
 from growlab.growth.multipliers import saved_multipliers
 from growlab.triggers import Widths
 from growlab.widths import replace_tensors, resized, tensors_of
@@ -69,16 +70,18 @@ def arrive(
 
     Tensors that are not the network's are left to `load_state_dict` to complain about.
     """
-    if run.method.holds_otherwise and not run.graph.axes.keys() <= network.state_dict().keys():
+    needed = run.graph.axes.keys() - run.graph.constants.keys()
+    if run.method.holds_otherwise and not needed <= network.state_dict().keys():
         raise UserError(
             f"growth has ended, and {run.method.name} held weights in another way before: load what was saved while it "
             "trained into a network made anew, with a Grower (or callback) of its own."
         )
     known = None if state is None else GrowthState.from_dict(state)
     graph = run.graph_at(known or recognised(run, tensors, run.state))
-    if not graph.axes.keys() <= tensors.keys():
+    # Constants that are not saved follow the others.
+    if not graph.axes.keys() - graph.constants.keys() <= tensors.keys():
         return
-    shapes = {name: tuple(tensors[name].shape) for name in graph.axes}
+    shapes = {name: tuple(tensors[name].shape) for name in graph.axes if name in tensors}
     # Groups whose tensors are yet to come have the widths that they are to come with.
     widths = {**(run.state if known is None else known).widths, **graph.widths_of(shapes)}
     if any(graph.shape(name, widths) != shape for name, shape in shapes.items()):
@@ -112,6 +115,7 @@ def arrive(
 def adopt(run: "Grower", state: GrowthState) -> None:
     """Go on in another state of growth: structure and widths of all that follows, factors, regions."""
     past, graph = dict(run.network.named_parameters()), run.graph_at(state)
+    state = replace(state, constants={**run.state.constants, **state.constants})
     for network in (run.network, *run.copies().values()):
         bring(run, network, state)
         restore(network, graph, state)
@@ -133,6 +137,9 @@ def bring(run: "Grower", network: nn.Module, state: GrowthState) -> None:
         for name, tensor in tensors.items()
         if run.graph.changes(name, now, state.widths)
     }
+    constants = {**run.state.constants, **state.constants}
+    for name in changed.keys() & unchanged(run.graph, run.state.constants, tensors, now).keys():
+        changed[name] = at_widths(run.graph, name, constants[name], state.widths, changed[name])
     replace_tensors(network, run.graph, changed)
     for part in run.parts:
         part.restore(network, state)

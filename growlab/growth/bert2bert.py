@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod
-from growlab.growth.net2net import replicas, replicate
-from growlab.widths import Carry, Layer, Part, grid
+from growlab.growth.net2net import divided, replicas, replicate
+from growlab.widths import Layer, Part, grid
 
 
 class Bert2Bert(GrowthMethod):
@@ -35,6 +35,7 @@ class Bert2Bert(GrowthMethod):
     def grow(self, expansion: Expansion) -> GrownTensors:
         """Compute every tensor at the new widths."""
         sources, counts = replicas(expansion)
+        counts, carry = divided(expansion, sources, counts)
         tensors = {name: replicate(expansion, name, sources, counts) for name in expansion.old}
         taken = _rows_of_the_next_block(expansion)
         for name, upper in taken.items():
@@ -42,7 +43,6 @@ class Bert2Bert(GrowthMethod):
             tensors[name] = _with_old_rows(
                 expansion, name, tensors[name], replicate(as_own, name, sources, counts)
             )
-        carry = Carry(sources, {group: 1.0 / count for group, count in counts.items()})
         return GrownTensors(tensors, carry=carry, report={"rows_of_the_next_block": taken} if taken else {})
 
 

@@ -139,7 +139,9 @@ class DataDriven(GrowthMethod):
     ) -> dict[str, str]:
         """Groups for which the method is not defined, and why."""
         reasons = {
-            fans.group: _tied(graph, fans.group) or self.refuses(fans, before[fans.group], after[fans.group])
+            fans.group: _tied(graph, fans.group)
+            or _constant(graph, fans.group)
+            or self.refuses(fans, before[fans.group], after[fans.group])
             for fans in growing
         }
         return {group: reason for group, reason in reasons.items() if reason is not None}
@@ -184,6 +186,12 @@ def _tied(graph: WidthGraph, group: str) -> str | None:
         if group in attention.axis.groups:
             return "attention sums over its channels"
     return None
+
+
+def _constant(graph: WidthGraph, group: str) -> str | None:
+    """Why a group's channels are not what the layers before them make."""
+    name = next((name for name, told in graph.constants.items() if group in told), None)
+    return None if name is None else f"{name}, which is not trained, tells its channels apart"
 
 
 def _divided(tensors: Mapping[str, Tensor], factors: Mapping[str, float]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.errors import UserError
-from growlab.growth import caches, new_statistics
+from growlab.growth import caches, constants, new_statistics
 from growlab.growth.attention_scale import with_attention_scale
 from growlab.growth.batch_eps import eps_follows
 from growlab.growth.measurement import Measurement
@@ -72,19 +72,23 @@ def plant(
             their gradients would be wrong. The network is then as before.
     """
     avoid_unsafe_kernels(model)
+    still = constants.kept(graph, tensors_of(model, graph))
     if dict(widths) != graph.full_widths or method.draws_full_width:
         full = Snapshot(model, "nothing")
         try:
             resize(model, graph, graph.full_widths, widths)
             # The old tensors serve as the example of how bare parameters are spread.
-            expansion = Expansion(graph, as_applied(graph, tensors_of(model, graph)), widths, widths, seed, 0)
+            expansion = Expansion(
+                graph, as_applied(graph, tensors_of(model, graph)), widths, widths, seed, 0, constants=still
+            )
             replace_tensors(model, graph, as_kept(graph, method.initialise(expansion)))
             _rehearse(model, graph, method, widths, seed)
         except BaseException:
             full.restore()
             note_restored((parameter, parameter) for parameter in model.parameters())
             raise
-    return GrowthState(0, dict(widths), {group: [0] * widths[group] for group in graph.groups})
+    births = {group: [0] * widths[group] for group in graph.groups}
+    return GrowthState(0, dict(widths), births, constants=still)
 
 
 def _rehearse(
@@ -162,12 +166,15 @@ def grow(
     began, stage, probe = time.perf_counter(), state.stage + 1, positional(probe)
     before = _observed(model, graph, method, stage, probe, agree)
     parity_sec, num_params_before = time.perf_counter() - began, sum(p.numel() for p in model.parameters())
-    old = as_applied(graph, tensors_of(model, graph))
-    leader = None if leader is None else as_applied(graph, leader)
+    kept = tensors_of(model, graph)
+    still = constants.unchanged(graph, state.constants, kept if leader is None else leader, state.widths)
+    old, leader = as_applied(graph, kept), None if leader is None else as_applied(graph, leader)
     about = (graph, old, dict(state.widths), dict(new_widths), seed, stage, leader)
     watched = method.observe(model, graph, probe)
     known, new = ({}, None) if leading is None else (leading.observed, _new_tensors(graph, leading))
-    expansion = Expansion(*about, gradients or {}, watched, known, data, new, state.multipliers, normalised)
+    expansion = Expansion(
+        *about, gradients or {}, watched, known, data, new, state.multipliers, normalised, still
+    )
     growth = with_attention_scale(expansion, method.grow(expansion), method.multiplied(expansion))
     growth = replace(growth, tensors=padding_kept(model, expansion.old, growth.tensors))
     with _replaced(model, graph, state, _changed(expansion, growth)) as replaced:
@@ -206,7 +213,10 @@ def _changed(expansion: Expansion, growth: GrownTensors) -> dict[str, Tensor]:
         for name, new in growth.tensors.items()
         if new is not expansion.old[name] or name in rescaled
     }
-    return as_kept(expansion.graph, changed)
+    kept = as_kept(expansion.graph, changed)
+    return kept | {
+        name: expansion.constant(name, kept[name]) for name in kept.keys() & expansion.constants.keys()
+    }
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WeightRule
-from growlab.growth.net2net import copies, replicate
+from growlab.growth.net2net import copies, divided, replicate
 from growlab.settings import one_of
-from growlab.widths import Axis, Carry
+from growlab.widths import Axis
 
 Form = Literal["symmetric", "diagonal"]
 
@@ -30,7 +30,8 @@ class HyperCloning(GrowthMethod):
     what is zero takes its share of them too, which is its own gradient.
     **Departs from the paper**: widths need not be multiples: channel j is a clone of j mod D, divided by the number of
     its clones; statistics over channels are then weighted for a while (`weighted_norms`). A weight whose rows and
-    columns do not grow by the same whole n is cloned symmetrically.
+    columns do not grow by the same whole n is cloned symmetrically. Where constants tell channels apart, nothing reads
+    clones at first, as in `Net2Net`.
     **Is** `Net2Net` with clones in order in place of drawn ones, but for the diagonal form and the noise.
 
     Args:
@@ -58,12 +59,11 @@ class HyperCloning(GrowthMethod):
         """Compute every tensor at the new widths."""
         sources = cloned(expansion)
         counts = {group: copies(source) for group, source in sources.items()}
-        tensors = {name: replicate(expansion, name, sources, counts) for name in expansion.old}
+        divisors, carry = divided(expansion, sources, counts)
+        tensors = {name: replicate(expansion, name, sources, divisors) for name in expansion.old}
         if self.form == "diagonal":
             tensors |= {name: _diagonal(expansion, name, tensor) for name, tensor in tensors.items()}
-        return GrownTensors(
-            tensors, carry=Carry(sources, {group: 1.0 / count for group, count in counts.items()})
-        )
+        return GrownTensors(tensors, carry=carry)
 
     def noise(self, expansion: Expansion) -> dict[str, Tensor]:
         """Noise that changes no output: over the clones of each column its sum is zero."""
@@ -73,6 +73,9 @@ class HyperCloning(GrowthMethod):
                 if axis.role == "in":
                     positions = axis.lift(sources, expansion.new_widths, expansion.old_widths)
                     noise = noise - _mean_of_clones(noise, dim, positions)
+                    alike = {g: torch.full_like(s, g not in expansion.unlike) for g, s in sources.items()}
+                    alike_N = axis.spread(alike, expansion.new_widths, fixed=1)
+                    noise = noise * alike_N.view(-1, *[1] * (noise.dim() - dim - 1))
             noises[name] = noise
         return noises
 
@@ -137,7 +140,7 @@ def _blocks(expansion: Expansion, axis: Axis, dim: int, num_dims: int) -> tuple[
     factors = {}
     for group, number in numbers.items():
         factor, rest = divmod(expansion.new_widths[group], expansion.old_widths[group])
-        factors[group] = torch.full_like(number, 1 if rest else factor)
+        factors[group] = torch.full_like(number, 1 if rest or group in expansion.unlike else factor)
     shape = [-1 if d == dim else 1 for d in range(num_dims)]
     return (
         axis.spread(numbers, expansion.new_widths, fixed=0).long().view(shape),

@@ -5,9 +5,8 @@ from torch import Tensor
 
 from growlab.growth.hypercloning import cloned
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WeightRule
-from growlab.growth.net2net import copies, replicate
+from growlab.growth.net2net import copies, divided, replicate
 from growlab.settings import finite
-from growlab.widths import Carry
 
 
 class Lemon(GrowthMethod):
@@ -26,7 +25,8 @@ class Lemon(GrowthMethod):
     **Departs from the paper**: shares are drawn once for a whole width group. Where a stream under layer or RMS
     normalisation does not grow by a whole factor, the paper fills the rest with the mean of the channels, or with
     zeros, and changes gain and eps; here copies are weighted by their shares in the statistics (`weighted_norms`),
-    which a stage's first part brings to plain ones. For a saved model `growlab.widen` does it the paper's way.
+    which a stage's first part brings to plain ones. For a saved model `growlab.widen` does it the paper's way. Where
+    constants tell channels apart, old channels have all of the share, as in `Net2Net`.
 
     Args:
         spread: shares are drawn from 1 - spread to 1 + spread, and then divided by their sum over the copies.
@@ -56,8 +56,9 @@ class Lemon(GrowthMethod):
         sources = cloned(expansion)
         shares = {group: self._shares(expansion, group, source) for group, source in sources.items()}
         divisors = {group: 1.0 / share for group, share in shares.items()}
+        divisors, carry = divided(expansion, sources, divisors)
         tensors = {name: replicate(expansion, name, sources, divisors) for name in expansion.old}
-        return GrownTensors(tensors, carry=Carry(sources, shares))
+        return GrownTensors(tensors, carry=carry)
 
     def _shares(self, expansion: Expansion, group: str, source: Tensor) -> Tensor:
         """Share of each channel, float64 [new width]; 1 where a channel has no copies."""

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
+from growlab.growth.constants import at_widths
 from growlab.growth.measurement import Measurement
 from growlab.settings import above, at_least, one_of
 from growlab.widths import Axis, Carry, Layer, WidthGraph, grid
@@ -51,6 +52,8 @@ class Expansion:
             how gradients followed. For methods that must not look at data twice.
         multipliers: what the forward multiplies the rows of weights by before the event, by the weight's name.
         normalised: parameters whose optimizer normalises gradients (Adam), by name, as far as is known.
+        constants: tensors at full width, by name, of which the network has a part at any width: whatever a method says
+            of them, their new entries are those of the full ones.
     """
 
     graph: WidthGraph
@@ -67,6 +70,16 @@ class Expansion:
     leading: tuple[Mapping[str, Tensor], Carry] | None = None
     multipliers: Mapping[str, Sequence[float]] = field(default_factory=dict)
     normalised: frozenset[str] = frozenset()
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def unlike(self) -> frozenset[str]:
+        """Groups whose channels constants tell apart: none equals another, so nothing may read new ones at first."""
+        return frozenset(group for name in self.constants for group in self.graph.constants[name])
+
+    def constant(self, name: str, new: Tensor) -> Tensor:
+        """A constant after the event; entries beyond full width are those of `new`."""
+        return at_widths(self.graph, name, self.constants[name], self.new_widths, new)
 
     @property
     def deciding(self) -> Mapping[str, Tensor]:
@@ -112,7 +125,8 @@ class Expansion:
     @cached_property
     def layers(self) -> dict[str, Layer]:
         """Layers whose weight changes shape, by the name of the weight."""
-        return {layer.weight: layer for layer in self.graph.layers if self.graph.grows(layer.weight)}
+        changing = (x for x in self.graph.layers if x.weight not in self.constants)
+        return {layer.weight: layer for layer in changing if self.graph.grows(layer.weight)}
 
     @cached_property
     def norm_defaults(self) -> dict[str, float]:
@@ -350,7 +364,7 @@ class GrowthMethod(ABC):
         names = {*expansion.layers, *expansion.norm_defaults}
         names |= {name for layer in expansion.graph.layers for name in (layer.bias, layer.offset) if name}
         names -= expansion.gates_of_biases.keys()
-        names |= expansion.graph.emitters
+        names = (names | expansion.graph.emitters) - expansion.constants.keys()
         growing = [name for name in expansion.graph.axes if name in names and expansion.graph.grows(name)]
         return {name: self.new_weights.draw(expansion, name) for name in growing}
 

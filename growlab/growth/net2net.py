@@ -26,14 +26,15 @@ class Net2Net(GrowthMethod):
     and divided by n, columns copied: g'[i, j] = g[pi(i), pi(j)] / n(pi(i)).
     **Departs from the paper**: pi is drawn once for a whole width group, which residual streams need. Under layer,
     RMS or group normalisation every channel gets equally many copies where the factor is a whole number, which keeps
-    the plain statistics; otherwise copies share their channel's weight in them (`weighted_norms`).
+    the plain statistics; otherwise copies share their channel's weight in them (`weighted_norms`). Where constants
+    tell channels apart, no copy can equal its original: nothing reads it at first (`divided`).
     """
 
     def grow(self, expansion: Expansion) -> GrownTensors:
         """Compute every tensor at the new widths."""
         sources, counts = replicas(expansion)
-        carry = Carry(sources, {group: 1.0 / count for group, count in counts.items()})
-        tensors = {name: replicate(expansion, name, sources, counts) for name in expansion.old}
+        divisors, carry = divided(expansion, sources, counts)
+        tensors = {name: replicate(expansion, name, sources, divisors) for name in expansion.old}
         return GrownTensors(tensors, carry=carry)
 
 
@@ -62,6 +63,26 @@ def replicas(expansion: Expansion) -> tuple[dict[str, Tensor], dict[str, Tensor]
 def copies(source: Tensor) -> Tensor:
     """For each channel the number of channels with the same source, float64 [new width]."""
     return torch.bincount(source)[source].double()
+
+
+def divided(
+    expansion: Expansion, sources: Mapping[str, Tensor], divisors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], Carry]:
+    """Divisors of the columns of copies, and how gradients then follow.
+
+    Where constants tell channels apart (`Expansion.unlike`), columns of old channels stay and those of copies are zero.
+
+    Args:
+        expansion: the event.
+        sources: for each group, the old channel that each channel copies, [new width].
+        divisors: for each group, what the columns of each channel would be divided by, [new width].
+    """
+    sources, divisors = dict(sources), dict(divisors)
+    for group in expansion.unlike:
+        new = torch.arange(expansion.new_widths[group]) >= expansion.old_widths[group]
+        divisors[group] = torch.where(new, torch.inf, 1.0).double()
+        sources[group] = torch.where(new, -1, sources[group])
+    return divisors, Carry(sources, {group: 1.0 / divisor for group, divisor in divisors.items()})
 
 
 def replicate(

@@ -57,7 +57,8 @@ def _new_channels(expansion: Expansion, growth: GrownTensors) -> Iterable[tuple[
     before, after = expansion.old_widths, expansion.new_widths
     for norm in expansion.graph.norms:
         for name in (norm.running_mean, norm.running_var):
-            if name is None or name not in growth.tensors or not expansion.changes(name):
+            known = name in growth.tensors and name not in expansion.constants
+            if name is None or not known or not expansion.changes(name):
                 continue
             (axis,) = expansion.graph.axes[name]
             sources = {group: growth.carry.source(group, before, after) for group in axis.groups}

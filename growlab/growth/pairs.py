@@ -19,7 +19,8 @@ class PairGrowth(GrowthMethod):
     first, so nothing bounds what is made of them, and a gate squares it from block to block: there all rows get
     +Z, -Z, and new channels depend on old ones alone. The twins carry equal activations through element-wise
     functions, pooling, batch normalisation and residual sums, so their contributions cancel. An odd channel left
-    over gets zero outgoing weights in old rows. Twins differ from the first update on: their consumers' signs give
+    over gets zero outgoing weights in old rows, and so does each new one where constants tell channels apart
+    (`Expansion.unlike`). Twins differ from the first update on: their consumers' signs give
     them opposite gradients.
 
     **Preserves** exactly, in eval and train mode, over residual streams, concatenation and flattening.
@@ -65,7 +66,7 @@ def _twins(axis: Axis, expansion: Expansion) -> tuple[Tensor, Tensor, Tensor]:
     to_twin, alone = {}, {}
     for group in axis.groups:
         before, after = expansion.old_widths[group], expansion.new_widths[group]
-        half = (after - before) // 2
+        half = 0 if group in expansion.unlike else (after - before) // 2
         twin = torch.full((after,), -1)
         twin[before : before + half] = torch.arange(before + half, before + 2 * half)
         to_twin[group] = twin

@@ -32,6 +32,8 @@ class GrowthState:
         multipliers: what the forward multiplies the rows of weights by, by the weight's name, where they are not all 1:
             see `growlab.growth.multipliers`.
         unscheduled: stages so far that began because a part asked for them, and not the trigger.
+        constants: what stands beside growing channels and training leaves as it is, at full width, by name: see
+            `growlab.growth.constants`.
     """
 
     stage: int
@@ -44,6 +46,7 @@ class GrowthState:
     blocks: dict[str, int] = field(default_factory=dict)
     multipliers: dict[str, list[float]] = field(default_factory=dict)
     unscheduled: int = 0
+    constants: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def scheduled_stage(self) -> int:
@@ -63,6 +66,7 @@ class GrowthState:
             "blocks": dict(self.blocks),
             "multipliers": {name: list(rows) for name, rows in self.multipliers.items()},
             "unscheduled": self.unscheduled,
+            "constants": dict(self.constants),
         }
 
     @classmethod
@@ -79,6 +83,7 @@ class GrowthState:
             dict(content.get("blocks", {})),
             {name: list(rows) for name, rows in content.get("multipliers", {}).items()},
             int(content.get("unscheduled", 0)),
+            dict(content.get("constants", {})),
         )
 
 

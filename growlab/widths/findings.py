@@ -1,6 +1,6 @@
 """What tracing has found, and the width graph that it amounts to."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,6 +58,9 @@ class Findings:
         self._model = model
         #: Names of buffers, which are not learned.
         self.buffers = {name for name, _ in model.named_buffers()}
+        trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        # What training leaves as it is; of a network that is frozen as a whole, nobody knows.
+        self._still = self.buffers | {n for n, t in trained.items() if not t and any(trained.values())}
         self._parameters: dict[str, list[Runs]] = {}
         # Of these, what any operation reads.
         self._used: set[str] = set()
@@ -117,7 +120,9 @@ class Findings:
         self.atoms.settle()
         self._freeze_norms_that_need_several_weights()
         self._freeze_what_no_rule_placed()
+        self._freeze_what_constants_consume()
         self.atoms.freeze_single()
+        still = self._kept_constants()
         self._groups_by_atom = names = self._group_names()
         groups = {
             name: Group(name, self.atoms.sizes[atom], self.atoms.below[atom]) for atom, name in names.items()
@@ -174,12 +179,16 @@ class Findings:
             self._scale(output_class),
             fixed_because,
             tuple(radius for radius in radii if radius.groups),
-            individuated_by,
+            {
+                **dict.fromkeys((g for name in still for a in axes[name] for g in a.groups), "is constant"),
+                **individuated_by,
+            },
             written=written,
             channel_norms=self._norms_over_channels(names),
             attentions=self._attentions_that_grow(names),
             tied_outputs=tuple(sorted(name for name in self._reaching if self._roles[name] == _TABLE)),
             offsets={name: offset for name, offset in self._offsets.items() if name in axes},
+            constants={name: self._told_apart_by(name, axes[name]) for name in still},
         )
 
     def _in_parts(
@@ -269,11 +278,7 @@ class Findings:
     def _freeze_what_no_rule_placed(self) -> None:
         for name, runs in self._parameters.items():
             for axis, role in zip(runs, self._roles[name], strict=True):
-                if role is None and name in self.buffers:
-                    self.atoms.freeze(
-                        axis, f"{name} is a buffer: its numbers stay; as a parameter it could grow"
-                    )
-                elif role is None:
+                if role is None:
                     unclear = "is used in a way that growlab has no rule for"
                     told = unclear if name in self._used else "is not used in the forward on this example"
                     self.atoms.freeze(axis, f"{name} {told}")
@@ -281,7 +286,7 @@ class Findings:
             run.atom
             for name, runs in self._parameters.items()
             for axis, role in zip(runs, self._roles[name], strict=True)
-            if role == "out"
+            if role == "out" and name not in self.buffers
             for run in self.atoms.resolve(axis)
         }
         for name, runs in self._parameters.items():
@@ -289,6 +294,56 @@ class Findings:
                 for run in self.atoms.resolve(axis):
                     if run.atom is not None and run.atom not in produced:
                         self.atoms.freeze((run,), f"{name} consumes channels that no layer produces")
+
+    def _freeze_what_constants_consume(self) -> None:
+        """New columns of what is no layer and not learned could not begin at zero."""
+        for name in self._still & self._parameters.keys() - {layer.weight for layer in self._layers}:
+            for axis, role in zip(self._parameters[name], self._roles[name], strict=True):
+                if role == "in":
+                    self.atoms.freeze(axis, f"{name} takes these channels and is not trained")
+
+    def _kept_constants(self) -> list[str]:
+        """Buffers and frozen parameters that grow and only stand beside channels; what they scale keeps its scale.
+
+        Neither running statistics, nor a frozen layer that takes channels which grow.
+        """
+        consumes = {
+            name
+            for name, runs in self._parameters.items()
+            if any(r == "in" and self._grows(a) for r, a in zip(self._roles[name], runs, strict=True))
+        }
+        grown = {
+            name for x in self._layers if x.weight in consumes & self._still for name in (x.weight, x.bias)
+        }
+        statistics = {
+            name
+            for norm in self._norms
+            if not {norm.weight, norm.bias} & self._still
+            for name in (norm.running_mean, norm.running_var)
+        }
+        found = [
+            name
+            for name, runs in self._parameters.items()
+            if name in self._still - grown - statistics and any(map(self._grows, runs))
+        ]
+        for layer in self._layers:
+            if {layer.weight, layer.bias} & set(found):
+                self.scales.pin(layer.scale_out)
+        for norm in self._norms:
+            if {norm.weight, norm.bias} & set(found):
+                self.scales.pin(norm.scale_in)
+        return found
+
+    def _told_apart_by(self, name: str, axes: Sequence[Axis]) -> tuple[str, ...]:
+        """Groups in whose channels the entries of a tensor differ; on device meta they may."""
+        tensor, found = (
+            self._model.get_parameter(name) if name not in self.buffers else self._model.get_buffer(name),
+            dict[str, None](),
+        )
+        for dim, axis in enumerate(axes):
+            if axis.groups and (tensor.is_meta or bool((tensor != tensor.narrow(dim, 0, 1)).any())):
+                found.update(dict.fromkeys(axis.groups))
+        return tuple(found)
 
     def _group_names(self) -> dict[int, str]:
         names: dict[int, str] = {}

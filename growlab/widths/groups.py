@@ -196,6 +196,8 @@ class WidthGraph:
             where it multiplies channels by 1 + w.
         recomputed: code with a backward pass of its own that takes a parameter in a module's forward, by the
             parameter's name: a `torch.autograd.Function` of the user's, or activation checkpointing.
+        constants: buffers and frozen parameters that only stand beside channels, such as a table of positions -> the
+            groups whose channels their entries tell apart. Training does not change them, so growth must not.
     """
 
     groups: Mapping[str, Group]
@@ -213,6 +215,7 @@ class WidthGraph:
     tied_outputs: tuple[str, ...] = ()
     offsets: Mapping[str, float] = field(default_factory=dict)
     recomputed: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
     def emitters(self) -> frozenset[str]:
@@ -267,10 +270,11 @@ class WidthGraph:
         """Width of each group, read off the shapes of tensors.
 
         Args:
-            shapes: of every tensor in `axes`, by name.
+            shapes: of tensors in `axes`, by name.
         """
         widths: dict[str, int] = {}
-        axes = [(axis, shapes[name][dim]) for name in self.axes for dim, axis in enumerate(self.axes[name])]
+        known = (name for name in self.axes if name in shapes)
+        axes = [(axis, shapes[name][dim]) for name in known for dim, axis in enumerate(self.axes[name])]
         while axes:
             unsolved = []
             for axis, length in axes:

@@ -45,6 +45,7 @@ def keep_only(graph: WidthGraph, names: Iterable[str], reason: str = WRITTEN) ->
         axes={name: tuple(frozen(axis) for axis in axes) for name, axes in graph.axes.items()},
         written={place: frozen(axis) for place, axis in graph.written.items() if set(axis.groups) & names},
         fixed={**graph.fixed, **{name: reason for name in graph.groups if name not in names}},
+        constants={name: tuple(g for g in told if g in names) for name, told in graph.constants.items()},
     )
 
 

@@ -43,12 +43,6 @@ class Recorder(Findings):
         super().__init__(model)
         self.moved, self.heads = moved, heads
         self._tied, self._weighted_norms = tied, weighted_norms
-        # What a network computes once and does not save: entries of more channels cannot be drawn.
-        self._tables = self.buffers - set(model.state_dict())
-        # Of nothing but zeros, more can be made: biases that a network does without.
-        zeros = {name for name, buffer in model.named_buffers() if buffer.dim() == 1 and not buffer.any()}
-        self.buffers = self.buffers - (zeros & self._tables)
-        self._tables = self._tables & self.buffers
         self._calls: Counter[str] = Counter()
         self._choices: dict[str, tuple[str, Runs, int]] = {}
         #: Paths of modules that attend.
@@ -173,8 +167,6 @@ class Recorder(Findings):
 
     def parameter_axis(self, value: Value, role: Role, axis: Runs, dimension: int = 0) -> Runs:
         """Let one dimension of a parameter or buffer carry the channels of an axis."""
-        if value.name in self._tables:
-            self.atoms.freeze(axis, f"{value.name} is a table of as many channels")
         self.atoms.unify(
             value.axes[dimension], axis, "a parameter beside channels that keep their full width"
         )
@@ -184,9 +176,9 @@ class Recorder(Findings):
     def spread(self, value: Value) -> None:
         """A parameter that is rearranged or taken entry by entry: any of its dimensions may carry channels.
 
-        Where it then serves as a weight, they are fixed, as those of all computed weights are. Buffers stay.
+        Where it then serves as a weight, they are fixed, as those of all computed weights are.
         """
-        if value.name is not None and value.name not in self.buffers:
+        if value.name is not None:
             for dimension, size in enumerate(value.shape):
                 self._set_role(value, dimension, "out" if size > 1 else "fixed")
 

@@ -26,7 +26,7 @@ from growlab.widths.narrowing import WRITTEN, keep_only, without_what_breaks
 from growlab.widths.predictions import Call
 from growlab.widths.program import UnsupportedOperation, name_modules_once, operations
 from growlab.widths.tracer import OUTPUT, Tracer
-from growlab.widths.trials import named_tensors, share_attributes, tensors_in
+from growlab.widths.trials import asks_for_numbers, named_tensors, share_attributes, tensors_in
 
 # A reshape into (3, heads, head dimension) has three dimensions of which one may grow.
 _PASSES = 3
@@ -306,6 +306,8 @@ def _not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exception) -
         with torch.no_grad(), unchanged(model), _Packing() as packing:
             call_with(model, inputs)
     except Exception as own:
+        if (asked := asks_for_numbers(model, own)) is not None:
+            return asked
         if (wanted := by_name_alone(model)) and not set(wanted) <= named_in(inputs).keys():
             return UnsupportedOperation(
                 f"{name} takes {', '.join(wanted)} by name alone: give the example as a dictionary of all its inputs "

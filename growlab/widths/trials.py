@@ -1,6 +1,8 @@
 """Runs a network at narrow widths, without memory (device meta)."""
 
 import copy
+import os
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from growlab.unchanged import Snapshot
 from growlab.widths.groups import ChannelNorm, WidthGraph, Written
@@ -243,7 +246,7 @@ def lightened(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[tuple[tuple
     Raises:
         UnsupportedOperation: it does not run on these inputs at all.
     """
-    whole = Snapshot(model, "nothing")
+    whole, handles = Snapshot(model, "nothing"), _as_exported(model)
     try:
         # The first runs of a network: what torch has to say of it, it says when it is trained.
         with _unwarned():
@@ -251,6 +254,8 @@ def lightened(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[tuple[tuple
         yield light, kept
     finally:
         whole.restore()
+        for handle in handles:
+            handle.remove()
 
 
 def _lightened(
@@ -292,6 +297,8 @@ def _tried(light: nn.Module, inputs: tuple[Any, ...]) -> Snapshot:
             with torch.no_grad():
                 call_with(light.train(training), inputs)
         except (RuntimeError, ValueError, TypeError) as error:
+            if (asked := asks_for_numbers(light, error)) is not None:
+                raise asked from error
             first_line = (str(error).strip().splitlines() or ["no message"])[0]
             fitting = "take larger inputs (--input-shape) or ones that fit"
             if "dtype" in first_line or "type (" in first_line:
@@ -303,6 +310,40 @@ def _tried(light: nn.Module, inputs: tuple[Any, ...]) -> Snapshot:
         finally:
             kept.restore()
     return kept
+
+
+def asks_for_numbers(model: nn.Module, error: BaseException) -> UnsupportedOperation | None:
+    """The reason why a network on device meta does not run, where its own code asks for numbers in a tensor."""
+    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    if not on_meta or "meta tensor" not in str(error):
+        return None
+    # Neither torch's code nor this package's.
+    others = tuple(os.path.dirname(os.path.dirname(place)) for place in (torch.nn.__file__, __file__))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
+    line = f" ({frames[-1].line})" if frames and frames[-1].line else ""
+    return UnsupportedOperation(
+        f"the code of {type(model).__name__} asks for numbers in a tensor{line}, and tensors on device meta have none: "
+        "trace it on a device with memory (network.to_empty(device='cpu')), give it inputs for which it does not ask, "
+        "or let it not ask where torch.compiler.is_exporting()."
+    )
+
+
+def _as_exported(light: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+    """Let a network without memory run as torch.export runs it: code that asks skips what depends on numbers."""
+    # No public way sets what `torch.compiler.is_compiling()` and `is_exporting()` say.
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    kept: list[tuple[bool, ...]] = []
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        kept.append(tuple(getattr(torch.compiler, flag) for flag in flags))
+        for flag in flags:
+            setattr(torch.compiler, flag, True)
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        for flag, before in zip(flags, kept.pop(), strict=True):
+            setattr(torch.compiler, flag, before)
+
+    return light.register_forward_pre_hook(enter), light.register_forward_hook(leave, always_call=True)
 
 
 def copied(model: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:

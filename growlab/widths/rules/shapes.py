@@ -67,8 +67,7 @@ def take_slice(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     table = x.name is not None and len(x.shape) > 1
     if table or args.get("step", 1) != 1 or not length or not isinstance(start, int):
         tracer.atoms.freeze(x.axes[dim], "a slice of the channels is taken")
-        name = None if x.name in tracer.buffers else x.name
-        return Value(shape, (*x.axes[:dim], fixed(length), *x.axes[dim + 1 :]), x.scale, name)
+        return Value(shape, (*x.axes[:dim], fixed(length), *x.axes[dim + 1 :]), x.scale, x.name)
     start = min(max(start + size if start < 0 else start, 0), size - length)
     sizes = [part for part in (start, length, size - start - length) if part]
     pieces = tracer.atoms.cut(x.axes[dim], sizes)
@@ -175,11 +174,6 @@ def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     if _is_taken_back(tracer, node, x):
         own = iter([axis for size, axis in zip(x.shape, x.axes, strict=True) if size > 1])
         return Value(shape, tuple(next(own) if size > 1 else fixed(1) for size in shape), x.scale, squeezed=x)
-    wide = [dim for dim, size in enumerate(x.shape) if size > 1]
-    if x.name in tracer.buffers and len(wide) == 1 and sorted(shape)[:-1] == [1] * (len(shape) - 1):
-        # A value per channel, laid along the dimension that it is broadcast over.
-        for dim, axis in enumerate(x.axes):
-            tracer.parameter_axis(x, "out" if dim == wide[0] else "fixed", axis, dimension=dim)
     if 0 in shape:
         # Of no entries, such as windows that a short sequence does not fill: sizes tell dimensions, from behind.
         known = [*zip(x.shape[::-1], x.axes[::-1], strict=True), *[(-1, fixed(0))] * len(shape)]

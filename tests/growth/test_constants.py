@@ -1,0 +1,363 @@
+"""Tables that stand beside growing channels end training as they began it, and growth is exact around them."""
+
+import io
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import growlab
+from growlab.growth import (
+    Bert2Bert,
+    FireFly,
+    GradMax,
+    HyperCloning,
+    Lemon,
+    Net2Net,
+    PairGrowth,
+    RandomGrowth,
+    Splitting,
+    Tiny,
+    VarianceTransfer,
+)
+from growlab.widths import WidthGraph, trace
+from tests.cases import outputs
+
+ROWS, WIDTH, ROUNDING = 5, 16, 1e-10
+METHODS = {
+    "pairs": PairGrowth,
+    "ours": VarianceTransfer,
+    "ours, all rescaled": lambda: VarianceTransfer(rescale_unnormalised=True, layer_multipliers=False),
+    "ours, by weights": lambda: VarianceTransfer(rule="constraint"),
+    "net2net": Net2Net,
+    "hypercloning": HyperCloning,
+    "hypercloning with noise": lambda: HyperCloning(noise_std=0.1),
+    "diagonal": lambda: HyperCloning("diagonal"),
+    "lemon": Lemon,
+    "bert2bert": Bert2Bert,
+    "random": RandomGrowth,
+    "gradmax": lambda: GradMax(fallback="pairs"),
+    "tiny": lambda: Tiny(fallback="pairs"),
+    "splitting": lambda: Splitting(fallback="pairs"),
+    "firefly": lambda: FireFly(fallback="pairs"),
+}
+BY_DATA = ("gradmax", "tiny", "splitting", "firefly")
+INEXACT = ("bert2bert", "random", "tiny", "splitting", "firefly")
+
+
+def sinusoids(rows: int = ROWS, width: int = WIDTH) -> Tensor:
+    return torch.sin(torch.arange(1.0, rows + 1)[:, None] * torch.arange(1.0, width + 1) / 7)
+
+
+class Tabled(nn.Module):
+    """A stream with a residual layer, and a table in one of many spellings beside it."""
+
+    spelling = "TC"
+    norm = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.m, self.b = nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.n = nn.LayerNorm(WIDTH) if self.norm else nn.Identity()
+        self.keep(sinusoids())
+
+    def keep(self, table: Tensor) -> None:
+        self.register_buffer("table", table)
+
+    def beside(self, x: Tensor) -> Tensor:
+        return x + self.table
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.beside(self.a(x))
+        return self.b(torch.tanh(x + self.m(self.n(x)))).mean(1)
+
+
+class Normed(Tabled):
+    norm = True
+
+
+class NotSaved(Tabled):
+    def keep(self, table: Tensor) -> None:
+        self.register_buffer("table", table, persistent=False)
+
+
+class WithBatch(Tabled):
+    def keep(self, table: Tensor) -> None:
+        self.register_buffer("table", table[None])
+
+
+class Longer(Normed):
+    """Whisper's: more rows than an input has."""
+
+    def keep(self, table: Tensor) -> None:
+        self.register_buffer("table", sinusoids(9)[None], persistent=False)
+
+    def beside(self, x: Tensor) -> Tensor:
+        return x + self.table[:, : x.shape[1]]
+
+
+class Vector(Tabled):
+    def keep(self, table: Tensor) -> None:
+        self.register_buffer("table", table[0])
+
+
+class Frozen(Tabled):
+    def keep(self, table: Tensor) -> None:
+        self.table = nn.Parameter(table, requires_grad=False)
+
+
+class FrozenEmbedding(Normed):
+    def keep(self, table: Tensor) -> None:
+        self.rows = nn.Embedding(9, WIDTH)
+        self.rows.requires_grad_(False)
+
+    @property
+    def table(self) -> Tensor:
+        return self.rows.weight
+
+    def beside(self, x: Tensor) -> Tensor:
+        return x + self.rows(torch.arange(x.shape[1], device=x.device))
+
+
+class WholeEmbedding(FrozenEmbedding):
+    def beside(self, x: Tensor) -> Tensor:
+        return x + self.rows.weight[: x.shape[1]]
+
+
+class Multiplied(Tabled):
+    def beside(self, x: Tensor) -> Tensor:
+        return x * self.table
+
+
+class Masked(Tabled):
+    def keep(self, table: Tensor) -> None:
+        self.register_buffer("table", torch.arange(WIDTH) % 3 == 0)
+
+    def beside(self, x: Tensor) -> Tensor:
+        return x.masked_fill(self.table, 0.0)
+
+
+class InTwoPlaces(Tabled):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.beside(self.a(x))
+        return self.b(torch.tanh(x + self.beside(torch.relu(self.m(x))))).mean(1)
+
+
+class Computed(Tabled):
+    def beside(self, x: Tensor) -> Tensor:
+        return x + torch.exp(self.table).unsqueeze(0).expand(len(x), -1, -1)
+
+
+class FrozenProjection(Normed):
+    """The first layer is a fixed random projection."""
+
+    def keep(self, table: Tensor) -> None:
+        self.a.requires_grad_(False)
+
+    @property
+    def table(self) -> Tensor:
+        return self.a.weight
+
+    def beside(self, x: Tensor) -> Tensor:
+        return x
+
+
+class FrozenBatchNorm(nn.Module):
+    """As detectors have it, by numbers in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for row, name in enumerate(("weight", "bias", "running_mean", "running_var")):
+            self.register_buffer(name, 1.5 + sinusoids()[row])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+
+class Convolved(nn.Module):
+    """Images: a value per channel, and a batch normalisation of numbers in buffers behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(6, WIDTH, 1), nn.Conv2d(WIDTH, 8, 3, padding=1)
+        self.frozen, self.n, self.c = FrozenBatchNorm(), nn.BatchNorm2d(8, eps=1e-14), nn.Linear(8, 3)
+        self.register_buffer("table", sinusoids()[0].view(1, -1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(self.a(x.transpose(1, 2)[..., None]) + self.table)
+        return self.c(torch.relu(self.n(self.b(x))).mean((2, 3)))
+
+
+SPELLINGS = {
+    cls.__name__: cls
+    for cls in (
+        *(Tabled, Normed, NotSaved, WithBatch, Longer, Vector, Frozen, FrozenEmbedding, WholeEmbedding),
+        *(Multiplied, Masked, InTwoPlaces, Computed, FrozenProjection, Convolved),
+    )
+}
+
+
+def untrained(network: nn.Module) -> dict[str, Tensor]:
+    """All that training leaves alone: buffers but for live statistics, and frozen parameters."""
+    found = {name: p for name, p in network.named_parameters() if not p.requires_grad}
+    found |= {name: b for name, b in network.named_buffers() if not name.startswith("n.")}
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def built(cls: type[nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return cls().double()
+
+
+@cache
+def graph_of(cls: type[nn.Module]) -> WidthGraph:
+    return trace(built(cls), inputs(0))
+
+
+def inputs(seed: int) -> Tensor:
+    return torch.randn(8, ROWS, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def grower(network: nn.Module, method: str) -> growlab.Grower:
+    grower = growlab.Grower(
+        network,
+        inputs(0),
+        method=METHODS[method](),
+        trigger={0: 0.25, 1: 0.5, 2: 1.0},
+        anneal_steps=1,
+        graph=graph_of(type(network)),
+    )
+    grower.look_at(lambda n: [(inputs(9), torch.zeros(8, 3, dtype=torch.float64))] * n, F.mse_loss)
+    return grower
+
+
+def trained(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    network.train()
+    for seed in range(2):
+        optimizer.zero_grad()
+        network(inputs(seed)).square().mean().backward()
+        optimizer.step()
+
+
+def relative(before: Tensor, after: Tensor) -> float:
+    return float((after - before).abs().max() / before.abs().max())
+
+
+# Every method with some spellings, every spelling with some methods: they do not interact.
+PAIRS = [
+    (method, spelling)
+    for method in METHODS
+    for spelling in SPELLINGS
+    if method in ("ours", "net2net") or spelling in ("Longer", "Vector", "Convolved")
+]
+
+
+@pytest.mark.parametrize(("method", "spelling"), PAIRS)
+def test_constants_end_as_they_began(method: str, spelling: str) -> None:
+    network = built(SPELLINGS[spelling])
+    begun, growing = untrained(network), grower(network, method)
+    assert growing.full_graph.full_widths and growing.full_graph.constants
+    optimizer = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=0.01)
+    growing.follow(optimizer)
+    for epoch in range(3):
+        before = [outputs(network, inputs(7), training) for training in (False, True)]
+        events = growing.step(epoch=epoch)
+        if events and method not in INEXACT:
+            after = [outputs(network, inputs(7), training) for training in (False, True)]
+            train = 1e-2 if "ours" in method and spelling == "Convolved" else ROUNDING
+            noise = 0.1 if "noise" in method and spelling == "Convolved" else 0.0
+            assert relative(before[0], after[0]) <= ROUNDING + noise
+            assert relative(before[1], after[1]) <= train + noise
+            assert events[0].parity_error_eval <= ROUNDING
+        trained(network, optimizer)
+    growing.finish()
+    ended = untrained(network)
+    assert ended.keys() == begun.keys()
+    for name, tensor in begun.items():
+        assert torch.equal(ended[name], tensor), name
+    fresh = built(SPELLINGS[spelling], seed=0)
+    fresh.load_state_dict(network.state_dict())
+    assert relative(outputs(network, inputs(7), False), outputs(fresh, inputs(7), False)) <= ROUNDING
+
+
+class Drawn(Normed):
+    """A random table that no constructor makes again, and a buffer that the forward follows."""
+
+    persistent = True
+
+    def keep(self, table: Tensor) -> None:
+        self.register_buffer("table", torch.randn_like(table), persistent=self.persistent)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def beside(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        return x + self.table - self.mean
+
+
+class DrawnNotSaved(Drawn):
+    persistent = False
+
+
+@pytest.mark.parametrize("cls", [Drawn, DrawnNotSaved])
+def test_a_resumed_run_ends_with_the_constants_that_the_first_one_began_with(cls) -> None:
+    network = built(cls)
+    begun, first = network.table.clone(), grower(network, "net2net")
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    first.follow(optimizer)
+    first.step(epoch=1)
+    trained(network, optimizer)
+    saved = io.BytesIO()
+    torch.save({"network": network.state_dict(), "growth": first.state_dict()}, saved)
+    saved.seek(0)
+    content = torch.load(saved, weights_only=True)
+    # Made of another seed: what is saved counts.
+    again = built(cls, seed=1 if cls.persistent else 0)
+    second = grower(again, "net2net")
+    second.load_state_dict(content["growth"])
+    again.load_state_dict(content["network"])
+    for run in (first, second):
+        run.step(epoch=2)
+        assert torch.equal(run.network.table, begun)
+        # What training has written to is no constant: copies are of what it has become.
+        assert run.network.mean.shape == (WIDTH,) and not torch.equal(run.network.mean[8:], torch.zeros(8))
+    assert torch.equal(outputs(network, inputs(7), False), outputs(again, inputs(7), False))
+
+
+def test_withdrawing_and_averages_leave_constants_whole() -> None:
+    network = built(NotSaved)
+    begun, growing = network.table.clone(), grower(network, "net2net")
+    average = torch.optim.swa_utils.AveragedModel(network, use_buffers=True)
+    growing.follow(average)
+    for epoch in range(3):
+        average.update_parameters(network)
+        growing.step(epoch=epoch)
+    assert torch.equal(average.module.table, begun)
+    network = built(NotSaved)
+    grower(network, "net2net").withdraw()
+    assert torch.equal(network.table, begun)
+
+
+def test_a_network_that_is_frozen_as_a_whole_has_no_constants_but_its_buffers() -> None:
+    graph = trace(built(Frozen).requires_grad_(False), inputs(0))
+    assert graph.full_widths and not graph.constants
+
+
+class Consuming(nn.Module):
+    """A frozen vector takes the channels of the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, WIDTH), nn.Linear(6, 8), nn.Linear(8, 3)
+        self.v = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.relu(self.b(x))) * (torch.relu(self.a(x)) @ self.v)[..., None]
+
+
+def test_channels_that_a_constant_takes_stay_for_that_reason() -> None:
+    graph = trace(built(Consuming), inputs(0))
+    assert set(graph.full_widths) == {"b"}
+    assert graph.fixed["a"] == "v takes these channels and is not trained"
