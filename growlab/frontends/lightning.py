@@ -54,9 +54,13 @@ def renew_wrapper(trainer: Trainer) -> None:
     """
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
-        # The old wrapper's hooks on parameters that stay go with it, before the new one adds its own.
+        wrapper = strategy.model
         strategy.model = trainer.lightning_module
-        strategy.configure_ddp()
+        try:
+            strategy.configure_ddp()
+        except BaseException:
+            strategy.model = wrapper
+            raise
 
 
 class GrowthSteps(Callback):
@@ -97,10 +101,9 @@ class GrowthSteps(Callback):
 
     def _step(self, trainer: Trainer) -> list[GrowthEvent]:
         assert self.grower is not None
-        events = self.grower.step(epoch=trainer.current_epoch, step=trainer.global_step)
-        if events:
-            renew_wrapper(trainer)
-        return events
+        return self.grower.step(
+            epoch=trainer.current_epoch, step=trainer.global_step, then=partial(renew_wrapper, trainer)
+        )
 
 
 class Growth(GrowthSteps):

@@ -246,9 +246,8 @@ class Growth(TrainerCallback, ExportableState):
 
     def _step(self, state: TrainerState) -> None:
         assert self.grower is not None
-        events = self.grower.step(epoch=int(state.epoch or 0), step=state.global_step)
-        if events and self._wrapper is not None:
-            renew(self._wrapper)
+        then = None if self._wrapper is None else partial(renew, self._wrapper)
+        events = self.grower.step(epoch=int(state.epoch or 0), step=state.global_step, then=then)
         for event in events:
             log.info(
                 "stage %d: %s parameters, relative output error %.0e",

@@ -33,6 +33,8 @@ def renew(module: nn.Module) -> None:
 
     Raises:
         UserError: several processes train, and it holds no wrapper, or one of another group.
+
+    Whatever is raised, the wrapper is then as before.
     """
     wrappers = [each for each in module.modules() if isinstance(each, DistributedDataParallel)]
     if not wrappers and ranks.several():
@@ -57,13 +59,20 @@ def _renew(wrapper: DistributedDataParallel) -> None:
     state["_comm_hooks"] = []
     # A static graph is learnt anew: without this the new reducer waits for the reduction at the end of its first step.
     state["_static_graph_delay_allreduce_enqueued"] = False
+    before = dict(vars(wrapper))
     del wrapper.reducer, wrapper.logger
-    wrapper.__setstate__(state)
-    for hook, its_state in hooks:
+    try:
+        wrapper.__setstate__(state)
+        for hook, its_state in hooks:
+            wrapper.register_comm_hook(its_state, hook)
+    except BaseException:
+        vars(wrapper).clear()
+        vars(wrapper).update(before)
+        raise
+    for _, its_state in hooks:
         for name in _BY_BUCKET:
             if isinstance(known := getattr(its_state, name, None), dict):
                 known.clear()
-        wrapper.register_comm_hook(its_state, hook)
 
 
 def wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
