@@ -5,6 +5,7 @@ VENV    := .venv
 PY      := $(VENV)/bin/python
 READY   := $(VENV)/.ready
 FAIRSEQ := $(VENV)/.fairseq
+LOWEST  := .venv-lowest
 
 # Arguments for one call: `make run ARGS="experiment=resnet20_cifar10 seed=1"`, `make test ARGS="-k parity"`.
 ARGS ?=
@@ -15,7 +16,7 @@ JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-translation run reproduce test test-slow test-translation test-gpu lint format chaos digests bench docs figures notebooks clean clean-all
+.PHONY: help setup setup-translation run reproduce test test-slow test-translation test-lowest test-gpu lint format chaos digests bench docs figures notebooks clean clean-all
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { \
@@ -67,6 +68,20 @@ setup-translation: $(FAIRSEQ)  ## install fairseq too, which is built from sourc
 test-translation: $(FAIRSEQ)  ## the tests that need fairseq; with it installed, `make test` runs them too
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not gpu" tests/translation $(ARGS)
 
+# Of the test tools the locked versions; warnings of old libraries about one another are no failures.
+$(LOWEST)/.ready: pyproject.toml requirements.lock
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	grep -E '^(editables|gromo|hatchling|hypothesis|pytest|pytest-timeout|pytest-xdist|torch-pruning)==' \
+		requirements.lock > $(LOWEST)/tools.txt
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct -r pyproject.toml \
+		--extra wandb --extra tensorboard --extra timm --extra transformers -r $(LOWEST)/tools.txt
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+test-lowest: $(LOWEST)/.ready  ## every fast test with the lowest versions that pyproject.toml promises (7 GB more)
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -W default::DeprecationWarning $(ARGS)
+
 test-gpu: $(READY)  ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
 
@@ -103,4 +118,4 @@ clean:  ## remove caches and build outputs (keeps .venv and runs)
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 clean-all: clean  ## remove .venv as well
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(LOWEST)

@@ -208,16 +208,20 @@ def main_output(output: Any) -> Tensor:
     return tensors[0]
 
 
+_ROUNDED = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
 class _DoublesKept(TorchFunctionMode):
-    """Leaves out casts of float64 to float32."""
+    """Leaves out casts of float64 to float32, and casts integers, such as positions, to float64 in its place."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+        kept = args and isinstance(args[0], Tensor) and args[0].dtype not in _ROUNDED
+        if kept and not args[0].is_complex():
             if func is Tensor.float:
-                return args[0]
+                return args[0].double()
             args = [torch.float64 if arg is torch.float32 else arg for arg in args]
             kwargs = {n: torch.float64 if arg is torch.float32 else arg for n, arg in kwargs.items()}
         return func(*args, **kwargs)

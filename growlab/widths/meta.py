@@ -4,11 +4,13 @@ There torch works out most shapes by programs in Python that cost more than the 
 For the functions that networks call most, their own rule is told here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._decomp import decompositions
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -27,6 +29,16 @@ class Shapes(TorchFunctionMode):
         self.details: list[Any] = []
         self._detailed = detailed
 
+    def __enter__(self) -> "Shapes":
+        # A compiled module would hold guards on what is noted here.
+        self._stance = torch.compiler.set_stance("force_eager")
+        self._stance.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._stance.__exit__(*raised)
+
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -40,6 +52,25 @@ class Shapes(TorchFunctionMode):
             if known is not NotImplemented:
                 return known
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def lstm_states() -> Iterator[None]:
+    """Give the last states of an LSTM their shape where torch works it out in Python.
+
+    torch before 2.13 leaves a dimension of 1 in front of those of each layer, in exported programs among others.
+    """
+    original = decompositions.one_layer_lstm
+
+    def one_layer_lstm(x: Tensor, hidden: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        output, states = original(x, hidden, *args, **kwargs)
+        return output, tuple(state.view(h.shape) for state, h in zip(states, hidden, strict=True))
+
+    decompositions.one_layer_lstm = one_layer_lstm
+    try:
+        yield
+    finally:
+        decompositions.one_layer_lstm = original
 
 
 def _batch_norm(

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from growlab.unchanged import Snapshot, unchanged
 from growlab.widths.groups import WidthGraph
 from growlab.widths.inputs import Example, by_name_alone, call_with, inputs_of, listed, named_in, values_of
+from growlab.widths.meta import lstm_states
 from growlab.widths.modes import Modes, modes_of
 from growlab.widths.narrowing import WRITTEN, keep_only, without_what_breaks
 from growlab.widths.predictions import Call
@@ -215,6 +216,7 @@ def _exported(
             unchanged(model, copied="all but parameters"),
             _masks_as_given(),
             _exportable(model),
+            lstm_states(),
         ):
             warnings.simplefilter("ignore")
             for log in _TORCH_LOGS:
