@@ -63,6 +63,7 @@ FEATURES = {
         {
             **FACE,
             **EXPORTS,
+            "identity.py": "knows what optimizer_state=auto stands for",
             "studies/isotropic_appendices.py": "a study with them",
             "studies/isotropic_invariance.py": "a study with them",
             "widths/bases.py": "turns bases, which only these channels have no fixed one of",

@@ -169,12 +169,10 @@ def grow(
     kept = tensors_of(model, graph)
     still = constants.unchanged(graph, state.constants, kept if leader is None else leader, state.widths)
     old, leader = as_applied(graph, kept), None if leader is None else as_applied(graph, leader)
-    about = (graph, old, dict(state.widths), dict(new_widths), seed, stage, leader)
+    about = (graph, old, dict(state.widths), dict(new_widths), seed, stage, leader, gradients or {})
     watched = method.observe(model, graph, probe)
     known, new = ({}, None) if leading is None else (leading.observed, _new_tensors(graph, leading))
-    expansion = Expansion(
-        *about, gradients or {}, watched, known, data, new, state.multipliers, normalised, still
-    )
+    expansion = Expansion(*about, watched, known, data, new, state.multipliers, normalised, still)
     growth = with_attention_scale(expansion, method.grow(expansion), method.multiplied(expansion))
     growth = replace(growth, tensors=padding_kept(model, expansion.old, growth.tensors))
     with _replaced(model, graph, state, _changed(expansion, growth)) as replaced:

@@ -159,8 +159,7 @@ class Measurement:
             modes: entered around the passes.
             watched: paths of modules whose input and output `visit` wants.
             gradients: whether `visit` asks for any.
-            work: what `visit` computes: the FLOPs of equal work at equal widths are counted once, since counting takes
-                longer than computing does in a small network; None: those of each pass are.
+            work: name of what `visit` computes, whose FLOPs are counted once for equal widths; None: in each pass.
             finite: a loss that is not finite is an error.
 
         Raises:
@@ -192,18 +191,14 @@ class Measurement:
                     stack.enter_context(before_batch.writes())
                 for *inputs, target in self._batches:
                     seen.clear()
-                    if before_batch is not None:
-                        with arithmetic():
+                    with arithmetic():
+                        if before_batch is not None:
                             before_batch.restore()
                     sizes = tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
                     done = None if work is None else (work, shapes, sizes, gradients)
                     with self._counted(done):
                         loss = self._loss(main_output(call_on(self.model, inputs)), target)
-                        if loss.numel() != 1:
-                            raise UserError(
-                                "the loss that growth looks at must be the mean over a batch, a single number, not of "
-                                f"the shape {list(loss.shape)}."
-                            )
+                        _check_single(loss)
                         parameters = dict(self.model.named_parameters(remove_duplicate=False))
                         found = {**visit(parameters, loss, seen), _LOSS: loss.detach().double()}
                     for name, tensor in found.items():
@@ -407,3 +402,11 @@ class _Held:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
         self.most = max(self.most, total)
+
+
+def _check_single(loss: Tensor) -> None:
+    if loss.numel() != 1:
+        raise UserError(
+            "the loss that growth looks at must be the mean over a batch, a single number, not of the shape "
+            f"{list(loss.shape)}."
+        )

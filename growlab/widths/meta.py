@@ -66,7 +66,7 @@ def lstm_states() -> Iterator[None]:
         output, states = original(x, hidden, *args, **kwargs)
         return output, tuple(state.view(h.shape) for state, h in zip(states, hidden, strict=True))
 
-    decompositions.one_layer_lstm = one_layer_lstm
+    decompositions.one_layer_lstm = one_layer_lstm  # type: ignore[assignment]
     try:
         yield
     finally:

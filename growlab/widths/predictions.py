@@ -17,8 +17,8 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 
 from growlab.widths.groups import ChannelNorm
 from growlab.widths.inputs import call_with, values_of
-from growlab.widths.meta import lstm_states
 from growlab.widths.layout import Axis
+from growlab.widths.meta import lstm_states
 
 # They compute nothing: torch.export leaves some of them out and writes others.
 _NO_ARITHMETIC = frozenset(

@@ -150,7 +150,7 @@ class Blocks:
         block = self.blocks[name]
         before = [network.get_submodule(path) for path in block.paths]
         modules = (
-            list(copied(nn.ModuleList(self._modules[name])))
+            list(copied(nn.ModuleList(self._modules[name])).children())
             if source is None
             else [copied(source.get_submodule(path)) for path in block.paths]
         )
