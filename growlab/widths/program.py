@@ -1,6 +1,6 @@
 """What the program that torch.export makes of a network says of its operations and their tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.export import default_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from growlab.errors import UserError
 from growlab.widths.places import place_of
@@ -90,6 +90,59 @@ def shapes_of(node: Any) -> list[tuple[int, ...]]:
             "network at a fixed size, or keep all entries and multiply those that do not count by a mask."
         )
     return [tuple(tensor.shape) for tensor in tensors]
+
+
+def depends_on_data(program: torch.export.ExportedProgram) -> bool:
+    """Whether sizes in a program, or numbers that it computes with, depend on numbers in the data."""
+    values = (tree_leaves(node.meta.get("val")) for node in _nodes(program))
+    return any(_is_open(value) for leaves in values for value in leaves)
+
+
+def unread_parameters(program: torch.export.ExportedProgram, model: nn.Module) -> list[str]:
+    """Names of the model's parameters that a program does not read under any of their names."""
+    first, names = canonical_names(model), program.graph_signature.inputs_to_parameters
+    read = {first[names[node.name]] for node in _nodes(program) if node.users and node.name in names}
+    return [name for name, _ in model.named_parameters() if name not in read]
+
+
+class _Settling(torch.fx.Interpreter):
+    """Runs a program on real tensors, and puts sizes and numbers in the place of those that are open."""
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        result = super().run_node(n)
+        open_, spec = tree_flatten(n.meta.get("val"))
+        if any(map(_is_open, open_)):
+            n.meta["val"] = tree_unflatten(map(_settled, open_, tree_leaves(result)), spec)
+        return result
+
+
+def settle(program: torch.export.ExportedProgram, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    """Put what they are for the example in the place of sizes and numbers that depend on data.
+
+    Args:
+        program: changed in place; buffers that it writes to are written to.
+        inputs: positional ones.
+        named: inputs by name.
+    """
+    _Settling(program.graph_module).run(*program._graph_module_flat_inputs(inputs, named))
+
+
+def _nodes(program: torch.export.ExportedProgram) -> Iterator[torch.fx.Node]:
+    parts = (part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule))
+    return (node for part in parts for node in part.graph.nodes)
+
+
+def _is_open(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return any(isinstance(size, torch.SymInt) for size in value.shape)
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _settled(value: Any, real: Any) -> Any:
+    if not isinstance(value, FakeTensor) or not _is_open(value):
+        return real if _is_open(value) else value
+    with value.fake_mode:
+        return torch.empty(real.shape, dtype=value.dtype, device=value.device)
 
 
 def is_dead(node: Any) -> bool:

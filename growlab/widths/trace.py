@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.nn.modules import module as torch_module
 from torch.nn.modules import transformer
 from torch.nn.parameter import is_lazy
@@ -25,9 +26,16 @@ from growlab.widths.meta import lstm_states
 from growlab.widths.modes import Modes, modes_of
 from growlab.widths.narrowing import WRITTEN, keep_only, without_what_breaks
 from growlab.widths.predictions import Call
-from growlab.widths.program import UnsupportedOperation, name_modules_once, operations
+from growlab.widths.program import (
+    UnsupportedOperation,
+    depends_on_data,
+    name_modules_once,
+    operations,
+    settle,
+    unread_parameters,
+)
 from growlab.widths.tracer import OUTPUT, Tracer
-from growlab.widths.trials import asks_for_numbers, named_tensors, share_attributes, tensors_in
+from growlab.widths.trials import asks_for_numbers, named_tensors, own_line, share_attributes, tensors_in
 
 # A reshape into (3, heads, head dimension) has three dimensions of which one may grow.
 _PASSES = 3
@@ -224,7 +232,9 @@ def _exported(
             _without_caches(model.train(training))
             # It prints there as much of the program as it has got.
             with redirect_stderr(io.StringIO()):
-                program = torch.export.export(model, tuple(inputs), named_in(inputs), strict=False)
+                program = _program(model, inputs)
+    except UnsupportedOperation:
+        raise
     except Exception as error:
         raise _not_exported(model, inputs, error) from error
     finally:
@@ -232,6 +242,41 @@ def _exported(
             log.removeFilter(_never)
     name_modules_once(program, model)
     return program
+
+
+def _program(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    """What torch.export makes of a network, in which sizes that depend on data are those of the inputs."""
+
+    def export() -> torch.export.ExportedProgram:
+        return torch.export.export(model, tuple(inputs), named_in(inputs), strict=False)
+
+    try:
+        program = export()
+    except Exception as error:
+        if not any("data-dependent" in str(each).lower() for each in _causes(error)):
+            raise
+        try:
+            # As torch.export.draft_export does: numbers are computed along, and code that asks for them gets them.
+            with functorch_config.patch(fake_tensor_propagate_real_tensors=True):
+                program = export()
+        except Exception:
+            raise error from None
+        if unread := unread_parameters(program, model):
+            raise UnsupportedOperation(
+                f"{type(model).__name__} chooses by numbers in the data what it computes{_line_of(error)}, and "
+                f"does not read {unread[0]} for this example: give one for which it reads all its parameters, or let "
+                "only a part of it grow (Grower(..., trace=SUBMODULE))."
+            ) from error
+    tensors = tensors_in([*named_tensors(model).values(), *values_of(inputs)])
+    if depends_on_data(program) and not any(tensor.is_meta for tensor in tensors):
+        settle(program, inputs, named_in(inputs))
+    return program
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @contextmanager
@@ -325,9 +370,15 @@ def _not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exception) -
             "and mask what lies behind the ends, or let a part of it grow that takes plain tensors."
         )
     return UnsupportedOperation(
-        f"torch.export cannot follow {name} ({_told(error)}); "
-        "train it at a fixed size or rewrite the forward without data-dependent Python."
+        f"torch.export cannot follow {name}{_line_of(error)}: {_told(error)}; let only a part of it grow that does "
+        "without (Grower(..., trace=SUBMODULE)), or train it at a fixed size."
     )
+
+
+def _line_of(error: BaseException) -> str:
+    """The line of the user's code that an error has come from, for messages."""
+    line = next(filter(None, map(own_line, _causes(error))), "")
+    return f" at `{line}`" if line else ""
 
 
 class _Packing(TorchFunctionMode):

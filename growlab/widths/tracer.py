@@ -118,7 +118,8 @@ class Tracer(Recorder):
                 for base in bases_of(node):
                     values[base] = overwritten(values[base], result)
                 if not self._inside and computes(operation := self.operation(node)):
-                    numbers = numbers_of(node.target, node.args, node.kwargs, self._constants)
+                    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _known_number)
+                    numbers = numbers_of(node.target, args, kwargs, self._constants)
                     self._visited.append(
                         (name_of(operation), numbers, list(values_in(result)), module_of(node))
                     )
@@ -170,7 +171,8 @@ class Tracer(Recorder):
         schema = getattr(node.target, "_schema", None)
         names = ["a", "b"] if schema is None else [argument.name for argument in schema.arguments]
         named = {**dict(zip(names, args, strict=False)), **kwargs}
-        if operation not in RULES and operation not in self._opaque and not self._is_fixed(named):
+        is_number = _known_number(node) is not node
+        if not (is_number or operation in RULES or operation in self._opaque or self._is_fixed(named)):
             if not is_pointwise(node) or self.has_several_outputs(node):
                 return self._taken_apart(node, operation, named)
             # The rule for what is computed or chosen entry by entry.
@@ -180,8 +182,10 @@ class Tracer(Recorder):
 
     def _apply(self, node: Any, operation: str, named: dict[str, Any]) -> Any:
         """What the operation's channel rule says of these arguments."""
-        if not any(True for _ in values_in(named)) and not self.shapes(node):
-            # A number made of numbers.
+        if _known_number(node) is not node or not (any(True for _ in values_in(named)) or self.shapes(node)):
+            # A number made of numbers, or read from a tensor, whose scale stays.
+            for value in values_in(named) if operation == "item" else ():
+                self.scales.pin(value.scale)
             return node.meta.get("val")
         if operation in self._opaque or operation not in RULES:
             return keep_full_width(self, node, named)
@@ -254,3 +258,8 @@ class Tracer(Recorder):
     def _is_fixed(self, args: Mapping[str, Any]) -> bool:
         runs = [run for value in values_in(args) for axis in value.axes for run in self.atoms.resolve(axis)]
         return all(run.atom is None for run in runs)
+
+
+def _known_number(node: Any) -> Any:
+    """The number that a node stands for, else the node."""
+    return value if isinstance(value := node.meta.get("val"), (int, float)) else node

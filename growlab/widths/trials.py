@@ -315,17 +315,21 @@ def _tried(light: nn.Module, inputs: tuple[Any, ...]) -> Snapshot:
 def asks_for_numbers(model: nn.Module, error: BaseException) -> UnsupportedOperation | None:
     """The reason why a network on device meta does not run, where its own code asks for numbers in a tensor."""
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    if not on_meta or "meta tensor" not in str(error):
+    if not on_meta or not any(text in str(error) for text in ("meta tensor", "register_meta")):
         return None
-    # Neither torch's code nor this package's.
-    others = tuple(os.path.dirname(os.path.dirname(place)) for place in (torch.nn.__file__, __file__))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
-    line = f" ({frames[-1].line})" if frames and frames[-1].line else ""
+    line = f" ({line})" if (line := own_line(error)) else ""
     return UnsupportedOperation(
         f"the code of {type(model).__name__} asks for numbers in a tensor{line}, and tensors on device meta have none: "
         "trace it on a device with memory (network.to_empty(device='cpu')), give it inputs for which it does not ask, "
         "or let it not ask where torch.compiler.is_exporting()."
     )
+
+
+def own_line(error: BaseException) -> str:
+    """The last line that led to an error in neither torch's code nor this package's; "": there is none."""
+    others = tuple(os.path.dirname(os.path.dirname(place)) for place in (torch.nn.__file__, __file__))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
+    return (frames[-1].line or "") if frames else ""
 
 
 def _as_exported(light: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from growlab.widths.atoms import fixed
 from growlab.widths.layout import Role
 from growlab.widths.rules.registry import Arguments, Value, first_tensor, keep_full_width, rule, values_in
@@ -33,14 +35,13 @@ def repeat(tracer: "Tracer", node: Any, args: Arguments) -> Any:
 @rule("index")
 def index(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Dimensions that are picked from keep their width (a table of position biases); the others (heads) pass."""
-    x, indices = args["self"], args["indices"]
-    picked = _picked(indices)
+    x, picked = args["self"], _picked(node, args["indices"])
     if not picked:
         return keep_full_width(tracer, node, args)
+    for axis in _axes_of(args["indices"]):
+        tracer.atoms.freeze(axis, "positions to pick")
     for dim in picked:
         tracer.atoms.freeze(x.axes[dim], _PICKED)
-        for axis in indices[dim].axes:
-            tracer.atoms.freeze(axis, "positions to pick")
     shape = tracer.shape(node)
     before, behind = x.axes[: picked[0]], x.axes[picked[-1] + 1 :]
     middle = shape[len(before) : len(shape) - len(behind)]
@@ -53,20 +54,28 @@ def index(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return Value(shape, (*before, *map(fixed, middle), *behind), x.scale)
 
 
-def _picked(indices: Any) -> list[int]:
-    """Dimensions with an index tensor, if they lie beside one another."""
-    picked = [dim for dim, positions in enumerate(indices) if positions is not None]
+def _picked(node: Any, indices: Any) -> list[int]:
+    """Dimensions with an index tensor, if they lie beside one another; a mask is one for each of its own."""
+    picked, dim = list[int](), 0
+    for positions, given in zip(indices, node.args[1], strict=True):
+        is_mask = positions is not None and given.meta["val"].dtype in (torch.bool, torch.uint8)
+        covered = len(positions.shape) if is_mask else 1
+        picked += range(dim, dim + covered) if positions is not None else ()
+        dim += covered
     return picked if picked and picked[-1] - picked[0] + 1 == len(picked) else []
+
+
+def _axes_of(indices: Any) -> list[Any]:
+    return [axis for positions in indices if positions is not None for axis in positions.axes]
 
 
 @rule("index_put", "index_put_")
 def index_put(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Values that take the place of others: their last dimensions are those behind the ones that are picked."""
-    x, indices, values = args["self"], args["indices"], args["values"]
-    picked = _picked(indices)
+    x, values, picked = args["self"], args["values"], _picked(node, args["indices"])
     if not picked or x.name is not None:
         return keep_full_width(tracer, node, args)
-    for axis in (*(x.axes[dim] for dim in picked), *(a for dim in picked for a in indices[dim].axes)):
+    for axis in (*(x.axes[dim] for dim in picked), *_axes_of(args["indices"])):
         tracer.atoms.freeze(axis, _PICKED)
     behind = x.axes[picked[-1] + 1 :] if picked[0] == 0 else ()
     for position, axis in enumerate(reversed(values.axes)):

@@ -31,7 +31,13 @@ OPAQUE = (
         ),
         *("linalg_pinv", "cholesky_inverse", "cholesky_solve", "triangular_solve"),
         *("prod", "histc", "histogram", "frexp", "slice_scatter", "renorm"),
-        *("linalg_householder_product", "_pdist_forward", "masked_scatter", "segment_reduce"),
+        *(
+            "linalg_householder_product",
+            "_pdist_forward",
+            "masked_scatter",
+            "masked_select",
+            "segment_reduce",
+        ),
     ),
     *(
         "bincount",

@@ -1,0 +1,101 @@
+"""Networks whose sizes or branches depend on numbers in the data."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import growlab
+from growlab.widths import UnsupportedOperation, trace
+
+
+class Net(nn.Module):
+    """Two layers and a classifier, with any function around the second one."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 16), nn.Linear(16, 12), nn.Linear(12, 3)
+        self.function = function
+
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        return self.last(self.function(self, F.relu(self.first(x)), given))
+
+
+def rows_of_a_mask(net: Net, h: Tensor, mask: Tensor) -> Tensor:
+    out = torch.zeros(*h.shape[:-1], net.second.out_features, dtype=h.dtype)
+    out[mask] = net.second(h[mask])
+    return out
+
+
+def rows_that_are_not_zero(net: Net, h: Tensor, mask: Tensor) -> Tensor:
+    rows = mask.nonzero().squeeze(-1)
+    return net.second(h).index_add(0, rows, net.second(h[rows]))
+
+
+def up_to_the_longest(net: Net, h: Tensor, lengths: Tensor) -> Tensor:
+    longest = int(lengths.max())
+    kept = torch.arange(longest)[None] < lengths[:, None]
+    return (net.second(h[:, :longest]) * kept[..., None]).sum(1)
+
+
+def split_by_lengths(net: Net, h: Tensor, lengths: Tensor) -> Tensor:
+    return net.second(torch.stack([part.mean(0) for part in h.split(lengths.tolist())]))
+
+
+def a_branch_and_a_number(net: Net, h: Tensor, mask: Tensor) -> Tensor:
+    if mask.any():
+        h = 2 * h
+    return net.second(h) / mask.sum().item()
+
+
+def groups_of_rows(net: Net, h: Tensor, labels: Tensor) -> Tensor:
+    names, inverse = torch.unique(labels, return_inverse=True)
+    return net.second(h.new_zeros(len(names), h.shape[-1]).index_add(0, inverse, h))
+
+
+ROWS = torch.tensor([True, False, True, True, False, True])
+CASES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], Tensor]] = {
+    "rows of a mask": (rows_of_a_mask, (6,), ROWS),
+    "positions of a mask": (rows_of_a_mask, (2, 6), torch.stack([ROWS, ~ROWS])),
+    "rows that are not zero": (rows_that_are_not_zero, (6,), ROWS),
+    "up to the longest": (up_to_the_longest, (4, 7), torch.tensor([3, 5, 2, 5])),
+    "split by lengths": (split_by_lengths, (6,), torch.tensor([1, 2, 3])),
+    "a branch and a number": (a_branch_and_a_number, (6,), ROWS),
+    "groups of rows": (groups_of_rows, (6,), torch.tensor([0, 3, 3, 1, 0, 9])),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_networks_whose_sizes_depend_on_data_grow_exactly(case: str) -> None:
+    function, shape, given = CASES[case]
+    torch.manual_seed(0)
+    network = Net(function).double()
+    example: Any = torch.randn(*shape, 8).double(), given
+    fresh = copy.deepcopy(network)
+    grower = growlab.Grower(
+        network, example, method=growlab.VarianceTransfer(), trigger={0: 0.5, 1: 1.0}, anneal_steps=0
+    )
+    assert grower.graph.full_widths == {"first": 16, "second": 12}
+    network.eval()
+    before = network(*example)
+    (event,) = grower.step(epoch=1)
+    assert max(event.parity_error_eval, event.parity_error_train) < 1e-10
+    grower.finish()
+    fresh.eval().load_state_dict(network.state_dict())
+    torch.testing.assert_close(fresh(*example), network(*example), rtol=0, atol=0)
+    torch.testing.assert_close(fresh(*example) * event.output_factor, before, rtol=1e-10, atol=1e-10)
+
+
+def test_a_layer_that_the_example_does_not_reach_is_named() -> None:
+    def chosen(net: Net, h: Tensor, mask: Tensor) -> Tensor:
+        return net.second(h) if mask.all() else h[:, :12]
+
+    with pytest.raises(
+        UnsupportedOperation, match=r"if mask\.all\(\).* does not read second\.weight for this"
+    ):
+        trace(Net(chosen), (torch.randn(6, 8), ROWS))
+    assert trace(Net(chosen), (torch.randn(6, 8), ROWS | True)).full_widths
