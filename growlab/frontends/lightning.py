@@ -24,7 +24,6 @@ from growlab.frontends.averages import averages, shapes_of
 from growlab.frontends.batches import change_batch_sizes, length
 from growlab.frontends.checks import check_unit, distinct, tell_unreached
 from growlab.frontends.ending import finish
-from growlab.frontends.example import captured
 from growlab.frontends.samples import few_samples
 from growlab.frontends.saving import Saving, hold_plain_networks, put_back_networks
 from growlab.grower import Grower
@@ -34,6 +33,7 @@ from growlab.optim import Inheritance
 from growlab.parts.part import Part
 from growlab.triggers import Never, Trigger, as_trigger
 from growlab.widths.inputs import Example
+from growlab.widths.submodules import captured
 
 log = logging.getLogger(__name__)
 

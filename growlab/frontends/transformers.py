@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from growlab.errors import UserError, how_to_install, needs
 from growlab.frontends.checks import check_unit, tell_unreached
 from growlab.frontends.ending import finish
-from growlab.frontends.example import as_example
 from growlab.grower import Grower
 from growlab.grower.plain import plain_state_dict, put_back
 from growlab.grower.wrapping import renew, wrapper_of
@@ -24,6 +23,7 @@ from growlab.optim import Inheritance
 from growlab.parts.part import Part
 from growlab.triggers import Trigger, as_trigger
 from growlab.widths.inputs import Example
+from growlab.widths.submodules import as_example
 
 with needs("Growth in Hugging Face's Trainer", how_to_install("transformers")):
     from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

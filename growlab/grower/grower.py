@@ -66,6 +66,8 @@ class Grower:
         anneal_steps: optimizer steps after an event in which normalisations over channels that grew become plain
             ones again, see `growlab.growth.anneal_norms`; or a function of the grower that says how many.
         graph: what `prepared` returned for this network; None: it is traced here.
+        trace: the submodule that grows, or its name, where the network cannot be traced as a whole: the others keep
+            their widths, see `growlab.trace`. Outputs are compared, and checkpoints are, of the whole network.
 
     Attributes:
         graph: the network's width graph.
@@ -90,6 +92,7 @@ class Grower:
         seed: int = 0,
         anneal_steps: int | Callable[[Run], int] = 100,
         graph: WidthGraph | None = None,
+        trace: str | nn.Module | None = None,
     ) -> None:
         self.network: nn.Module = getattr(network, "_orig_mod", network)
         if not isinstance(method, GrowthMethod):
@@ -103,7 +106,8 @@ class Grower:
         self._regions: dict[str, Regions] | None = None
         if graph is None:
             # A network that keeps its widths need not be one whose widths can be found.
-            graph = prepared(self.network, self.probe(), method, self.parts, seed, grows=self.trigger.resizes)
+            grows, probe = self.trigger.resizes, self.probe()
+            graph = prepared(self.network, probe, method, self.parts, seed, grows=grows, submodule=trace)
             if self.trigger.resizes and (told := nothing_grows(graph, self.trigger, self.parts)):
                 log.warning("%s: it is trained as it is", told)
         past, self.full_graph, self.graph = dict(self.network.named_parameters()), graph, graph

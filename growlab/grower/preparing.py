@@ -128,6 +128,7 @@ def prepared(
     seed: int = 0,
     opaque: Sequence[str] = (),
     grows: bool = True,
+    submodule: str | nn.Module | None = None,
 ) -> WidthGraph:
     """Trace a full-width network, and let method and parts change how it holds its weights, in place.
 
@@ -139,6 +140,7 @@ def prepared(
         seed: the run's.
         opaque: see `growlab.widths.trace`.
         grows: False: a network that cannot be traced is one of no width groups.
+        submodule: see `growlab.widths.trace`.
 
     Returns:
         The width graph to go on with.
@@ -158,9 +160,8 @@ def prepared(
             "the network is growing already, as a Grower made it a seed: finish that, or build the network anew."
         )
     try:
-        graph = trace(
-            network, inputs, opaque, method.follows_norms or any(part.follows_norms for part in parts)
-        )
+        follow_norms = method.follows_norms or any(part.follows_norms for part in parts)
+        graph = trace(network, inputs, opaque, follow_norms, submodule)
     except UnsupportedOperation:
         if grows:
             raise

@@ -55,6 +55,7 @@ def without_what_breaks(
     inputs: tuple[Any, ...],
     calls: Sequence[Call],
     training: bool = False,
+    any_rows: bool = False,
 ) -> WidthGraph:
     """Leave out groups whose narrowing the network's forward does not survive, or answers with another function.
 
@@ -64,6 +65,7 @@ def without_what_breaks(
         inputs: positional inputs of the forward.
         calls: operations that tracing has visited.
         training: it has visited those of train mode.
+        any_rows: how many rows the network puts out may depend on what it computes, such as boxes in an image.
     """
     if not graph.groups:
         return graph
@@ -72,7 +74,7 @@ def without_what_breaks(
     known = {place: axis for place, axis in graph.written.items() if set(axis.groups) <= set(told)}
     graph = replace(graph, written=known)
     with lightened(model, inputs) as (light, kept):
-        trials = Trials(model, graph, light, kept, calls, training)
+        trials = Trials(model, graph, light, kept, calls, training, any_rows)
         working = _without_what_breaks(model, graph, trials)
     counted = {norm.name for norm in trials.counted}
     norms = (replace(norm, counted=norm.summed and norm.name in counted) for norm in working.channel_norms)

@@ -34,6 +34,7 @@ from growlab.widths.program import (
     settle,
     unread_parameters,
 )
+from growlab.widths.submodules import Alone, inputs_to, path_of
 from growlab.widths.tracer import OUTPUT, Tracer
 from growlab.widths.trials import asks_for_numbers, named_tensors, own_line, share_attributes, tensors_in
 
@@ -53,6 +54,7 @@ def trace(
     example: Example,
     opaque: Sequence[str] = (),
     follow_norms: bool = False,
+    submodule: str | nn.Module | None = None,
 ) -> WidthGraph:
     """Find the width groups of a network.
 
@@ -66,15 +68,20 @@ def trace(
             pass: channels that enter them keep their full width.
         follow_norms: let channels change whose Euclidean norm is taken, as isotropic activations do: for growth
             methods that know what that means (`GrowthMethod.follows_norms`).
+        submodule: name of the part that grows, or the module itself, of a network that cannot be traced as a whole: it
+            is traced with what it is called with first when the network is called with the example. All else, and what
+            it puts out, keeps its widths.
 
     Returns:
         The groups, the axes of every parameter and buffer they run through, and the scale classes.
 
     Raises:
         UnsupportedOperation: the network cannot be exported, an operation has no channel rule, or `opaque` names one
-            that the network does not run.
+            that the network does not run; or it has no such submodule, or does not call it.
     """
     inputs = inputs_of(example, model)
+    if submodule is not None:
+        return _traced_alone(model, path_of(model, submodule), inputs, opaque, follow_norms)
     with unchanged(model, copied="nothing"):
         graph = _traced(model, inputs, opaque, follow_norms)
         for others in _other_rows(model, inputs) if WRITTEN in graph.fixed.values() else ():
@@ -85,6 +92,29 @@ def trace(
                 continue
             return max(graph, other, key=lambda found: _growing(model, found))
         return graph
+
+
+def _traced_alone(
+    model: nn.Module, path: str, inputs: tuple[Any, ...], opaque: Sequence[str], follow_norms: bool
+) -> WidthGraph:
+    """The graph of a submodule, in the names of the network, with what the network's code lets grow of it."""
+    with unchanged(model):
+        own = inputs_to(model, path, inputs)
+    graph = trace(Alone(model, path), own, opaque, follow_norms)
+    reasons = {OUTPUT: f"{path} puts it out, and is traced alone"}
+    outside = f"outside of {path}, which is traced alone"
+    graph = replace(
+        graph,
+        layers=tuple(replace(layer, is_output=False) for layer in graph.layers),
+        # Nothing may scale what the rest of the network reads.
+        unit_classes=graph.unit_classes | {graph.output_class},
+        fixed={
+            name: reasons.get(why, why) if f"{name}.".startswith(f"{path}.") else outside
+            for name, why in graph.fixed.items()
+        },
+    )
+    with unchanged(model, copied="nothing"):
+        return without_what_breaks(model, graph, inputs, (), any_rows=True)
 
 
 def _other_rows(model: nn.Module, inputs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -367,7 +397,8 @@ def _not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exception) -
     if any(isinstance(x, PackedSequence) for x in values_of(inputs)) or packing.seen:
         return UnsupportedOperation(
             f"{name} packs sequences, which torch.export cannot follow: run its recurrent layers on padded sequences "
-            "and mask what lies behind the ends, or let a part of it grow that takes plain tensors."
+            "and mask what lies behind the ends, or let a part of it grow that takes plain tensors (Grower(..., "
+            "trace=SUBMODULE))."
         )
     return UnsupportedOperation(
         f"torch.export cannot follow {name}{_line_of(error)}: {_told(error)}; let only a part of it grow that does "

@@ -39,6 +39,7 @@ class Trials:
         kept: its state then.
         calls: operations that tracing has visited.
         training: it has visited those of train mode.
+        any_rows: the network's outputs may be of any number of rows.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class Trials:
         kept: Snapshot,
         calls: Sequence[Call],
         training: bool = False,
+        any_rows: bool = False,
     ) -> None:
-        self._training = training
+        self._training, self._first = training, int(any_rows)
         self._graph, self._predictions = graph, Predictions(calls, graph.full_widths)
         self.attributes: Mapping[Written, Axis] = {}
         self._model, self._inputs, self._kept = model, inputs, kept
@@ -199,7 +201,7 @@ class Trials:
         self._model.train(training)
         with _unwarned(), torch.no_grad(), Shapes() as mode:
             outputs = call_with(self._model, self._inputs)
-        return [x.shape for x in tensors_in(outputs)], mode.calls
+        return [x.shape[self._first :] for x in tensors_in(outputs)], mode.calls
 
 
 @contextmanager
