@@ -160,7 +160,10 @@ class Findings:
         norms = [replace(norm, scale_in=self._scale(norm.scale_in)) for norm in self._norms]
         radii = [self._radius(name, axis, names) for name, axis in self._radii.items()]
         axes |= {radius.length: () for radius in radii if radius.length is not None}
-        individuated_by: dict[str, str] = {}
+        constants = {name: self._told_apart_by(name, axes[name]) for name in still}
+        individuated_by = dict.fromkeys(
+            (group for told in constants.values() for group in told), "is constant"
+        )
         for axis, where in self._individuated:
             for group in self._groups_on(axis, names):
                 individuated_by.setdefault(group, where)
@@ -179,16 +182,13 @@ class Findings:
             self._scale(output_class),
             fixed_because,
             tuple(radius for radius in radii if radius.groups),
-            {
-                **dict.fromkeys((g for name in still for a in axes[name] for g in a.groups), "is constant"),
-                **individuated_by,
-            },
+            individuated_by,
             written=written,
             channel_norms=self._norms_over_channels(names),
             attentions=self._attentions_that_grow(names),
             tied_outputs=tuple(sorted(name for name in self._reaching if self._roles[name] == _TABLE)),
             offsets={name: offset for name, offset in self._offsets.items() if name in axes},
-            constants={name: self._told_apart_by(name, axes[name]) for name in still},
+            constants=constants,
         )
 
     def _in_parts(

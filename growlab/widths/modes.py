@@ -24,12 +24,14 @@ class Modes:
         several: in one of them it returns something else than a tensor.
         own_backward: code with a backward pass of its own that operations of a module run in, by the module's path.
         recomputed: the same by the name of a parameter that such operations take.
+        updated: names of buffers that the forward in train mode writes to, such as running statistics.
     """
 
     apart: bool
     several: bool
     own_backward: Mapping[str, str]
     recomputed: Mapping[str, str]
+    updated: frozenset[str]
 
 
 def modes_of(model: nn.Module, inputs: tuple[Any, ...]) -> Modes:
@@ -43,11 +45,15 @@ def modes_of(model: nn.Module, inputs: tuple[Any, ...]) -> Modes:
         UnsupportedOperation: it does not run in both modes.
     """
     seen, several, own_backward, recomputed = [], False, dict[Any, str](), dict[int, str]()
+    updated = set[str]()
     with lightened(model, inputs) as (light, kept):
         for training in (False, True):
             model.train(training)
+            before = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
             with torch.no_grad(), Shapes(), _Readers() as readers:
                 output = call_with(model, light)
+            after = dict(model.named_buffers())
+            updated |= {n for n, (old, at) in before.items() if after.get(n) is not old or old._version != at}
             kept.restore()
             several |= not isinstance(output, Tensor)
             seen.append((len(tensors_in(output)), readers.functions))
@@ -58,6 +64,7 @@ def modes_of(model: nn.Module, inputs: tuple[Any, ...]) -> Modes:
             several,
             {path: own_backward[module] for path, module in model.named_modules() if module in own_backward},
             {name: recomputed[id(p)] for name, p in model.named_parameters() if id(p) in recomputed},
+            frozenset(updated),
         )
 
 

@@ -149,7 +149,7 @@ def _traced(
     """The graph of eval mode, or of train mode where the network does more there, if as much grows in it."""
     evaluated = _exported(model, inputs)
     modes = modes_of(model, inputs)
-    settings = {"follow_norms": follow_norms, "several_outputs": modes.several}
+    settings = {"follow_norms": follow_norms, "several_outputs": modes.several, "updated": modes.updated}
     graphs = []
     if modes.apart:
         with suppress(UnsupportedOperation):
@@ -454,13 +454,13 @@ def _best_pass(
     moved.
     """
     settings = dict(settings)
-    several_outputs = settings.pop("several_outputs", False)
+    about = {name: settings.pop(name) for name in ("several_outputs", "updated") if name in settings}
     best: tuple[WidthGraph, list[Call]] | None = None
     most = (-1, -1)
     for _ in range(_PASSES):
         further = Tracer(program, model, moved=moved, **settings)
         try:
-            graph = further.run(several_outputs)
+            graph = further.run(**about)
         except UnsupportedOperation:
             # What was moved has come to an operation that knows no channels.
             if best is None:

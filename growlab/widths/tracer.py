@@ -68,12 +68,14 @@ class Tracer(Recorder):
         self._inside = 0
         self._constants = constants_of(program)
 
-    def run(self, several_outputs: bool = False) -> WidthGraph:
+    def run(self, several_outputs: bool = False, updated: frozenset[str] = frozenset()) -> WidthGraph:
         """Visit every node once, in forward order, and collect what was found; list the operations in `calls`.
 
         Args:
             several_outputs: in another mode the network returns something else than a tensor.
+            updated: buffers that training writes to.
         """
+        self._still -= updated
         output_class = self.scales.new()
         for value in values_in(self._visit(self._program.graph_module, [])):
             output_class = self.scales.union(output_class, value.scale)
