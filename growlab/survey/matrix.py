@@ -199,9 +199,9 @@ def _row(report: Report, methods: Sequence[str] | None = None) -> str:
 
 
 def _reasons(report: Report) -> str:
-    """The reasons why layers stay at full width, the most frequent first; the output's is no news."""
+    """The reasons why layers stay at full width in short, the most frequent first; the output's is no news."""
     counts: dict[str, int] = {}
-    for reason in report.fixed.values():
+    for reason in (told.partition(": ")[0] for told in report.fixed.values()):
         if reason != "the network's output":
             counts[reason] = counts.get(reason, 0) + 1
     return "; ".join(f"{reason} ({n})" for reason, n in sorted(counts.items(), key=lambda item: -item[1])[:3])

@@ -270,7 +270,8 @@ def read_off(
     for name, tensor in full.items():
         wanted = graph.shape(name, widths) if name in graph.axes else tuple(tensor.shape)
         if name in shapes and tuple(shapes[name]) != wanted:
-            reason = graph.fixed.get(name.rpartition(".")[0], "growlab has no rule that makes it wider")
+            told = (graph.fixed.get(key) for key in (name, name.rpartition(".")[0]))
+            reason = next(filter(None, told), "growlab has no rule that makes it wider")
             raise UserError(
                 f"{name.removeprefix('network.')} is {list(shapes[name])} and would be {list(tensor.shape)}, "
                 f"which cannot be exact ({reason}); give --parts mlp, or leave --width out."

@@ -5,17 +5,27 @@ far. Meeting axes are unified: atoms are bound to one another, split where one a
 frozen where the structures cannot be reconciled.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
 class Run:
-    """`outer x size(atom) x inner` positions of one atom, or `outer` fixed positions where atom is None."""
+    """`outer x size(atom) x inner` positions of one atom, or `outer` fixed positions where atom is None.
+
+    `root` says where fixed positions come from: the atom that was frozen first of all that stay for its sake, or a
+    reason.
+    """
 
     atom: int | None
     outer: int = 1
     inner: int = 1
+    root: int | str | None = field(default=None, compare=False)
+
+    @property
+    def unrooted(self) -> bool:
+        """The positions are fixed and do not say where they come from."""
+        return self.atom is None and self.outer > 1 and self.root is None
 
     @property
     def bare(self) -> bool:
@@ -26,9 +36,13 @@ class Run:
 Runs = tuple[Run, ...]
 
 
-def fixed(size: int) -> Runs:
+#: How a reason ends that holds where the other axis is fixed.
+STAYING = "that keep their full width"
+
+
+def fixed(size: int, root: int | str | None = None) -> Runs:
     """An axis that never changes."""
-    return (Run(None, size),) if size else ()
+    return (Run(None, size, root=root),) if size else ()
 
 
 @dataclass
@@ -39,6 +53,8 @@ class Atoms:
     below: list[int] = field(default_factory=list)
     _bound: dict[int, Runs] = field(default_factory=dict)
     frozen_because: dict[int, str] = field(default_factory=dict)
+    # Of frozen atoms; see `Run`.
+    _roots: dict[int, int | str] = field(default_factory=dict)
     _origin: dict[int, Runs] = field(default_factory=dict)
     # Atoms that only constants have met so far.
     _constant: set[int] = field(default_factory=set)
@@ -83,17 +99,19 @@ class Atoms:
             for piece in pieces:
                 last = result[-1] if result else None
                 if piece.atom is None and last is not None and last.atom is None:
-                    result[-1] = Run(None, last.outer + piece.outer)
+                    root = piece.root if last.root is None else last.root
+                    result[-1] = Run(None, last.outer + piece.outer, root=root)
                 else:
                     result.append(piece)
         return tuple(result)
 
-    def freeze(self, runs: Runs, reason: str) -> None:
-        """Make every atom on the axis fixed, for the reason given."""
+    def freeze(self, runs: Runs, reason: str, root: int | str | None = None) -> None:
+        """Make every atom on the axis fixed, for the reason given, or in the end for what another one was."""
         for run in self.resolve(runs):
             if run.atom is not None:
                 self.frozen_because[run.atom] = reason
-                self._bound[run.atom] = fixed(self.sizes[run.atom])
+                self._roots[run.atom] = run.atom if root is None else root
+                self._bound[run.atom] = fixed(self.sizes[run.atom], self._roots[run.atom])
 
     def freeze_single(self) -> None:
         """Make atoms of one channel fixed: they cannot be narrower."""
@@ -115,12 +133,27 @@ class Atoms:
 
     def why_fixed(self, runs: Runs) -> str:
         """The reason why an axis was frozen, or an empty string."""
+        atom = next(self._frozen(runs), None)
+        return "" if atom is None else self.frozen_because[atom]
+
+    def root(self, runs: Runs) -> int | str | None:
+        """For whose sake an axis was frozen, if not for its own; see `Run`."""
+        atom = next(self._frozen(runs), None)
+        return None if atom is None or self._roots[atom] == atom else self._roots[atom]
+
+    def _frozen(self, runs: Runs) -> Iterator[int]:
+        for run in runs:
+            if run.atom in self.frozen_because:
+                yield run.atom
+            elif run.atom is not None:
+                yield from self._frozen(self._origin.get(run.atom, ()))
+
+    def parts(self, runs: Runs) -> Iterator[int]:
+        """All atoms that an axis was ever made of."""
         for run in runs:
             if run.atom is not None:
-                reason = self.frozen_because.get(run.atom) or self.why_fixed(self._origin.get(run.atom, ()))
-                if reason:
-                    return reason
-        return ""
+                yield run.atom
+                yield from self.parts(self._origin.get(run.atom, ()))
 
     def unify(self, left: Runs, right: Runs, reason: str) -> None:
         """Let two axes of equal length carry the same channels.
@@ -158,7 +191,10 @@ class Atoms:
                 self._join(a, b, reason)
                 return True
             if b.atom is None:
-                left, right = left, (Run(None, length_a), Run(None, length_b - length_a), *right[1:])
+                left, right = (
+                    left,
+                    (*fixed(length_a, b.root), *fixed(length_b - length_a, b.root), *right[1:]),
+                )
                 continue
             if b.bare:
                 below = self.below[b.atom]
@@ -189,7 +225,9 @@ class Atoms:
                     repeated = Run(fine.atom, fine.outer // coarse.outer, fine.inner // coarse.inner)
                     self._bind(atom, (repeated,))
                     return
-        self.freeze((a, b), reason)
+        if a.atom is not None and b.atom is not None:
+            reason = reason.replace(STAYING, "that are laid out otherwise")
+        self.freeze((a, b), reason, b.root if a.root is None else a.root)
 
     def _bind(self, atom: int, runs: Runs, split: bool = False) -> None:
         met = {run.atom for run in runs if run.atom is not None}
@@ -209,12 +247,13 @@ class Atoms:
 
     def _nest(self, inside: Runs, outer: int, inner: int) -> Runs:
         stretched = tuple(
-            Run(None, run.outer * inner) if run.atom is None else Run(run.atom, run.outer, run.inner * inner)
+            replace(run, outer=run.outer * inner)
+            if run.atom is None
+            else replace(run, inner=run.inner * inner)
             for run in inside
         )
         if len(stretched) == 1:
-            only = stretched[0]
-            return (Run(only.atom, only.outer * outer, only.inner),)
+            return (replace(stretched[0], outer=stretched[0].outer * outer),)
         return stretched * outer
 
     def _run_length(self, run: Run) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -140,11 +141,13 @@ class Findings:
                 )
             rows_grow = any(run.atom is not None for axis in resolved[:1] for run in axis)
             if not rows_grow and name.endswith("weight") and self._roles[name][:1] == ["out"]:
-                fixed_because[name.rpartition(".")[0]] = self.atoms.why_fixed(runs[0]) or "a single channel"
+                fixed_because[name.rpartition(".")[0]] = self._why(runs[0]) or "a single channel"
         for name, runs in self._parameters.items():
             # Weights of other names than `weight`: of recurrent layers, of parameters without a module.
-            path = name.rpartition(".")[0] or name
-            reason = next(filter(None, map(self.atoms.why_fixed, runs)), "") if len(runs) > 1 else ""
+            path = name.rpartition(".")[0] if "weight" in name and name not in self.buffers else name
+            # Channels that it makes come first: there is more to say of them than of what it takes.
+            made = sorted(zip(self._roles[name], runs, strict=True), key=lambda entry: entry[0] != "out")
+            reason = next(filter(None, (self._why(axis) for _, axis in made)), "") if len(runs) > 1 else ""
             if reason and path not in fixed_because and not any(a.groups for a in axes.get(name, ())):
                 fixed_because[path] = reason
         layers = [
@@ -190,6 +193,20 @@ class Findings:
             offsets={name: offset for name, offset in self._offsets.items() if name in axes},
             constants=constants,
         )
+
+    def _why(self, axis: Runs) -> str:
+        """The reason why an axis was frozen; where it stays for the sake of others, with theirs."""
+        reason, root = self.atoms.why_fixed(axis), self.atoms.root(axis)
+        if root is None or isinstance(root, str):
+            return f"{reason}: {root}" if root else reason
+        why = self.atoms.frozen_because[root]
+        return f"{reason}: {self._owners[root]} ({why})" if root in self._owners else f"{reason}: {why}"
+
+    @cached_property
+    def _owners(self) -> dict[int, str]:
+        """Layers by the atoms that their tensors were ever made of, once all has been visited."""
+        named = [(layer_name(name), axis) for name, runs in self._parameters.items() for axis in runs]
+        return {atom: name for name, axis in reversed(named) for atom in self.atoms.parts(axis)}
 
     def _in_parts(
         self, sizes: Iterable[tuple[str, int, Runs]], names: Mapping[int, str]

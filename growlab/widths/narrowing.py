@@ -6,7 +6,7 @@ whose narrowing breaks it are left at full width.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, islice
 from typing import Any
@@ -19,14 +19,12 @@ from growlab.widths.layout import Axis, Part
 from growlab.widths.predictions import Call
 from growlab.widths.trials import Trials, lightened
 
-#: Why a group stays whose narrowing breaks the forward.
-WRITTEN = "its width is written into the network's own code"
 _MOST_ATTEMPTS = 32
 
 
-def keep_only(graph: WidthGraph, names: Iterable[str], reason: str = WRITTEN) -> WidthGraph:
-    """The graph with only these groups growing; the others keep their full width for the reason given."""
-    names = set(names)
+def without(graph: WidthGraph, reasons: Mapping[str, str]) -> WidthGraph:
+    """The graph without these groups, which keep their full width for the reasons given."""
+    names = graph.groups.keys() - reasons.keys()
     widths = graph.full_widths
 
     def frozen(axis: Axis) -> Axis:
@@ -44,7 +42,7 @@ def keep_only(graph: WidthGraph, names: Iterable[str], reason: str = WRITTEN) ->
         groups={name: group for name, group in graph.groups.items() if name in names},
         axes={name: tuple(frozen(axis) for axis in axes) for name, axes in graph.axes.items()},
         written={place: frozen(axis) for place, axis in graph.written.items() if set(axis.groups) & names},
-        fixed={**graph.fixed, **{name: reason for name in graph.groups if name not in names}},
+        fixed={**graph.fixed, **reasons},
         constants={name: tuple(g for g in told if g in names) for name, told in graph.constants.items()},
     )
 
@@ -99,7 +97,7 @@ def _without_what_breaks(model: nn.Module, graph: WidthGraph, trials: Trials) ->
     classes = [read for places in _by_class(model, graph) if (read := _read(places, trials))]
     graph = replace(graph, written={place: known[place] for places in classes for place in places})
     if not classes:
-        return keep_only(graph, _largest_working(list(graph.groups), trials))
+        return _with_these_alone(graph, _largest_working(list(graph.groups), trials), trials)
     everything = [place for places in classes for place in places]
     found = _attributes_that_work(trials, graph, everything, list(graph.groups), {})
     if found is not None:
@@ -117,7 +115,11 @@ def _without_what_breaks(model: nn.Module, graph: WidthGraph, trials: Trials) ->
         if found is None:
             groups = _largest_working(groups, trials, tuple(kept))
         kept += groups
-    return keep_only(replace(graph, written=attributes), kept)
+    return _with_these_alone(replace(graph, written=attributes), kept, trials)
+
+
+def _with_these_alone(graph: WidthGraph, names: Sequence[str], trials: Trials) -> WidthGraph:
+    return without(graph, {name: trials.failures[name] for name in graph.groups if name not in names})
 
 
 def _attributes_that_work(
@@ -164,20 +166,22 @@ def _by_class(model: nn.Module, graph: WidthGraph) -> list[list[Written]]:
 
 def _largest_working(names: list[str], trials: Trials, working: tuple[str, ...] = ()) -> list[str]:
     """Groups that can be narrowed together, beside those that are known to."""
-    found = _largest(names, trials.run, working)
+    found = _largest(names, trials, trials.run, working)
     # To compare all operations costs many times as much as to run them.
-    return found if trials.compute_the_same([*working, *found]) else _largest(found, trials.work, working)
+    same = trials.compute_the_same([*working, *found])
+    return found if same else _largest(found, trials, trials.work, working)
 
 
 def _largest(
-    names: list[str], work: Callable[[Sequence[str]], bool], working: tuple[str, ...] = ()
+    names: list[str], trials: Trials, work: Callable[[Sequence[str]], bool], working: tuple[str, ...]
 ) -> list[str]:
-    """Of names, most that work together: halves are tried until what breaks is found."""
+    """Of names, most that work together: halves are tried until what breaks is found, and the trials note why."""
     if not names or work([*working, *names]):
         return names
     if len(names) == 1:
+        trials.failures[names[0]] = trials.failure
         return []
     half = len(names) // 2
-    first = _largest(names[:half], work, working)
-    second = _largest(names[half:], work, (*working, *first))
+    first = _largest(names[:half], trials, work, working)
+    second = _largest(names[half:], trials, work, (*working, *first))
     return first + second

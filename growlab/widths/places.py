@@ -1,10 +1,13 @@
 """Where in the user's code an operation stands, and where its module keeps the sizes that it asks for."""
 
 import copy
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from growlab.widths.groups import Written
@@ -14,6 +17,8 @@ from growlab.widths.layout import Axis, Part
 _TORCHS = frozenset(vars(nn.Module()))
 # Objects in attributes of objects: `self.attention.config.heads`.
 _DEEPEST = 3
+# Code of torch and of tracing, which calls the user's.
+_NOT_THE_USERS = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
 
 
 def module_of(node: Any) -> str:
@@ -29,6 +34,22 @@ def place_of(node: Any) -> str:
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
     where = next((line for line in reversed(lines) if line.startswith("File ")), "")
     return (f" in module {module}" if module else "") + (f" ({where})" if where else "")
+
+
+def line_of(frames: Iterable[tuple[str, int | None]]) -> str:
+    """`FILE:LINE` of the innermost call in the user's code; empty if there is none.
+
+    Args:
+        frames: file and line of calls, outermost first.
+    """
+    own = [(path, line) for path, line in frames if not path.startswith(_NOT_THE_USERS)]
+    return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
+
+
+def line_of_node(node: Any) -> str:
+    """`FILE:LINE` in the user's code that runs a node's operation; empty if it is not known."""
+    frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return line_of((path, int(line)) for path, line in frames)
 
 
 def written_sizes(

@@ -7,6 +7,7 @@ among as many heads. No output's shape shows it, the shapes of the tensors on th
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import zip_longest
 from math import isclose
 from typing import Any
 
@@ -71,16 +72,14 @@ class Call:
         numbers: operands that are no tensors.
         shapes: axes of every tensor that it puts out.
         norms: Euclidean norms that the same module takes over channels.
+        line: of the user's code that runs it, `FILE:LINE`.
     """
 
     operation: str
     numbers: tuple[float, ...]
     shapes: tuple[tuple[Axis, ...], ...]
     norms: tuple[ChannelNorm, ...] = ()
-
-    def agrees(self, seen: "Seen", widths: Mapping[str, int]) -> bool:
-        """Whether an operation that was run is this one at the given widths, whatever numbers it was given."""
-        return self.operation == seen.operation and self.sizes(widths) == seen.shapes
+    line: str = ""
 
     def has_numbers(self, seen: "Seen") -> bool:
         """Whether it was given the numbers that it has at full width."""
@@ -226,6 +225,8 @@ class Predictions:
         self._calls, self._full_widths = calls, full_widths
         #: Norms whose number of channels the forward computes with, as far as networks ran as predicted.
         self.counted: set[ChannelNorm] = set()
+        #: In which operation the last network that did not agree differed first.
+        self.difference = ""
 
     @property
     def in_doubt(self) -> bool:
@@ -251,7 +252,11 @@ class Predictions:
         if traced == names:
             return self._all_agree(zip(self._calls, narrow, strict=True), widths)
         full = at_full_width()
-        if names != [one.operation for one in full]:
+        if names != (usual := [one.operation for one in full]):
+            now, then = next(
+                pair for pair in zip_longest(names, usual, fillvalue="nothing") if len({*pair}) > 1
+            )
+            self.difference = f"{now} runs where {then} does at full width"
             return False
         # Results that nothing uses are missing in an exported program: an operation is told by its name and sizes.
         keys = [(call.operation, call.sizes(self._full_widths)) for call in self._calls]
@@ -262,8 +267,15 @@ class Predictions:
     def _all_agree(self, pairs: Iterable[tuple[Call, Seen]], widths: Mapping[str, int]) -> bool:
         counted: set[ChannelNorm] = set()
         for call, seen in pairs:
+            where = f"{call.operation} ({call.line})" if call.line else call.operation
+            for expected, shape in zip_longest(call.sizes(widths), seen.shapes, fillvalue=()):
+                if expected != shape:
+                    self.difference = f"{where} puts out {[*shape]} instead of {[*expected]}"
+                    return False
             norms = [] if call.has_numbers(seen) else call.counts(seen, widths, self._full_widths)
-            if not call.agrees(seen, widths) or not (norms or call.has_numbers(seen)):
+            if not norms and not call.has_numbers(seen):
+                now, then = (", ".join(f"{n:g}" for n in one.numbers) or "no number" for one in (seen, call))
+                self.difference = f"{where} takes {now}, and {then} at full width"
                 return False
             counted.update(norms)
         self.counted |= counted

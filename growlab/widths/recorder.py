@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from growlab.widths.atoms import Run, Runs
+from growlab.widths.atoms import STAYING, Run, Runs
 from growlab.widths.findings import Findings, NormCall, layer_name
 from growlab.widths.groups import VARIANCE_OF_GATES, Layer, Norm
 from growlab.widths.layout import Role
@@ -167,9 +167,7 @@ class Recorder(Findings):
 
     def parameter_axis(self, value: Value, role: Role, axis: Runs, dimension: int = 0) -> Runs:
         """Let one dimension of a parameter or buffer carry the channels of an axis."""
-        self.atoms.unify(
-            value.axes[dimension], axis, "a parameter beside channels that keep their full width"
-        )
+        self.atoms.unify(value.axes[dimension], axis, f"a parameter beside channels {STAYING}")
         self._set_role(value, dimension, role)
         return value.axes[dimension]
 

@@ -24,7 +24,7 @@ from growlab.widths.groups import WidthGraph
 from growlab.widths.inputs import Example, by_name_alone, call_with, inputs_of, listed, named_in, values_of
 from growlab.widths.meta import lstm_states
 from growlab.widths.modes import Modes, modes_of
-from growlab.widths.narrowing import WRITTEN, keep_only, without_what_breaks
+from growlab.widths.narrowing import without, without_what_breaks
 from growlab.widths.predictions import Call
 from growlab.widths.program import (
     UnsupportedOperation,
@@ -36,7 +36,15 @@ from growlab.widths.program import (
 )
 from growlab.widths.submodules import Alone, inputs_to, path_of
 from growlab.widths.tracer import OUTPUT, Tracer
-from growlab.widths.trials import asks_for_numbers, named_tensors, own_line, share_attributes, tensors_in
+from growlab.widths.trials import (
+    FAILS,
+    OTHERWISE,
+    asks_for_numbers,
+    named_tensors,
+    own_line,
+    share_attributes,
+    tensors_in,
+)
 
 # A reshape into (3, heads, head dimension) has three dimensions of which one may grow.
 _PASSES = 3
@@ -84,7 +92,8 @@ def trace(
         return _traced_alone(model, path_of(model, submodule), inputs, opaque, follow_norms)
     with unchanged(model, copied="nothing"):
         graph = _traced(model, inputs, opaque, follow_norms)
-        for others in _other_rows(model, inputs) if WRITTEN in graph.fixed.values() else ():
+        breaks = any(reason.startswith((FAILS, OTHERWISE)) for reason in graph.fixed.values())
+        for others in _other_rows(model, inputs) if breaks else ():
             try:
                 other = _traced(model, others, opaque, follow_norms)
             except UnsupportedOperation:
@@ -169,7 +178,7 @@ def _without_own_backward(model: nn.Module, graph: WidthGraph, modes: Modes) -> 
                 f"{type(model.get_submodule(norm.name)).__name__} normalises over them inside {apart}, whose backward "
                 "pass does not see what growth does to a normalisation"
             )
-            graph = keep_only(graph, graph.groups.keys() - set(norm.axis.groups), reason)
+            graph = without(graph, {name: reason for name in norm.axis.groups if name in graph.groups})
     return replace(graph, recomputed=modes.recomputed)
 
 

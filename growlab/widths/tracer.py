@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.widths.atoms import fixed
+from growlab.widths.atoms import Run, fixed
 from growlab.widths.groups import WidthGraph
-from growlab.widths.places import module_of, place_of
+from growlab.widths.places import line_of_node, module_of, place_of
 from growlab.widths.predictions import Call, computes, name_of, numbers_of
 from growlab.widths.program import (
     UnsupportedOperation,
@@ -37,6 +37,7 @@ from growlab.widths.rules.rotation import individuated
 
 #: Why the channels that a network puts out stay.
 OUTPUT = "the network's output"
+_INPUT = "the network's input"
 # What torch.export wraps around a part of the program that runs under a setting; the part's inputs come last.
 _SETTINGS = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
 
@@ -63,7 +64,7 @@ class Tracer(Recorder):
         }
         self._canonical = canonical_names(model)
         self._known: dict[str, Value] = {}
-        self._visited: list[tuple[str, tuple[float, ...], list[Value], str]] = []
+        self._visited: list[tuple[str, tuple[float, ...], list[Value], Any]] = []
         # How deep the parts of composite operations are that are visited.
         self._inside = 0
         self._constants = constants_of(program)
@@ -91,9 +92,10 @@ class Tracer(Recorder):
                 operation,
                 numbers,
                 tuple(tuple(self._named(axis, "fixed") for axis in value.axes) for value in values),
-                tuple(norm for norm in graph.channel_norms if norm.summed and norm.name == path),
+                tuple(norm for norm in graph.channel_norms if norm.summed and norm.name == module_of(node)),
+                line_of_node(node),
             )
-            for operation, numbers, values, path in self._visited
+            for operation, numbers, values, node in self._visited
             if not any(self._is_nameless(axis) for value in values for axis in value.axes)
         ]
         return graph
@@ -122,9 +124,7 @@ class Tracer(Recorder):
                 if not self._inside and computes(operation := self.operation(node)):
                     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _known_number)
                     numbers = numbers_of(node.target, args, kwargs, self._constants)
-                    self._visited.append(
-                        (name_of(operation), numbers, list(values_in(result)), module_of(node))
-                    )
+                    self._visited.append((name_of(operation), numbers, list(values_in(result)), node))
             elif node.op == "output":
                 self._values = outer
                 return torch.fx.node.map_arg(node.args, lambda n: values[n])[0]
@@ -155,7 +155,7 @@ class Tracer(Recorder):
             return self._known[name]
         scale = self.scales.new(unit=True)
         if name is None:
-            return Value(shape, tuple(fixed(size) for size in shape), scale)
+            return Value(shape, tuple(fixed(size, _INPUT) for size in shape), scale)
         # A single channel may be broadcast against many: it stays single.
         axes = [self.atoms.new(size) if size > 1 else fixed(size) for size in shape]
         self._parameters[name] = axes
@@ -179,8 +179,30 @@ class Tracer(Recorder):
                 return self._taken_apart(node, operation, named)
             # The rule for what is computed or chosen entry by entry.
             operation = "where"
-        result = self._apply(node, operation, named)
+        result = self._rooted(operation, named, self._apply(node, operation, named))
         return result if operation in AFFINE else self._with_makers(operation, named, result)
+
+    def _rooted(self, operation: str, named: dict[str, Any], result: Any) -> Any:
+        """The same result; its fixed axes say where they come from: from an operand's as long, or this operation."""
+        results = result if isinstance(result, list) else [result]
+        if not any(run.unrooted for value in values_in(results) for axis in value.axes for run in axis):
+            return result
+        entering = [axis for value in values_in(named) for axis in value.axes]
+        runs = [run for axis in entering for run in self.atoms.resolve(axis)]
+        roots = {run.outer: run.root for run in runs if run.root is not None}
+
+        def rooted(run: Run) -> Run:
+            return (
+                replace(run, root=roots.get(run.outer, f"what {operation} puts out")) if run.unrooted else run
+            )
+
+        told = [
+            replace(value, axes=tuple(tuple(map(rooted, axis)) for axis in value.axes))
+            if isinstance(value, Value)
+            else value
+            for value in results
+        ]
+        return told if isinstance(result, list) else told[0]
 
     def _apply(self, node: Any, operation: str, named: dict[str, Any]) -> Any:
         """What the operation's channel rule says of these arguments."""

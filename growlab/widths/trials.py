@@ -19,7 +19,7 @@ from growlab.widths.groups import ChannelNorm, WidthGraph, Written
 from growlab.widths.inputs import call_with, changed
 from growlab.widths.layout import Axis
 from growlab.widths.meta import Shapes
-from growlab.widths.places import kept_at, write
+from growlab.widths.places import kept_at, line_of, write
 from growlab.widths.predictions import Call, Predictions, Seen, run_calls
 from growlab.widths.program import UnsupportedOperation
 from growlab.widths.replaced import note_restored
@@ -27,6 +27,10 @@ from growlab.widths.resize import replace_tensors, resized, tensors_of
 
 #: What a network's code may end in at sizes that it is not written for: a layer that it has at others alone, too.
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, ArithmeticError, AttributeError)
+
+#: How reasons begin why a group stays whose narrowing the forward does not survive, or answers with another function.
+FAILS = "the code fails at narrow widths"
+OTHERWISE = "the code computes something else at narrow widths"
 
 
 class Trials:
@@ -69,6 +73,9 @@ class Trials:
         self._apart = {n: w if w < graph.groups[n].full_width else halves[n] for n, w in apart.items()}
         self._reference: list[Any] | None = None
         self._full_calls: list[list[Seen]] | None = None
+        #: Why the last trial that failed did, and by group why it could not be narrowed.
+        self.failure = ""
+        self.failures: dict[str, str] = {}
 
     def work(self, names: Iterable[str], attributes: Mapping[Written, Axis] | None = None) -> bool:
         """Whether the network runs, and as tracing predicts, while any of these groups are narrow.
@@ -102,10 +109,14 @@ class Trials:
         try:
             with self._narrow(self._following(attributes), widths):
                 narrow = self._calls()
-        except FAILURES:
+        except FAILURES as error:
+            self.failure = _raised(error)
             # Some networks cannot be followed so at any width.
             return self._at_full_width() is None
-        return self._predictions.agree(narrow, widths, lambda: self._at_full_width() or [])
+        agree = self._predictions.agree(narrow, widths, lambda: self._at_full_width() or [])
+        if not agree:
+            self.failure = f"{OTHERWISE}: {self._predictions.difference}"
+        return agree
 
     @property
     def counted(self) -> set[ChannelNorm]:
@@ -183,8 +194,14 @@ class Trials:
     def _runs(self, graph: WidthGraph, widths: Mapping[str, int]) -> bool:
         try:
             with self._narrow(graph, widths):
-                return [self._run(training)[0] for training in self._modes] == self._expected
-        except FAILURES:
+                for training, expected in zip(self._modes, self._expected, strict=True):
+                    if (shapes := self._run(training)[0]) != expected:
+                        put_out, usual = (", ".join(str([*shape]) for shape in x) for x in (shapes, expected))
+                        self.failure = f"{OTHERWISE}: the network puts out {put_out} instead of {usual}"
+                        return False
+                return True
+        except FAILURES as error:
+            self.failure = _raised(error)
             return False
 
     def _narrowed(self, name: str, tensor: Tensor, widths: Mapping[str, int]) -> Tensor:
@@ -202,6 +219,12 @@ class Trials:
         with _unwarned(), torch.no_grad(), Shapes() as mode:
             outputs = call_with(self._model, self._inputs)
         return [x.shape[self._first :] for x in tensors_in(outputs)], mode.calls
+
+
+def _raised(error: Exception) -> str:
+    frames = ((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
+    message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"{FAILS}: {line_of(frames) or 'the forward'} raises {message!r}"
 
 
 @contextmanager

@@ -145,7 +145,7 @@ def outcomes(name: str, case: Case) -> Counter[str]:
         for row in {0, layer.weight.shape[0] - 1}:
             channel = channel_of.get((root, "out", row))
             if channel is None:
-                found[f"kept: {graph.fixed.get(root, 'no reason')}"] += 1
+                found[f"kept: {graph.fixed.get(root, 'no reason').partition(': ')[0]}"] += 1
                 continue
             ours = ties[channel]
             try:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from growlab.widths.atoms import Runs, fixed
+from growlab.widths.atoms import STAYING, Runs, fixed
 from growlab.widths.layout import Role
 from growlab.widths.rules.registry import DRAWN, Arguments, Value, first_tensor, rule
 
@@ -148,7 +148,5 @@ def broadcast(tracer: "Tracer", shape: tuple[int, ...], operands: Sequence[Value
             if tracer.atoms.length(axes[index]) == 1:
                 axes[index] = axis
             else:
-                tracer.atoms.unify(
-                    axes[index], axis, "added to or multiplied with channels that keep their full width"
-                )
+                tracer.atoms.unify(axes[index], axis, f"added to or multiplied with channels {STAYING}")
     return Value(shape, tuple(axes), operands[0].scale)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from growlab.widths.atoms import fixed
+from growlab.widths.atoms import STAYING, fixed
 from growlab.widths.layout import Role
 from growlab.widths.rules.registry import Arguments, Value, first_tensor, keep_full_width, rule, values_in
 
@@ -137,7 +137,7 @@ def _same_beside(tracer: "Tracer", dim: int, x: Value, other: Value) -> None:
     """One dimension of both keeps its width, the others are the same channels where they are of one length."""
     for number, (mine, theirs) in enumerate(zip(x.axes, other.axes, strict=True)):
         if number != dim and x.shape[number] == other.shape[number]:
-            tracer.atoms.unify(mine, theirs, "entries at positions that keep their full width")
+            tracer.atoms.unify(mine, theirs, f"entries at positions {STAYING}")
         else:
             tracer.atoms.freeze(mine, _PICKED)
             tracer.atoms.freeze(theirs, _PICKED)

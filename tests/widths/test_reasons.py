@@ -1,0 +1,61 @@
+"""Layers that keep their full width say why, down to the first cause."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from growlab.widths import trace
+
+
+class Two(nn.Module):
+    """Two layers and what a forward does with them."""
+
+    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.a, self.b = nn.Embedding(7, 5), nn.Linear(5, 8), nn.Linear(8, 8)
+        self.last, self.back = nn.Linear(8, 3), nn.Linear(8, 5)
+        self.register_buffer("mask", torch.linspace(0.5, 1, 8)[None])
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+_FULL = "that keep their full width: "
+
+
+@pytest.mark.parametrize(
+    ("run", "reasons"),
+    [
+        (
+            lambda net, x: net.last(net.a(x) * (1 / net.a(x).shape[-1])),
+            {
+                "a": r"the code computes something else at narrow widths: mul \(test_reasons\.py:\d+\) takes 0\.5, and "
+                r"0\.125 at full width"
+            },
+        ),
+        (
+            lambda net, x: net.last(net.a(x).view(4, 8)),
+            {
+                "a": r"the code fails at narrow widths: test_reasons\.py:\d+ raises .*shape '\[4, 8\]' is invalid.*"
+            },
+        ),
+        (lambda net, x: net.back(net.a(x)) + x, {"back": rf".* {_FULL}the network's input"}),
+        (
+            lambda net, x: net.last(net.a(x) + net.b(net.a(x)).roll(1, -1)),
+            {"a": rf"added to .* {_FULL}b \(reordered by roll\)", "b": "reordered by roll"},
+        ),
+        (
+            lambda net, x: net.last((net.a(x) * net.mask).flip(-1)),
+            {"a": "reordered by flip", "mask": "reordered by flip"},
+        ),
+        (lambda net, x: net.table(x.long() * 0), {"table": "the network's output"}),
+    ],
+)
+def test_what_stays_says_why(run: Callable[[nn.Module, Tensor], Tensor], reasons: dict[str, str]) -> None:
+    graph = trace(Two(run), torch.randn(4, 5))
+    for name, reason in reasons.items():
+        assert re.fullmatch(reason, graph.fixed[name]), graph.fixed
