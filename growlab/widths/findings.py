@@ -85,9 +85,11 @@ class Findings:
         """Whether a weight [V, C] is an embedding's table: its columns put channels out."""
         return weight.name is not None and self._roles[weight.name] == _TABLE
 
-    def consume(self, name: str) -> None:
-        """A parameter that multiplies channels or is added to them stands for what consumes them."""
-        self._roles[name] = ["in" if role == "out" else role for role in self._roles[name]]
+    def consume(self, name: str, dimension: int | None = None) -> None:
+        """A parameter that multiplies channels or is added to them consumes them, along one dimension or along all."""
+        roles = self._roles[name]
+        chosen = range(len(roles)) if dimension is None else [dimension % len(roles)]
+        self._roles[name] = ["in" if role == "out" and i in chosen else role for i, role in enumerate(roles)]
 
     def note_offset(self, value: Value, offset: float) -> None:
         """The forward adds a constant to a parameter [C] before it applies it, as to gains that are kept less 1."""

@@ -697,6 +697,19 @@ CASES = {
         TOKENS,
         {"inside": 6, "up": 2, "up#2": 5, "down": 7},
     ),
+    "einsum with dots and a matrix a head": RuleCase(
+        lambda: on_stacks(
+            lambda net, x: torch.einsum(
+                "...i,io->...o",
+                F.silu(torch.einsum("...hd,hod->...ho", x.unflatten(-1, (2, -1)), net.up)).flatten(-2),
+                net.down,
+            ),
+            up=(2, 5, 3),
+            down=(10, 7),
+        ),
+        TOKENS,
+        {"inside": 3, "up": 5, "down": 7},
+    ),
     "a weight on the left": RuleCase(
         lambda: Around(
             lambda net, x: net.head((net.v @ F.silu(net.w @ net.inside(x).mT)).mT.mean(1)),

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
+from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Runs, fixed
@@ -121,7 +123,8 @@ def einsum(tracer: "Tracer", node: Any, args: Arguments) -> Any:
     Activations and a parameter of two dimensions, of which one is summed over, are a linear layer; a parameter of more
     dimensions is several, and one of a single dimension weighs a sum. Others keep their width.
     """
-    equation, operands = args["equation"].replace(" ", ""), args["tensors"]
+    operands = args["tensors"]
+    equation = _without_dots(args["equation"].replace(" ", ""), [value.shape for value in operands])
     inputs, arrow, output = equation.partition("->")
     letters = inputs.split(",")
     if "." in equation or not arrow or any(len(set(term)) < len(term) for term in letters):
@@ -153,6 +156,18 @@ def einsum(tracer: "Tracer", node: Any, args: Arguments) -> Any:
     sizes = zip(axes, tracer.shape(node), strict=True)
     axes = tuple(axis if tracer.atoms.length(axis) == size else fixed(size) for axis, size in sizes)
     return Value(tracer.shape(node), axes, tracer.scales.new(unit=True))
+
+
+def _without_dots(equation: str, shapes: Sequence[tuple[int, ...]]) -> str:
+    """The equation with letters in the place of dots, if those stand for the same sizes wherever there are any."""
+    terms = zip(equation.partition("->")[0].split(","), shapes, strict=True)
+    sizes = {
+        shape[term.index(".") : len(shape) - len(term) + term.index(".") + 3]
+        for term, shape in terms
+        if "..." in term
+    }
+    unused = (letter for letter in ascii_letters if letter not in equation)
+    return equation.replace("...", "".join(islice(unused, *map(len, sizes)))) if len(sizes) == 1 else equation
 
 
 def _linear_einsum(tracer: "Tracer", node: Any, operands: dict[str, Value], output: str) -> Value | None:

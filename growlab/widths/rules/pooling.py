@@ -53,7 +53,8 @@ def reduce(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Dimensions reduced over keep their width: a mean over channels would change with their number.
 
     Growth weighs a mean, a variance, a deviation, a sum of squares or its root over one dimension in a module without
-    parts, such as a normalisation that is written out: there the channels may grow.
+    parts, such as a normalisation that is written out: there the channels may grow. So may those of a product with a
+    parameter that is summed over them, `(x * weight).sum(-1)`: a linear layer that is written out.
     """
     x, keep, dims = args["self"], args.get("keepdim", False), args.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or range(len(x.shape))
@@ -66,6 +67,13 @@ def reduce(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         names = {"weight": None, "bias": None}
         tracer.record_channel_norm(node, axis, names, dim if behind else -1, summed)
         return Value(tracer.shape(node), (*before, *([fixed(1)] if keep else []), *behind), x.scale)
+    if len(reduced) == 1 and (weight := _weight_of(tracer, node, x, *reduced)) is not None:
+        (dim,) = reduced
+        assert weight.name is not None
+        tracer.consume(weight.name, dim - len(x.shape))
+        tracer.scales.pin(x.scale)
+        kept = (*x.axes[:dim], *([fixed(1)] if keep else []), *x.axes[dim + 1 :])
+        return tracer.follow(x, weight, Value(tracer.shape(node), kept, tracer.scales.new(unit=True)))
     axes: list[Runs] = []
     for index, axis in enumerate(x.axes):
         if index in reduced:
@@ -75,6 +83,21 @@ def reduce(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         else:
             axes.append(axis)
     return Value(tracer.shape(node), tuple(axes), x.scale)
+
+
+def _weight_of(tracer: "Tracer", node: Any, x: Value, dim: int) -> Value | None:
+    """The parameter that a sum over channels weighs them by, which nothing else reads; None: there is none."""
+    product = node.args[0]
+    if tracer.operation(node) != "sum" or product.op != "call_function" or tracer.operation(product) != "mul":
+        return None
+    factors = [tracer.value_of(one) for one in product.all_input_nodes]
+    alone = all(len(one.users) == 1 for one in product.all_input_nodes if one.op == "placeholder")
+    weights = [value for value in factors if isinstance(value, Value) and value.name is not None]
+    if not alone or len(factors) != 2 or len(weights) != 1 or len(product.users) != 1:
+        return None
+    (weight,) = weights
+    within = len(x.shape) - dim <= len(weight.shape) and weight.shape[dim - len(x.shape)] == x.shape[dim] > 1
+    return weight if within and weight.name not in tracer.buffers else None
 
 
 def _of_squares(tracer: "Tracer", node: Any) -> bool:

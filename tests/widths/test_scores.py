@@ -1,0 +1,76 @@
+"""Sums over channels that a parameter weighs: linear layers that are written out, as graph attention has them."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import growlab
+
+
+class Pooling(nn.Module):
+    """A mean of positions, weighed by a learned query."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = nn.Linear(5, 16), nn.Linear(16, 3)
+        self.query = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inside(x).tanh()
+        return self.outside((h * (h * self.query).sum(-1, keepdim=True).softmax(1)).sum(1))
+
+
+class GraphAttention(nn.Module):
+    """A layer of a graph attention network (Velickovic et al. 2018) between all nodes that some numbers choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.channels = 4, 8
+        self.inside, self.outside = nn.Linear(5, 32), nn.Linear(32, 3)
+        self.source = nn.Parameter(torch.randn(1, 4, 8))
+        self.target = nn.Parameter(torch.randn(1, 4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(0, 1)
+        source, target = (x[:, :1] > x[:, 1:2].T).nonzero().T
+        h = self.inside(x).view(-1, self.heads, self.channels)
+        scores = (h * self.source).sum(dim=-1)[source] + (h * self.target).sum(dim=-1)[target]
+        weights = F.leaky_relu(scores, 0.2).exp()
+        total = weights.new_zeros(len(x), self.heads).index_add(0, target, weights) + 1e-9
+        messages = (weights / total[target]).unsqueeze(-1) * h[source]
+        out = h.new_zeros(len(x), self.heads, self.channels).index_add(0, target, messages)
+        return self.outside(out.view(-1, self.heads * self.channels).relu())
+
+
+@pytest.mark.parametrize("method", [growlab.VarianceTransfer(), growlab.Net2Net()], ids=lambda m: m.name)
+@pytest.mark.parametrize(("kind", "width"), [(Pooling, 16), (GraphAttention, 8)])
+def test_channels_that_a_parameter_weighs_in_a_sum_grow_exactly(
+    kind: type[nn.Module], width: int, method: growlab.growth.GrowthMethod
+) -> None:
+    torch.manual_seed(0)
+    network, x = kind().double(), torch.randn(2, 5, 5).double()
+    fresh = copy.deepcopy(network)
+    grower = growlab.Grower(network, x, method=method, trigger={0: 0.5, 1: 1.0})
+    assert grower.graph.full_widths == {"inside": width}
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    (event,) = grower.step(epoch=1)
+    assert event.parity_error_eval is not None
+    assert max(event.parity_error_eval, event.parity_error_train) < 1e-10
+    wanted = network(x)
+    grower.finish()
+    fresh.load_state_dict(network.state_dict())
+    torch.testing.assert_close(fresh(x), wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_a_weight_that_is_read_elsewhere_too_keeps_the_channels() -> None:
+    class Twice(Pooling):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.query.square().sum()
+
+    graph = growlab.trace(Twice(), torch.randn(2, 5, 5))
+    assert graph.full_widths == {}
