@@ -155,13 +155,23 @@ class Tracer(Recorder):
             return self._known[name]
         scale = self.scales.new(unit=True)
         if name is None:
-            return Value(shape, tuple(fixed(size, _INPUT) for size in shape), scale)
+            root = self._origin_of(node)
+            return Value(shape, tuple(fixed(size, root) for size in shape), scale)
         # A single channel may be broadcast against many: it stays single.
         axes = [self.atoms.new(size) if size > 1 else fixed(size) for size in shape]
         self._parameters[name] = axes
         self._roles[name] = [None] * len(axes)
         self._known[name] = Value(shape, tuple(axes), scale, name)
         return self._known[name]
+
+    def _origin_of(self, node: Any) -> str:
+        """The origin of a tensor that is no parameter or buffer, for reasons why channels stay."""
+        lifted = self._program.graph_signature.inputs_to_lifted_tensor_constants.get(node.name)
+        if lifted is None:
+            return _INPUT
+        modules = self._model.named_modules()
+        kept = {f"{path}.{name}".lstrip(".") for path, module in modules for name in vars(module)}
+        return f"{lifted} is neither a parameter nor a buffer" if lifted in kept else "numbers in the code"
 
     def _call(self, node: Any, values: Mapping[Any, Any]) -> Any:
         operation = self.operation(node)
@@ -183,18 +193,17 @@ class Tracer(Recorder):
         return result if operation in AFFINE else self._with_makers(operation, named, result)
 
     def _rooted(self, operation: str, named: dict[str, Any], result: Any) -> Any:
-        """The same result; its fixed axes say where they come from: from an operand's as long, or this operation."""
+        """The same result; its fixed axes say where they come from: an operand's that is as long or alone, or this."""
         results = result if isinstance(result, list) else [result]
         if not any(run.unrooted for value in values_in(results) for axis in value.axes for run in axis):
             return result
         entering = [axis for value in values_in(named) for axis in value.axes]
         runs = [run for axis in entering for run in self.atoms.resolve(axis)]
         roots = {run.outer: run.root for run in runs if run.root is not None}
+        alone = next(iter(roots.values())) if len({*roots.values()}) == 1 else f"what {operation} puts out"
 
         def rooted(run: Run) -> Run:
-            return (
-                replace(run, root=roots.get(run.outer, f"what {operation} puts out")) if run.unrooted else run
-            )
+            return replace(run, root=roots.get(run.outer, alone)) if run.unrooted else run
 
         told = [
             replace(value, axes=tuple(tuple(map(rooted, axis)) for axis in value.axes))

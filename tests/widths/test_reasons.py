@@ -17,6 +17,7 @@ class Two(nn.Module):
         super().__init__()
         self.table, self.a, self.b = nn.Embedding(7, 5), nn.Linear(5, 8), nn.Linear(8, 8)
         self.last, self.back = nn.Linear(8, 3), nn.Linear(8, 5)
+        self.table_of_numbers = torch.linspace(0.5, 1, 8)
         self.register_buffer("mask", torch.linspace(0.5, 1, 8)[None])
         self.run = run
 
@@ -44,6 +45,18 @@ _FULL = "that keep their full width: "
             },
         ),
         (lambda net, x: net.back(net.a(x)) + x, {"back": rf".* {_FULL}the network's input"}),
+        (
+            lambda net, x: net.last(net.a(x) + net.table_of_numbers),
+            {"a": rf".* {_FULL}table_of_numbers is neither a parameter nor a buffer"},
+        ),
+        (
+            lambda net, x: net.last(net.a(x) + torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8], device=x.device)),
+            {"a": rf".* {_FULL}numbers in the code"},
+        ),
+        (
+            lambda net, x: net.back(net.a(x)) + x.reshape(2, 2, 5).reshape(4, 5).flip(-1),
+            {"back": rf".* {_FULL}the network's input"},
+        ),
         (
             lambda net, x: net.last(net.a(x) + net.b(net.a(x)).roll(1, -1)),
             {"a": rf"added to .* {_FULL}b \(reordered by roll\)", "b": "reordered by roll"},
