@@ -137,7 +137,7 @@ def test_grows_three_times(name: str) -> None:
     grower = Grower(
         network,
         inputs,
-        method=VarianceTransfer(gain=GAIN),
+        method=VarianceTransfer(gain=GAIN, multipliers="keep"),
         trigger=STAGES,
         anneal_steps=STEPS,
     )

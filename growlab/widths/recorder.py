@@ -43,6 +43,12 @@ class Recorder(Findings):
         super().__init__(model)
         self.moved, self.heads = moved, heads
         self._tied, self._weighted_norms = tied, weighted_norms
+        # Frequencies that angles are computed from: more of them would be others, and those of another layout too.
+        self._frequencies = {
+            name
+            for name, buffer in model.named_buffers()
+            if buffer.dim() == 1 and name not in model.state_dict() and (buffer.is_meta or bool(buffer.any()))
+        }
         self._calls: Counter[str] = Counter()
         self._choices: dict[str, tuple[str, Runs, int]] = {}
         #: Paths of modules that attend.
@@ -176,7 +182,10 @@ class Recorder(Findings):
 
         Where it then serves as a weight, they are fixed, as those of all computed weights are.
         """
-        if value.name is not None:
+        if value.name in self._frequencies:
+            for axis in value.axes:
+                self.atoms.freeze(axis, f"{value.name} is a table of as many channels")
+        elif value.name is not None:
             for dimension, size in enumerate(value.shape):
                 self._set_role(value, dimension, "out" if size > 1 else "fixed")
 

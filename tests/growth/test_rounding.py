@@ -1,5 +1,6 @@
 """Networks in which rounding alone changes the output by more than in most grow; those that a rule breaks do not."""
 
+import itertools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -102,11 +103,12 @@ class Counting(nn.Module):
 
     def __init__(self, factor: float) -> None:
         super().__init__()
-        self.a, self.b, self.factor, self.scale = nn.Linear(6, 16), nn.Linear(16, 3), factor, [1.0]
+        self.a, self.b, self.factor = nn.Linear(6, 16), nn.Linear(16, 3), factor
+        # Nothing can set it back, as attributes and containers are after a look at the network.
+        self.calls = itertools.count()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.scale[0] *= self.factor
-        return self.b(torch.relu(self.a(x))) * torch.full((), self.scale[0])
+        return self.b(torch.relu(self.a(x))) * torch.full((), self.factor ** next(self.calls))
 
 
 @pytest.mark.parametrize(("factor", "ends"), [(1.0005, nullcontext()), (1.1, pytest.raises(ParityError))])
