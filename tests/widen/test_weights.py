@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from growlab.growth import HyperCloning
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.widen.weights import Widening
@@ -41,7 +42,9 @@ def test_a_number_of_the_codes_own_is_taken_off_the_table(by_code: float) -> Non
     graph = layouts(wide, (ids,))
     widths = {group: 8 for group in graph.groups}
     errors = []
-    for tensors in Widening.of(graph, narrow.state_dict(), widths, seed=0).ways([by_code]):
-        wide.load_state_dict(tensors)
+    state = narrow.state_dict()
+    widening = Widening(graph, lambda name, rows: state[name][rows], widths, 0, HyperCloning())
+    for way in widening.ways([by_code]):
+        wide.load_state_dict(widening.tensors(way))
         errors.append(relative_error(evaluate(narrow, (ids,)), evaluate(wide, (ids,))))
     assert min(errors) < 1e-12 and sum(error < 1e-12 for error in errors) < len(errors)
