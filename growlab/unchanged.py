@@ -370,7 +370,7 @@ def _library(kind: type) -> str:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Where a tensor's numbers are; 0: nowhere, or nothing is known."""
+    """Return the address of a tensor's numbers; 0 if it has none or it is not known."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):

@@ -310,7 +310,7 @@ class EncodedImages:
 
 
 def _is_deep(image: PIL.Image.Image) -> bool:
-    """Whether an image has more than 8 bits a channel: whole numbers of 16 or 32 bits, or real ones."""
+    """True for an image of more than 8 bits a channel: integers of 16 or 32 bits, or real numbers."""
     return image.mode.startswith(("I", "F"))
 
 

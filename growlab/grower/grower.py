@@ -411,7 +411,7 @@ class Grower:
     # Steps ---------------------------------------------------------------------------------------------------
 
     def divisors(self) -> dict[Tensor, Tensor]:
-        """What steps of Adam and the like are divided by, by parameter: multipliers of rows, if the method says so."""
+        """Divisors of the steps of Adam and the like, by parameter: multipliers of rows, if the method says so."""
         known = row_multipliers(self.network) if self.method.compensates else {}
         return {self.network.get_parameter(name): rows for name, rows in known.items()}
 

@@ -214,7 +214,7 @@ def check_whole(network: nn.Module) -> None:
 
 @cache
 def _distributed(kind: Any) -> str:
-    """Whether modules of a class are "sharded" or "replicated" over processes; "": neither."""
+    """Return "sharded" or "replicated" for modules of a class that is so over processes, else ""."""
     bases = {f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__}
     if "torch.distributed.fsdp.FSDPModule" in bases or any(
         "FullyShardedDataParallel" in base for base in bases

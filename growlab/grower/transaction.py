@@ -66,7 +66,7 @@ def decision(run: "Grower") -> Iterator[None]:
 
 
 class _Snapshot:
-    """What a grower and all that follows it hold: containers and objects by identity, tensors by their memory.
+    """State of a grower and of all that follows it: containers and objects by identity, tensors by their memory.
 
     Args:
         run: the grower.
@@ -131,7 +131,7 @@ class _Snapshot:
         return (thing.__dict__,) if self._is_own(thing) else ()
 
     def _is_own(self, thing: Any) -> bool:
-        """Whether an event may change an object's attributes: a module's, an optimizer's, those of growing itself."""
+        """True if an event may change an object's attributes: a module's, an optimizer's, those of growing itself."""
         if isinstance(thing, (nn.Module, Optimizer)):
             return self._whole
         place = type(thing).__module__

@@ -362,7 +362,7 @@ def _normalize(
 
 
 def _counts(x: Tensor, weights: Tensor, over: int, sums: Mapping[int, bool]) -> Tensor:
-    """How many times each channel counts in a sum, at least in float32."""
+    """Return the weight of each channel in a sum, at least in float32."""
     counted = next(counted for dim, counted in sums.items() if dim % x.dim() == over)
     counts = weights * (len(weights) / weights.sum()) if counted else weights
     dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype

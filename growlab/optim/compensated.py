@@ -52,13 +52,13 @@ class Compensated:
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is torch's or growlab's, or derived from one of these."""
+    """True if an optimizer is torch's or growlab's, or derived from one of these."""
     kinds = (kind.__module__ for kind in type(optimizer).__mro__ if kind is not Optimizer)
     return any(module.startswith(("torch.optim.", "growlab.optim.")) for module in kinds)
 
 
 def _decay(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """By how much a step shortens weights, in proportion to them."""
+    """Return the share by which decoupled weight decay shortens weights in a step."""
     always = isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Muon, Muon))
     decoupled = group.get("decoupled_weight_decay", always)
     return float(group["lr"]) * float(group["weight_decay"]) if decoupled else 0.0

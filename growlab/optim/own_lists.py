@@ -38,7 +38,7 @@ def exchange_own(optimizer: Optimizer, replaced: Mapping[int, Tensor], moved: Mo
 
 
 def kept_by_parameter(optimizer: Optimizer) -> Iterator[tuple[Tensor, Any, str]]:
-    """What an optimizer's own dictionaries hold of parameters: the parameter, the value, the dictionary's name."""
+    """Yield (parameter, value, name of the dictionary) of all that an optimizer keeps of parameters by itself."""
     for _, name, value in _own(optimizer):
         for container in _containers(value, set()):
             for key, held in container.items() if isinstance(container, dict) else ():

@@ -46,7 +46,7 @@ def default_inheritance(optimizer: torch.optim.Optimizer, carry: Carry | None = 
 
 
 def normalises(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's steps are as long for gradients that are all twice as large.
+    """True if an optimizer's steps are as long for gradients that are all twice as large.
 
     So it is with Adam, Lion, Muon and any other that is not known to step in proportion to the gradient (SGD, AvaGrad),
     or to the weights (LARS) or by curvature (L-BFGS), with which the gradient's scale agrees.

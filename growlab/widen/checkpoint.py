@@ -45,7 +45,7 @@ def reverted(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def units(model: nn.Module) -> list[Unit]:
-    """What a model's file holds, in as small pieces as can be made one by one."""
+    """Split a model's file into the smallest pieces that can be made one by one."""
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     state = model.state_dict(keep_vars=True)
     names = [name for name, first in first_names(model).items() if name == first and name not in ignored]

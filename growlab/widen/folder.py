@@ -255,7 +255,7 @@ class Plan:
 
     @property
     def whole(self) -> bool:
-        """Whether all streams become wider by whole factors."""
+        """True if all streams become wider by whole factors."""
         return self._widening.whole
 
     def _origin(self, name: str) -> str:

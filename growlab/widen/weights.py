@@ -106,7 +106,7 @@ class Widening:
 
     @property
     def whole(self) -> bool:
-        """Whether all streams become wider by whole factors."""
+        """True if all streams become wider by whole factors."""
         return all(self.graph.full_widths[group] % self.widths[group] == 0 for group in self.streams)
 
     def tensors(self, way: Way) -> dict[str, Tensor]:
