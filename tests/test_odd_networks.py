@@ -60,14 +60,17 @@ def error(before: list[Tensor], after: list[Tensor]) -> float:
 
 
 def train(network: nn.Module, optimizer: Optimizer, inputs: tuple[Tensor, ...]) -> list[float]:
+    """Train for some steps and return the loss before and after each, with the means of what the network draws."""
     network.train()
     losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = sum((output - 0.5).square().mean() for output in tree_leaves(network(*inputs)))
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    for step in range(STEPS + 1):
+        with quietly(network) as draws:
+            draws.means = True
+            losses.append(float(sum((out - 0.5).square().mean() for out in tree_leaves(network(*inputs)))))
+        if step < STEPS:
+            optimizer.zero_grad()
+            sum((output - 0.5).square().mean() for output in tree_leaves(network(*inputs))).backward()
+            optimizer.step()
     return losses
 
 

@@ -37,6 +37,24 @@ def operations(part: torch.fx.GraphModule) -> Iterator[str]:
             yield from operations(inner)
 
 
+def angles_from(node: Any) -> bool:
+    """Whether a sine or a cosine is taken of what is computed from a node."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        for user in waiting.pop().users:
+            inner = (each for each in user.args if isinstance(each, torch.fx.Node) and each.op == "get_attr")
+            parts = (getattr(each.graph.owning_module, each.target) for each in inner)
+            within = {
+                name for part in parts if isinstance(part, torch.fx.GraphModule) for name in operations(part)
+            }
+            if {operation_of(user), *within} & {"sin", "cos"}:
+                return True
+            if user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return False
+
+
 def is_pointwise(node: Any) -> bool:
     """Whether a node computes every entry from the entries at the same place, and draws none."""
     tags = getattr(node.target, "tags", ())

@@ -43,12 +43,8 @@ class Recorder(Findings):
         super().__init__(model)
         self.moved, self.heads = moved, heads
         self._tied, self._weighted_norms = tied, weighted_norms
-        # Frequencies that angles are computed from: more of them would be others, and those of another layout too.
-        self._frequencies = {
-            name
-            for name, buffer in model.named_buffers()
-            if buffer.dim() == 1 and name not in model.state_dict() and (buffer.is_meta or bool(buffer.any()))
-        }
+        #: Buffers that angles are computed from: more of them would be others, and those of another layout too.
+        self.frequencies: set[str] = set()
         self._calls: Counter[str] = Counter()
         self._choices: dict[str, tuple[str, Runs, int]] = {}
         #: Paths of modules that attend.
@@ -182,7 +178,7 @@ class Recorder(Findings):
 
         Where it then serves as a weight, they are fixed, as those of all computed weights are.
         """
-        if value.name in self._frequencies:
+        if value.name in self.frequencies:
             for axis in value.axes:
                 self.atoms.freeze(axis, f"{value.name} is a table of as many channels")
         elif value.name is not None:

@@ -13,6 +13,7 @@ from growlab.widths.places import line_of_node, module_of, place_of
 from growlab.widths.predictions import Call, computes, name_of, numbers_of
 from growlab.widths.program import (
     UnsupportedOperation,
+    angles_from,
     bases_of,
     canonical_names,
     constants_of,
@@ -162,6 +163,9 @@ class Tracer(Recorder):
         self._parameters[name] = axes
         self._roles[name] = [None] * len(axes)
         self._known[name] = Value(shape, tuple(axes), scale, name)
+        unsaved = self._program.graph_signature.non_persistent_buffers
+        if name in unsaved and len(axes) == 1 and angles_from(node):
+            self.frequencies.add(name)
         return self._known[name]
 
     def _origin_of(self, node: Any) -> str:
