@@ -43,7 +43,7 @@ def angles_from(node: Any) -> bool:
     while waiting:
         for user in waiting.pop().users:
             inner = (each for each in user.args if isinstance(each, torch.fx.Node) and each.op == "get_attr")
-            parts = (getattr(each.graph.owning_module, each.target) for each in inner)
+            parts = (getattr(each.graph.owning_module, str(each.target)) for each in inner)
             within = {
                 name for part in parts if isinstance(part, torch.fx.GraphModule) for name in operations(part)
             }
