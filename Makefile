@@ -69,11 +69,13 @@ test-translation: $(FAIRSEQ)  ## the tests that need fairseq; with it installed,
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not gpu" tests/translation $(ARGS)
 
 # Of the test tools the locked versions; warnings of old libraries about one another are no failures.
+# Datasets by name: uv would raise its bound, and pyarrow's, for the newest fsspec.
 $(LOWEST)/.ready: pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	grep -E '^(editables|gromo|hatchling|hypothesis|pytest|pytest-timeout|pytest-xdist|torch-pruning)==' \
 		requirements.lock > $(LOWEST)/tools.txt
+	grep -oE 'datasets>=[0-9.]+' pyproject.toml | sed 's/>=/==/' >> $(LOWEST)/tools.txt
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct -r pyproject.toml \
 		--extra wandb --extra tensorboard --extra timm --extra transformers -r $(LOWEST)/tools.txt
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .

@@ -42,12 +42,24 @@ def forward_flops(model: nn.Module, sample: Example) -> int:
 
 
 def _formulas() -> dict[Any, Callable[..., int]]:
-    """What torch's counter leaves out: products with vectors, bilinear layers, complex numbers."""
+    """What torch's counter leaves out: products with vectors, bilinear layers, complex numbers.
+
+    In torch 2.11 also attention on a CPU, and shared keys and values on any device.
+    """
     known: dict[Any, Callable[..., int]] = dict(FlopCounterMode(display=False).flop_registry)
     formulas = {
         **{op: known[op] for op in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)},
         **dict.fromkeys((aten.mv, aten.dot, aten.vdot), _by_vector),
         **{aten.addmv: _by_vector_added, aten.addbmm: _sum_of_products, aten._trilinear: _trilinear},
+        **dict.fromkeys(
+            (
+                aten._scaled_dot_product_flash_attention_for_cpu,
+                aten._scaled_dot_product_flash_attention,
+                aten._scaled_dot_product_efficient_attention,
+                aten._scaled_dot_product_cudnn_attention,
+            ),
+            _attention,
+        ),
     }
     found = {op: partial(_complex, formula) for op, formula in formulas.items()}
     for formula in found.values():
@@ -56,8 +68,8 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     return found
 
 
-def _complex(formula: Callable[..., int], *args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    return formula(*args, out_val=out_val, **kwargs) * (4 if out_val.is_complex() else 1)
+def _complex(formula: Callable[..., int], first: Tensor, *args: Any, **kwargs: Any) -> int:
+    return formula(first, *args, **kwargs) * (4 if first.is_complex() else 1)
 
 
 def _by_vector(left: Tensor, *_: Any, **__: Any) -> int:
@@ -73,6 +85,11 @@ def _sum_of_products(_: Tensor, one: Tensor, other: Tensor, *__: Any, **___: Any
     return 2 * one.numel() * other.shape[-1]
 
 
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Scores and weighted sums; several heads may share keys and values."""
+    return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
 def _trilinear(
     one: Tensor,
     two: Tensor,
@@ -82,7 +99,7 @@ def _trilinear(
     expand_3: Sequence[int],
     summed: Sequence[int],
     *_: Any,
-    out_val: Tensor,
+    **__: Any,
 ) -> int:
     """`nn.Bilinear`: x W over one index, then the sum over the other; two a multiply-add of each."""
     shapes = []

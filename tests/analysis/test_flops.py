@@ -1,6 +1,7 @@
 """FLOPs against a count by hand, and the published cost of growing."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -117,6 +118,12 @@ COMPLEX = torch.complex64
         (torch.mm, (torch.ones(5, 7, dtype=COMPLEX), torch.ones(7, 2, dtype=COMPLEX)), 4 * 2 * 5 * 7 * 2),
         (torch.mv, (torch.ones(5, 7, dtype=COMPLEX), torch.ones(7, dtype=COMPLEX)), 4 * 2 * 5 * 7),
         (torch.bmm, (torch.ones(2, 5, 7), torch.ones(2, 7, 3)), 2 * 2 * 5 * 7 * 3),
+        # Four heads of queries share two of keys and values.
+        (
+            partial(nn.functional.scaled_dot_product_attention, enable_gqa=True),
+            (torch.ones(3, 4, 5, 8), torch.ones(3, 2, 7, 8), torch.ones(3, 2, 7, 8)),
+            2 * 3 * 4 * 5 * 7 * (8 + 8),
+        ),
     ],
 )
 def test_products_of_every_kind_are_counted(
