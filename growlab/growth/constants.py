@@ -1,8 +1,9 @@
 """Constants that stand beside growing channels (`WidthGraph.constants`): they end training as they began it.
 
-A table of positions [T, C] in a buffer, a frozen embedding, the statistics of a frozen normalisation: at C' channels
-the network has the first C' columns, and those of channels that arrive come back as they were. So no new channel can
-equal an old one, or a twin: growth methods let nothing read it at first (`Expansion.unlike`).
+A table of positions [T, C] in a buffer or in a plain attribute of a module, a frozen embedding, the statistics of a
+frozen normalisation: at C' channels the network has the first C' columns, and those of channels that arrive come back
+as they were. So no new channel can equal an old one, or a twin: growth methods let nothing read it at first
+(`Expansion.unlike`).
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ def kept(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Args:
         graph: its width graph.
-        tensors: its parameters and buffers by name.
+        tensors: its parameters, buffers and plain tensors by name.
     """
     present = (name for name in graph.constants if name in tensors and not tensors[name].is_meta)
     return {name: tensors[name].detach().cpu().clone() for name in present}

@@ -57,7 +57,7 @@ class Findings:
         self.atoms = Atoms()
         self.scales = ScaleClasses()
         self._model = model
-        #: Names of buffers, which are not learned.
+        #: Names of buffers, and of plain tensors of modules that stay as they are, which are not learned.
         self.buffers = {name for name, _ in model.named_buffers()}
         trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         # What training leaves as it is; of a network that is frozen as a whole, nobody knows.
@@ -322,9 +322,9 @@ class Findings:
                     self.atoms.freeze(axis, f"{name} takes these channels and is not trained")
 
     def _kept_constants(self) -> list[str]:
-        """Buffers and frozen parameters that grow and only stand beside channels; what they scale keeps its scale.
+        """Constants that grow and only stand beside channels; what they scale keeps its scale.
 
-        Neither running statistics, nor a frozen layer that takes channels which grow.
+        Not a frozen layer that takes channels which grow; statistics that training leaves alone are constants, too.
         """
         consumes = {
             name
@@ -334,31 +334,23 @@ class Findings:
         grown = {
             name for x in self._layers if x.weight in consumes & self._still for name in (x.weight, x.bias)
         }
-        statistics = {
-            name
-            for norm in self._norms
-            if not {norm.weight, norm.bias} & self._still
-            for name in (norm.running_mean, norm.running_var)
-        }
         found = [
             name
             for name, runs in self._parameters.items()
-            if name in self._still - grown - statistics and any(map(self._grows, runs))
+            if name in self._still - grown and any(map(self._grows, runs))
         ]
         for layer in self._layers:
             if {layer.weight, layer.bias} & set(found):
                 self.scales.pin(layer.scale_out)
         for norm in self._norms:
-            if {norm.weight, norm.bias} & set(found):
+            if {norm.weight, norm.bias, norm.running_mean, norm.running_var} & set(found):
                 self.scales.pin(norm.scale_in)
         return found
 
     def _told_apart_by(self, name: str, axes: Sequence[Axis]) -> tuple[str, ...]:
         """Groups in whose channels the entries of a tensor differ; on device meta they may."""
-        tensor, found = (
-            self._model.get_parameter(name) if name not in self.buffers else self._model.get_buffer(name),
-            dict[str, None](),
-        )
+        path, _, own = name.rpartition(".")
+        tensor, found = getattr(self._model.get_submodule(path), own), dict[str, None]()
         for dim, axis in enumerate(axes):
             if axis.groups and (tensor.is_meta or bool((tensor != tensor.narrow(dim, 0, 1)).any())):
                 found.update(dict.fromkeys(axis.groups))

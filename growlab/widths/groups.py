@@ -196,8 +196,9 @@ class WidthGraph:
             where it multiplies channels by 1 + w.
         recomputed: code with a backward pass of its own that takes a parameter in a module's forward, by the
             parameter's name: a `torch.autograd.Function` of the user's, or activation checkpointing.
-        constants: buffers and frozen parameters that only stand beside channels, such as a table of positions -> the
-            groups whose channels their entries tell apart. Training does not change them, so growth must not.
+        constants: buffers, frozen parameters and plain tensors of modules that only stand beside channels, such as a
+            table of positions -> the groups whose channels their entries tell apart. Training does not change them,
+            so growth must not.
     """
 
     groups: Mapping[str, Group]

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from growlab.widths.apart import called_apart
 from growlab.widths.inputs import call_with
 from growlab.widths.meta import Shapes
+from growlab.widths.places import plain_tensors
 from growlab.widths.trials import lightened, tensors_in
 
 
@@ -24,7 +25,8 @@ class Modes:
         several: in one of them it returns something else than a tensor.
         own_backward: code with a backward pass of its own that operations of a module run in, by the module's path.
         recomputed: the same by the name of a parameter that such operations take.
-        updated: names of buffers that the forward in train mode writes to, such as running statistics.
+        updated: names of buffers, and of plain tensors of modules, that the forward writes to, such as running
+            statistics.
     """
 
     apart: bool
@@ -49,10 +51,10 @@ def modes_of(model: nn.Module, inputs: tuple[Any, ...]) -> Modes:
     with lightened(model, inputs) as (light, kept):
         for training in (False, True):
             model.train(training)
-            before = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+            before = {name: (tensor, tensor._version) for name, tensor in _unlearned(model).items()}
             with torch.no_grad(), Shapes(), _Readers() as readers:
                 output = call_with(model, light)
-            after = dict(model.named_buffers())
+            after = _unlearned(model)
             updated |= {n for n, (old, at) in before.items() if after.get(n) is not old or old._version != at}
             kept.restore()
             several |= not isinstance(output, Tensor)
@@ -66,6 +68,10 @@ def modes_of(model: nn.Module, inputs: tuple[Any, ...]) -> Modes:
             {name: recomputed[id(p)] for name, p in model.named_parameters() if id(p) in recomputed},
             frozenset(updated),
         )
+
+
+def _unlearned(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_buffers()), **plain_tensors(model)}
 
 
 class _Readers(TorchFunctionMode):

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from growlab.widths.groups import Written
 from growlab.widths.layout import Axis, Part
@@ -50,6 +50,13 @@ def line_of_node(node: Any) -> str:
     """`FILE:LINE` in the user's code that runs a node's operation; empty if it is not known."""
     frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
     return line_of((path, int(line)) for path, line in frames)
+
+
+def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors that modules keep as plain attributes, by name: in no state_dict, and not moved with the network."""
+    modules = model.named_modules(remove_duplicate=False)
+    named = ((path, name, content) for path, module in modules for name, content in vars(module).items())
+    return {f"{path}.{name}".lstrip("."): held for path, name, held in named if isinstance(held, Tensor)}
 
 
 def written_sizes(

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from growlab.errors import UserError
-from growlab.widths.places import place_of
+from growlab.widths.places import place_of, plain_tensors
 
 
 class UnsupportedOperation(UserError, ValueError):
@@ -202,9 +202,13 @@ def constants_of(program: torch.export.ExportedProgram) -> dict[Any, Tensor]:
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """The first name of every parameter and buffer, by any of its names."""
+    """The first name of every parameter, buffer and plain tensor, by any of its names."""
     first: dict[int, str] = {}
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    named = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+        *plain_tensors(model).items(),
+    )
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 

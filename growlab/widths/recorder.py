@@ -153,7 +153,7 @@ class Recorder(Findings):
             self._set_role(weight.rows_of, 1, column_role)
             return weight.axes[0], weight.axes[1]
         if weight.name is None or weight.name in self.buffers:
-            what = "computed in the forward" if weight.name is None else "a buffer"
+            what = "computed in the forward" if weight.name is None else "no parameter"
             for axis in weight.axes:
                 self.atoms.freeze(axis, f"a weight that is {what}")
         if weight.name is None:

@@ -1,4 +1,4 @@
-"""Change a network's widths in place: the only code that replaces parameters and buffers.
+"""Change a network's widths in place: the only code that replaces parameters, buffers and plain tensors of modules.
 
 The module's own bookkeeping (`in_channels`, `num_features`, ...) follows, so that the narrowed network is an
 ordinary module of its class at other widths.
@@ -49,7 +49,7 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 def replace_tensors(
     model: nn.Module, graph: WidthGraph, tensors: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Put new tensors in the place of parameters and buffers.
+    """Put new tensors in the place of parameters, buffers and plain tensors of modules.
 
     Parameters become new `nn.Parameter`s (autograd keeps the old shape of an old one), with the old one's class,
     `requires_grad`, attributes, hooks, dtype, device and memory format; a tensor shared by several modules stays
@@ -167,7 +167,7 @@ def _index(runs: Sequence[_Run], device: torch.device | None) -> tuple[Tensor | 
 
 
 def tensors_of(model: nn.Module, graph: WidthGraph) -> dict[str, Tensor]:
-    """The parameters and buffers that depend on a width, by name.
+    """The parameters, buffers and plain tensors of modules that depend on a width, by name.
 
     Raises:
         UserError: the model has lost one since it was traced.
@@ -237,7 +237,8 @@ def _place(model: nn.Module, places: _Places, graph: WidthGraph, tensors: Mappin
 
 def _named_tensor_places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for attribute in (*module._parameters, *module._buffers):
+        plain = [name for name, content in vars(module).items() if isinstance(content, Tensor)]
+        for attribute in (*module._parameters, *module._buffers, *plain):
             if getattr(module, attribute) is not None:
                 yield (f"{prefix}.{attribute}" if prefix else attribute), (module, attribute)
 

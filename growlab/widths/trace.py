@@ -25,6 +25,7 @@ from growlab.widths.inputs import Example, by_name_alone, call_with, inputs_of, 
 from growlab.widths.meta import lstm_states
 from growlab.widths.modes import Modes, modes_of
 from growlab.widths.narrowing import without, without_what_breaks
+from growlab.widths.places import plain_tensors
 from growlab.widths.predictions import Call
 from growlab.widths.program import (
     UnsupportedOperation,
@@ -38,6 +39,7 @@ from growlab.widths.submodules import Alone, inputs_to, path_of
 from growlab.widths.tracer import OUTPUT, Tracer
 from growlab.widths.trials import (
     FAILS,
+    FAILURES,
     OTHERWISE,
     asks_for_numbers,
     named_tensors,
@@ -199,6 +201,7 @@ def _traced_program(
 
     always = {**settings, "opaque": frozenset(opaque)}
     training = always.pop("training", False)
+    always["plain"] = _plain_constants(program, model.train(training), inputs) - always["updated"]
 
     def find(moved: Mapping[str, int] | None = None, **settings: Any) -> tuple[WidthGraph, Tracer]:
         graph, calls, last = _best_pass(program, model, moved or {}, {**always, **settings})
@@ -230,6 +233,27 @@ def _traced_program(
             if _growing(model, graph) > max(_growing(model, found) for found in graphs):
                 graphs.append(without_what_breaks(model, graph, inputs, calls, training))
     return max(graphs, key=lambda graph: _growing(model, graph))
+
+
+def _plain_constants(
+    program: torch.export.ExportedProgram, model: nn.Module, inputs: tuple[Any, ...]
+) -> frozenset[str]:
+    """Names of plain tensors of modules that a program reads, unless they are learned or the forward makes them."""
+    known, found = plain_tensors(model), set[str]()
+    for name in program.graph_signature.inputs_to_lifted_tensor_constants.values():
+        if name not in known or not known[name].is_leaf or known[name].requires_grad:
+            continue
+        with unchanged(model, copied="all but parameters"), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            path, _, own = name.rpartition(".")
+            module = model.get_submodule(path)
+            setattr(module, own, None)
+            with suppress(*FAILURES):
+                call_with(model, inputs)
+            # A cache is there again.
+            if getattr(module, own, None) is None:
+                found.add(name)
+    return frozenset(found)
 
 
 def layouts(model: nn.Module, example: Example, heads: str | None = "number") -> WidthGraph:

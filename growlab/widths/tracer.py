@@ -56,12 +56,18 @@ class Tracer(Recorder):
         heads: Heads = "dimensions",
         tied: frozenset[str] = frozenset(),
         weighted_norms: bool = True,
+        plain: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(model, moved or {}, heads, tied, weighted_norms)
+        self._plain = plain
+        self.buffers |= plain
+        self._still |= plain
         self._program, self._opaque, self.follow_norms = program, opaque, follow_norms
+        lifted = program.graph_signature.inputs_to_lifted_tensor_constants
         self._names = {
             **program.graph_signature.inputs_to_parameters,
             **program.graph_signature.inputs_to_buffers,
+            **{node: name for node, name in lifted.items() if name in plain},
         }
         self._canonical = canonical_names(model)
         self._known: dict[str, Value] = {}
@@ -163,7 +169,7 @@ class Tracer(Recorder):
         self._parameters[name] = axes
         self._roles[name] = [None] * len(axes)
         self._known[name] = Value(shape, tuple(axes), scale, name)
-        unsaved = self._program.graph_signature.non_persistent_buffers
+        unsaved = {*self._program.graph_signature.non_persistent_buffers, *self._plain}
         if name in unsaved and len(axes) == 1 and angles_from(node):
             self.frequencies.add(name)
         return self._known[name]

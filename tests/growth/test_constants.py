@@ -1,6 +1,8 @@
 """Tables that stand beside growing channels end training as they began it, and growth is exact around them."""
 
+import copy
 import io
+import pickle
 from functools import cache
 
 import pytest
@@ -23,6 +25,7 @@ from growlab.growth import (
     VarianceTransfer,
 )
 from growlab.widths import WidthGraph, trace
+from growlab.widths.places import plain_tensors
 from tests.cases import outputs
 
 ROWS, WIDTH, ROUNDING = 5, 16, 1e-10
@@ -81,6 +84,30 @@ class Normed(Tabled):
 class NotSaved(Tabled):
     def keep(self, table: Tensor) -> None:
         self.register_buffer("table", table, persistent=False)
+
+
+class Plain(Tabled):
+    """A tensor that is neither parameter nor buffer, and in no state_dict: SimpleViT's positions."""
+
+    def keep(self, table: Tensor) -> None:
+        self.table = table
+
+    def beside(self, x: Tensor) -> Tensor:
+        return x + self.table.to(x)
+
+
+class PlainNormed(Plain):
+    norm = True
+
+
+class PlainTwice(Plain):
+    """The same tensor in two modules, under other names."""
+
+    def keep(self, table: Tensor) -> None:
+        self.table = self.m.positions = table
+
+    def beside(self, x: Tensor) -> Tensor:
+        return x + self.table.to(x) * self.m.positions.to(x)
 
 
 class WithBatch(Tabled):
@@ -176,6 +203,27 @@ class FrozenBatchNorm(nn.Module):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
 
 
+class FrozenStatistics(Tabled):
+    """Of a normalisation whose gain and shift are learned."""
+
+    def keep(self, table: Tensor) -> None:
+        self.gain, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("mean", table[0], persistent=False)
+        self.register_buffer("var", 1.5 + table[1], persistent=False)
+
+    def beside(self, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        statistics = self.mean.to(x), self.var.to(x)
+        return F.batch_norm(x, *statistics, self.gain, self.shift).transpose(1, 2)
+
+
+class PlainStatistics(FrozenStatistics):
+    def keep(self, table: Tensor) -> None:
+        super().keep(table)
+        del self.mean, self.var
+        self.mean, self.var = table[0], 1.5 + table[1]
+
+
 class Convolved(nn.Module):
     """Images: a value per channel, and a batch normalisation of numbers in buffers behind it."""
 
@@ -193,8 +241,22 @@ class Convolved(nn.Module):
 SPELLINGS = {
     cls.__name__: cls
     for cls in (
-        *(Tabled, Normed, NotSaved, WithBatch, Longer, Vector, Frozen, FrozenEmbedding, WholeEmbedding),
+        *(
+            Tabled,
+            Normed,
+            NotSaved,
+            Plain,
+            PlainNormed,
+            PlainTwice,
+            WithBatch,
+            Longer,
+            Vector,
+            Frozen,
+            FrozenEmbedding,
+            WholeEmbedding,
+        ),
         *(Multiplied, Masked, InTwoPlaces, Computed, FrozenProjection, Convolved),
+        *(FrozenStatistics, PlainStatistics),
     )
 }
 
@@ -203,6 +265,7 @@ def untrained(network: nn.Module) -> dict[str, Tensor]:
     """All that training leaves alone: buffers but for live statistics, and frozen parameters."""
     found = {name: p for name, p in network.named_parameters() if not p.requires_grad}
     found |= {name: b for name, b in network.named_buffers() if not name.startswith("n.")}
+    found |= plain_tensors(network)
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
@@ -250,7 +313,7 @@ PAIRS = [
     (method, spelling)
     for method in METHODS
     for spelling in SPELLINGS
-    if method in ("ours", "net2net") or spelling in ("Longer", "Vector", "Convolved")
+    if method in ("ours", "net2net") or spelling in ("Longer", "Vector", "Convolved", "Plain")
 ]
 
 
@@ -301,7 +364,15 @@ class DrawnNotSaved(Drawn):
     persistent = False
 
 
-@pytest.mark.parametrize("cls", [Drawn, DrawnNotSaved])
+class DrawnPlain(DrawnNotSaved):
+    def keep(self, table: Tensor) -> None:
+        super().keep(table)
+        drawn = self.table
+        del self.table
+        self.table = drawn.double()
+
+
+@pytest.mark.parametrize("cls", [Drawn, DrawnNotSaved, DrawnPlain])
 def test_a_resumed_run_ends_with_the_constants_that_the_first_one_began_with(cls) -> None:
     network = built(cls)
     begun, first = network.table.clone(), grower(network, "net2net")
@@ -326,8 +397,9 @@ def test_a_resumed_run_ends_with_the_constants_that_the_first_one_began_with(cls
     assert torch.equal(outputs(network, inputs(7), False), outputs(again, inputs(7), False))
 
 
-def test_withdrawing_and_averages_leave_constants_whole() -> None:
-    network = built(NotSaved)
+@pytest.mark.parametrize("cls", [NotSaved, Plain])
+def test_withdrawing_and_averages_leave_constants_whole(cls) -> None:
+    network = built(cls)
     begun, growing = network.table.clone(), grower(network, "net2net")
     average = torch.optim.swa_utils.AveragedModel(network, use_buffers=True)
     growing.follow(average)
@@ -335,7 +407,7 @@ def test_withdrawing_and_averages_leave_constants_whole() -> None:
         average.update_parameters(network)
         growing.step(epoch=epoch)
     assert torch.equal(average.module.table, begun)
-    network = built(NotSaved)
+    network = built(cls)
     grower(network, "net2net").withdraw()
     assert torch.equal(network.table, begun)
 
@@ -361,3 +433,86 @@ def test_channels_that_a_constant_takes_stay_for_that_reason() -> None:
     graph = trace(built(Consuming), inputs(0))
     assert set(graph.full_widths) == {"b"}
     assert graph.fixed["a"] == "v takes these channels and is not trained"
+
+
+class InAList(Plain):
+    def keep(self, table: Tensor) -> None:
+        self.tables = [table]
+
+    def beside(self, x: Tensor) -> Tensor:
+        return x + self.tables[0].to(x)
+
+
+class AlsoInAList(InAList):
+    def keep(self, table: Tensor) -> None:
+        self.table, self.tables = table, [table]
+
+    def beside(self, x: Tensor) -> Tensor:
+        return super().beside(x) + self.table.to(x)
+
+
+class Learned(Plain):
+    """No parameter, but with a gradient."""
+
+    def keep(self, table: Tensor) -> None:
+        self.table = table.requires_grad_()
+
+
+class Updated(Plain):
+    def beside(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.table = self.table * 0.9
+        return super().beside(x)
+
+
+class UpdatedInPlace(Plain):
+    def beside(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.table.mul_(0.9)
+        return super().beside(x)
+
+
+@pytest.mark.parametrize("cls", [InAList, AlsoInAList, Learned, Updated, UpdatedInPlace])
+def test_plain_tensors_that_may_change_or_lie_elsewhere_too_keep_their_channels(cls) -> None:
+    network = built(cls)
+    assert not trace(network, inputs(0)).grows("a.weight")
+
+
+class Filled(Tabled):
+    """A table that the forward computes at the width that the network has, if there is none."""
+
+    def keep(self, table: Tensor) -> None:
+        self.table = None
+
+    def beside(self, x: Tensor) -> Tensor:
+        if self.table is None or self.table.shape[0] < x.shape[1]:
+            self.table = sinusoids(x.shape[1], WIDTH).to(x)
+        return x + self.table
+
+
+def test_a_cache_that_was_filled_before_the_trace_is_no_constant() -> None:
+    network = built(Filled)
+    network(inputs(0))
+    full = network.table
+    graph = trace(network, inputs(0))
+    assert network.table is full and not graph.grows("a.weight")
+
+
+def test_a_refused_event_leaves_a_plain_tensor_as_it_was(monkeypatch) -> None:
+    network = built(Plain)
+    growing = grower(network, "net2net")
+    growing.step(epoch=0)
+    before, number = network.table, network.table.clone()
+    monkeypatch.setattr(growlab.growth.event, "_advance", None)
+    with pytest.raises(TypeError):
+        growing.step(epoch=1)
+    assert network.table is before and torch.equal(before, number)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda network: pickle.loads(pickle.dumps(network))])
+def test_copies_of_a_growing_network_have_a_plain_tensor_of_its_width(again) -> None:
+    network = built(Plain)
+    grower(network, "net2net").step(epoch=0)
+    twin = again(network)
+    assert twin.table is not network.table and torch.equal(twin.table, sinusoids()[:, :4])
+    assert torch.equal(outputs(twin, inputs(7), False), outputs(network, inputs(7), False))

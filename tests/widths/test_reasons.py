@@ -17,7 +17,7 @@ class Two(nn.Module):
         super().__init__()
         self.table, self.a, self.b = nn.Embedding(7, 5), nn.Linear(5, 8), nn.Linear(8, 8)
         self.last, self.back = nn.Linear(8, 3), nn.Linear(8, 5)
-        self.table_of_numbers = torch.linspace(0.5, 1, 8)
+        self.table_of_numbers = torch.linspace(0.5, 1, 8).requires_grad_()
         self.register_buffer("mask", torch.linspace(0.5, 1, 8)[None])
         self.run = run
 

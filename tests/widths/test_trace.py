@@ -174,7 +174,7 @@ def test_a_weight_that_is_a_buffer_or_computed_does_not_grow(persistent):
 
     graph = trace(Blur(), torch.randn(2, 3, 5, 5))
     assert graph.full_widths == {}
-    assert graph.fixed["conv"] == "depthwise convolution: kernel (a weight that is a buffer)"
+    assert graph.fixed["conv"] == "depthwise convolution: kernel (a weight that is no parameter)"
 
     class Standardised(nn.Module):
         def __init__(self) -> None:
