@@ -324,7 +324,7 @@ class Findings:
     def _kept_constants(self) -> list[str]:
         """Constants that grow and only stand beside channels; what they scale keeps its scale.
 
-        Not a frozen layer that takes channels which grow; statistics that training leaves alone are constants, too.
+        Neither running statistics, nor a frozen layer that takes channels which grow.
         """
         consumes = {
             name
@@ -334,16 +334,22 @@ class Findings:
         grown = {
             name for x in self._layers if x.weight in consumes & self._still for name in (x.weight, x.bias)
         }
+        statistics = {
+            name
+            for norm in self._norms
+            if not {norm.weight, norm.bias} & self._still
+            for name in (norm.running_mean, norm.running_var)
+        }
         found = [
             name
             for name, runs in self._parameters.items()
-            if name in self._still - grown and any(map(self._grows, runs))
+            if name in self._still - grown - statistics and any(map(self._grows, runs))
         ]
         for layer in self._layers:
             if {layer.weight, layer.bias} & set(found):
                 self.scales.pin(layer.scale_out)
         for norm in self._norms:
-            if {norm.weight, norm.bias, norm.running_mean, norm.running_var} & set(found):
+            if {norm.weight, norm.bias} & set(found):
                 self.scales.pin(norm.scale_in)
         return found
 

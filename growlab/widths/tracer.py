@@ -90,6 +90,10 @@ class Tracer(Recorder):
             self._reaching |= value.made_by
             for axis in value.axes:
                 self.atoms.freeze(axis, OUTPUT)
+        for name in self._plain & {each for x in self._norms for each in (x.running_mean, x.running_var)}:
+            # Training may follow them, and no state_dict has them.
+            for axis in self._parameters[name]:
+                self.atoms.freeze(axis, f"{name} is neither a parameter nor a buffer")
         self._tie_heads_to_streams()
         if several_outputs or not self._program.call_spec.out_spec.is_leaf():
             self._pin_what_is_more_than_an_output(output_class)

@@ -203,27 +203,6 @@ class FrozenBatchNorm(nn.Module):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
 
 
-class FrozenStatistics(Tabled):
-    """Of a normalisation whose gain and shift are learned."""
-
-    def keep(self, table: Tensor) -> None:
-        self.gain, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
-        self.register_buffer("mean", table[0], persistent=False)
-        self.register_buffer("var", 1.5 + table[1], persistent=False)
-
-    def beside(self, x: Tensor) -> Tensor:
-        x = x.transpose(1, 2)
-        statistics = self.mean.to(x), self.var.to(x)
-        return F.batch_norm(x, *statistics, self.gain, self.shift).transpose(1, 2)
-
-
-class PlainStatistics(FrozenStatistics):
-    def keep(self, table: Tensor) -> None:
-        super().keep(table)
-        del self.mean, self.var
-        self.mean, self.var = table[0], 1.5 + table[1]
-
-
 class Convolved(nn.Module):
     """Images: a value per channel, and a batch normalisation of numbers in buffers behind it."""
 
@@ -256,7 +235,6 @@ SPELLINGS = {
             WholeEmbedding,
         ),
         *(Multiplied, Masked, InTwoPlaces, Computed, FrozenProjection, Convolved),
-        *(FrozenStatistics, PlainStatistics),
     )
 }
 
@@ -472,7 +450,18 @@ class UpdatedInPlace(Plain):
         return super().beside(x)
 
 
-@pytest.mark.parametrize("cls", [InAList, AlsoInAList, Learned, Updated, UpdatedInPlace])
+class Statistics(Plain):
+    """Those of a normalisation, which training may follow."""
+
+    def keep(self, table: Tensor) -> None:
+        self.mean, self.var = table[0].double(), 1.5 + table[1].double()
+
+    def beside(self, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        return F.batch_norm(x, self.mean, self.var, training=self.training).transpose(1, 2)
+
+
+@pytest.mark.parametrize("cls", [InAList, AlsoInAList, Learned, Updated, UpdatedInPlace, Statistics])
 def test_plain_tensors_that_may_change_or_lie_elsewhere_too_keep_their_channels(cls) -> None:
     network = built(cls)
     assert not trace(network, inputs(0)).grows("a.weight")
