@@ -46,6 +46,9 @@ _ABSENT = object()
 #: write to them.
 Copied = Literal["nothing", "buffers", "all but parameters"]
 
+#: Takes an operation, its positional and named arguments, and its result.
+Listener = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
+
 
 class Snapshot:
     """State of a network to go back to, any number of times.
@@ -64,6 +67,8 @@ class Snapshot:
         self._copied, self._buffers = copied, {id(buffer) for buffer in network.buffers()}
         self._undo: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
         self._tensors: list[Content] = []
+        #: Called with each operation, its arguments and its result while `writes` is entered.
+        self.listeners: list[Listener] = []
         # Objects by their dictionaries of attributes.
         self._owners: dict[int, int] = {}
         self._seen, self._waiting = set[int](), list[Any]([network])
@@ -80,9 +85,14 @@ class Snapshot:
         for content in self._tensors:
             content.restore()
 
+    def accept(self) -> None:
+        """Let the numbers that tensors have now be those to go back to."""
+        for content in self._tensors:
+            content.accept()
+
     def writes(self) -> TorchDispatchMode:
         """A mode to run the network in, which copies tensors before they are written to."""
-        return Writes(self._tensors)
+        return Writes(self._tensors, self.listeners)
 
     def kept(self) -> "list[Kept]":
         """Tensors that are now where nothing was: attributes, buffers, and what containers and variables have in them.
@@ -95,6 +105,10 @@ class Snapshot:
         return [each for each in found if each.shapes() or each.owner in owners - {None}]
 
     def _note(self, thing: Any, kind: type) -> None:
+        if kind is dict or kind is OrderedDict:
+            # Most of what there is.
+            self._add(restore_dict, thing, thing.copy(), thing.values())
+            return
         if isinstance(thing, Tensor):
             self._note_tensor(thing)
         elif isinstance(thing, dict):
@@ -258,6 +272,11 @@ class Content:
         if self._copy is None:
             self._copy = self.alias.clone()
 
+    def accept(self) -> None:
+        """Copy them anew, if they were."""
+        if self._copy is not None:
+            self._copy.copy_(self.alias)
+
     def restore(self) -> None:
         """Put them back, into the memory where they were."""
         alone = torch.inference_mode() if self.tensor.is_inference() else torch.no_grad()
@@ -274,8 +293,14 @@ class Writes(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, contents: Sequence[Content]) -> None:
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled while it watches; being left out by torch.compile would triple what a call costs."""
+        return False
+
+    def __init__(self, contents: Sequence[Content], listeners: Sequence[Listener] = ()) -> None:
         super().__init__()
+        self._listeners = listeners
         self._contents: dict[int, list[Content]] = {}
         for content in contents:
             self._contents.setdefault(_memory(content.alias) or id(content.tensor), []).append(content)
@@ -291,11 +316,14 @@ class Writes(TorchDispatchMode):
                     if isinstance(each, Tensor):
                         for content in self._contents.pop(_memory(each) or id(each), ()):
                             content.keep()
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for listener in self._listeners:
+            listener(func, args, kwargs, result)
+        return result
 
 
 @contextmanager
-def unchanged(network: nn.Module, seed: int | None = None, copied: Copied = "buffers") -> Iterator[None]:
+def unchanged(network: nn.Module, seed: int | None = None, copied: Copied = "buffers") -> Iterator[Snapshot]:
     """Undo at the end, whatever is raised, all that was done to a network, and to the generators that it draws from.
 
     Args:
@@ -307,11 +335,11 @@ def unchanged(network: nn.Module, seed: int | None = None, copied: Copied = "buf
     with _draws_kept(network, seed):
         try:
             if copied != "buffers":
-                yield
+                yield snapshot
                 return
             # torch compiles nothing under such a mode, and refuses what has to be compiled as a whole.
             with torch.compiler.set_stance("force_eager"), snapshot.writes():
-                yield
+                yield snapshot
         finally:
             snapshot.restore()
 
@@ -322,14 +350,19 @@ def _draws_kept(network: nn.Module, seed: int | None) -> Iterator[None]:
     put_back = states_of_draws(network)
     try:
         if seed is not None:
-            torch.default_generator.manual_seed(seed)
-            for device in _cuda_devices(network):
-                torch.cuda.default_generators[device].manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed)
+            seed_draws(network, seed)
         yield
     finally:
         put_back()
+
+
+def seed_draws(network: nn.Module, seed: int) -> None:
+    """Let the generators that a network may draw from, all but its own, begin from a seed."""
+    torch.default_generator.manual_seed(seed)
+    for device in _cuda_devices(network):
+        torch.cuda.default_generators[device].manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def states_of_draws(network: nn.Module) -> Callable[[], None]:
@@ -448,6 +481,8 @@ def _kind_of(content: dict[Any, Any]) -> Any:
 
 def restore_dict(content: dict[Any, Any], state: dict[Any, Any]) -> None:
     """Let a dictionary hold what it held, in the same order."""
+    if not len(content) and not state:
+        return
     kind = _kind_of(content)
     same = len(content) == len(state) and all(map(is_, kind.keys(content), state))
     if same and all(map(is_, kind.values(content), state.values())):

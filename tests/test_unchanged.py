@@ -570,3 +570,18 @@ def test_parameters_that_an_embedding_bounds_are_put_back() -> None:
         network(torch.arange(5))
         assert not torch.equal(network.weight, before)
     assert torch.equal(network.weight, before)
+
+
+def test_accepted_numbers_are_gone_back_to_and_listeners_see_operations() -> None:
+    network = nn.BatchNorm1d(3)
+    x = torch.randn(4, 3)
+    with unchanged(network) as snapshot:
+        network.running_mean.fill_(2.0)
+        snapshot.accept()
+        seen: list[str] = []
+        snapshot.listeners.append(lambda func, args, kwargs, result: seen.append(func.__name__))
+        network(x)
+        assert any("batch_norm" in name for name in seen)
+        snapshot.restore()
+        assert network.running_mean.tolist() == [2.0] * 3 and int(network.num_batches_tracked) == 0
+    assert network.running_mean.tolist() == [2.0] * 3

@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from growlab import ranks
 from growlab.errors import UserError
-from growlab.growth.outputs import main_output, network_inputs, quietly
+from growlab.growth.outputs import arithmetic, main_output, network_inputs, quietly
 from growlab.growth.surrogates import twice_differentiable
 from growlab.growth.weighted_norms import carried_weights, weigh
-from growlab.unchanged import Snapshot
+from growlab.unchanged import Listener
 from growlab.widths import Carry, WidthGraph, replace_tensors, restore_tensors, tensors_in, tensors_of
 from growlab.widths.inputs import call_on
 
@@ -175,28 +174,24 @@ class Measurement:
         self._weigh(before)
         shapes = tuple((name, tuple(new.shape)) for name, (_, new) in replaced.items())
         try:
+            for _, new in replaced.values():
+                # Frozen layers too: a method asks how the loss depends on them.
+                new.requires_grad_(gradients and isinstance(new, nn.Parameter))
             with contextlib.ExitStack() as stack:
-                stack.enter_context(quietly(self.model))
+                seen = stack.enter_context(_watching(self.model, watched))
+                quiet = stack.enter_context(quietly(self.model))
                 stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
                 for mode in modes:
                     stack.enter_context(mode)
-                seen = stack.enter_context(_watching(self.model, watched))
-                self.model.train()
-                with arithmetic():
-                    for _, new in replaced.values():
-                        # Frozen layers too: a method asks how the loss depends on them.
-                        new.requires_grad_(gradients and isinstance(new, nn.Parameter))
-                    before_batch = Snapshot(self.model) if len(self._batches) > 1 else None
-                if before_batch is not None:
-                    stack.enter_context(before_batch.writes())
-                for *inputs, target in self._batches:
+                for number, (*inputs, target) in enumerate(self._batches):
                     seen.clear()
                     with arithmetic():
-                        if before_batch is not None:
-                            before_batch.restore()
+                        if number:
+                            quiet.snapshot.restore()
+                        self.model.train()
                     sizes = tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
                     done = None if work is None else (work, shapes, sizes, gradients)
-                    with self._counted(done):
+                    with self._counted(done, quiet.snapshot.listeners):
                         loss = self._loss(main_output(call_on(self.model, inputs)), target)
                         _check_single(loss)
                         parameters = dict(self.model.named_parameters(remove_duplicate=False))
@@ -220,14 +215,16 @@ class Measurement:
         return result
 
     @contextlib.contextmanager
-    def _counted(self, work: Hashable) -> Iterator[None]:
+    def _counted(self, work: Hashable, listeners: list[Listener]) -> Iterator[None]:
         """Count what a pass takes: the FLOPs of work that was done before are known."""
         if work is not None and work in self._flops:
             yield
         else:
             counter, held = _FlopCounter(), _Held()
-            with held.during(), counter:
+            listeners.append(counter.count)
+            with held.during():
                 yield
+            listeners.remove(counter.count)
             self._flops[work] = counter.flops
             self.cost.held_bytes = max(self.cost.held_bytes, held.most)
         self.cost.flops += self._flops[work]
@@ -326,14 +323,6 @@ class Measurement:
             ) from error
 
 
-def arithmetic() -> contextlib.AbstractContextManager[Any]:
-    """Leave out torch's function modes, which cost small operations around a pass many times their time.
-
-    Not around backward passes, which may call a part of the network again.
-    """
-    return torch._C.DisableTorchFunction()
-
-
 @contextlib.contextmanager
 def _watching(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Seen]]:
     """What the named modules see, filled in with every forward pass."""
@@ -355,7 +344,7 @@ def _watching(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Seen
             hook.remove()
 
 
-class _FlopCounter(TorchDispatchMode):
+class _FlopCounter:
     """Counts FLOPs by torch's own formulas.
 
     `FlopCounterMode` also tracks modules, by hooks that trip over a parameter that is an input of a module (a class
@@ -363,23 +352,25 @@ class _FlopCounter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.flops = 0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled while it counts; being left out by torch.compile would triple what a call costs."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
+    def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Add those of an operation."""
+        formula = flop_registry.get(getattr(func, "_overloadpacket", func))
+        if formula is None:
+            return
+        # Most are made for shapes: what torch wraps them in for tensors takes ten times as long as they do.
+        of_shapes = getattr(formula, "__wrapped__", None)
+        if of_shapes is None:
             self.flops += formula(*args, **kwargs, out_val=result)
-        return result
+        else:
+            self.flops += of_shapes(*map(_shape, args), **kwargs, out_shape=_shape(result))
+
+
+def _shape(thing: Any) -> Any:
+    if isinstance(thing, (list, tuple)):
+        return type(thing)(map(_shape, thing))
+    return thing.shape if isinstance(thing, Tensor) else thing
 
 
 class _Held:

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 from growlab.growth.data_driven import DataDriven, padded
 from growlab.growth.fans import Fans, View
-from growlab.growth.measurement import Measurement, Seen, arithmetic
+from growlab.growth.measurement import Measurement, Seen
 from growlab.growth.method import Expansion
+from growlab.growth.outputs import arithmetic
 from growlab.growth.surrogates import IdentityNorms, right_derivatives
 from growlab.widths import Layer, WidthGraph
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from growlab.errors import UserError
-from growlab.unchanged import unchanged
+from growlab.unchanged import Snapshot, seed_draws, unchanged
 from growlab.widths import Norm, tensors_in
 from growlab.widths.inputs import Example, call_with, inputs_of
 
@@ -90,26 +90,26 @@ def observe(
             hooks.append(module.register_forward_pre_hook(called.enter))
             hooks.append(module.register_forward_hook(called.leave, always_call=True))
 
-    def trained() -> Any:
-        with quietly(model) as draws:
-            returned = call_with(model.train(), probe)
-        if draws.seen:
-            for calls in moments.values():
-                calls.clear()
-            with quietly(model) as draws:
-                draws.means = True
-                returned = call_with(model.train(), probe)
-        return returned
-
     try:
-        returned = trained()
-        train = plain = main_output(returned)
-        if between is not None:
-            between({name: _unbiased(calls) for name, calls in moments.items() if calls})
-        if setting is not None:
-            with setting():
-                train = main_output(trained())
-        evaluated = evaluate(model, probe)
+        with quietly(model) as quiet:
+            returned = call_with(model.train(), probe)
+            if quiet.seen:
+                moments.clear()
+                quiet.again()
+                quiet.means = True
+                returned = call_with(model.train(), probe)
+            train = plain = main_output(returned)
+            quiet.again()
+            if between is not None:
+                with arithmetic():
+                    between({name: _unbiased(calls) for name, calls in moments.items() if calls})
+                    quiet.snapshot.accept()
+            if setting is not None:
+                with setting():
+                    train = main_output(call_with(model.train(), probe))
+                quiet.again()
+            quiet.means = False
+            evaluated = main_output(call_with(model.eval(), probe))
     finally:
         for hook in hooks:
             hook.remove()
@@ -174,7 +174,7 @@ def evaluate(model: nn.Module, probe: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 @contextlib.contextmanager
-def quietly(model: nn.Module) -> Iterator["_WithoutDropout"]:
+def quietly(model: nn.Module) -> Iterator["_Quiet"]:
     """Run a network for its numbers alone: without gradients and dropout, in full precision; it is left as it was."""
     double = any(p.dtype == torch.float64 for p in model.parameters())
     in_double = doubles_kept() if double else contextlib.nullcontext()
@@ -182,11 +182,20 @@ def quietly(model: nn.Module) -> Iterator["_WithoutDropout"]:
         torch.no_grad(),
         own_precision(model),
         _full_precision(),
-        unchanged(model, seed=0),
-        _WithoutDropout() as draws,
+        unchanged(model, seed=0) as snapshot,
+        # Entered first: what it reads of tensors would pass through the other mode.
         in_double,
+        _Quiet(model, snapshot) as quiet,
     ):
-        yield draws
+        yield quiet
+
+
+def arithmetic() -> contextlib.AbstractContextManager[Any]:
+    """Leave out torch's function modes, which cost small operations around a pass many times their time.
+
+    Not around backward passes, which may call a part of the network again.
+    """
+    return torch._C.DisableTorchFunction()
 
 
 def doubles_kept() -> contextlib.AbstractContextManager[Any]:
@@ -227,10 +236,15 @@ class _DoublesKept(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _WithoutDropout(TorchFunctionMode):
+class _Quiet(TorchFunctionMode):
     """Leaves out dropout, and takes note of other random numbers: in train mode their shape may grow.
 
+    Args:
+        model: the network.
+        snapshot: of its state.
+
     Attributes:
+        snapshot: the same.
         seen: random numbers were drawn.
         means: put the mean of each draw in its place.
     """
@@ -242,9 +256,16 @@ class _WithoutDropout(TorchFunctionMode):
     _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
     _CHANGED = _KINDS | _RECURRENT | {F.scaled_dot_product_attention, F.multi_head_attention_forward, F.rrelu}
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, snapshot: Snapshot) -> None:
         super().__init__()
+        self._model, self.snapshot = model, snapshot
         self.seen = self.means = False
+
+    def again(self) -> None:
+        """Put the network and the generators that it draws from back to where they were, for another pass."""
+        with arithmetic():
+            self.snapshot.restore()
+        seed_draws(self._model, 0)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -126,6 +126,11 @@ def resized(
 
 def _moves(axis: Axis, widths: Mapping[str, int], new_widths: Mapping[str, int]) -> _Moves:
     """New length of an axis, the positions that are kept, and where they go."""
+    if len(axis.parts) == 1 and axis.parts[0].outer == 1:
+        # Those of the first channels are the first ones, as on nearly all axes.
+        first = min(axis.length(widths), axis.length(new_widths))
+        run = torch.arange(first), slice(0, first)
+        return axis.length(new_widths), run, run
     kept = axis.kept(widths, new_widths)
     return axis.length(new_widths), _run((kept >= 0).nonzero().flatten()), _run(kept[kept >= 0])
 
@@ -150,10 +155,10 @@ def _run(positions: Tensor) -> _Run:
     """Positions, and the slice that they are, if they are one."""
     if not len(positions):
         return positions, slice(0, 0)
-    first, last = int(positions[0]), int(positions[-1])
-    if last - first + 1 != len(positions) or not bool((positions.diff() == 1).all()):
-        return positions, None
-    return positions, slice(first, last + 1)
+    first = int(positions[0])
+    last = first + len(positions)
+    consecutive = torch.equal(positions, torch.arange(first, last, device=positions.device))
+    return positions, slice(first, last) if consecutive else None
 
 
 def _index(runs: Sequence[_Run], device: torch.device | None) -> tuple[Tensor | slice, ...]:
