@@ -115,7 +115,7 @@ def _exact_plan(
     seed: int,
 ) -> tuple["Plan", Way, float, Any, Collection[str]]:
     """A plan that is exact, its way and its error, the configuration, and the parts that become wider."""
-    kind, failed = type(source), None
+    kind, failed, inexact = type(source), None, None
     choices = [parts]
     if width != 1 and {"heads", "stream"} <= {*parts} and divides_its_stream(config):
         # Where the code computes numbers from how many heads there are (ALiBi), each may become wider.
@@ -123,22 +123,24 @@ def _exact_plan(
     for chosen in choices:
         wider = widened(config, width, chosen) if width != 1 else config
         target = deepened(wider, depth) if depth != 1 else wider
-        by_number = "heads" in chosen or "stream" not in chosen or not divides_its_stream(config)
         try:
-            plan = Plan(saved, source, skeleton(kind, target), method, seed, "number" if by_number else None)
+            plan = Plan(saved, source, skeleton(kind, target), method, seed)
             way, error = plan.exact_way()
-            if way is not None:
-                return plan, way, error, target, chosen
-            raise _inexact(kind.__name__, plan, error)
         except UserError as refusal:
             failed = failed or refusal
+            continue
+        if way is not None:
+            return plan, way, error, target, chosen
+        # It says more than that tensors do not fit.
+        inexact = inexact or _inexact(kind.__name__, plan, error)
     if depth != 1:
         alone = Plan(saved, source, skeleton(kind, deepened(config, depth)), method, seed)
         way, error = alone.exact_way()
         if way is None:
             raise _not_deeper(kind.__name__, error)
-    assert failed is not None
-    raise failed
+    refusal = inexact or failed
+    assert refusal is not None
+    raise refusal
 
 
 def _check(folder: Path, out: Path, method: str, parts: Collection[str]) -> None:
@@ -210,7 +212,6 @@ class Plan:
         target: that of the wider and deeper one.
         method: for heads and hidden layers.
         seed: of everything that is drawn.
-        heads: see `layouts`.
 
     Raises:
         UserError: growlab cannot follow the model, or its sizes do not fit one another.
@@ -223,17 +224,18 @@ class Plan:
         target: nn.Module,
         method: GrowthMethod,
         seed: int,
-        heads: str | None = "number",
     ) -> None:
         self._saved, self._source, self.target = saved, source, target
         inputs = inputs_of(source)
         self._probe = tuple(inputs.values())
-        self._network = FirstOutput(target, list(inputs))
+        self._network, old = (FirstOutput(model, list(inputs)) for model in (target, source))
+        self._deeper = Deeper(self._network, old)
         try:
-            graph = layouts(self._network, self._probe, heads)
+            graph = layouts(
+                self._network, self._probe, old, lambda path: self._deeper.source(f"{path}.")[:-1]
+            )
         except UnsupportedOperation as error:
             raise UserError(str(error)) from error
-        self._deeper = Deeper(self._network, FirstOutput(source, list(inputs)))
         named = {**dict(source.named_parameters()), **dict(source.named_buffers())}
         tensors = {**dict(target.named_parameters()), **dict(target.named_buffers())}
         shapes = {

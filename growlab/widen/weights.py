@@ -52,11 +52,13 @@ class Way:
         fill: what new channels carry: copies of old ones, their mean, or zeros.
         by_code: factor by which the code multiplies embeddings more than it did; None: the root of the stream's own.
         factors: what tensors are multiplied by besides, by name.
+        by_root: attention divides products by the root of the dimension of its heads.
     """
 
     fill: Fill
     by_code: float | None = 1.0
     factors: Mapping[str, float] = field(default_factory=dict)
+    by_root: bool = True
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,17 @@ class Widening:
             fills = ["copies"]
         for fill in fills:
             for by_code in (*computed, 1.0, None) if self.streams else (1.0,):
-                yield Way(fill, by_code)
+                for by_root in (True, False) if self._root_of_attention else (True,):
+                    yield Way(fill, by_code, by_root=by_root)
+
+    @cached_property
+    def _root_of_attention(self) -> float | None:
+        """The root of what the dimension of heads grows by; None: it stays."""
+        roots = (
+            sqrt(one.axis.length(self.graph.full_widths) / one.axis.length(self.widths))
+            for one in self.graph.attentions
+        )
+        return next((root for root in roots if root != 1.0), None)
 
     @cached_property
     def streams(self) -> list[str]:
@@ -135,12 +147,31 @@ class Widening:
             graph = self._alone(name, key, tensor)
             between = {**self.graph.full_widths, **{group: self.widths[group] for group in self.streams}}
             expansion = Expansion(graph, {key: tensor}, self.widths, between, self.seed, stage=1)
-            tensor = with_attention_scale(expansion, self.method.grow(expansion)).tensors[key]
+            grown = self.method.grow(expansion)
+            tensor = (with_attention_scale(expansion, grown) if way.by_root else grown).tensors[key]
+            tensor = self._attending(name, key, tensor, expansion, way)
             for group in self.streams:
                 if group in graph.groups:
                     tensor = self._streamed(name, key, tensor, graph, between, group, way)
                     between = {**between, group: self.graph.full_widths[group]}
         return tensor * factor - offset
+
+    def _attending(self, name: str, key: str, tensor: Tensor, expansion: Expansion, way: Way) -> Tensor:
+        """A layer of queries and keys: new channels of keys are zero; queries take up the scale 1 / sqrt(d)."""
+        for attention in self.graph.attentions:
+            before, after = (
+                attention.axis.length(each) for each in (expansion.old_widths, expansion.new_widths)
+            )
+            if name not in attention.fused or before == after:
+                continue
+            dim = next(dim for dim, axis in enumerate(self.graph.axes[name]) if axis.role == "out")
+            kept = set(expansion.kept(key)[dim].tolist())
+            new = [row for row in attention.key_rows if row not in kept]
+            tensor = tensor.clone().index_fill_(dim, torch.tensor(new, dtype=torch.long), 0.0)
+            if way.by_root:
+                queries = torch.tensor(attention.query_rows)
+                tensor.index_copy_(dim, queries, tensor.index_select(dim, queries) * sqrt(after / before))
+        return tensor
 
     def _alone(self, name: str, key: str, block: Tensor) -> WidthGraph:
         """The graph of one tensor, or of a block of its rows, so that it is grown by itself."""

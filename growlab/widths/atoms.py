@@ -120,11 +120,11 @@ class Atoms:
                 self.freeze((Run(atom),), "a single channel")
 
     def frozen_whole(self, runs: Runs) -> bool:
-        """Whether the axis was frozen as it is, or in all the parts that it was cut into.
+        """Whether the axis was frozen as it is, as what it stretches, or in all the parts that it was cut into.
 
         Not as a larger one that it is a part of, or in some of its parts alone.
         """
-        while len(runs) == 1 and runs[0].bare and runs[0].atom is not None:
+        while len(runs) == 1 and runs[0].outer == 1 and runs[0].atom is not None:
             atom = runs[0].atom
             if atom in self.frozen_because:
                 return True

@@ -74,7 +74,7 @@ class Findings:
         self._norms: list[Norm] = []
         self._channel_norms: list[NormCall] = []
         self._offsets: dict[str, float] = {}
-        self._attentions: list[tuple[Runs, frozenset[str]]] = []
+        self._attentions: list[tuple[Runs, Attention]] = []
         self._radii: dict[str, Runs] = {}
         self._individuated: list[tuple[Runs, str]] = []
         self._sizes: list[tuple[str, int, Runs]] = []
@@ -243,10 +243,10 @@ class Findings:
                     self.scales.pin(output_class)
 
     def _attentions_that_grow(self, names: Mapping[int, str]) -> tuple[Attention, ...]:
-        axes = [(self.atoms.resolve(axis), queries) for axis, queries in self._attentions]
+        axes = [(self.atoms.resolve(axis), attention) for axis, attention in self._attentions]
         return tuple(
-            Attention(Axis(tuple(_part(run, names) for run in axis), "out"), tuple(sorted(queries)))
-            for axis, queries in axes
+            replace(attention, axis=Axis(tuple(_part(run, names) for run in axis), "out"))
+            for axis, attention in axes
             if self._grows(axis)
         )
 

@@ -143,10 +143,16 @@ class Attention:
     Attributes:
         axis: the head dimension.
         queries: names of the tensors that the queries are linear in.
+        fused: where one layer puts out queries and keys, the names of its tensors; `queries` is empty then.
+        query_rows: rows of these that queries are made by, at full width.
+        key_rows: those that keys are made by.
     """
 
     axis: Axis
     queries: tuple[str, ...]
+    fused: tuple[str, ...] = ()
+    query_rows: tuple[int, ...] = ()
+    key_rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,16 @@ from typing import Any, Literal
 from torch import nn
 
 from growlab.widths.atoms import STAYING, Run, Runs
+from growlab.widths.counterparts import rows_of
 from growlab.widths.findings import Findings, NormCall, layer_name
-from growlab.widths.groups import VARIANCE_OF_GATES, Layer, Norm
-from growlab.widths.layout import Role
+from growlab.widths.groups import VARIANCE_OF_GATES, Attention, Layer, Norm
+from growlab.widths.layout import Axis, Role
 from growlab.widths.places import module_of
 from growlab.widths.program import operation_of, shapes_of
 from growlab.widths.rules import Value
 from growlab.widths.rules.registry import SLID_OVER
 
-Heads = Literal["dimensions", "number", "values"]
+Heads = Literal["dimensions", "number", "values", "sizes"]
 _AS_WIDE = "attention as wide as its stream"
 
 
@@ -27,7 +28,8 @@ class Recorder(Findings):
         model: the network at full width.
         moved: see `to_the_left`, by name of a node.
         heads: what of attention may grow: "dimensions" that queries and keys are multiplied over, where that can be
-            exact; the "number" of heads; or "values", whose channels pass products that are written out.
+            exact; the "number" of heads; or "values", whose channels pass products that are written out; "sizes":
+            dimensions in such products too, for a network whose code computes its scale from them.
         tied: paths of attention that is taken to have the width of its stream in all its heads.
         weighted_norms: whether channels grow that normalisations take their statistics over.
     """
@@ -242,12 +244,14 @@ class Recorder(Findings):
         self._callers.setdefault(weight.name, {})[module_of(node)] = None
         return Value(shape, axes, scale, linear_in=names, made_by=frozenset((weight.name,)))
 
-    def attend(self, query: Value, key: Value, value: Value) -> bool:
+    def attend(self, query: Value, key: Value, value: Value, nodes: Sequence[Any]) -> bool:
         """Let the dimension grow over which queries and keys are multiplied and summed, if that can be exact.
 
         It can if queries and keys each come linearly from a layer of their own: new products cancel by the keys'
         signs, as new channels do by the signs of what consumes them, and the queries take up the scale 1 / sqrt(d).
         """
+        if self.heads == "sizes":
+            return self.multiply(query, key, key.axes[-1], nodes)
         layers = (query.linear_in, key.linear_in, value.linear_in)
         alone = all(layers[:2]) and sum(map(len, layers)) == len(frozenset().union(*layers))
         once = all(self._calls[name] == 1 for name in query.linear_in | key.linear_in)
@@ -257,10 +261,37 @@ class Recorder(Findings):
         if query.shape[-1] == value.shape[-1]:
             # One head dimension, as code that asks a module for it will have it.
             self.atoms.unify(query.axes[-1], value.axes[-1], "queries and values laid out otherwise")
+        self._note_attended(query, key)
+        return True
+
+    def multiply(self, query: Value, key: Value, summed: Runs, nodes: Sequence[Any]) -> bool:
+        """Let the dimension grow over which any product of queries and keys sums, if both are linear in a layer.
+
+        Args:
+            query: whose last dimension is summed over.
+            key: what it is multiplied with.
+            summed: the same dimension of the keys.
+            nodes: what stands for both in the program.
+        """
+        shared = query.linear_in & key.linear_in
+        if not (query.linear_in and key.linear_in and self._grows(query.axes[-1]) and self._grows(summed)):
+            return False
+        rows = [found for node in nodes if shared and (found := rows_of(node)) is not None]
+        if shared and len(rows) < len(nodes):
+            return False
+        self.atoms.unify(query.axes[-1], summed, "queries and keys laid out otherwise")
+        if shared:
+            fused = Attention(Axis((), "out"), (), tuple(sorted(shared)), *rows)
+            self._attentions.append((query.axes[-1], fused))
+        else:
+            self._note_attended(query, key)
+        return True
+
+    def _note_attended(self, query: Value, key: Value) -> None:
         for name in key.linear_in:
             self._roles[name] = ["in" if role == "out" else role for role in self._roles[name]]
-        self._attentions.append((query.axes[-1], query.linear_in))
-        return True
+        attention = Attention(Axis((), "out"), tuple(sorted(query.linear_in)))
+        self._attentions.append((query.axes[-1], attention))
 
     def record_norm(
         self, node: Any, names: Mapping[str, str | None], eps: float, x: Value, per_sample: bool = False

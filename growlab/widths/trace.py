@@ -3,7 +3,7 @@
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from growlab.unchanged import Snapshot, unchanged
+from growlab.widths.counterparts import growing_dimensions
 from growlab.widths.groups import WidthGraph
 from growlab.widths.inputs import Example, by_name_alone, call_with, inputs_of, listed, named_in, values_of
 from growlab.widths.meta import lstm_states
@@ -256,7 +257,12 @@ def _plain_constants(
     return frozenset(found)
 
 
-def layouts(model: nn.Module, example: Example, heads: str | None = "number") -> WidthGraph:
+def layouts(
+    model: nn.Module,
+    example: Example,
+    narrower: nn.Module | None = None,
+    source: Callable[[str], str] = str,
+) -> WidthGraph:
     """The width graph that a network's operations amount to, whether or not its code runs at other widths.
 
     It says where channels lie in tensors of networks of the same class that are built at other widths.
@@ -264,16 +270,20 @@ def layouts(model: nn.Module, example: Example, heads: str | None = "number") ->
     Args:
         model: see `trace`.
         example: see `trace`.
-        heads: "number": there are more heads of the same dimension; None: as many, of a larger one.
+        narrower: one of these; its program says which dimensions become larger: the number of heads, or each head.
+            None: there are more heads.
+        source: for the path of each of the model's modules, that of its counterpart in the narrower network.
 
     Raises:
         UnsupportedOperation: see `trace`.
     """
     inputs = inputs_of(example, model)
     settings: dict[str, Any] = {"opaque": frozenset[str](), "follow_norms": False}
-    if heads is not None:
-        settings["heads"] = heads
-    return _best_pass(_exported(model, inputs), model, {}, settings)[0]
+    program = _exported(model, inputs)
+    if narrower is None:
+        return _best_pass(program, model, {}, {**settings, "heads": "number"})[0]
+    moved = growing_dimensions(program, _exported(narrower, inputs), source)
+    return _best_pass(program, model, moved, {**settings, "heads": "sizes"})[0]
 
 
 def _exported(

@@ -178,6 +178,15 @@ class Tracer(Recorder):
             self.frequencies.add(name)
         return self._known[name]
 
+    def numbers(self, node: Any) -> list[int]:
+        """Integers of a tensor that the forward makes from numbers; none of any other."""
+        while node not in self._constants and self.operation(node).startswith("lift_fresh"):
+            node = node.args[0]
+        constant = self._constants.get(node)
+        if constant is None or constant.is_meta or constant.dtype != torch.int64:
+            return []
+        return [int(entry) for entry in constant.flatten().tolist()]
+
     def _origin_of(self, node: Any) -> str:
         """The origin of a tensor that is no parameter or buffer, for reasons why channels stay."""
         lifted = self._program.graph_signature.inputs_to_lifted_tensor_constants.get(node.name)

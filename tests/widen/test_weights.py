@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from growlab.growth import HyperCloning
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
-from growlab.widen.weights import Widening
+from growlab.widen.weights import METHODS, Widening, read_off
 from growlab.widths import layouts
 
 
@@ -29,16 +29,30 @@ class Embedded(nn.Module):
         return self.head(self.last(x + self.inside(self.norm(x)))).mean(1)
 
 
+class Tied(Embedded):
+    """The same, with the table for its head."""
+
+    def __init__(self, width: int, times: float) -> None:
+        super().__init__(width, times)
+        del self.head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) * self.times
+        return nn.functional.linear(self.last(x + self.inside(self.norm(x))), self.embed.weight).mean(1)
+
+
 @pytest.mark.parametrize("by_code", [2.0, 0.7])
-def test_a_number_of_the_codes_own_is_taken_off_the_table(by_code: float) -> None:
+@pytest.mark.parametrize("kind", [Embedded, Tied])
+@pytest.mark.parametrize("width", [12, 16])
+def test_a_number_of_the_codes_own_is_taken_off_the_table(kind: type, by_code: float, width: int) -> None:
     """Embeddings may be multiplied by more, or less, than the stream that they begin grows by."""
     torch.manual_seed(0)
-    narrow = Embedded(8, 3.0).double().eval()
+    narrow = kind(8, 3.0).double().eval()
     ids = torch.randint(0, 11, (4, 6))
     with torch.no_grad():
         for parameter in narrow.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
-    wide = Embedded(12, 3.0 * by_code).double().eval()
+    wide = kind(width, 3.0 * by_code).double().eval()
     graph = layouts(wide, (ids,))
     widths = {group: 8 for group in graph.groups}
     errors = []
@@ -48,3 +62,46 @@ def test_a_number_of_the_codes_own_is_taken_off_the_table(by_code: float) -> Non
         wide.load_state_dict(widening.tensors(way))
         errors.append(relative_error(evaluate(narrow, (ids,)), evaluate(wide, (ids,))))
     assert min(errors) < 1e-12 and sum(error < 1e-12 for error in errors) < len(errors)
+
+
+class Fused(nn.Module):
+    """Queries, keys and values of one layer: one after the other, or head by head."""
+
+    def __init__(self, heads: int, dimension: int, by_head: bool) -> None:
+        super().__init__()
+        self.heads, self.dimension, self.by_head = heads, dimension, by_head
+        width = heads * dimension
+        self.inside, self.qkv, self.out = nn.Linear(5, 8), nn.Linear(8, 3 * width), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.qkv(self.inside(x))
+        if self.by_head:
+            y = y.view(*x.shape[:2], self.heads, 3, self.dimension)
+            q, k, v = (y[..., place, :].transpose(1, 2) for place in range(3))
+        else:
+            shape = *x.shape[:2], self.heads, self.dimension
+            q, k, v = (each.reshape(shape).transpose(1, 2) for each in y.chunk(3, -1))
+        weights = (q @ k.transpose(-2, -1) * self.dimension**-0.5).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2)).mean(1)
+
+
+@pytest.mark.parametrize("by_head", [True, False])
+@pytest.mark.parametrize("sizes", [(4, 3), (2, 6), (2, 5)])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_of_queries_and_keys_by_more_heads_or_wider_ones(
+    by_head: bool, sizes: tuple[int, int], method: str
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 5).double()
+    narrow, wide = (Fused(*each, by_head).double().eval() for each in ((2, 3), sizes))
+    graph = layouts(wide, (x,), narrow)
+    state = narrow.state_dict()
+    widths = read_off(graph, {name: tuple(tensor.shape) for name, tensor in state.items()}, wide.state_dict())
+    widening = Widening(graph, lambda name, rows: state[name][rows], widths, 0, METHODS[method]())
+    ways = list(widening.ways())
+    wide.load_state_dict(widening.tensors(ways[0]))
+    assert relative_error(evaluate(narrow, (x,)), evaluate(wide, (x,))) < 1e-12
+    assert len(ways) == (2 if sizes[0] == 2 else 1)
+    # What is new learns: nothing of it is zero together with what it is multiplied with.
+    wide.train()(x).square().mean().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in wide.parameters())

@@ -44,9 +44,14 @@ CASES = {
     "gpt_neo": ("2", "2"),
     "smollm3": ("1.5", "2"),
     "olmo2": ("2", "1"),
+    "falcon": ("1.5", "2"),
+    "llama4_text": ("1.5", "2"),
+    # The number of heads is in ALiBi's slopes: each becomes wider.
+    "bloom": ("2", "2"),
+    "mpt": ("1.5", "2"),
 }
 # The others are alike, and take seconds each.
-QUICK = ("llama", "gpt2", "bert", "gemma2")
+QUICK = ("llama", "gpt2", "bert", "gemma2", "falcon", "bloom")
 
 
 def saved(folder: Path, model_type: str) -> nn.Module:

@@ -164,6 +164,25 @@ def of_chunks(net: Block, x: Tensor) -> Tensor:
     return torch.cat(F.scaled_dot_product_attention(q, k, v).unbind(1), -1)
 
 
+def of_rotated_pairs(net: Block, x: Tensor) -> Tensor:
+    """Pairs of channels as complex numbers times others, as Llama 4 rotates."""
+    turns = torch.polar(torch.ones(x.shape[1], 1), torch.arange(float(x.shape[1]))[:, None])
+
+    def rotated(y: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(y.reshape(*y.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * turns[:, None, :]).flatten(3)
+
+    q, k, v = (y.view(*y.shape[:-1], -1, 4) for y in net.each(x))
+    return weighted(*(y.transpose(1, 2) for y in (rotated(q), rotated(k), v)))
+
+
+def of_one_key_and_value(net: Block, x: Tensor) -> Tensor:
+    """Behind the heads' queries lie keys and values for all of them, picked by lists, as Falcon has them."""
+    y = net.qkv(x).view(*x.shape[:-1], -1, CHANNELS // HEADS)
+    q, k, v = (each.transpose(1, 2) for each in (y[..., :-2, :], y[..., [-2], :], y[..., [-1], :]))
+    return F.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q)).transpose(1, 2).flatten(2)
+
+
 SPELLINGS: dict[str, Callable[[], Block]] = {
     "h of a reshape": lambda: Block(of_reshape, True, h=HEADS),
     "a dict's entry, heads before q, k and v": lambda: Block(of_heads_before_parts, True, table={"n": HEADS}),
@@ -175,6 +194,10 @@ SPELLINGS: dict[str, Callable[[], Block]] = {
     "a list's entries": lambda: Block(of_list, True, sizes=[HEADS, CHANNELS // HEADS]),
     "a partial function": lambda: Block(of_function, True, split=partial(split_heads, number=HEADS)),
     "an attribute of the class": lambda: type("Classed", (Block,), {"h": HEADS})(of_reshape, True),
+    "pairs as complex numbers": lambda: Block(of_rotated_pairs, False),
+    "one key and value for all heads": lambda: Block(
+        of_one_key_and_value, True, qkv=nn.Linear(CHANNELS, CHANNELS + 2 * CHANNELS // HEADS)
+    ),
     "chunks": lambda: Block(of_chunks, False, h=HEADS),
     "a constant": lambda: Block(lambda net, x: weighted(*(split_heads(y, HEADS) for y in net.each(x))), True),
     "the stream's width in the scale": lambda: Block(

@@ -45,6 +45,11 @@ def matmul(tracer: "Tracer", node: Any, args: Arguments) -> Any:
             kept = _beside_matrices(tracer, node, x, factor, x.axes[-1 if left else -2])
             return product_with_stack(tracer, node, x, factor, kept, left=bool(left))
     rank = len(tracer.shape(node))
+    if tracer.heads == "sizes" and first.name is None and second.name is None:
+        result = _product(tracer, node, [first, second], rank, num_summed=0)
+        if not tracer.multiply(first, second, second.axes[-2], node.args[-2:]):
+            tracer.atoms.freeze(first.axes[-1] + second.axes[-2], _PRODUCT)
+        return replace(result, axes=(*result.axes[:-2], first.axes[-2], second.axes[-1]))
     # A state space's read-out is no attention: each row is worked on by itself.
     read_out = second.shape[-1] == 1 and first.name is None and second.name is None
     if not (_of_activations(tracer, [first, second]) or read_out):
@@ -112,6 +117,9 @@ def biased_matmul(tracer: "Tracer", node: Any, args: Arguments) -> Any:
     if _is_activation(x) and is_stack(tracer, factor):
         kept = _beside_matrices(tracer, node, x, factor, x.axes[-2])
         product = product_with_stack(tracer, node, x, factor, kept)
+        return RULES["add"](tracer, node, {"self": product, "other": bias})
+    if tracer.heads == "sizes":
+        product = matmul(tracer, node, {"self": x, "mat2": factor})
         return RULES["add"](tracer, node, {"self": product, "other": bias})
     return _product(tracer, node, [x, factor, bias], len(tracer.shape(node)))
 
@@ -236,7 +244,9 @@ def scaled_dot_product_attention(tracer: "Tracer", node: Any, args: Arguments) -
     if args.get("attn_mask") is not None:
         values.append(args["attn_mask"])
     # A scale that is given as a number may follow the dimension or not.
-    grows = args.get("scale") is None and tracer.attend(*values[:3])
+    grows = args.get("scale") is None and tracer.attend(
+        args["query"], args["key"], args["value"], node.args[:2]
+    )
     result = _product(tracer, node, values, len(tracer.shape(node)), 1 if grows else 2, _ATTENTION)
     return replace(result, axes=(*result.axes[:-1], args["value"].axes[-1])) if grows else result
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from growlab.widths.atoms import STAYING, fixed
+from growlab.widths.atoms import STAYING, Runs, fixed
 from growlab.widths.layout import Role
 from growlab.widths.rules.registry import Arguments, Value, first_tensor, keep_full_width, rule, values_in
 
@@ -41,7 +41,7 @@ def index(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     for axis in _axes_of(args["indices"]):
         tracer.atoms.freeze(axis, "positions to pick")
     for dim in picked:
-        tracer.atoms.freeze(x.axes[dim], _PICKED)
+        tracer.atoms.freeze(_counted_to(tracer, node, x, dim) if len(picked) == 1 else x.axes[dim], _PICKED)
     shape = tracer.shape(node)
     before, behind = x.axes[: picked[0]], x.axes[picked[-1] + 1 :]
     middle = shape[len(before) : len(shape) - len(behind)]
@@ -63,6 +63,19 @@ def _picked(node: Any, indices: Any) -> list[int]:
         picked += range(dim, dim + covered) if positions is not None else ()
         dim += covered
     return picked if picked and picked[-1] - picked[0] + 1 == len(picked) else []
+
+
+def _counted_to(tracer: "Tracer", node: Any, x: Value, dim: int) -> Runs:
+    """What keeps its width of a dimension from which the code's own numbers pick: from the end that they count from.
+
+    `x[:, [-2]]` picks the same channel whatever comes before it. Of a parameter, all keeps its width.
+    """
+    numbers, size = tracer.numbers(node.args[1][dim]), x.shape[dim]
+    if not numbers or x.name is not None or min(numbers) < 0 <= max(numbers):
+        return x.axes[dim]
+    last = max(numbers) + 1 if min(numbers) >= 0 else size + min(numbers)
+    pieces = tracer.atoms.cut(x.axes[dim], [last, size - last])
+    return pieces[0] if min(numbers) >= 0 else pieces[1]
 
 
 def _axes_of(indices: Any) -> list[Any]:

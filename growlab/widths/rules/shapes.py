@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from growlab.widths.atoms import Run, Runs, fixed
+from growlab.widths.counterparts import RESHAPING, spans
 from growlab.widths.layout import Role
 from growlab.widths.rules.affine import are_weights
 from growlab.widths.rules.registry import DRAWN, Arguments, Value, freeze_windows, rule
@@ -160,12 +161,7 @@ def expand(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     return Value(shape, tuple(axes), x.scale)
 
 
-_RESHAPING = """
-flatten view reshape reshape_as _unsafe_view unflatten squeeze unsqueeze view_as squeeze_
-"""
-
-
-@rule(*_RESHAPING.split())
+@rule(*RESHAPING)
 def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     """Match runs of input and output dimensions with equal products; merge or split inside each."""
     x, shape = args["self"], tracer.shape(node)
@@ -183,18 +179,8 @@ def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         ]
         return Value(shape, tuple(found[::-1]), x.scale)
     axes: list[Runs] = []
-    old = new = 0
-    while old < len(x.shape) or new < len(shape):
-        old_end, new_end = min(old + 1, len(x.shape)), min(new + 1, len(shape))
-        while math.prod(x.shape[old:old_end]) != math.prod(shape[new:new_end]):
-            if math.prod(x.shape[old:old_end]) < math.prod(shape[new:new_end]) and old_end < len(x.shape):
-                old_end += 1
-            elif new_end < len(shape):
-                new_end += 1
-            else:
-                old_end += 1
-        axes += _span(tracer, node, x, range(old, old_end), shape[new:new_end])
-        old, new = old_end, new_end
+    for old, new in spans(x.shape, shape):
+        axes += _span(tracer, node, x, old, [shape[place] for place in new])
     for size, axis in zip(shape, axes, strict=True):
         tracer.note_size(node, size, axis)
     return Value(shape, tuple(axes), x.scale)
@@ -211,9 +197,7 @@ def _is_taken_back(tracer: "Tracer", node: Any, x: Value) -> bool:
         and x.name not in tracer.buffers
         and next(sizes) == next(sizes)
         and bool(users)
-        and all(
-            tracer.operation(user) in _RESHAPING.split() and tracer.shape(user) == x.shape for user in users
-        )
+        and all(tracer.operation(user) in RESHAPING and tracer.shape(user) == x.shape for user in users)
     )
 
 
