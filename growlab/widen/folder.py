@@ -95,8 +95,8 @@ def widen_folder(
         "method": method,
         "parts": list(parts),
         "seed": seed,
-        "num_params_before": sum(p.numel() for p in source.parameters()),
-        "num_params": sum(p.numel() for p in plan.target.parameters()),
+        "num_params_before": _num_params(source),
+        "num_params": _num_params(plan.target),
         "relative_error_float64": error,
         "versions": {name: importlib.metadata.version(name) for name in ("growlab", "torch", "transformers")},
     }
@@ -124,7 +124,13 @@ def _exact_plan(
         wider = widened(config, width, chosen) if width != 1 else config
         target = deepened(wider, depth) if depth != 1 else wider
         try:
-            plan = Plan(saved, source, skeleton(kind, target), method, seed)
+            built = skeleton(kind, target)
+            if _num_params(built) == _num_params(source):
+                raise UserError(
+                    f"no tensor of {kind.__name__} becomes larger by {', '.join(chosen)} of its configuration: it "
+                    "keeps its sizes under names that growlab does not know; give --depth alone."
+                )
+            plan = Plan(saved, source, built, method, seed)
             way, error = plan.exact_way()
         except UserError as refusal:
             failed = failed or refusal
@@ -141,6 +147,10 @@ def _exact_plan(
     refusal = inexact or failed
     assert refusal is not None
     raise refusal
+
+
+def _num_params(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _check(folder: Path, out: Path, method: str, parts: Collection[str]) -> None:

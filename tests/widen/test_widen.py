@@ -189,6 +189,14 @@ def test_what_cannot_be_exact_is_refused_with_what_can(
     assert main([str(tmp_path / "old"), "--width", "1.5", "--parts", "mlp", "-o", str(tmp_path / "new")]) == 0
 
 
+def test_what_becomes_no_wider_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Swin keeps sizes in `embed_dim` and in lists, and computes `hidden_size` from them."""
+    saved(tmp_path / "old", "swinv2")
+    told = refusal(capsys, tmp_path / "old", "--width", 2, "-o", tmp_path / "new")
+    assert "no tensor of Swinv2ForImageClassification becomes larger" in told
+    assert not (tmp_path / "new").exists()
+
+
 def test_other_files_come_along_and_the_config_says_what_it_said(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, use_cache=True)
     (folder / "notes.txt").write_text("mine")
