@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _meta_registrations, nn
 from torch._decomp import decompositions
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -55,22 +55,30 @@ class Shapes(TorchFunctionMode):
 
 
 @contextmanager
-def lstm_states() -> Iterator[None]:
-    """Give the last states of an LSTM their shape where torch works it out in Python.
+def corrected_shapes() -> Iterator[None]:
+    """Correct shapes that older versions of torch work out wrongly in Python, or refuse to.
 
-    torch before 2.13 leaves a dimension of 1 in front of those of each layer, in exported programs among others.
+    torch before 2.13 leaves a dimension of 1 in front of an LSTM's last states of each layer, in exported programs
+    among others; torch 2.11 takes `F.grouped_mm` in bfloat16 alone.
     """
-    original = decompositions.one_layer_lstm
+    lstm, grouped = decompositions.one_layer_lstm, _meta_registrations._meta_grouped_mm_common
 
     def one_layer_lstm(x: Tensor, hidden: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        output, states = original(x, hidden, *args, **kwargs)
+        output, states = lstm(x, hidden, *args, **kwargs)
         return output, tuple(state.view(h.shape) for state, h in zip(states, hidden, strict=True))
 
+    def grouped_mm(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if "scale_a" not in kwargs or kwargs["scale_a"] is not None:
+            return grouped(a, b, *args, **kwargs)
+        return _meta_registrations._create_grouped_mm_output_tensor(a, b, kwargs["offs"], kwargs["out_dtype"])
+
     decompositions.one_layer_lstm = one_layer_lstm  # type: ignore[assignment]
+    _meta_registrations._meta_grouped_mm_common = grouped_mm  # type: ignore[assignment]
     try:
         yield
     finally:
-        decompositions.one_layer_lstm = original
+        decompositions.one_layer_lstm = lstm
+        _meta_registrations._meta_grouped_mm_common = grouped
 
 
 def _batch_norm(

@@ -19,7 +19,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from growlab.widths.groups import ChannelNorm
 from growlab.widths.inputs import call_with, values_of
 from growlab.widths.layout import Axis
-from growlab.widths.meta import lstm_states
+from growlab.widths.meta import corrected_shapes
 
 # They compute nothing: torch.export leaves some of them out and writes others.
 _NO_ARITHMETIC = frozenset(
@@ -200,7 +200,7 @@ def run_calls(model: nn.Module, inputs: tuple[Any, ...]) -> list[Seen]:
         model: in the mode that it is to run in.
         inputs: positional inputs of the forward.
     """
-    with torch.no_grad(), lstm_states(), enable_python_dispatcher(), _Recorder() as recorder:
+    with torch.no_grad(), corrected_shapes(), enable_python_dispatcher(), _Recorder() as recorder:
         try:
             call_with(model, inputs)
         except RuntimeError:

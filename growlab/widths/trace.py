@@ -23,7 +23,7 @@ from growlab.unchanged import Snapshot, unchanged
 from growlab.widths.counterparts import growing_dimensions
 from growlab.widths.groups import WidthGraph
 from growlab.widths.inputs import Example, by_name_alone, call_with, inputs_of, listed, named_in, values_of
-from growlab.widths.meta import lstm_states
+from growlab.widths.meta import corrected_shapes
 from growlab.widths.modes import Modes, modes_of
 from growlab.widths.narrowing import without, without_what_breaks
 from growlab.widths.places import plain_tensors
@@ -297,7 +297,7 @@ def _exported(
             unchanged(model, copied="all but parameters"),
             _masks_as_given(),
             _exportable(model),
-            lstm_states(),
+            corrected_shapes(),
         ):
             warnings.simplefilter("ignore")
             for log in _TORCH_LOGS:
