@@ -41,14 +41,14 @@ $(READY): pyproject.toml requirements.lock
 	@echo "Installing requirements.lock (3 GB to download, unless pip has them cached)"
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-compile -r requirements.lock
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@$(PY) -c 'import growlab.experiment, growlab.launcher'
+	@$(PY) -c 'import growlab.lab.training.run, growlab.lab.training.launcher'
 	@touch $@
 
 run: $(READY)  ## the main job: grow a network on the digits data and print its results (ARGS="..." to change it)
 	$(PY) -m growlab $(ARGS)
 
 reproduce: $(READY)  ## train what is missing of the papers' tables and figures (ARGS="--list", ARGS="table2 --minutes 60")
-	$(PY) -m growlab.reproduce $(ARGS)
+	$(PY) -m growlab reproduce $(ARGS)
 
 test: $(READY)  ## every test that needs neither a GPU nor patience
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)

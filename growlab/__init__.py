@@ -19,12 +19,13 @@ import importlib
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from growlab.errors import how_to_install, needs
+from growlab.base.errors import how_to_install, needs
 
 if TYPE_CHECKING:
-    from growlab.errors import UserError
+    from growlab.base.errors import UserError
     from growlab.frontends.lightning import Growth
     from growlab.grower import Grower
+    from growlab.grower.triggers import At, Decided, Never, Scheduled, Trigger
     from growlab.growth import (
         Bert2Bert,
         FireFly,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
         make_schedule,
     )
     from growlab.parts import Part
-    from growlab.triggers import At, Decided, Never, Scheduled, Trigger
     from growlab.widths import trace
 
 __all__ = [
@@ -71,13 +71,13 @@ __all__ = [
 
 # Nothing is imported before it is used: torch and Lightning take seconds.
 _MODULES = {
-    "growlab.errors": "UserError",
+    "growlab.base.errors": "UserError",
     "growlab.frontends.lightning": "Growth",
     "growlab.grower": "Grower",
     "growlab.growth": "Bert2Bert FireFly GradMax HyperCloning Lemon Net2Net PairGrowth RandomGrowth Splitting "
     "Tiny VarianceTransfer make_schedule",
     "growlab.parts": "Averages Isotropic Part",
-    "growlab.triggers": "At Decided Never Scheduled Trigger",
+    "growlab.grower.triggers": "At Decided Never Scheduled Trigger",
     "growlab.widths": "trace",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -18,9 +18,9 @@ from growlab.growth import (
     RandomGrowth,
     VarianceTransfer,
 )
-from growlab.networks import MLP, CifarResNet, ConvNet, WideResNet
-from growlab.unchanged import unchanged
+from growlab.lab.networks import MLP, CifarResNet, ConvNet, WideResNet
 from growlab.widths import WidthGraph, trace
+from growlab.widths.unchanged import unchanged
 
 
 class Residual(nn.Module):

@@ -19,7 +19,7 @@ from typing import Any
 from tests.parts_here import skip_without
 
 ROOT = Path(__file__).resolve().parent.parent
-# A variable in a run's environment: the command is `growlab.plan`.
+# A variable in a run's environment: the command is `growlab.lab.planner`.
 PLAN = "GROWLAB_TEST_PLAN"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from tests.rank_faults import RANK_FAULTS
 
 
@@ -24,7 +24,7 @@ def _strike(number: int) -> None:
 
 def _at_step(step: int, number: int) -> None:
     """A signal after so many optimizer steps."""
-    from growlab.training import GrowthCallback
+    from growlab.lab.training import GrowthCallback
 
     def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
         if trainer.global_step == step:
@@ -35,7 +35,7 @@ def _at_step(step: int, number: int) -> None:
 
 def _at_validation(epoch: int, batch: int, number: int) -> None:
     """A signal in the validation of an epoch."""
-    from growlab.training import Task
+    from growlab.lab.training import Task
 
     original = Task.validation_step
 
@@ -80,7 +80,7 @@ def _in_growth(stage: int, number: int) -> None:
     events.carry_out, followers.follow_once = noted, struck
 
 
-# The moments of a file's way to the disk, see `growlab.files.write_atomically`; a checkpoint has the ones in the
+# The moments of a file's way to the disk, see `growlab.base.files.write_atomically`; a checkpoint has the ones in the
 # middle twice: the file before it is renamed first.
 WRITE_MOMENTS = ("opened", "half", "unsynchronised", "unnamed", "named", "folder")
 
@@ -146,7 +146,7 @@ def _at_checkpoint(count: int, moment: str, number: int) -> None:
 
 def _keep_checkpoints(folder: str) -> None:
     """No fault: every checkpoint is kept, by its step."""
-    from growlab.training.checkpoints import AtomicCheckpointIO
+    from growlab.lab.training.checkpoints import AtomicCheckpointIO
 
     save = AtomicCheckpointIO.save_checkpoint
 
@@ -159,7 +159,7 @@ def _keep_checkpoints(folder: str) -> None:
 
 def _full_disk(epoch: int, limit: int) -> None:
     """From an epoch on no file may become larger than so many bytes."""
-    from growlab.training import GrowthProgress
+    from growlab.lab.training import GrowthProgress
 
     def on_train_epoch_start(self: Any, trainer: Any, task: Any) -> None:
         if trainer.current_epoch == epoch:
@@ -170,7 +170,7 @@ def _full_disk(epoch: int, limit: int) -> None:
 
 
 def _loss_is_nan(step: int) -> None:
-    from growlab.training import Task
+    from growlab.lab.training import Task
 
     original = Task._watch
 
@@ -182,7 +182,7 @@ def _loss_is_nan(step: int) -> None:
 
 def _weights_are_nan(step: int) -> None:
     """The gradient of one step is not finite, though its loss is."""
-    from growlab.training import GrowthCallback
+    from growlab.lab.training import GrowthCallback
 
     def on_before_optimizer_step(self: Any, trainer: Any, task: Any, optimizer: Any) -> None:
         if trainer.global_step == step:
@@ -193,13 +193,13 @@ def _weights_are_nan(step: int) -> None:
 
 # Phases of a run, each with the function that is called in it.
 PHASES = {
-    "read": "growlab.data.readers.ImageBatches._read",
+    "read": "growlab.lab.data.readers.ImageBatches._read",
     "trace": "growlab.grower.preparing.trace",
-    "step": "growlab.training.task.Task.training_step",
+    "step": "growlab.lab.training.task.Task.training_step",
     "event": "growlab.grower.events.grow",
-    "checkpoint": "growlab.training.checkpoints.AtomicCheckpointIO.save_checkpoint",
-    "validation": "growlab.training.task.Task.validation_step",
-    "test": "growlab.training.task.Task.test_step",
+    "checkpoint": "growlab.lab.training.checkpoints.AtomicCheckpointIO.save_checkpoint",
+    "validation": "growlab.lab.training.task.Task.validation_step",
+    "test": "growlab.lab.training.task.Task.test_step",
     "loggers": "growlab.grower.grower.finish",
 }
 
@@ -236,8 +236,8 @@ def _no_wandb() -> None:
 
 def _with_figures() -> None:
     """No fault: the figures that other tests do without."""
-    from growlab import experiment
-    from growlab.analysis.report import write_run_report
+    from growlab.lab.analysis.report import write_run_report
+    from growlab.lab.training import run as experiment
 
     experiment.write_run_report = write_run_report
 

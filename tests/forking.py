@@ -115,16 +115,21 @@ def _leave(code: int) -> None:
 def _import_everything(traces: Path) -> None:
     from hydra._internal.hydra import Hydra
 
-    from growlab import experiment
-    from growlab.data import sources
-    from growlab.errors import UserError
-    from growlab.fairseq_library import fairseq_module
-    from growlab.networks import mlp8, resnet20
+    from growlab.base.errors import UserError
+    from growlab.lab.data import sources
+    from growlab.lab.networks import mlp8, resnet20
+    from growlab.lab.training import run as experiment
     from growlab.optim.native import library
+    from growlab.recipes.translation.library import fairseq_module
     from growlab.widths import trace
 
     # What a run imports where it needs it, torch.export above all.
-    for name in ("growlab.launcher", "growlab.plan.__main__", "sympy.combinatorics", "sympy.tensor.tensor"):
+    for name in (
+        "growlab.lab.training.launcher",
+        "growlab.lab.planner.__main__",
+        "sympy.combinatorics",
+        "sympy.tensor.tensor",
+    ):
         importlib.import_module(name)
     # Compiled once instead of once a run: more than a second of gcc each.
     for dtype in (torch.float32, torch.float64):
@@ -156,8 +161,8 @@ def _compose_once() -> None:
     """Read every file of `conf/` and register the schemas for all runs: a third of a second of each."""
     from hydra import compose, initialize_config_dir
 
-    from growlab import configs
-    from growlab.configuration import PRIMARY, config_dir, register_schemas
+    from growlab.lab.training import configs
+    from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
 
     read_conf_once()
     register_schemas()
@@ -229,8 +234,8 @@ def _main(arguments: list[str], program: str | None = None) -> int:
     """The command line, or a program, in this process, which has no other purpose."""
     import traceback
 
-    from growlab.__main__ import main
-    from growlab.plan.__main__ import main as plan
+    from growlab.lab.cli.app import main
+    from growlab.lab.planner.__main__ import main as plan
 
     rank, *fault = json.loads(os.environ.get(FAULT_ON_RANK, "[null]"))
     attempts = json.loads(os.environ.get(FAULTS_OF_ATTEMPTS, "[]"))

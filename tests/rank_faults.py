@@ -12,7 +12,7 @@ import torch
 def keep_ranks(folder: str) -> None:
     """Every rank writes all that it holds into a folder, after each growth event and at the end of each epoch."""
     from growlab.grower import events, held
-    from growlab.training.saving import SaveCheckpoints
+    from growlab.lab.training.saving import SaveCheckpoints
 
     def keep(name: str, run: Any) -> None:
         content = {name: value for name, value in held(run) if isinstance(value, torch.Tensor)}
@@ -35,7 +35,7 @@ def keep_ranks(folder: str) -> None:
 
 def drift(what: str, step: int) -> None:
     """After so many steps this process holds another "weight", "buffer", "average" or "state" of the optimizer."""
-    from growlab.training import GrowthCallback
+    from growlab.lab.training import GrowthCallback
 
     def on_train_batch_end(self: Any, trainer: Any, task: Any, *rest: Any) -> None:
         if trainer.global_step != step:
@@ -75,7 +75,7 @@ def parity_fails() -> None:
 
 def breaks(step: int) -> None:
     """A mistake in the program that only this process runs into."""
-    from growlab.training import GrowthCallback
+    from growlab.lab.training import GrowthCallback
 
     def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
         if trainer.global_step == step:
@@ -86,7 +86,7 @@ def breaks(step: int) -> None:
 
 def parent_dies(step: int, folder: str) -> None:
     """The process that started this one is killed; this one would go on for a minute, and says who it is."""
-    from growlab.training import GrowthCallback
+    from growlab.lab.training import GrowthCallback
 
     def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
         if trainer.global_step == step:
@@ -102,7 +102,7 @@ def parent_dies(step: int, folder: str) -> None:
 
 def interrupt_parent(step: int) -> None:
     """Ctrl-C, which reaches the process in the terminal's foreground: the one that started this one."""
-    from growlab.training import GrowthCallback
+    from growlab.lab.training import GrowthCallback
 
     def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
         if trainer.global_step == step and trainer.global_rank == 0:
@@ -113,7 +113,7 @@ def interrupt_parent(step: int) -> None:
 
 def signal_parent(number: int) -> None:
     """A signal to the process that started this one, before this one listens to signals."""
-    from growlab.training import saving
+    from growlab.lab.training import saving
 
     os.kill(os.getppid(), number)
     saving.SaveCheckpoints.on_train_start = lambda *rest: time.sleep(60)

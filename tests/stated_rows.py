@@ -12,11 +12,11 @@ import numpy
 import pandas
 from scipy.stats import t as student_t
 
-from growlab.analysis.layer_figures import read
-from growlab.analysis.published import published
-from growlab.analysis.width_paths import path_of
-from growlab.reproduce.quantities import first_loss
-from growlab.reproduce.verdicts import interval
+from growlab.lab.analysis.layer_figures import read
+from growlab.lab.analysis.published import published
+from growlab.lab.analysis.width_paths import path_of
+from growlab.recipes.papers.quantities import first_loss
+from growlab.recipes.papers.verdicts import interval
 from tests.stated import (
     ALONE,
     EIGHT,

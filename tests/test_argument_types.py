@@ -4,11 +4,11 @@ from math import inf, nan
 
 import pytest
 
-from growlab.argument_types import check_types
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.training.argument_types import check_types
 from tests.parts_here import needs
 
-DATA = {"_target_": "growlab.data.ImageData", "name": "digits"}
+DATA = {"_target_": "growlab.lab.data.ImageData", "name": "digits"}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_fits_and_what_nobody_knows_passes() -> None:
     check_types({"optimizer": sgd})
     with pytest.raises(UserError, match=r"optimizer.nesterov must be true or false, not 'abc'"):
         check_types({"optimizer": {**sgd, "nesterov": "abc"}})
-    nested = {"network": {"_target_": "growlab.networks.mlp5", "_partial_": True, "width": "wide"}}
+    nested = {"network": {"_target_": "growlab.lab.networks.mlp5", "_partial_": True, "width": "wide"}}
     with pytest.raises(UserError, match=r"model.network.width must be an integer, not 'wide'"):
         check_types({"model": {"_target_": "growlab.parts.hypernets.hypernetwork", **nested}})
 

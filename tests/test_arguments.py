@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from growlab import growth, optim, parts, settings, triggers
-from growlab.errors import UserError
+from growlab import growth, optim, parts
+from growlab.base import settings
+from growlab.base.errors import UserError
 from growlab.frontends.lightning import Growth
-from growlab.grower import Grower
+from growlab.grower import Grower, triggers
 from tests.parts_here import needs
 
 OPTIMIZERS = [optim.SGD, optim.Adam, optim.AdamW, optim.AvaGrad, optim.LARS, optim.Muon]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from growlab.callbacks import user_callbacks
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.training.user_callbacks import user_callbacks
 from tests.command_line import CommandLine
 from tests.runs import MLP, Left
 

@@ -6,10 +6,10 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from growlab.choices import check_choices
-from growlab.configuration import config_dir, register_schemas
-from growlab.errors import UserError
-from growlab.explain import explain
+from growlab.base.errors import UserError
+from growlab.lab.cli.explain import explain
+from growlab.lab.training.configuration import config_dir, register_schemas
+from growlab.lab.training.override_checks import check_choices
 from tests.parts_here import needs
 
 CONF = config_dir()

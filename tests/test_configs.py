@@ -1,4 +1,4 @@
-"""What stands in conf/ composes, and the schemas in growlab.configs catch what does not belong there."""
+"""What stands in conf/ composes, and the schemas in growlab.lab.training.configs catch what does not belong there."""
 
 import copy
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
-from growlab import configs, signatures
-from growlab.configuration import PRIMARY, config_dir, register_schemas
+from growlab.base.settings import parameters
 from growlab.growth import make_schedule
+from growlab.lab.training import configs, signatures
+from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
 from growlab.optim import state
-from growlab.settings import parameters
 
 CONF = config_dir()
 GROUPS = sorted({path.parent.name for path in CONF.glob("*/*.yaml")} - {"hydra"})

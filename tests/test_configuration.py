@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from growlab.configuration import config_dir, register_schemas
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.training.configuration import config_dir, register_schemas
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -81,7 +81,7 @@ def test_the_wheel_carries_conf(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(run, cwd=elsewhere, env=environment, check=True, capture_output=True, text=True)
     assert "seed: 17" in done.stdout
-    where = "import growlab.configuration as c; print(c.config_dir())"
+    where = "import growlab.lab.training.configuration as c; print(c.config_dir())"
     done = subprocess.run(
         [sys.executable, "-c", where],
         cwd=elsewhere,

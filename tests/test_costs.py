@@ -9,12 +9,12 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from growlab.analysis.published import published
-from growlab.configuration import PRIMARY, config_dir, register_schemas
-from growlab.flops import forward_flops, train_cost_percent
+from growlab.grower.cost import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
-from growlab.reproduce.registry import registry
-from growlab.training.stage_cost import StageCost
+from growlab.lab.analysis.published import published
+from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
+from growlab.lab.training.stage_cost import StageCost
+from growlab.recipes.papers.registry import registry
 from growlab.widths import trace
 from tests.command_line import ROOT
 from tests.parts_here import needs

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from growlab.dashboard import SECTIONS, build, main
-from growlab.training.loggers import EVENT_COLUMNS
-from growlab.training.objective import Classification
-from growlab.training.recorder import metric_columns
+from growlab.lab.analysis.dashboard import SECTIONS, build, main
+from growlab.lab.training.loggers import EVENT_COLUMNS
+from growlab.lab.training.objective import Classification
+from growlab.lab.training.recorder import metric_columns
 
 # wandb-workspaces uses a spelling that pydantic deprecated after it.
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")

@@ -5,8 +5,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from growlab.errors import UserError
-from growlab.pairing import make_network
+from growlab.base.errors import UserError
+from growlab.lab.training.factories import make_network
 from growlab.widths import UnsupportedOperation, trace
 
 

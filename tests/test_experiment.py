@@ -18,11 +18,11 @@ import torch
 from omegaconf import OmegaConf
 from torch.nn import functional as F
 
-import growlab.analysis.__main__
-from growlab.data import ImageData
-from growlab.data.loaders import MemoryLoader
+import growlab.lab.analysis.__main__
 from growlab.growth import PairGrowth, grow, plant
-from growlab.networks import mlp8, resnet20
+from growlab.lab.data import ImageData
+from growlab.lab.data.loaders import MemoryLoader
+from growlab.lab.networks import mlp8, resnet20
 from growlab.widths import trace
 from tests.command_line import CommandLine, Outcome
 from tests.experiments import EXPERIMENTS, two_steps, write_fake_images
@@ -295,7 +295,7 @@ def test_a_run_ends_with_three_commands_to_try(cli: CommandLine, tmp_path: Path)
     assert "data=digits" in sweep and sweep[-2:] == ["method=ours,equal_flops", "seed=0,1"]
     tried = cli(*sweep, "hydra.sweep.dir=runs/both", cwd=tmp_path)
     assert tried.code == 0 and "next:" not in tried.out, tried.err
-    assert growlab.analysis.__main__.main([str(tmp_path / name) for name in listed[1:]]) == 0
+    assert growlab.lab.analysis.__main__.main([str(tmp_path / name) for name in listed[1:]]) == 0
 
 
 def test_in_a_narrow_terminal_remarks_stand_above_the_commands_to_try(

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import growlab
-from growlab import plan
-from growlab.errors import UserError
-from growlab.training.library_messages import plain_errors, quiet_libraries
+from growlab.base.errors import UserError
+from growlab.lab import planner as plan
+from growlab.lab.training.library_messages import plain_errors, quiet_libraries
 
 
 def test_every_name_is_there() -> None:
@@ -34,7 +34,7 @@ def test_importing_it_imports_nothing_else() -> None:
 
 
 def test_a_wrong_plan_does_not_wait_for_torch() -> None:
-    program = "import sys, growlab.plan.__main__; print('torch' in sys.modules)"
+    program = "import sys, growlab.lab.planner.__main__; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

@@ -7,9 +7,9 @@ import sys
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from growlab.data.sentence_pairs import Preparation, open_pairs
-from growlab.errors import UserError
-from growlab.fairseq_library import extra_module, fairseq_module
+from growlab.base.errors import UserError
+from growlab.recipes.translation.library import extra_module, fairseq_module
+from growlab.recipes.translation.sentence_pairs import Preparation, open_pairs
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_nothing_is_left_in_hydras_store(monkeypatch):
         logging.info("a package could be installed")
         return name
 
-    monkeypatch.setattr("growlab.fairseq_library.importlib.import_module", imported)
+    monkeypatch.setattr("growlab.recipes.translation.library.importlib.import_module", imported)
     assert fairseq_module("fairseq.data") == "fairseq.data"
     assert store.repo.keys() == before.keys()
     assert set(store.repo.get("model", {})) == models

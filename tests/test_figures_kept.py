@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from matplotlib import image, pyplot
 
-from growlab.analysis.figures import save
+from growlab.lab.analysis.figures import save
 from tests.command_line import ROOT
 
 sys.path.insert(0, str(ROOT / "notebooks" / "docs"))
@@ -78,7 +78,7 @@ def test_every_figure_says_what_it_shows() -> None:
 
 
 def test_a_command_is_one_that_the_command_line_takes(tmp_path: Path) -> None:
-    from growlab.analysis.__main__ import main
+    from growlab.lab.analysis.__main__ import main
 
     (one,) = [one for one in KEPT if one.file == "digits/silhouettes.png"]
     words = one.command.split()
@@ -89,7 +89,7 @@ def test_a_command_is_one_that_the_command_line_takes(tmp_path: Path) -> None:
 
 
 def test_plans_tell_the_command_that_made_them() -> None:
-    assert command_of_run(RESULTS / "plan" / "p1").startswith("python -m growlab.plan experiment=")
+    assert command_of_run(RESULTS / "plan" / "p1").startswith("python -m growlab plan experiment=")
 
 
 def test_studies_tell_their_own_command(tmp_path: Path) -> None:

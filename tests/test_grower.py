@@ -22,9 +22,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 
-from growlab import ranks
-from growlab.errors import UserError
+from growlab.base import ranks
+from growlab.base.errors import UserError
 from growlab.grower import Grower, renew
+from growlab.grower.triggers import (
+    At,
+    Clock,
+    Decided,
+    Demand,
+    GradientNorm,
+    Never,
+    OnDemand,
+    Plateau,
+    Trigger,
+)
 from growlab.growth import (
     GradMax,
     Net2Net,
@@ -37,17 +48,6 @@ from growlab.growth import (
 )
 from growlab.optim import SGD, NormRatio, follow, weight_regions
 from growlab.parts import Part
-from growlab.triggers import (
-    At,
-    Clock,
-    Decided,
-    Demand,
-    GradientNorm,
-    Never,
-    OnDemand,
-    Plateau,
-    Trigger,
-)
 from growlab.widths import trace
 from tests.command_line import CommandLine
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.data import TextData
-from growlab.networks import CausalTransformer
+from growlab.lab.data import TextData
+from growlab.lab.networks import CausalTransformer
 from tests.command_line import CommandLine
 from tests.runs import Left, table
 

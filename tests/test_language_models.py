@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from growlab import parts
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.grower import Grower
 from growlab.growth import PairGrowth
-from growlab.language_models import CausalModel, plain_model
+from growlab.lab.networks.language_models import CausalModel, plain_model
 from growlab.widths import trace
 from tests.command_line import CommandLine
 from tests.parts_here import needs

@@ -10,8 +10,8 @@ import torch
 import torchvision
 from torch import nn
 
-from growlab.errors import UserError
-from growlab.library import timm_network, torchvision_network
+from growlab.base.errors import UserError
+from growlab.inspect.hub import timm_network, torchvision_network
 from tests.command_line import CommandLine
 
 IMAGE = (3, 64, 64)
@@ -71,7 +71,7 @@ def test_weights_from_a_file(make, tmp_path, form):
 def test_a_classifier_for_other_classes_starts_anew(make, tmp_path, caplog):
     state = make(20).state_dict()
     torch.save(state, tmp_path / "weights.pt")
-    with caplog.at_level(logging.INFO, "growlab.library"):
+    with caplog.at_level(logging.INFO, "growlab.inspect.hub"):
         network = make(10, weights=str(tmp_path / "weights.pt"))
     other = {name for name, tensor in network.state_dict().items() if tensor.shape != state[name].shape}
     assert 1 <= len(other) <= 2 and all(name in caplog.text for name in other)

@@ -20,14 +20,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 
-import growlab.__main__ as command_line
+import growlab.lab.cli.app as command_line
 from growlab import __version__
-from growlab.commands import COMMANDS, run_command
-from growlab.configuration import config_dir
-from growlab.errors import UserError, how_to_install
-from growlab.explain import explain
-from growlab.plan.__main__ import main as plan_main
-from growlab.processes import program
+from growlab.base.errors import UserError, how_to_install
+from growlab.lab.cli.commands import COMMANDS, run_command
+from growlab.lab.cli.explain import explain
+from growlab.lab.planner.__main__ import main as plan_main
+from growlab.lab.training.configuration import config_dir
+from growlab.lab.training.processes import program
 from tests.command_line import ROOT
 
 FILES = {
@@ -80,7 +80,7 @@ FILES = {
     "experiment/torn.yaml": "a: [1\nb: 2",
 }
 CONSTRUCTORS = """
-from growlab.errors import UserError, how_to_install
+from growlab.base.errors import UserError, how_to_install
 def refuse(): raise UserError("the initial width must be at least 1")
 def negative(): raise ValueError("Invalid learning rate: -1")
 def broken(): raise RuntimeError("our own mistake")
@@ -157,14 +157,14 @@ def as_it_was() -> Iterator[None]:
 def growlab(
     as_it_was: None, conf: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., Outcome]:
-    """Run the command line in this process, `job` in the place of `growlab.experiment.run`."""
+    """Run the command line in this process, `job` in the place of `growlab.lab.training.run.run`."""
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     monkeypatch.chdir(conf.parent)
 
     def call(*arguments: str, job: Callable[[Any], Any] = lambda cfg: None) -> Outcome:
-        experiment = types.ModuleType("growlab.experiment")
+        experiment = types.ModuleType("growlab.lab.training.run")
         experiment.run = job  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "growlab.experiment", experiment)
+        monkeypatch.setitem(sys.modules, "growlab.lab.training.run", experiment)
         monkeypatch.setattr(sys, "argv", ["growlab", *arguments])
         try:
             code = command_line.main()
@@ -444,19 +444,19 @@ def test_a_command_to_copy_calls_this_program_from_where_the_user_stands(
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
     monkeypatch.setattr(sys, "argv", [str(folder / "growlab"), "seed=1"])
     assert program() == "'a venv/bin/growlab'"
-    monkeypatch.setattr(sys, "argv", ["/site-packages/growlab/__main__.py"])
+    monkeypatch.setattr(sys, "argv", ["/site-packages/growlab/lab/cli/app.py"])
     assert program() == "'a venv/bin/python' -m growlab"
     seen = []
     here = types.SimpleNamespace(main=lambda given: seen.append((program(), sys.argv[0].rpartition("/")[2])))
     monkeypatch.setitem(sys.modules, COMMANDS["plan"].module, here)
-    for called in (folder / "growlab", "/site-packages/growlab/__main__.py"):
+    for called in (folder / "growlab", "/site-packages/growlab/lab/cli/app.py"):
         monkeypatch.setattr(sys, "argv", [str(called), "plan"])
         run_command(["plan"])
     assert seen == [
         ("'a venv/bin/growlab'", "growlab plan"),
         ("'a venv/bin/python' -m growlab", "growlab plan"),
     ]
-    monkeypatch.setattr(sys, "argv", ["/site-packages/growlab/__main__.py"])
+    monkeypatch.setattr(sys, "argv", ["/site-packages/growlab/lab/cli/app.py"])
     monkeypatch.chdir(folder)
     assert program() == "./python -m growlab"
     (tmp_path / "elsewhere").mkdir()
@@ -508,7 +508,7 @@ def test_someone_who_waits_at_a_terminal_is_told_why(
 
 
 @pytest.mark.parametrize(
-    ("main", "typed"), [(command_line.main, ["growlab", "plan"]), (plan_main, ["python -m growlab.plan"])]
+    ("main", "typed"), [(command_line.main, ["growlab", "plan"]), (plan_main, ["python -m growlab plan"])]
 )
 def test_help_of_a_plan_has_its_settings_and_an_example(
     as_it_was: None,
@@ -564,7 +564,7 @@ def test_beside_torch_alone_the_engines_commands_run(
     absent = [*absent.split(), "matplotlib", "rich", "PIL", "pyarrow"]
     program = (
         f"{HIDING}\nhide({absent})\nimport sys\nsys.argv = ['growlab', *{arguments}]\n"
-        "import growlab.__main__ as command\nsys.exit(command.main())"
+        "import growlab.lab.cli.app as command\nsys.exit(command.main())"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program]
@@ -620,7 +620,7 @@ def test_help_lists_groups_and_examples(
     listed = outcome.out[outcome.out.index("\nGroups") : outcome.out.index("\nOptions")]
     assert "\nhydra" not in listed
     assert max(map(len, outcome.out.splitlines())) <= 80
-    monkeypatch.setattr("growlab.__main__._HELP_COLUMNS", 40)
+    monkeypatch.setattr("growlab.lab.cli.app._HELP_COLUMNS", 40)
     narrow = growlab("--help").out
     assert "\npart: broken, deep, linear, missing,\n    negative, refusing, wandb\n" in narrow
 

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from growlab.analysis.paired import compare_pairs, paired_table
-from growlab.analysis.paper_table import paper_table
-from growlab.analysis.published import published
-from growlab.analysis.results import Run, load_runs
-from growlab.analysis.table_text import write_table
-from growlab.analysis.tables import Row, summarise
-from growlab.analysis.time_to_score import time_to_score_table, times_to_scores
-from growlab.reproduce.quantities import first_loss
-from growlab.survey import Report, matrix_table
+from growlab.inspect import Report, matrix_table
+from growlab.lab.analysis.paired import compare_pairs, paired_table
+from growlab.lab.analysis.paper_table import paper_table
+from growlab.lab.analysis.published import published
+from growlab.lab.analysis.results import Run, load_runs
+from growlab.lab.analysis.table_text import write_table
+from growlab.lab.analysis.tables import Row, summarise
+from growlab.lab.analysis.time_to_score import time_to_score_table, times_to_scores
+from growlab.recipes.papers.quantities import first_loss
 from tests.command_line import ROOT
 
 RESULTS = ROOT / "notebooks" / "results"

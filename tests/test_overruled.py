@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from growlab.configuration import PRIMARY, config_dir, register_schemas
-from growlab.errors import UserError
-from growlab.overruled import check_overruled, unused
+from growlab.base.errors import UserError
+from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
+from growlab.lab.training.ineffective_settings import check_overruled, unused
 from tests.command_line import CommandLine
 
 PARTS = sorted(path.stem for path in (config_dir() / "parts").glob("*.yaml"))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from growlab.__main__ import _with_more
-from growlab.configuration import register_schemas
-from growlab.resuming import resume_override
+from growlab.lab.cli.app import _with_more
+from growlab.lab.training.configuration import register_schemas
+from growlab.lab.training.resuming import resume_override
 from tests.command_line import CommandLine
 from tests.parts_here import needs
 from tests.runs import MLP
@@ -86,7 +86,7 @@ def test_processes_find_the_experiment_and_commands_told_do_too(
     for told in (row["command"], following.partition("#")[0]):
         words = [word for word in shlex.split(told.partition("growlab")[2]) if not word.startswith(swept)]
         composed = cli(*words, "--cfg", "job", cwd=tmp_path)
-        assert composed.code == 0 and "_target_: growlab.networks.mlp8" in composed.out, composed.err
+        assert composed.code == 0 and "_target_: growlab.lab.networks.mlp8" in composed.out, composed.err
 
 
 @needs("depth")
@@ -103,7 +103,7 @@ def test_a_part_that_an_experiment_asks_for_in_vain_is_told(
 
 @needs("depth")
 def test_a_plan_takes_options_behind_its_settings(cli: CommandLine, own: Path, tmp_path: Path) -> None:
-    program = "import sys; from growlab.plan.__main__ import main; sys.exit(main())"
+    program = "import sys; from growlab.lab.planner.__main__ import main; sys.exit(main())"
     arguments = ("experiment=wrong", "schedule.budget=2", "--config-dir", str(own))
     outcome = cli(*arguments, cwd=tmp_path, program=program)
     assert outcome.code == 2 and "there is no part 'depht'" in outcome.err

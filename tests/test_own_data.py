@@ -149,7 +149,7 @@ def told(*arguments: str, mine: Path, cli: CommandLine) -> str:
         ("mine.Waves +data.source.num=3", "3 training samples are too few to hold 10% out"),
         ("mine.Waves data.batch_size=0", "data.batch_size=0 must be at least 1"),
         (
-            "mine.Waves model=mlp8 model._target_=growlab.networks.mlp8",
+            "mine.Waves model=mlp8 model._target_=growlab.lab.networks.mlp8",
             "takes image_shape, which these data do not tell",
         ),
         ("mine.Waves", "Classification takes classes as targets, not numbers"),

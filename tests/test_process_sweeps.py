@@ -17,11 +17,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from growlab import configs
-from growlab.configuration import config_dir
-from growlab.errors import UserError
-from growlab.processes import apart, is_first, num_devices, run_id, started_elsewhere, to_start
-from growlab.sweeps import gpus_in_turn
+from growlab.base.errors import UserError
+from growlab.lab.cli.sweeps import gpus_in_turn
+from growlab.lab.training import configs
+from growlab.lab.training.configuration import config_dir
+from growlab.lab.training.processes import apart, is_first, num_devices, run_id, started_elsewhere, to_start
 from tests.command_line import ROOT, CommandLine, Outcome
 from tests.runs import Left, table
 

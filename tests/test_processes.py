@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 
-from growlab import launcher
+from growlab.lab.training import launcher
 from tests.command_line import CommandLine, Outcome
 from tests.runs import Left, table
 

@@ -14,10 +14,10 @@ import lightning
 import pytest
 import torch
 
-import growlab.analysis.__main__
-import growlab.dashboard
-import growlab.widths.__main__
-from growlab.commands import COMMANDS
+import growlab.inspect.__main__
+import growlab.lab.analysis.__main__
+import growlab.lab.analysis.dashboard
+from growlab.lab.cli.commands import COMMANDS
 from tests.command_line import ROOT, CommandLine
 from tests.parts_here import needs
 from tests.test_experiment import fake_images  # noqa: F401  (a fixture)
@@ -32,9 +32,11 @@ BLOCKS = [
     block for text in (README, *PAGES) for block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
 ]
 # The guide calls commands by the installed name.
-_COMMANDS = {"table": "growlab.analysis", "widths": "growlab.widths", "dashboard": "growlab.dashboard"} | {
-    name: f"growlab.analysis {name}" for name in ("paper", "paired", "time", "figure")
-}
+_COMMANDS = {
+    "table": "growlab.lab.analysis",
+    "widths": "growlab.widths",
+    "dashboard": "growlab.lab.analysis.dashboard",
+} | {name: f"growlab.lab.analysis {name}" for name in ("paper", "paired", "time", "figure")}
 
 
 def _called(line: str) -> str:
@@ -62,9 +64,9 @@ TRAINING = [line for line in LINES if line.startswith(f"{PYTHON}growlab ")] + [
     line for line in LINES if line == f"{PYTHON}growlab"
 ]
 TOOLS = {
-    "growlab.analysis": growlab.analysis.__main__.main,
-    "growlab.widths": growlab.widths.__main__.main,
-    "growlab.dashboard": growlab.dashboard.main,
+    "growlab.lab.analysis": growlab.lab.analysis.__main__.main,
+    "growlab.widths": growlab.inspect.__main__.main,
+    "growlab.lab.analysis.dashboard": growlab.lab.analysis.dashboard.main,
 }
 SMALL = (
     *("data.limit_train=64", "data.limit_test=20", "data.batch_size=32", "trainer.accelerator=cpu"),

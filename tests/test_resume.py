@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.errors import UserError
-from growlab.resuming import resume_override
-from growlab.training.checkpoints import read_header
+from growlab.base.errors import UserError
+from growlab.lab.training.checkpoints import read_header
+from growlab.lab.training.resuming import resume_override
 from tests.command_line import CommandLine
 from tests.runs import MLP, SMALL, Left, table
 
@@ -185,7 +185,7 @@ def test_a_checkpoint_goes_on_in_another_folder_with_another_place_for_the_data(
     ("change", "told"),
     [
         ("model.width=16", "model.width=12, not 16"),
-        ("model=resnet20", "model._target_=growlab.networks.mlp8, not growlab.networks.resnet20"),
+        ("model=resnet20", "model._target_=growlab.lab.networks.mlp8, not growlab.lab.networks.resnet20"),
         ("growth=net2net", "growth._target_=growlab.growth.VarianceTransfer, not growlab.growth.Net2Net"),
         ("optimizer.lr=0.5", "optimizer.lr=0.1, not 0.5"),
         ("seed=3", "seed=0, not 3"),

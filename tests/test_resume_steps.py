@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.training.checkpoints import LAST, PREVIOUS
+from growlab.lab.training.checkpoints import LAST, PREVIOUS
 from tests.command_line import CommandLine
 from tests.runs import MLP, NUM_STEPS, SMALL, Left
 

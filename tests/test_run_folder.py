@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from growlab.errors import UserError
-from growlab.files import FAILURE
-from growlab.processes import in_folder, name_of
-from growlab.resuming import resume_override
-from growlab.run_folder import check_places, forget_results, held_alone, is_held
+from growlab.base.errors import UserError
+from growlab.base.files import FAILURE
+from growlab.lab.training.processes import in_folder, name_of
+from growlab.lab.training.resuming import resume_override
+from growlab.lab.training.run_folder import check_places, forget_results, held_alone, is_held
 from tests.command_line import CommandLine
 from tests.runs import MLP, table
 
@@ -22,7 +22,7 @@ SIGKILL = int(signal.SIGKILL)
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from growlab.run_folder import held_alone
+from growlab.lab.training.run_folder import held_alone
 with held_alone(Path(sys.argv[1])):
     if len(sys.argv) > 2 and os.fork() == 0:
         time.sleep(60)

@@ -7,12 +7,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from growlab.configuration import PRIMARY, config_dir, register_schemas
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.grower.triggers import Never
 from growlab.growth import GradMax, VarianceTransfer, make_schedule
-from growlab.planning import make_parts
-from growlab.setting_names import named_as_settings
-from growlab.triggers import Never
+from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
+from growlab.lab.training.run_plan import make_parts
+from growlab.lab.training.setting_names import named_as_settings
 from tests.parts_here import needs
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from growlab import optim
-from growlab.data import ImageData
 from growlab.grower import Grower
 from growlab.growth import PairGrowth
-from growlab.networks import mlp8
+from growlab.lab.data import ImageData
+from growlab.lab.networks import mlp8
+from growlab.lab.training.warm_start import continuing, start_from
 from growlab.optim import named_state
-from growlab.starting import continuing, start_from
 from tests.command_line import CommandLine
 
 

@@ -10,13 +10,13 @@ from tests.command_line import ROOT, CommandLine
 from tests.runs import MLP
 
 NO_ROOM = "No space left on device"
-_GUARDED = "import sys; from growlab.streams import flushed, guard_streams; guard_streams(); "
+_GUARDED = "import sys; from growlab.base.streams import flushed, guard_streams; guard_streams(); "
 # The program's standard error is a full disk from its first line on.
 _FULL = """
 import os, sys
 os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
 sys.argv[1:] = {!r}
-from growlab.__main__ import main
+from growlab.lab.cli.app import main
 sys.exit(main())
 """
 
@@ -71,7 +71,7 @@ def test_a_forked_process_does_not_write_a_message_again(
 ) -> None:
     script = """
 import os, sys
-from growlab.streams import guard_streams
+from growlab.base.streams import guard_streams
 guard_streams()
 print("a message", file=sys.stderr)
 if os.fork():

@@ -11,11 +11,11 @@ from hydra.types import RunMode
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
-from growlab.analysis import load_runs
-from growlab.configuration import PRIMARY, config_dir, register_schemas
-from growlab.errors import UserError
-from growlab.files import FAILURE, write_json
-from growlab.sweeps import check_selection, conclude, forget_failure, objective
+from growlab.base.errors import UserError
+from growlab.base.files import FAILURE, write_json
+from growlab.lab.analysis import load_runs
+from growlab.lab.cli.sweeps import check_selection, conclude, forget_failure, objective
+from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
 from tests.command_line import CommandLine
 from tests.test_experiment import SHORT
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from growlab.terminal import wrapped
+from growlab.base.terminal import wrapped
 
 TEXT = """torchvision/resnet18: 12 width groups (sets of channels that grow together), traced in 0.7 s
   depth       1 of 2 BasicBlock (layer1.1) may come in later, exactly with start=zero or stack

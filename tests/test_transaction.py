@@ -16,9 +16,9 @@ from torch.optim.swa_utils import AveragedModel
 
 import growlab
 from growlab import Grower, Net2Net, UserError, VarianceTransfer
+from growlab.grower.triggers import At, Run, Widths
 from growlab.growth import GrowthEvent, ParityError
 from growlab.parts import Averages, Part
-from growlab.triggers import At, Run, Widths
 
 HERE = str(Path(growlab.__file__).parent)
 X = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from growlab import Grower, Net2Net, parts, trace
-from growlab.flops import forward_flops
-from growlab.unchanged import Snapshot, unchanged
+from growlab.grower.cost import forward_flops
 from growlab.widths import UnsupportedOperation
+from growlab.widths.unchanged import Snapshot, unchanged
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 _CALLS, _TABLES = 0, dict[int, Tensor]()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.training.loggers import EVENT_COLUMNS, SPECTRUM_COLUMNS, WandbRecords, spectra
+from growlab.lab.training.loggers import EVENT_COLUMNS, SPECTRUM_COLUMNS, WandbRecords, spectra
 from tests.command_line import CommandLine
 from tests.runs import table
 from tests.test_experiment import SHORT

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.analysis.grid import Grid, inert
-from growlab.analysis.report import page
-from growlab.analysis.results import load_runs
-from growlab.analysis.table_text import csv_text, latex, markdown
-from growlab.analysis.tables import summarise
-from growlab.errors import UserError
-from growlab.library import read_saved
-from growlab.training.checkpoints import read_header
+from growlab.base.errors import UserError
+from growlab.inspect.hub import read_saved
+from growlab.lab.analysis.grid import Grid, inert
+from growlab.lab.analysis.report import page
+from growlab.lab.analysis.results import load_runs
+from growlab.lab.analysis.table_text import csv_text, latex, markdown
+from growlab.lab.analysis.tables import summarise
+from growlab.lab.training.checkpoints import read_header
 
 from .analysis.fake_runs import write_run
 
@@ -36,7 +36,7 @@ def test_modules_of_the_working_directory_take_no_package_s_place(
         (tmp_path / f"{name}.py").write_text(f"open('ran_{name}', 'w')\nraise SystemExit(7)\n")
     script = tmp_path / "elsewhere" / "bin" / "growlab"
     script.parent.mkdir(parents=True)
-    script.write_text("import sys\nfrom growlab.__main__ import main\nsys.exit(main())\n")
+    script.write_text("import sys\nfrom growlab.lab.cli.app import main\nsys.exit(main())\n")
     command = [str(script) if one == "bin/growlab" else one for one in how]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     arguments = WIDEN[1:] if how[-1] == "growlab.widen" else WIDEN

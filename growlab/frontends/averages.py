@@ -7,7 +7,7 @@ from lightning import Callback
 from lightning.pytorch import callbacks as lightnings
 from torch import nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 
 # The second came with Lightning 2.6.
 _NAMES = ("StochasticWeightAveraging", "WeightAveraging")

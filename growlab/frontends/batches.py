@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning import Trainer
 
-from growlab.errors import UserError
-from growlab.triggers import Clock, Trigger
+from growlab.base.errors import UserError
+from growlab.grower.triggers import Clock, Trigger
 
 log = logging.getLogger(__name__)
 

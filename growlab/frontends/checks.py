@@ -2,8 +2,8 @@
 
 import logging
 
-from growlab.errors import UserError
-from growlab.triggers import At, Trigger
+from growlab.base.errors import UserError
+from growlab.grower.triggers import At, Trigger
 
 log = logging.getLogger(__name__)
 

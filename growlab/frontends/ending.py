@@ -2,7 +2,7 @@
 
 import logging
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.grower import Grower
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.frontends.averages import averages, shapes_of
 from growlab.frontends.batches import change_batch_sizes, length
 from growlab.frontends.checks import check_unit, distinct, tell_unreached
@@ -28,10 +28,10 @@ from growlab.frontends.samples import few_samples
 from growlab.frontends.saving import Saving, hold_plain_networks, put_back_networks
 from growlab.grower import Grower
 from growlab.grower.loading import bring
+from growlab.grower.part import Part
+from growlab.grower.triggers import Never, Trigger, as_trigger
 from growlab.growth import GrowthEvent, GrowthMethod, Schedule, restore
 from growlab.optim import Inheritance
-from growlab.parts.part import Part
-from growlab.triggers import Never, Trigger, as_trigger
 from growlab.widths.inputs import Example
 from growlab.widths.submodules import captured
 

@@ -7,7 +7,7 @@ from typing import Any
 from lightning import LightningModule
 from torch import Tensor, nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.grower import Grower
 from growlab.grower.plain import make_plain, plain_state_dict, put_back
 

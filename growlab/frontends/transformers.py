@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from growlab.errors import UserError, how_to_install, needs
+from growlab.base.errors import UserError, how_to_install, needs
 from growlab.frontends.checks import check_unit, tell_unreached
 from growlab.frontends.ending import finish
 from growlab.grower import Grower
+from growlab.grower.part import Part
 from growlab.grower.plain import plain_state_dict, put_back
+from growlab.grower.triggers import Trigger, as_trigger
 from growlab.grower.wrapping import renew, wrapper_of
 from growlab.growth import GrowthMethod, Schedule
 from growlab.optim import Inheritance
-from growlab.parts.part import Part
-from growlab.triggers import Trigger, as_trigger
 from growlab.widths.inputs import Example
 from growlab.widths.submodules import as_example
 

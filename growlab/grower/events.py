@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from growlab import ranks
-from growlab.errors import UserError, as_user_errors
+from growlab.base import ranks
+from growlab.base.errors import UserError, as_user_errors
+from growlab.grower.part import Part, Replaced
 from growlab.grower.preparing import with_parts
 from growlab.grower.transaction import decision, transaction
+from growlab.grower.triggers import Widths
 from growlab.growth import GrowthEvent, GrowthState, ParityError, grow
 from growlab.growth.outputs import own_precision
-from growlab.parts.part import Part, Replaced
-from growlab.triggers import Widths
 from growlab.widths import Carry, tensors_of
 
 if TYPE_CHECKING:

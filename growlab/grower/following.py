@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from growlab.errors import UserError, as_user_errors
+from growlab.base.errors import UserError, as_user_errors
+from growlab.grower.part import Part
 from growlab.grower.wrapping import see_through
 from growlab.growth.attached import attach
 from growlab.optim import Inheritance
 from growlab.optim.own_lists import inside
 from growlab.optim.state import check_inheritance
-from growlab.parts.part import Part
 
 if TYPE_CHECKING:
     from growlab.grower.grower import Grower

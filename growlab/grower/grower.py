@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from growlab.errors import UserError, as_user_errors
+from growlab.base.errors import UserError, as_user_errors
 from growlab.grower.events import grow_as_due
 from growlab.grower.following import let_follow, told_apart
 from growlab.grower.loading import adopt, arrive, check_state, recognised
+from growlab.grower.part import Part
 from growlab.grower.plain import plain_state_dict
 from growlab.grower.preparing import (
     check_arguments,
@@ -25,6 +26,7 @@ from growlab.grower.preparing import (
     seed_widths,
     still_narrow,
 )
+from growlab.grower.triggers import Clock, Run, Training, Trigger, as_trigger
 from growlab.grower.wrapping import look_at_wrappers, see_through
 from growlab.growth import GrowthEvent, GrowthMethod, GrowthState, Measurement, Schedule, anneal_norms, plant
 from growlab.growth.attached import attach, detach
@@ -33,8 +35,6 @@ from growlab.growth.multipliers import row_multipliers
 from growlab.growth.outputs import network_inputs
 from growlab.optim import Inheritance, Regions, weight_regions
 from growlab.optim.followers import Followers
-from growlab.parts.part import Part
-from growlab.triggers import Clock, Run, Training, Trigger, as_trigger
 from growlab.widths import Example, WidthGraph
 from growlab.widths.trials import named_tensors, share_attributes
 
@@ -59,8 +59,8 @@ class Grower:
         example: an input [B, ...] with B >= 2, the tuple of the forward's positional inputs, or inputs by name: the
             network is traced with it, and the outputs before and after each event are compared on it.
         method: what new entries are and how old ones are rescaled.
-        trigger: which widths come next, and when: a `growlab.triggers.Trigger`, a schedule, or the epoch and width of
-            each stage such as {0: 0.25, 10: 0.5, 20: 1.0}.
+        trigger: which widths come next, and when: a `growlab.Trigger`, a schedule, or the epoch and width of each stage
+            such as {0: 0.25, 10: 0.5, 20: 1.0}.
         parts: features beside growing; see `growlab.parts`.
         seed: of everything that growth draws.
         anneal_steps: optimizer steps after an event in which normalisations over channels that grew become plain
@@ -164,7 +164,7 @@ class Grower:
         Args:
             batches: maps a number to so many training batches, this process's part: tuples of inputs and targets.
             loss: mean loss of a batch from the network's output and the targets.
-            known: further fields of `growlab.triggers.Training`.
+            known: further fields of `growlab.grower.triggers.Training`.
 
         Raises:
             UserError: trigger or parts do not go with it, or there is no such field.

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.grower.preparing import forecast
+from growlab.grower.triggers import Widths
 from growlab.growth import GrowthState, caches, restore
 from growlab.growth.attached import state_of
 from growlab.growth.constants import at_widths, unchanged
 from growlab.growth.multipliers import saved_multipliers
-from growlab.triggers import Widths
 from growlab.widths import replace_tensors, resized, tensors_of
 from growlab.widths.trials import FAILURES
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.grower.part import Part
 from growlab.growth.attached import METADATA
 from growlab.growth.multipliers import is_multipliers
 from growlab.growth.rescale import folded
-from growlab.parts.part import Part
 
 if TYPE_CHECKING:
     from growlab.grower.grower import Grower

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from growlab import ranks
-from growlab.errors import UserError, as_user_errors
+from growlab.base import ranks
+from growlab.base.errors import UserError, as_user_errors
+from growlab.base.settings import whole
+from growlab.grower.part import Part
+from growlab.grower.triggers import Trigger, Widths
 from growlab.growth import GrowthMethod, Measurement
 from growlab.growth.attached import state_of
 from growlab.growth.weighted_norms import annealed
-from growlab.parts.part import Part
-from growlab.settings import whole
-from growlab.triggers import Trigger, Widths
 from growlab.widths import Example, UnsupportedOperation, WidthGraph, trace
 from growlab.widths.inputs import inputs_of, values_of
 

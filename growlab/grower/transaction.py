@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from growlab.unchanged import (
+from growlab.widths.replaced import note_restored
+from growlab.widths.unchanged import (
     STATES,
     TENSOR_HOOKS,
     Content,
@@ -21,7 +22,6 @@ from growlab.unchanged import (
     restore_list,
     states_of_draws,
 )
-from growlab.widths.replaced import note_restored
 
 if TYPE_CHECKING:
     from growlab.grower.grower import Grower

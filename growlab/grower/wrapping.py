@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.nn.parallel import DistributedDataParallel
 
-from growlab import ranks
-from growlab.errors import UserError
+from growlab.base import ranks
+from growlab.base.errors import UserError
 from growlab.widths import WidthGraph
 
 # What PowerSGD's state keeps for each bucket of gradients: buckets are others afterwards.

@@ -1,24 +1,24 @@
 """Growth methods, schedules and the surgery itself."""
 
-from growlab.growth.bert2bert import Bert2Bert
 from growlab.growth.event import anneal_norms, grow, plant, restore
 from growlab.growth.expressivity import Bottleneck, bottlenecks, measurable, out_of_reach
 from growlab.growth.finish import finish
-from growlab.growth.firefly import FireFly
-from growlab.growth.fixed import FixedSize
-from growlab.growth.gradmax import GradMax
-from growlab.growth.hypercloning import HyperCloning
-from growlab.growth.lemon import Lemon
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, NewWeights, WidthDecision
-from growlab.growth.net2net import Net2Net
-from growlab.growth.pairs import PairGrowth
-from growlab.growth.random import RandomGrowth
+from growlab.growth.methods.bert2bert import Bert2Bert
+from growlab.growth.methods.firefly import FireFly
+from growlab.growth.methods.fixed import FixedSize
+from growlab.growth.methods.gradmax import GradMax
+from growlab.growth.methods.hypercloning import HyperCloning
+from growlab.growth.methods.lemon import Lemon
+from growlab.growth.methods.net2net import Net2Net
+from growlab.growth.methods.pairs import PairGrowth
+from growlab.growth.methods.random import RandomGrowth
+from growlab.growth.methods.splitting import Splitting
+from growlab.growth.methods.tiny import Tiny
+from growlab.growth.methods.variance_transfer import VarianceTransfer
 from growlab.growth.schedule import Schedule, make_schedule
-from growlab.growth.splitting import Splitting
 from growlab.growth.state import GrowthEvent, GrowthState, ParityError
-from growlab.growth.tiny import Tiny
-from growlab.growth.variance_transfer import VarianceTransfer
 
 __all__ = [
     "Bert2Bert",

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from growlab.growth.outputs import quietly
-from growlab.unchanged import Kept, Snapshot
 from growlab.widths.inputs import call_with
+from growlab.widths.unchanged import Kept, Snapshot
 
 _Shapes = list[list[torch.Size]]
 # Places, and shapes of the tensors there; None: they depend on widths.

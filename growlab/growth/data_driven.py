@@ -9,14 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.base.settings import one_of, whole
 from growlab.growth.attention_scale import attention_factors, with_attention_scale
 from growlab.growth.fans import Fans, fans_of
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WeightRule
-from growlab.growth.net2net import replicate
-from growlab.growth.pairs import PairGrowth
-from growlab.settings import one_of, whole
+from growlab.growth.methods.net2net import replicate
+from growlab.growth.methods.pairs import PairGrowth
 from growlab.widths import Carry, WidthGraph, grid, resized
 
 FALLBACKS = ("pairs",)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth import caches, constants, new_statistics
 from growlab.growth.attention_scale import with_attention_scale
 from growlab.growth.batch_eps import eps_follows
@@ -24,7 +24,6 @@ from growlab.growth.parity import compare, relative_error
 from growlab.growth.rescale import can_fold
 from growlab.growth.state import GrowthEvent, GrowthState, ParityError
 from growlab.growth.weighted_norms import annealed, carried_weights, weigh
-from growlab.unchanged import Snapshot
 from growlab.widths import (
     Carry,
     WidthGraph,
@@ -36,6 +35,7 @@ from growlab.widths import (
 )
 from growlab.widths.replaced import note_restored
 from growlab.widths.trials import FAILURES
+from growlab.widths.unchanged import Snapshot
 
 log = logging.getLogger(__name__)
 

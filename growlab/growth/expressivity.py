@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from growlab.growth.fans import Fans, fans_of
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion
+from growlab.growth.methods.tiny import Tiny, solved
 from growlab.growth.moments import moments, usual
-from growlab.growth.tiny import Tiny, solved
 from growlab.widths import WidthGraph, tensors_of
 
 

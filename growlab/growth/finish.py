@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth.method import GrowthMethod
 from growlab.growth.outputs import in_own_precision
 from growlab.growth.rescale import Folded, fold_output_factor

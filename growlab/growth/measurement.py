@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import flop_registry
 
-from growlab import ranks
-from growlab.errors import UserError
+from growlab.base import ranks
+from growlab.base.errors import UserError
 from growlab.growth.outputs import arithmetic, main_output, network_inputs, quietly
 from growlab.growth.surrogates import twice_differentiable
 from growlab.growth.weighted_norms import carried_weights, weigh
-from growlab.unchanged import Listener
 from growlab.widths import Carry, WidthGraph, replace_tensors, restore_tensors, tensors_in, tensors_of
 from growlab.widths.inputs import call_on
+from growlab.widths.unchanged import Listener
 
 #: The network's positional inputs or a mapping of those by name, and the target behind them.
 Batch = tuple[Tensor, ...]

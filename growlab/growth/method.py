@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
+from growlab.base.settings import above, at_least, one_of
 from growlab.growth.constants import at_widths
 from growlab.growth.measurement import Measurement
-from growlab.settings import above, at_least, one_of
 from growlab.widths import Axis, Carry, Layer, WidthGraph, grid
 
 WeightRule = Literal["fan_in", "hyperfan_in", "hyperfan_out"]

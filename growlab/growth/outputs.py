@@ -16,10 +16,10 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from growlab.errors import UserError
-from growlab.unchanged import Snapshot, seed_draws, unchanged
+from growlab.base.errors import UserError
 from growlab.widths import Norm, tensors_in
 from growlab.widths.inputs import Example, call_with, inputs_of
+from growlab.widths.unchanged import Snapshot, seed_draws, unchanged
 
 _Further = ParamSpec("_Further")
 _Result = TypeVar("_Result")

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.widths.apart import called_apart
 
 

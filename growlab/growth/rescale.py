@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth.multipliers import fold_multipliers, multiplied_weights, row_multipliers
 from growlab.widths import Norm, WidthGraph, tensors_of
 

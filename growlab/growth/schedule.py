@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import floor
 from typing import Literal
 
-from growlab.settings import at_least, finite, not_none, one_of, whole
+from growlab.base.settings import at_least, finite, not_none, one_of, whole
 from growlab.widths import WidthGraph
 
 Number = int | float | Fraction

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 
 _RELU = (F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
 

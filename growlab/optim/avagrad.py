@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from growlab.base.settings import above
 from growlab.optim.rates import RateRule
 from growlab.optim.regional import Regional
 from growlab.optim.settings import check_settings
-from growlab.settings import above
 
 
 class AvaGrad(Regional):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.optim.contents import tensors_within
 from growlab.optim.own_lists import cannot_exchange, exchange_own, holds_own
 

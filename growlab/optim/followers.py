@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.optim.compensated import Compensated, is_known
 from growlab.optim.exchanging import exchange, order_parameters
 from growlab.optim.regional import Regional

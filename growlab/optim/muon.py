@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.optim.adamw import adamw
 
+from growlab.base.settings import whole
 from growlab.optim.rates import RateRule
 from growlab.optim.regional import Regional
 from growlab.optim.settings import check_settings
-from growlab.settings import whole
 
 # Newton-Schulz steps that torch refuses when it takes them.
 _TOO_MANY = 100

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 
 # Ratios of norms below this say nothing of how fast a region should learn; 0.056 is the least of measured runs.
 _SMALL = 1e-3

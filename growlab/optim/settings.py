@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from growlab.settings import at_least, finite, flag
+from growlab.base.settings import at_least, finite, flag
 
 _NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "eps", "adam_eps", "trust_coefficient")
 _FLAGS = ("amsgrad", "maximize", "nesterov")

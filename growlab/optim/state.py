@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from growlab.base.settings import one_of
 from growlab.optim.avagrad import AvaGrad
 from growlab.optim.contents import mapped, misfit, shaped
 from growlab.optim.lars import LARS
 from growlab.optim.own_lists import cannot_exchange, exchange_own, inside, kept_by_parameter
-from growlab.settings import one_of
 from growlab.widths import Carry, WidthGraph
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from growlab.parts.part import Part
+from growlab.grower.part import Part
 
 if TYPE_CHECKING:
     from growlab.parts.averages import Averages

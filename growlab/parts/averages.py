@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from growlab.errors import UserError
-from growlab.parts.part import Part
-from growlab.triggers import Run
+from growlab.base.errors import UserError
+from growlab.grower.part import Part
+from growlab.grower.triggers import Run
 from growlab.widths.trials import named_tensors, share_attributes
 
 

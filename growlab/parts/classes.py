@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.grower import part as parts
+from growlab.grower.part import Replaced
+from growlab.grower.triggers import Run, Trigger, Widths
 from growlab.growth.method import Expansion, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, fold_multipliers, multiply
 from growlab.growth.state import GrowthState
-from growlab.parts import part as parts
-from growlab.parts.part import Replaced
-from growlab.triggers import Run, Trigger, Widths
 from growlab.widths import Axis, Carry, Group, Part, WidthGraph, grid, replace_tensors, tensors_of
 
 #: The group whose channels are the network's outputs.

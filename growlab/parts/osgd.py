@@ -7,16 +7,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError
-from growlab.flops import forward_flops
+from growlab.base.errors import UserError
+from growlab.base.ranks import sum_over_ranks
+from growlab.grower.cost import forward_flops
+from growlab.grower.part import Part
+from growlab.grower.triggers import Run, Widths
 from growlab.growth import GrowthEvent
 from growlab.growth.outputs import network_inputs
-from growlab.parts.part import Part
-from growlab.ranks import sum_over_ranks
-from growlab.triggers import Run, Widths
-from growlab.unchanged import unchanged
 from growlab.widths import Carry, WidthGraph
 from growlab.widths.inputs import call_on, changed
+from growlab.widths.unchanged import unchanged
 
 
 class Orthogonalised:

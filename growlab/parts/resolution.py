@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.grower.part import Part
+from growlab.grower.triggers import Run, Trigger
 from growlab.growth import GrowthEvent
 from growlab.growth.outputs import evaluate
-from growlab.parts.part import Part
-from growlab.triggers import Run, Trigger
 from growlab.widths import WidthGraph
 from growlab.widths.inputs import Inputs, named_in, values_of
 

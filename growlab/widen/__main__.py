@@ -1,4 +1,4 @@
-"""`python -m growlab.widen FOLDER --width 1.5 --depth 2 -o OUT`: a saved model past its declared size.
+"""`python -m growlab widen FOLDER --width 1.5 --depth 2 -o OUT`: a saved model past its declared size.
 
 FOLDER is what `save_pretrained` of transformers wrote; OUT is loaded by `from_pretrained` and computes the same. A
 name and a state_dict's file, `torchvision/resnet18 weights.pt` or `timm/NAME weights.safetensors`, are widened too; OUT
@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from growlab.command_parser import CommandParser, sizes
-from growlab.errors import UserError
+from growlab.base.command_parser import CommandParser, sizes
+from growlab.base.errors import UserError
 from growlab.widen.folder import widen_folder
 from growlab.widen.sizes import PARTS
 from growlab.widen.vision import is_named, widen_weights

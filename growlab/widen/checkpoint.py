@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.widen.tensors import Rows, Saved
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError, how_to_install
-from growlab.files import write_json
+from growlab.base.errors import UserError, how_to_install
+from growlab.base.files import write_json
 from growlab.growth.method import GrowthMethod
 from growlab.growth.parity import relative_error
-from growlab.survey.small_models import FirstOutput, inputs_of
+from growlab.inspect.small_models import FirstOutput, inputs_of
 from growlab.widen.checkpoint import Checkpoint, Unit, first_names, reverted, units
 from growlab.widen.layers import Deeper
 from growlab.widen.sizes import PARTS, changed, deepened, divides_its_stream, widened

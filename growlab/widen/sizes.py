@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import gcd
 from typing import Any
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 
 #: What can become wider: the residual stream, the number of heads, the hidden layers of MLPs.
 PARTS = ("stream", "heads", "mlp")

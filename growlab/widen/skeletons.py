@@ -13,9 +13,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth.outputs import main_output, quietly
-from growlab.survey.small_models import FirstOutput
+from growlab.inspect.small_models import FirstOutput
 
 #: Gives a tensor by its name in blocks of rows, from the first to the last.
 Blocks = Callable[[str], Iterator[Tensor]]

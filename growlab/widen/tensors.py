@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from growlab.errors import UserError
-from growlab.files import write_atomically, write_json
+from growlab.base.errors import UserError
+from growlab.base.files import write_atomically, write_json
 
 #: Rows of a tensor's first dimension, or all of it.
 Rows = slice | EllipsisType

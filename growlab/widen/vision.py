@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError
-from growlab.files import write_json
+from growlab.base.errors import UserError
+from growlab.base.files import write_json
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
-from growlab.library import fit_weights, read_weights, timm_network, torchvision_network
+from growlab.inspect.hub import fit_weights, read_weights, timm_network, torchvision_network
 from growlab.widen.folder import EXACT, RECEIPT
 from growlab.widen.weights import METHODS, Widening
 from growlab.widths import UnsupportedOperation, WidthGraph, replace_tensors, resize, tensors_of, trace

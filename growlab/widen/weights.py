@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth import HyperCloning, Lemon, Net2Net, PairGrowth
 from growlab.growth.attention_scale import with_attention_scale
 from growlab.growth.method import Expansion, GrowthMethod, NewWeights

@@ -10,7 +10,7 @@ from torch.export import default_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.widths.places import place_of, plain_tensors
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 
 _Named = dict[int, tuple["weakref.ref[Tensor]", str]]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.widths.groups import WidthGraph
 from growlab.widths.layout import Axis
 from growlab.widths.memory_format import avoid_unsafe_kernels

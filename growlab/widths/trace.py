@@ -19,7 +19,6 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from growlab.unchanged import Snapshot, unchanged
 from growlab.widths.counterparts import growing_dimensions
 from growlab.widths.groups import WidthGraph
 from growlab.widths.inputs import Example, by_name_alone, call_with, inputs_of, listed, named_in, values_of
@@ -48,6 +47,7 @@ from growlab.widths.trials import (
     share_attributes,
     tensors_in,
 )
+from growlab.widths.unchanged import Snapshot, unchanged
 
 # A reshape into (3, heads, head dimension) has three dimensions of which one may grow.
 _PASSES = 3

@@ -288,7 +288,7 @@ class Tracer(Recorder):
             )
         raise UnsupportedOperation(
             f"no channel rule for {node.target}{place_of(node)}; let the channels that enter it keep their full "
-            f"width: python -m growlab ... opaque=[{operation}], python -m growlab.widths ... --keep-full "
+            f"width: python -m growlab ... opaque=[{operation}], python -m growlab widths ... --keep-full "
             f"{operation}, or trace(..., opaque=[{operation!r}])."
         )
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from growlab.unchanged import Snapshot
 from growlab.widths.groups import ChannelNorm, WidthGraph, Written
 from growlab.widths.inputs import call_with, changed
 from growlab.widths.layout import Axis
@@ -24,6 +23,7 @@ from growlab.widths.predictions import Call, Predictions, Seen, run_calls
 from growlab.widths.program import UnsupportedOperation
 from growlab.widths.replaced import note_restored
 from growlab.widths.resize import replace_tensors, resized, tensors_of
+from growlab.widths.unchanged import Snapshot
 
 #: What a network's code may end in at sizes that it is not written for: a layer that it has at others alone, too.
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, ArithmeticError, AttributeError)

@@ -12,7 +12,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from torch import nn
 
 import growlab
-from growlab.analysis import style
+from growlab.lab.analysis import style
 
 DRAWINGS = Path(__file__).parent / "pages" / "drawings"
 _GREY, _INK = "#B8B8B8", "#333333"

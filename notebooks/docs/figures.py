@@ -17,20 +17,20 @@ import yaml
 from matplotlib import pyplot, rc_context
 from matplotlib.figure import Figure
 
-from growlab.analysis import style
-from growlab.analysis.figures import FIGURES, save
-from growlab.analysis.results import load_runs
+from growlab.lab.analysis import style
+from growlab.lab.analysis.figures import FIGURES, save
+from growlab.lab.analysis.results import load_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "notebooks" / "results"
 # Figures of studies and plans, which their runs draw: the module that draws each anew from the tables in its folder.
 OF_RUNS = {
-    "hyperfan_continual_regression/losses.png": "growlab.studies.continual_regression_figure",
-    "hyperfan_continual_regression_lookahead/losses.png": "growlab.studies.continual_regression_figure",
-    "isotropic_appendices/appendices.png": "growlab.studies.isotropic_appendices",
-    "isotropic_invariance/invariance.png": "growlab.studies.isotropic_invariance",
+    "hyperfan_continual_regression/losses.png": "growlab.recipes.papers.studies.continual_regression_figure",
+    "hyperfan_continual_regression_lookahead/losses.png": "growlab.recipes.papers.studies.continual_regression_figure",
+    "isotropic_appendices/appendices.png": "growlab.recipes.papers.studies.isotropic_appendices",
+    "isotropic_invariance/invariance.png": "growlab.recipes.papers.studies.isotropic_invariance",
     **{
-        path.relative_to(RESULTS).as_posix(): "growlab.plan.figure"
+        path.relative_to(RESULTS).as_posix(): "growlab.lab.planner.figure"
         for path in sorted(RESULTS.glob("plan/*/plan.png"))
     },
 }

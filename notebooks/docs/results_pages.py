@@ -108,5 +108,5 @@ def overrides_of_plan(folder: Path) -> str:
 def command_of_run(folder: Path) -> str:
     """The command of a study or of a plan, which draws its figure itself: as its folder tells."""
     if (folder / "plan.json").exists():
-        return f"python -m growlab.plan {overrides_of_plan(folder)} trainer=cpu num_threads=1"
+        return f"python -m growlab plan {overrides_of_plan(folder)} trainer=cpu num_threads=1"
     return str(json.loads((folder / "provenance.json").read_text(encoding="utf-8"))["command"])

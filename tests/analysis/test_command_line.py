@@ -1,10 +1,10 @@
-"""`python -m growlab.analysis`: what it prints, writes and refuses."""
+"""`python -m growlab table`: what it prints, writes and refuses."""
 
 import json
 
 import pytest
 
-from growlab.analysis.__main__ import main
+from growlab.lab.analysis.__main__ import main
 
 from .fake_runs import write_run
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from growlab.analysis import style
-from growlab.analysis.comparison import compare
-from growlab.analysis.figures import learning_curves, rate_factors, widths_over_time, write_run_figures
-from growlab.analysis.results import load_runs, open_run
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.analysis import style
+from growlab.lab.analysis.comparison import compare
+from growlab.lab.analysis.figures import learning_curves, rate_factors, widths_over_time, write_run_figures
+from growlab.lab.analysis.results import load_runs, open_run
 
 from .fake_runs import PARAMETERS, STAGE_WIDTHS, STEPS_BETWEEN_RATES, write_run
 

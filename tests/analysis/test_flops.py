@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.flops import forward_flops, train_cost_percent
+from growlab.grower.cost import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
-from growlab.networks import MLP, resnet20
-from growlab.training.stage_cost import StageCost
+from growlab.lab.networks import MLP, resnet20
+from growlab.lab.training.stage_cost import StageCost
 from growlab.widths import trace
 
 

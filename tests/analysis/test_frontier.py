@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from growlab.analysis.figures import frontier, frontier_seconds
-from growlab.analysis.results import load_runs
-from growlab.analysis.schedules import best_at_cost, gains, series_over_budgets
-from growlab.analysis.table_text import grid
-from growlab.analysis.tables import summarise
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.analysis.figures import frontier, frontier_seconds
+from growlab.lab.analysis.results import load_runs
+from growlab.lab.analysis.schedules import best_at_cost, gains, series_over_budgets
+from growlab.lab.analysis.table_text import grid
+from growlab.lab.analysis.tables import summarise
 
 from .fake_runs import write_run
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from growlab.analysis import figures
-from growlab.analysis.layer_figures import QUANTITIES, labels
-from growlab.analysis.results import load_runs
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.analysis import figures
+from growlab.lab.analysis.layer_figures import QUANTITIES, labels
+from growlab.lab.analysis.results import load_runs
 from tests.analysis.fake_runs import write_run
 
 HEADER = "step,layer,quantity,mean,std,low,high,counts\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from growlab.analysis.style import FIXED_SIZE, MARKERS, PALETTE, looks
+from growlab.lab.analysis.style import FIXED_SIZE, MARKERS, PALETTE, looks
 
 
 def colours(*methods: str) -> list[str]:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from growlab.analysis.figures import find
-from growlab.analysis.over_rates import learning_rates, over_rates
-from growlab.analysis.results import load_runs
-from growlab.analysis.tables import summarise
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.analysis.figures import find
+from growlab.lab.analysis.over_rates import learning_rates, over_rates
+from growlab.lab.analysis.results import load_runs
+from growlab.lab.analysis.tables import summarise
 from tests.analysis.fake_runs import write_run
 
 FIXED = {"growth": "none", "lr_adapt": "none", "cost_percent": 100.0}

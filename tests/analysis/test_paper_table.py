@@ -7,12 +7,12 @@ import math
 import pytest
 from scipy.stats import ttest_rel
 
-from growlab.analysis import load_runs, summarise
-from growlab.analysis.grid import Grid
-from growlab.analysis.paired import compare_pairs, paired_table
-from growlab.analysis.paper_table import paper_table
-from growlab.analysis.published import published, published_for
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.analysis import load_runs, summarise
+from growlab.lab.analysis.grid import Grid
+from growlab.lab.analysis.paired import compare_pairs, paired_table
+from growlab.lab.analysis.paper_table import paper_table
+from growlab.lab.analysis.published import published, published_for
 
 from .fake_runs import write_run
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from growlab.analysis.report import main, page, write_run_report
-from growlab.analysis.results import load_runs
+from growlab.lab.analysis.report import main, page, write_run_report
+from growlab.lab.analysis.results import load_runs
 
 RESULTS = Path(__file__).parents[2] / "notebooks" / "results"
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from growlab.analysis.__main__ import main as table
-from growlab.analysis.paired import compare_pairs
-from growlab.analysis.report import main as report
-from growlab.analysis.results import distinguishing_overrides, load_runs, open_run
-from growlab.analysis.tables import summarise
-from growlab.configuration import config_dir
-from growlab.errors import UserError
-from growlab.identity import row_settings
+from growlab.base.errors import UserError
+from growlab.lab.analysis.__main__ import main as table
+from growlab.lab.analysis.identity import row_settings
+from growlab.lab.analysis.paired import compare_pairs
+from growlab.lab.analysis.report import main as report
+from growlab.lab.analysis.results import distinguishing_overrides, load_runs, open_run
+from growlab.lab.analysis.tables import summarise
+from growlab.lab.training.configuration import config_dir
 
 from .fake_runs import STAGE_WIDTHS, write_run
 
@@ -274,7 +274,7 @@ def test_methods_of_different_settings_are_told_apart(tmp_path):
 def test_reading_and_tabulating_runs_imports_nothing_slow(tmp_path):
     write_run(tmp_path / "run")
     code = (
-        "import sys; from growlab.analysis.__main__ import main; code = main(sys.argv[1:]); "
+        "import sys; from growlab.lab.analysis.__main__ import main; code = main(sys.argv[1:]); "
         "slow = {'torch', 'lightning', 'pandas', 'numpy', 'matplotlib'} & set(sys.modules); "
         "sys.exit(f'{slow}' if slow else code)"
     )

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from growlab.analysis import style
-from growlab.analysis.figures import network_map, region_norms, resources, silhouettes
-from growlab.analysis.results import load_runs, open_run
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.analysis import style
+from growlab.lab.analysis.figures import network_map, region_norms, resources, silhouettes
+from growlab.lab.analysis.results import load_runs, open_run
 
 from .fake_runs import PARAMETERS, STAGE_EPOCHS, STAGE_WIDTHS, write_run
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from growlab.analysis.comparison import compare
-from growlab.analysis.frontier import frontier, frontier_seconds
-from growlab.analysis.paired import compare_pairs, paired_table
-from growlab.analysis.paper_table import paper_table
-from growlab.analysis.results import distinguishing_overrides, load_runs, open_run
-from growlab.analysis.schedules import series_over_budgets
-from growlab.analysis.tables import summarise, told_apart
-from growlab.analysis.time_to_score import times_to_scores
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.analysis.comparison import compare
+from growlab.lab.analysis.frontier import frontier, frontier_seconds
+from growlab.lab.analysis.paired import compare_pairs, paired_table
+from growlab.lab.analysis.paper_table import paper_table
+from growlab.lab.analysis.results import distinguishing_overrides, load_runs, open_run
+from growlab.lab.analysis.schedules import series_over_budgets
+from growlab.lab.analysis.tables import summarise, told_apart
+from growlab.lab.analysis.time_to_score import times_to_scores
 from tests.analysis.fake_runs import write_run
 
 NLL = {"name": "nll", "higher_is_better": False}

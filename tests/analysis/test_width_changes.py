@@ -7,8 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from growlab.analysis.width_changes import CHANGE, width_changes
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.analysis.width_changes import CHANGE, width_changes
 
 
 def fake(path: list[int], accuracy: float, grows: bool = True, validated: bool = True) -> SimpleNamespace:

@@ -5,8 +5,8 @@ import torchvision.transforms.v2.functional as tvf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from growlab.data.augment import Augmentation, Normalisation
-from growlab.data.statistics import channel_statistics
+from growlab.lab.data.augment import Augmentation, Normalisation
+from growlab.lab.data.statistics import channel_statistics
 
 
 def _random_images(batch: int, height: int, width: int, channels: int) -> torch.Tensor:

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from growlab.data.cache import decoded
-from growlab.data.images import EncodedImages
-from growlab.data.sources import open_images
+from growlab.lab.data.cache import decoded
+from growlab.lab.data.images import EncodedImages
+from growlab.lab.data.sources import open_images
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from growlab.data import ImageData
-from growlab.data.class_schedule import ClassSchedule, positions_of
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.data import ImageData
+from growlab.lab.data.class_schedule import ClassSchedule, positions_of
 
 
 def test_classes_by_epoch() -> None:

@@ -5,7 +5,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from growlab.settings import parameters
+from growlab.base.settings import parameters
 
 CONF = Path(__file__).parents[2] / "conf"
 # Images; text has a class of its own, and what a user brings is tried in tests/test_own_data.py.

@@ -6,7 +6,7 @@ from scipy.stats import ks_2samp
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tvf
 
-from growlab.data.crops import INTERPOLATIONS, Fit, RandomCrop
+from growlab.lab.data.crops import INTERPOLATIONS, Fit, RandomCrop
 
 
 def _picture(height, width, seed=0):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from growlab.data import CustomData, Split
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.data import CustomData, Split
 from tests.own_data import Discs, Endless, Images, Waves, drawn, loaders
 
 
@@ -123,15 +123,15 @@ def test_ranks_and_workers_see_the_samples_of_one_process(make: Any) -> None:
     ],
 )  # fmt: skip
 def test_what_networks_have_to_know_is_found(source: Any, expected: dict[str, Any]) -> None:
-    from growlab.data import Columns
+    from growlab.lab.data import Columns
 
     data = opened(source, columns=Columns(["image"]) if isinstance(source, Discs) else None)
     assert {name: data.offer(name) for name in expected} == expected
 
 
 def test_many_samples_are_not_read_for_their_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("growlab.data.custom._MANY", 20)
-    monkeypatch.setattr("growlab.data.custom._FEW", 20)
+    monkeypatch.setattr("growlab.lab.data.custom._MANY", 20)
+    monkeypatch.setattr("growlab.lab.data.custom._FEW", 20)
     data = opened(Named())
     with pytest.raises(UserError, match=r"reading all 24 samples: set \+data\.network\.num_classes=N\.$"):
         data.offer("num_classes")

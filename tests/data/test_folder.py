@@ -9,8 +9,8 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from growlab.data import FolderData
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.data import FolderData
 
 USUAL = {"validation": "split", "batch_size": 8, "mean": [0.5] * 3, "std": [0.5] * 3}
 
@@ -91,7 +91,7 @@ def test_damaged_images_are_left_out_or_named(
         in record.message
     )
     # The second time nothing is decoded for it, until a file changes.
-    monkeypatch.setattr("growlab.data.images.EncodedImages.is_readable", None)
+    monkeypatch.setattr("growlab.lab.data.images.EncodedImages.is_readable", None)
     assert sum(_numbers(_opened(root, on_error="skip"))) == 39
     truncated.write_bytes(next(whole).read_bytes())
     with pytest.raises(TypeError):

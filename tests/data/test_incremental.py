@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from growlab.data import ImageData, Incremental
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.data import ImageData, Incremental
 
 # Stages of 2, 1 and 2 epochs.
 STARTS, EPOCHS = (0, 2, 3), 5

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from growlab.data import ImageData
-from growlab.data.augment import Augmentation
-from growlab.data.loaders import EpochPlan, MemoryLoader, StreamLoader
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.data import ImageData
+from growlab.lab.data.augment import Augmentation
+from growlab.lab.data.loaders import EpochPlan, MemoryLoader, StreamLoader
 
 # Lightning 2.6 asks torch 2.15's pytree in a deprecated way whenever it collects loaders.
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)`:FutureWarning")
@@ -176,7 +176,7 @@ def test_streamed_batches_equal_those_in_memory(pictures, tmp_path, num_workers)
 
 
 def test_what_does_not_fit_is_streamed(pictures, tmp_path, monkeypatch):
-    monkeypatch.setattr("growlab.data.cache._IN_MEMORY_BYTES", 40 * 10 * 12 * 3 - 1)
+    monkeypatch.setattr("growlab.lab.data.cache._IN_MEMORY_BYTES", 40 * 10 * 12 * 3 - 1)
     data = ImageData("insects", root=str(pictures.as_folders(tmp_path)), batch_size=8)
     data.setup()
     assert isinstance(data.train_dataloader(), StreamLoader)
@@ -231,7 +231,7 @@ def test_validation_split_ignores_the_seed_of_the_run():
 
 def test_setup_reads_once(monkeypatch):
     data = _digits()
-    monkeypatch.setattr("growlab.data.module.open_images", lambda *args: pytest.fail("read twice"))
+    monkeypatch.setattr("growlab.lab.data.module.open_images", lambda *args: pytest.fail("read twice"))
     data.prepare_data()
     data.setup("fit")
     data.setup("test")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from growlab.data import ImageData
-from growlab.data.augment import Augmentation, Normalisation
+from growlab.lab.data import ImageData
+from growlab.lab.data.augment import Augmentation, Normalisation
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from growlab.data.sentence_pairs import text_files
+from growlab.recipes.translation.sentence_pairs import text_files
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torchvision.datasets
 
-from growlab.data import ImageData
-from growlab.data.cache import decoded
-from growlab.data.crops import Fit
-from growlab.data.images import EncodedImages
-from growlab.data.sources import default_root, open_images
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.data import ImageData
+from growlab.lab.data.cache import decoded
+from growlab.lab.data.crops import Fit
+from growlab.lab.data.images import EncodedImages
+from growlab.lab.data.sources import default_root, open_images
 
 
 def _arrays(name, root, **kwargs):
@@ -107,7 +107,7 @@ def test_parquet_takes_the_names_of_classes_from_hugging_faces_metadata(pictures
 
 
 def test_large_parquet_is_read_by_row_groups(pictures, tmp_path, monkeypatch):
-    monkeypatch.setattr("growlab.data.parquet._HELD_BYTES", 0)
+    monkeypatch.setattr("growlab.lab.data.parquet._HELD_BYTES", 0)
     root = pictures.as_parquet(tmp_path, "{}-SHARD.parquet".format, shards=3, row_group_size=4)
     train, test = open_images("insects", root).values()
     # 14 + 13 + 13 rows in groups of at most four.

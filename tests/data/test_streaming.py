@@ -13,11 +13,11 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from growlab.data import ImageData
-from growlab.data.loaders import StreamLoader
-from growlab.data.order import rolling_order
-from growlab.data.readers import DIED, workers_of_rank
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.data import ImageData
+from growlab.lab.data.loaders import StreamLoader
+from growlab.lab.data.order import rolling_order
+from growlab.lab.data.readers import DIED, workers_of_rank
 
 OPTIONS = {
     "batch_size": 8,
@@ -64,7 +64,7 @@ def folders(tmp_path):
 @pytest.fixture
 def shards(tmp_path, monkeypatch):
     """The same images in shards with small row groups, treated as too large for memory."""
-    monkeypatch.setattr("growlab.data.parquet._HELD_BYTES", 0)
+    monkeypatch.setattr("growlab.lab.data.parquet._HELD_BYTES", 0)
     root = tmp_path / "shards" / "data"
     root.mkdir(parents=True)
     for split, name in (("train", "train"), ("val", "validation")):
@@ -243,7 +243,7 @@ def test_a_corrupt_image_is_named_in_one_sentence(layout, num_workers, request, 
 
 
 def test_a_dead_worker_ends_the_run_with_torchs_words(folders, monkeypatch):
-    """A canary: `growlab.experiment` knows the error by how it begins."""
+    """A canary: `growlab.lab.training.run` knows the error by how it begins."""
     data = _open(folders, num_workers=1)
     # torch's own handler would raise anywhere in the tests; without it, the loader finds out by asking.
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)

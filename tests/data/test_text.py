@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.data import TextData
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.lab.data import TextData
 
 TEXT = "".join(random.Random(0).choices("abcdefghij", k=1000))
 CONTEXT = 8

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from growlab.data.sentence_pairs import Side
-from growlab.data.token_batches import TokenPlan
-from growlab.data.translation import PairLoader
+from growlab.recipes.translation.data import PairLoader
+from growlab.recipes.translation.sentence_pairs import Side
+from growlab.recipes.translation.token_batches import TokenPlan
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, 200)
 

@@ -19,10 +19,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from growlab.data import TokenData, token_store
-from growlab.data.token_store import PARTS
-from growlab.errors import UserError
-from growlab.training import SubwordPrediction
+from growlab.base.errors import UserError
+from growlab.lab.data import TokenData, token_store
+from growlab.lab.data.token_store import PARTS
+from growlab.lab.training import SubwordPrediction
 
 tokenizers = pytest.importorskip("tokenizers")
 CONTEXT, VOCABULARY = 8, 300
@@ -199,7 +199,7 @@ def test_one_document_is_cut_by_position(tmp_path: Path) -> None:
 
 def test_long_documents_are_encoded_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "book.txt").write_text(text := "".join(document(number) for number in range(20)))
-    monkeypatch.setattr("growlab.data.token_store._BATCH_BYTES", 100)
+    monkeypatch.setattr("growlab.lab.data.token_store._BATCH_BYTES", 100)
     made = data(tmp_path / "book.txt")
     assert "".join("".join(text_of(made, part)) for part in PARTS) == text
     assert [made.store.parts[part].documents for part in PARTS] == [1, 1, 1]

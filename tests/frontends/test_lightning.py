@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.frontends.lightning import Growth
+from growlab.grower.triggers import At
 from growlab.growth import make_schedule
 from growlab.optim import SGD, NormRatio
-from growlab.triggers import At
 from tests.command_line import CommandLine, join, offer_port
 from tests.frontends.lightning_runs import (
     EPOCHS,

@@ -17,9 +17,9 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.grower.triggers import At
 from growlab.growth import VarianceTransfer
-from growlab.triggers import At
 from tests.frontends.lightning_runs import (
     EPOCHS,
     IMAGES,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth import VarianceTransfer
 from tests.frontends.lightning_runs import IMAGES, LABELS, Loader, Plain, Save, growth, trainer_of
 from tests.parts_here import needs

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.grower.triggers import At
 from growlab.growth import VarianceTransfer
-from growlab.triggers import At
 from tests.command_line import CommandLine, join, offer_port
 from tests.parts_here import averages
 

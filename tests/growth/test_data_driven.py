@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.grower import Grower
+from growlab.grower.triggers import OnDemand, Plateau, Trigger
 from growlab.growth import (
     FireFly,
     GradMax,
@@ -25,7 +26,6 @@ from growlab.growth import (
 )
 from growlab.optim import follow
 from growlab.parts import Part
-from growlab.triggers import OnDemand, Plateau, Trigger
 from growlab.widths import tensors_of
 from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
 

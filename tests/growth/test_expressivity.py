@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from growlab.growth import Measurement, PairGrowth, bottlenecks, measurable, out_of_reach
 from growlab.growth.expressivity import Bottleneck
-from growlab.networks import resnet20
+from growlab.lab.networks import resnet20
 from growlab.widths import trace
 from tests.growth.measured import Started, started
 

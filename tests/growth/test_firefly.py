@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth import Expansion, FireFly, Measurement
 from growlab.growth.fans import fans_of
-from growlab.growth.firefly import _Neighbourhood
+from growlab.growth.methods.firefly import _Neighbourhood
 from growlab.widths import replace_tensors, tensors_of
 from tests.growth.measured import Started, started
 from tests.growth.test_splitting import Residual, mlp

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth import GradMax
-from growlab.telling import near_zero
+from growlab.lab.training.context import near_zero
 from tests.cases import NETWORKS
 from tests.growth.measured import Started, started
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth import GradMax, Measurement
 from growlab.growth.fans import Slot, View, fans_of
 from growlab.widths import tensors_of

@@ -27,8 +27,8 @@ from growlab.growth import (
 )
 from growlab.growth import event as event_module
 from growlab.growth.multipliers import fold_multipliers
-from growlab.networks import MLP, CausalTransformer, EncoderDecoder, WideResNet
-from growlab.networks.transformer import Attention
+from growlab.lab.networks import MLP, CausalTransformer, EncoderDecoder, WideResNet
+from growlab.lab.networks.transformer import Attention
 from growlab.widths import WidthGraph, resize, tensors_of, trace
 from tests.cases import roughen
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab import ranks
+from growlab.base import ranks
 from growlab.growth import Net2Net, PairGrowth, ParityError, VarianceTransfer, grow, plant
 from growlab.growth.state import GrowthState
 from growlab.widths import tensors_of, trace

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.grower import Grower
 from growlab.growth import PairGrowth, finish, grow, plant
+from growlab.lab.training import RateAdaptation
+from growlab.lab.training.progress import first_line
 from growlab.optim import SGD, NormRatio
-from growlab.training import RateAdaptation
-from growlab.training.progress import first_line
 from growlab.widths import WidthGraph, trace
 from tests.cases import METHODS, PRESERVING, outputs
 

@@ -13,7 +13,7 @@ from growlab import Grower, parts
 from growlab.growth import GradMax, Net2Net, PairGrowth, RandomGrowth, VarianceTransfer
 from growlab.growth.outputs import network_inputs
 from growlab.growth.parity import ROUNDING, rounding
-from growlab.unchanged import unchanged
+from growlab.widths.unchanged import unchanged
 from tests.parts_here import needs
 
 X = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1))

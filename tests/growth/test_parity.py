@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from growlab import Grower
 from growlab.growth import Expansion, GrownTensors, ParityError, VarianceTransfer, event, grow, plant
 from growlab.growth.parity import Parity, compare, relative_error
-from growlab.networks import CifarResNet
+from growlab.lab.networks import CifarResNet
 from growlab.optim import SGD
 from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from growlab import Grower, Net2Net, VarianceTransfer
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth import PairGrowth
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

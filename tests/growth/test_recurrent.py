@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab import Grower
-from growlab.errors import UserError
-from growlab.flops import forward_flops
+from growlab.base.errors import UserError
+from growlab.grower.cost import forward_flops
 from growlab.growth import (
     FireFly,
     GradMax,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from growlab.growth import make_schedule
 from growlab.growth.schedule import stage_batch_sizes, stage_epochs, stream_width, width_fractions
-from growlab.networks import resnet20
+from growlab.lab.networks import resnet20
 from growlab.widths import Group, WidthGraph, trace
 from tests.command_line import ROOT
 

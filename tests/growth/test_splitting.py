@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth import Expansion, Measurement, Splitting
 from growlab.growth.fans import fans_of
-from growlab.growth.splitting import splitting_eigen
+from growlab.growth.methods.splitting import splitting_eigen
 from growlab.widths import tensors_of
 from tests.growth.measured import Started, started
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth import GradMax, Measurement
 from growlab.growth.surrogates import IdentityNorms, right_derivatives, smooth, twice_differentiable
 from growlab.widths import tensors_of

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth import Expansion, Measurement, Tiny, grow
 from growlab.growth.fans import fans_of
+from growlab.growth.methods.tiny import best_neurons, solved
 from growlab.growth.moments import bottleneck, moments
-from growlab.growth.tiny import best_neurons, solved
 from growlab.widths import tensors_of
 from tests.growth.measured import Started, started
 from tests.growth.test_splitting import Residual

@@ -10,7 +10,7 @@ from torch import nn
 
 from growlab.growth import NewWeights, PairGrowth, VarianceTransfer, grow, plant
 from growlab.growth.rescale import eps_ratio, rescale
-from growlab.networks import MLP, ConvNet
+from growlab.lab.networks import MLP, ConvNet
 from growlab.widths import tensors_of, trace
 from tests.cases import NETWORKS, graph_of, outputs, roughen
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.networks import MLP, CifarResNet, ConvNet, allconv, convnet4, mlp5, mlp8, resnet20, wrn28_1
+from growlab.lab.networks import MLP, CifarResNet, ConvNet, allconv, convnet4, mlp5, mlp8, resnet20, wrn28_1
 
 
 def num_params(network) -> int:

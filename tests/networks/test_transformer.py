@@ -16,7 +16,7 @@ from growlab.growth import (
     plant,
 )
 from growlab.growth.outputs import quietly
-from growlab.networks import CausalTransformer, EncoderDecoder
+from growlab.lab.networks import CausalTransformer, EncoderDecoder
 from growlab.widths import trace
 from tests.cases import roughen
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.grower import Grower
 from growlab.growth import Net2Net, PairGrowth, ParityError, RandomGrowth, VarianceTransfer, grow, plant
 from growlab.growth.multipliers import multiply

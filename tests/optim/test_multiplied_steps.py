@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import growlab.optim
 from growlab import Grower, VarianceTransfer
+from growlab.growth.methods.variance_transfer import Treatment
 from growlab.growth.multipliers import multiplied_weights, row_multipliers
-from growlab.growth.variance_transfer import Treatment
 from growlab.optim.state import normalises
 
 Make = Callable[[Any], torch.optim.Optimizer]

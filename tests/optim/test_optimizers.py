@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.optim import (
     LARS,
     SGD,

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, plant
-from growlab.networks import resnet20
+from growlab.lab.networks import resnet20
 from growlab.parts import Averages
 from growlab.widths import tensors_of, trace
 from tests.command_line import CommandLine

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.grower.triggers import Decided
 from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, plant
 from growlab.growth.multipliers import fold_multipliers
 from growlab.growth.state import ParityError
-from growlab.networks.mlp import MLP
-from growlab.networks.resnet import CifarResNet
+from growlab.lab.networks.mlp import MLP
+from growlab.lab.networks.resnet import CifarResNet
 from growlab.optim import weight_regions
 from growlab.parts.depth import Blocks, Depth
-from growlab.triggers import Decided
 from growlab.widths import WidthGraph, trace
 
 IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from growlab.growth import Net2Net, PairGrowth, VarianceTransfer, grow, plant
-from growlab.networks.mlp import MLP
+from growlab.lab.networks.mlp import MLP
 from growlab.parts.classes import CLASSES, open_classes, sort_classes, with_classes
 from growlab.widths import WidthGraph, trace
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.data import ImageData
-from growlab.networks import mlp8
+from growlab.lab.data import ImageData
+from growlab.lab.networks import mlp8
 from tests.command_line import CommandLine
 
 IMAGES = (

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.flops import forward_flops
-from growlab.networks import resnet20
+from growlab.grower.cost import forward_flops
+from growlab.lab.networks import resnet20
 from tests.command_line import CommandLine
 from tests.parts.combined import check_resumed, check_two_ranks
 from tests.runs import MLP, SMALL, Left, kept_run, resumed_from

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.grower import Grower
+from growlab.grower.triggers import At
 from growlab.growth import (
     FireFly,
     GradMax,
@@ -25,7 +26,6 @@ from growlab.growth import (
     make_schedule,
 )
 from growlab.parts import Averages, Depth, Part
-from growlab.triggers import At
 from growlab.widths import UnsupportedOperation
 from tests.command_line import ROOT
 from tests.test_grower import (

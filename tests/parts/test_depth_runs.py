@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.flops import forward_flops
-from growlab.networks import resnet20
-from growlab.networks.resnet import CifarResNet
+from growlab.grower.cost import forward_flops
+from growlab.lab.networks import resnet20
+from growlab.lab.networks.resnet import CifarResNet
 from tests.command_line import CommandLine
 from tests.runs import Left
 from tests.test_resume import DEEPENED

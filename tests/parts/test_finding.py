@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.grower import no_widths
 from growlab.growth import PairGrowth
+from growlab.inspect.__main__ import main as widths_command
 from growlab.parts import Depth
 from growlab.parts.depth import Blocks
 from growlab.parts.depth.search import Search
-from growlab.widths.__main__ import main as widths_command
 
 EXACT = 1e-10
 SAMPLES = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))

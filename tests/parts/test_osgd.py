@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.grower import Grower
+from growlab.grower.triggers import Clock, Scheduled, Training
 from growlab.growth import PairGrowth, grow, make_schedule, plant
 from growlab.parts.osgd import OldGradient, Orthogonalised, mean_gradients
-from growlab.triggers import Clock, Scheduled, Training
 from growlab.widths import trace
 
 

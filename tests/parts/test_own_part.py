@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.grower import Grower
 from growlab.growth import PairGrowth
-from growlab.networks import mlp5
+from growlab.lab.networks import mlp5
 from growlab.parts import Part
 from tests.command_line import CommandLine
 from tests.runs import MLP

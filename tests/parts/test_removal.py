@@ -51,7 +51,7 @@ PARTS = {
         ("osgd.anneal=run",),
     ),
     "old gradients": Files(
-        ("parts/osgd.py", "reproduce/papers/*_osgd.yaml"),
+        ("parts/osgd.py", "recipes/papers/papers/*_osgd.yaml"),
         (
             "parts/osgd.yaml",
             "method/ours_osgd.yaml",
@@ -61,7 +61,7 @@ PARTS = {
         ("parts/test_osgd.py", *TOGETHER),
     ),
     "depth": Files(
-        ("parts/depth", "reproduce/papers/*_depth.yaml"),
+        ("parts/depth", "recipes/papers/papers/*_depth.yaml"),
         (
             "parts/depth.yaml",
             "method/grown_*.yaml",
@@ -87,12 +87,16 @@ PARTS = {
     ),
     "arriving classes": Files(("parts/classes.py",), (), ("parts/test_classes*.py", *TOGETHER)),
     "isotropic layers": Files(
-        ("parts/isotropic", "studies/isotropic*.py", "reproduce/papers/3_bird*.yaml"),
+        ("parts/isotropic", "recipes/papers/studies/isotropic*.py", "recipes/papers/papers/3_bird*.yaml"),
         ("parts/isotropic.yaml", "parts/gain_weights.yaml", "*/isotropic*.yaml"),
         ("parts/isotropic", "studies/test_isotropic*.py"),
     ),
     "hypernetworks": Files(
-        ("parts/hypernets", "studies/continual_regression*.py", "reproduce/papers/2_chang.yaml"),
+        (
+            "parts/hypernets",
+            "recipes/papers/studies/continual_regression*.py",
+            "recipes/papers/papers/2_chang.yaml",
+        ),
         ("*/hyperfan*.yaml", "*/hypernet*.yaml", "experiment/*hyperfan.yaml"),
         ("parts/hypernets", "studies/test_continual_regression.py"),
     ),

@@ -15,15 +15,15 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from growlab import Grower, Growth
-from growlab.errors import UserError
-from growlab.flops import forward_flops
-from growlab.growth.pairs import PairGrowth
-from growlab.networks import CausalTransformer, resnet20
+from growlab.base.errors import UserError
+from growlab.grower.cost import forward_flops
+from growlab.grower.triggers import Decided
+from growlab.growth.methods.pairs import PairGrowth
+from growlab.lab.networks import CausalTransformer, resnet20
+from growlab.lab.planner import Candidate, Settings, plan
+from growlab.lab.planner.probes import Account, Probe
+from growlab.lab.training.stage_cost import StageCost
 from growlab.parts import Resolution
-from growlab.plan import Candidate, Settings, plan
-from growlab.plan.probes import Account, Probe
-from growlab.training.stage_cost import StageCost
-from growlab.triggers import Decided
 from tests.command_line import CommandLine
 from tests.parts.combined import check_resumed, check_two_ranks
 from tests.plan.problems import BATCH, BATCHES, data, problem

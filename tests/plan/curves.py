@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from growlab.plan.fit import Curves, Measured, fit
-from growlab.plan.verdict import Trial, Verdict, judge
+from growlab.lab.planner.fit import Curves, Measured, fit
+from growlab.lab.planner.verdict import Trial, Verdict, judge
 
 Law = tuple[float, float, float]
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.plan import Candidate, Problem
+from growlab.lab.planner import Candidate, Problem
 
 WIDTH, BATCH, BATCHES = 24, 16, 20
 

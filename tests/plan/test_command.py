@@ -1,4 +1,4 @@
-"""`python -m growlab.plan`: what it prints and leaves, that its files can be run, and what it refuses."""
+"""`python -m growlab plan`: what it prints and leaves, that its files can be run, and what it refuses."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from growlab.run_folder import held_alone
+from growlab.lab.training.run_folder import held_alone
 from tests.command_line import PLAN, CommandLine, Outcome
 from tests.parts_here import needs
 

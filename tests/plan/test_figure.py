@@ -9,9 +9,9 @@ import yaml
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from growlab.analysis import style
-from growlab.plan import figure
-from growlab.plan.problem import WHOLE
+from growlab.lab.analysis import style
+from growlab.lab.planner import figure
+from growlab.lab.planner.problem import WHOLE
 from tests.command_line import ROOT
 
 PLANS = sorted((ROOT / "notebooks" / "results" / "plan").glob("*/plan.json"))

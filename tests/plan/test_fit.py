@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from growlab.plan.fit import MIN_POINTS, Measured, fit, settled
+from growlab.lab.planner.fit import MIN_POINTS, Measured, fit, settled
 from tests.plan.curves import Law, loss, measured
 
 LAW: Law = (0.4, 0.3, 0.35)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.errors import UserError
-from growlab.plan import Candidate, plan
-from growlab.plan.fit import Measured
-from growlab.plan.problem import WHOLE, Settings
-from growlab.plan.search import _Search
-from growlab.training.learning_rate import LearningRate
+from growlab.base.errors import UserError
+from growlab.lab.planner import Candidate, plan
+from growlab.lab.planner.fit import Measured
+from growlab.lab.planner.problem import WHOLE, Settings
+from growlab.lab.planner.search import _Search
+from growlab.lab.training.learning_rate import LearningRate
 from tests.plan.problems import problem, sgd
 
 

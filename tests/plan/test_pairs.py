@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from growlab.plan.fit import Measured, fit
-from growlab.plan.pairs import Pair, judged, main, read, table
-from growlab.plan.problem import WHOLE
-from growlab.plan.verdict import MISSED, Gain, Growing, Verdict
+from growlab.lab.planner.fit import Measured, fit
+from growlab.lab.planner.pairs import Pair, judged, main, read, table
+from growlab.lab.planner.problem import WHOLE
+from growlab.lab.planner.verdict import MISSED, Gain, Growing, Verdict
 
 NUMBER = re.compile(r"[+-]?\d+\.\d+")
 KEPT = Path(__file__).parents[2] / "notebooks" / "results" / "plan"

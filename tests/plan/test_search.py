@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from growlab import Net2Net
-from growlab.errors import UserError
-from growlab.flops import forward_flops
-from growlab.plan import Candidate, Planned, Settings, plan, table
-from growlab.plan.probes import Account, Probe
+from growlab.base.errors import UserError
+from growlab.grower.cost import forward_flops
+from growlab.lab.planner import Candidate, Planned, Settings, plan, table
+from growlab.lab.planner.probes import Account, Probe
 from tests.plan.problems import BATCH, BATCHES, WIDTH, batches, network, problem, sgd
 
 

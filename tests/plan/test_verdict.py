@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from growlab.plan.verdict import MISSED, Gain, judge
+from growlab.lab.planner.verdict import MISSED, Gain, judge
 from tests.plan.curves import Law, gain_of_growing, share, verdict, world
 
 FULL: Law = (0.3, 0.5, 0.35)

@@ -9,12 +9,12 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from growlab.analysis.results import Run, open_run
-from growlab.configuration import PRIMARY, config_dir, register_schemas
-from growlab.files import write_json
-from growlab.reproduce.matching import Matching, _flat, settings_of
-from growlab.reproduce.page import Standing
-from growlab.reproduce.registry import Item, Job, registry
+from growlab.base.files import write_json
+from growlab.lab.analysis.results import Run, open_run
+from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
+from growlab.recipes.papers.matching import Matching, _flat, settings_of
+from growlab.recipes.papers.page import Standing
+from growlab.recipes.papers.registry import Item, Job, registry
 from tests.command_line import ROOT
 from tests.parts_here import needs
 

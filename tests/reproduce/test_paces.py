@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from growlab.reproduce import paces
-from growlab.reproduce.__main__ import _told, main
-from growlab.reproduce.paces import Forecast, Network, forecast
-from growlab.reproduce.registry import Job, registry
-from growlab.reproduce.slices import Place
-from growlab.reproduce.stopping import Ended, EndingSignals
+from growlab.recipes.papers import paces
+from growlab.recipes.papers.__main__ import _told, main
+from growlab.recipes.papers.paces import Forecast, Network, forecast
+from growlab.recipes.papers.registry import Job, registry
+from growlab.recipes.papers.slices import Place
+from growlab.recipes.papers.stopping import Ended, EndingSignals
 
 REGISTRY = registry()
 # Two networks, of which the first is that of two jobs.
@@ -147,7 +147,7 @@ def test_measuring_is_part_of_the_minutes(
         return 0, [], []
 
     monkeypatch.setattr(paces, "_codes", never_done)
-    monkeypatch.setattr("growlab.reproduce.__main__.train", trained)
+    monkeypatch.setattr("growlab.recipes.papers.__main__.train", trained)
     words = ["table7", "--minutes", "60", "--data", str(tmp_path), "--runs", str(tmp_path / "runs")]
     assert main(words) == 0
     assert 0 < measured_sec[0] <= 30 * 60 and left[0] <= 60 - 0.01

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from growlab.analysis.results import open_run
-from growlab.analysis.style import shown
-from growlab.errors import UserError
-from growlab.reproduce.page import Standing, page, standings
-from growlab.reproduce.quantities import width_gained, width_given_back
-from growlab.reproduce.registry import Check, Item, Registry, Rows, registry
-from growlab.reproduce.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, _runs, outcome
+from growlab.base.errors import UserError
+from growlab.lab.analysis.results import open_run
+from growlab.lab.analysis.style import shown
+from growlab.recipes.papers.page import Standing, page, standings
+from growlab.recipes.papers.quantities import width_gained, width_given_back
+from growlab.recipes.papers.registry import Check, Item, Registry, Rows, registry
+from growlab.recipes.papers.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, _runs, outcome
 from tests.analysis.fake_runs import write_run
 from tests.command_line import ROOT
 from tests.parts_here import needs
@@ -25,7 +25,7 @@ RESULTS = ROOT / "notebooks" / "results"
 
 @needs()
 def test_the_page_is_not_stale() -> None:
-    """If this fails: python -m growlab.reproduce --page notebooks/results -o notebooks/docs/pages/papers.md."""
+    """If this fails: python -m growlab reproduce --page notebooks/results -o notebooks/docs/pages/papers.md."""
     written = (ROOT / "notebooks" / "docs" / "pages" / "papers.md").read_text(encoding="utf-8")
     assert written == page(registry(), ROOT / "notebooks" / "results")
 
@@ -50,7 +50,7 @@ def test_no_line_is_without_a_command() -> None:
     text = page(registry(), ROOT / "notebooks" / "results")
     for item in registry().items.values():
         (line,) = [line for line in text.splitlines() if line.startswith(f"| {item.title} |")]
-        assert f"`python -m growlab.reproduce {item.name}`" in line
+        assert f"`python -m growlab reproduce {item.name}`" in line
         assert all(f"`python -m growlab -m {command}`" in line for command in item.commands)
 
 

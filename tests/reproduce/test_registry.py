@@ -8,13 +8,13 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from growlab.analysis.figures import FIGURES
-from growlab.analysis.published import published
-from growlab.configuration import PRIMARY, config_dir, register_schemas
-from growlab.errors import UserError
-from growlab.reproduce.matching import settings_of
-from growlab.reproduce.quantities import QUANTITIES
-from growlab.reproduce.registry import _split, drawn, experiment, registry
+from growlab.base.errors import UserError
+from growlab.lab.analysis.figures import FIGURES
+from growlab.lab.analysis.published import published
+from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
+from growlab.recipes.papers.matching import settings_of
+from growlab.recipes.papers.quantities import QUANTITIES
+from growlab.recipes.papers.registry import _split, drawn, experiment, registry
 from tests.command_line import ROOT
 from tests.parts_here import needs
 

@@ -13,13 +13,13 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
-from growlab.configuration import PRIMARY, config_dir, register_schemas
-from growlab.overruled import check_overruled
-from growlab.reproduce import slices
-from growlab.reproduce.__main__ import _tell, main
-from growlab.reproduce.paces import Forecast, measuring, network_of
-from growlab.reproduce.registry import Job, Registry, registry
-from growlab.reproduce.slices import Place, command, missing, train
+from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
+from growlab.lab.training.ineffective_settings import check_overruled
+from growlab.recipes.papers import slices
+from growlab.recipes.papers.__main__ import _tell, main
+from growlab.recipes.papers.paces import Forecast, measuring, network_of
+from growlab.recipes.papers.registry import Job, Registry, registry
+from growlab.recipes.papers.slices import Place, command, missing, train
 from tests.analysis.fake_runs import write_run
 from tests.command_line import ROOT
 from tests.parts_here import needs
@@ -137,7 +137,7 @@ def held(counting: Place) -> Iterator[Path]:
     """The folder of the first job, which another process holds."""
     folder = counting.runs / JOBS[0].folder
     folder.mkdir(parents=True)
-    holding = "import sys, time; from growlab.run_folder import held_alone\n"
+    holding = "import sys, time; from growlab.lab.training.run_folder import held_alone\n"
     holding += "with held_alone(__import__('pathlib').Path(sys.argv[1])): print(flush=True); time.sleep(300)"
     with subprocess.Popen([sys.executable, "-c", holding, str(folder)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline()
@@ -173,8 +173,8 @@ def test_the_command_says_what_is_left_to_another_process(
 ) -> None:
     (tmp_path / "cifar10").mkdir()
     (tmp_path / "cifar10" / "train.parquet").touch()
-    monkeypatch.setattr("growlab.reproduce.__main__.forecast", lambda *_: Forecast(60.0, 1, ()))
-    monkeypatch.setattr("growlab.reproduce.__main__.train", lambda *_: (7, [], ["a", "b"]))
+    monkeypatch.setattr("growlab.recipes.papers.__main__.forecast", lambda *_: Forecast(60.0, 1, ()))
+    monkeypatch.setattr("growlab.recipes.papers.__main__.train", lambda *_: (7, [], ["a", "b"]))
     assert main(["table7", "--data", str(tmp_path), "--runs", str(tmp_path / "runs")]) == 0
     told = capsys.readouterr().out
     assert "2 runs are left to another process, which is at work there\n" in told and "goes on" not in told
@@ -235,8 +235,8 @@ def test_a_run_that_fails_is_told_and_leaves_the_others_alone(
     monkeypatch.setattr(slices, "command", lambda job, *at: failing if job is JOBS[1] else whole(job, *at))
     assert train(JOBS, counting, REGISTRY, minutes=1) == (2, ["digits/seed=1"], [])
     assert "digits/seed=1 failed (exit code 2)" in capsys.readouterr().out
-    monkeypatch.setattr("growlab.reproduce.__main__.forecast", lambda *_: Forecast(60.0, 1, ()))
-    monkeypatch.setattr("growlab.reproduce.__main__.train", lambda *_: (0, ["a/seed=0", "a/seed=1"], []))
+    monkeypatch.setattr("growlab.recipes.papers.__main__.forecast", lambda *_: Forecast(60.0, 1, ()))
+    monkeypatch.setattr("growlab.recipes.papers.__main__.train", lambda *_: (0, ["a/seed=0", "a/seed=1"], []))
     assert main(["isotropic_depth", "--runs", str(counting.runs)]) == 2
     told = capsys.readouterr()
     assert told.err == "error: 2 runs failed, for reasons that stand above: a/seed=0; a/seed=1.\n"
@@ -271,7 +271,7 @@ def test_a_jobs_command_names_its_folder_data_and_device(tmp_path: Path) -> None
 def test_a_study_that_is_ended_is_not_said_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("growlab.reproduce.__main__.train", lambda *_: (0, [], []))
+    monkeypatch.setattr("growlab.recipes.papers.__main__.train", lambda *_: (0, [], []))
     assert main(["isotropic_invariance", "--runs", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "begins anew, and needs 2 minutes a run\n" in told and "goes on" not in told
@@ -389,9 +389,9 @@ def test_data_that_is_missing_leaves_out_its_runs_alone(
     (tmp_path / "data" / "mnist10k").mkdir(parents=True)
     (tmp_path / "data" / "mnist10k" / "train.parquet").touch()
     taken: list[Job] = []
-    monkeypatch.setattr("growlab.reproduce.__main__.forecast", lambda *_: Forecast(60.0, 1, ()))
+    monkeypatch.setattr("growlab.recipes.papers.__main__.forecast", lambda *_: Forecast(60.0, 1, ()))
     monkeypatch.setattr(
-        "growlab.reproduce.__main__.train", lambda jobs, *_: taken.extend(jobs) or (0, [], [])
+        "growlab.recipes.papers.__main__.train", lambda jobs, *_: taken.extend(jobs) or (0, [], [])
     )
     assert main(["isotropic_data_sets", "--data", str(tmp_path / "data"), "--runs", str(tmp_path)]) == 0
     every = REGISTRY.items["isotropic_data_sets"].jobs()

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from growlab.reproduce.registry import registry
-from growlab.reproduce.stopping import Ended, EndingSignals
+from growlab.recipes.papers.registry import registry
+from growlab.recipes.papers.stopping import Ended, EndingSignals
 from tests.analysis.fake_runs import write_run
 from tests.command_line import ROOT
 
 # The command itself, with a run that waits in its folder, saves at SIGTERM and ends; SIGHUP would end it at once.
 COMMAND = """
 import sys
-from growlab.reproduce import __main__ as command, slices
-from growlab.reproduce.paces import Forecast
+from growlab.recipes.papers import __main__ as command, slices
+from growlab.recipes.papers.paces import Forecast
 RUN = '''
 import os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -129,7 +129,7 @@ def test_a_reader_that_has_gone_is_no_error(data: Path) -> None:
     line = [
         sys.executable,
         "-m",
-        "growlab.reproduce",
+        "growlab.recipes.papers",
         "--list",
         "table7",
         "--runs",

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from growlab.parts.hypernets import emitted
-from growlab.studies import continual_regression as study
-from growlab.studies.continual_regression_figure import _chosen, rest
+from growlab.recipes.papers.studies import continual_regression as study
+from growlab.recipes.papers.studies.continual_regression_figure import _chosen, rest
 from tests.command_line import CommandLine
 
 

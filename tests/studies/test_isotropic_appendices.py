@@ -10,7 +10,7 @@ import torch
 from matplotlib.figure import Figure
 
 from growlab.parts.isotropic import IsotropicActivation, isotropic_mlp
-from growlab.studies import isotropic_appendices as study
+from growlab.recipes.papers.studies import isotropic_appendices as study
 from tests.command_line import CommandLine
 
 SMALL = (

@@ -5,9 +5,9 @@ import importlib
 import pytest
 import torch
 
-from growlab.errors import UserError
-from growlab.survey import examine, expand, load
-from growlab.survey.small_models import TYPES, small_model
+from growlab.base.errors import UserError
+from growlab.inspect import examine, expand, load
+from growlab.inspect.small_models import TYPES, small_model
 from growlab.widths import trace
 
 pytest.importorskip("transformers")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from growlab.survey.sources import load
+from growlab.inspect.sources import load
 
 pytest.importorskip("timm")
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth.schedule import stage_batch_sizes
-from growlab.training.batch_fit import _sizes, fit_batch_sizes
-from growlab.training.memory import LiveTensors
-from growlab.training.trial_steps import TrialRun, TrialSteps
+from growlab.lab.training.batch_fit import _sizes, fit_batch_sizes
+from growlab.lab.training.memory import LiveTensors
+from growlab.lab.training.trial_steps import TrialRun, TrialSteps
 from growlab.widths import trace
 
 EQ8 = {

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.errors import UserError
-from growlab.training.checkpoints import (
+from growlab.base.errors import UserError
+from growlab.lab.training.checkpoints import (
     AtomicCheckpointIO,
     differences,
     last_checkpoint,

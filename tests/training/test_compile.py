@@ -7,11 +7,11 @@ import lightning
 import pytest
 import torch
 
-from growlab.data import ImageData
 from growlab.grower import Grower
 from growlab.growth import PairGrowth, make_schedule
-from growlab.networks.mlp import MLP
-from growlab.training import GrowthCallback, Task
+from growlab.lab.data import ImageData
+from growlab.lab.networks.mlp import MLP
+from growlab.lab.training import GrowthCallback, Task
 
 NUM_STAGES = 10  # more widths than the compiler's recompile limit of 8
 

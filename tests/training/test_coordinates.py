@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.grower import Grower
+from growlab.grower.triggers import Never
 from growlab.growth import FixedSize
-from growlab.networks import MLP
+from growlab.lab.networks import MLP
+from growlab.lab.training import RateAdaptation
 from growlab.optim import SGD, BaseRate
-from growlab.training import RateAdaptation
-from growlab.triggers import Never
 
 WIDTHS, STEPS, SEEDS, RATE = (64, 128, 256), 4, 2, 0.002
 MUP_RATES = RateAdaptation(BaseRate(), output_fan_in=True)

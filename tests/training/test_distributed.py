@@ -11,11 +11,11 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDevice
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.base.ranks import agreed, broadcast_buffers, checksums, differing, gather, stacked
 from growlab.frontends.lightning import renew_wrapper
-from growlab.ranks import agreed, broadcast_buffers, checksums, differing, gather, stacked
-from growlab.training.distributed import OneProcess, check_strategy
-from growlab.training.sync_batchnorm import SynchroniseBatchNorm
+from growlab.lab.training.distributed import OneProcess, check_strategy
+from growlab.lab.training.sync_batchnorm import SynchroniseBatchNorm
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_alone_everything_is_agreed() -> None:
 
 
 def test_the_largest_number_counts_and_nan_above_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("growlab.ranks.gather", lambda ours: [ours, [2.0, 0.0], [float("nan"), 5.0]])
+    monkeypatch.setattr("growlab.base.ranks.gather", lambda ours: [ours, [2.0, 0.0], [float("nan"), 5.0]])
     one, other = agreed([1.0, 3.0])
     assert one != one and other == 5.0
 

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from growlab.data import ImageData
-from growlab.errors import UserError
-from growlab.networks import mlp8
-from growlab.training.fresh_statistics import FreshStatistics, fresh_statistics
+from growlab.base.errors import UserError
+from growlab.lab.data import ImageData
+from growlab.lab.networks import mlp8
+from growlab.lab.training.fresh_statistics import FreshStatistics, fresh_statistics
 from tests.runs import MLP
 
 

@@ -7,12 +7,12 @@ import lightning
 import pytest
 import torch
 
-from growlab.data import ImageData
 from growlab.grower import Grower
 from growlab.growth import VarianceTransfer, grow, make_schedule
-from growlab.networks.mlp import MLP
+from growlab.lab.data import ImageData
+from growlab.lab.networks.mlp import MLP
+from growlab.lab.training import GrowthCallback, LearningRate, Task
 from growlab.optim import Inheritance, follow
-from growlab.training import GrowthCallback, LearningRate, Task
 
 EPOCHS, WIDTHS, BATCHES = [2, 1, 2], [0.5, 0.75, 1], [40, 32, 24]
 

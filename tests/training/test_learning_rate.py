@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth import make_schedule
-from growlab.training import LearningRate
+from growlab.lab.training import LearningRate
 
 SCHEDULE = make_schedule(6, 32, epochs=[2, 3, 1], widths=[0.5, 0.7, 1], batch_sizes=[128, 64, 32])
 STEPS = [2, 2, 4, 4, 4, 8]

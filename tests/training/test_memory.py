@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.training.memory import LiveTensors, PeakMemory
+from growlab.lab.training.memory import LiveTensors, PeakMemory
 from tests.command_line import CommandLine
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def test_the_peak_is_of_what_was_held_since_the_reset() -> None:
 def test_large_blocks_are_kept_for_the_next_step(chosen: dict[str, str]) -> None:
     program = (
         "import resource, torch\n"
-        "from growlab.training.memory import keep_freed\n"
+        "from growlab.lab.training.memory import keep_freed\n"
         "def faults():\n"
         "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "    torch.ones(64 * 2**20, dtype=torch.uint8)\n"

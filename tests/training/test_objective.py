@@ -10,11 +10,11 @@ import torch
 import torchmetrics as tm
 from torch.nn import functional as F
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth.outputs import network_inputs
-from growlab.training.custom_objective import CustomObjective
-from growlab.training.objective import Classification, TokenPrediction
-from growlab.training.ready_objectives import MultiLabel, Regression, Segmentation
+from growlab.lab.training.custom_objective import CustomObjective
+from growlab.lab.training.objective import Classification, TokenPrediction
+from growlab.lab.training.ready_objectives import MultiLabel, Regression, Segmentation
 
 PADDING = 1
 

@@ -3,15 +3,15 @@ import torch
 from omegaconf import DictConfig
 
 from growlab import parts
-from growlab.data import ImageData
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.base.settings import left_out
 from growlab.grower import prepared
+from growlab.grower.triggers import Plateau
 from growlab.growth import FixedSize, GrowthMethod, PairGrowth
-from growlab.networks import CifarResNet, mlp8
-from growlab.planning import optimizer_maker
-from growlab.settings import left_out
-from growlab.training.budget import check_budget
-from growlab.training.plan import (
+from growlab.lab.data import ImageData
+from growlab.lab.networks import CifarResNet, mlp8
+from growlab.lab.training.budget import check_budget
+from growlab.lab.training.plan import (
     Loop,
     Plan,
     StageCost,
@@ -21,7 +21,7 @@ from growlab.training.plan import (
     make_plan,
     optimizer_steps,
 )
-from growlab.triggers import Plateau
+from growlab.lab.training.run_plan import optimizer_maker
 from growlab.widths import trace
 from tests.parts_here import needs
 
@@ -35,7 +35,7 @@ SETTINGS = {
 
 
 LOOP = Loop()
-NO_RATES = {"_target_": "growlab.training.RateAdaptation"}
+NO_RATES = {"_target_": "growlab.lab.training.RateAdaptation"}
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import lightning
 import pytest
 from torch.nn import functional as F
 
-from growlab.data import ImageData
 from growlab.growth import PairGrowth, plant
-from growlab.networks import mlp8
+from growlab.lab.data import ImageData
+from growlab.lab.networks import mlp8
 from growlab.widths import trace
 from tests.command_line import CommandLine
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from growlab.data.translation import TranslationData
-from growlab.errors import UserError
-from growlab.fairseq_library import fairseq_module
+from growlab.base.errors import UserError
+from growlab.recipes.translation.data import TranslationData
+from growlab.recipes.translation.library import fairseq_module
 
 WORDS = {
     "ein": "a",

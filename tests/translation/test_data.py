@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from growlab.data.sentence_pairs import Preparation, open_pairs
-from growlab.data.subwords import SentencePiece, SubwordNMT
-from growlab.data.translation import TranslationData
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.recipes.translation.data import TranslationData
+from growlab.recipes.translation.sentence_pairs import Preparation, open_pairs
+from growlab.recipes.translation.subwords import SentencePiece, SubwordNMT
 
 
 def test_raw_text_comes_back(data, folder):

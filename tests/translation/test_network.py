@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from growlab.data.sentence_pairs import SentencePairs
-from growlab.data.subwords import Words
-from growlab.errors import UserError
-from growlab.fairseq_library import fairseq_module
+from growlab.base.errors import UserError
 from growlab.growth import Net2Net, VarianceTransfer, grow, plant
-from growlab.translation import FairseqTransformer
-from growlab.translation.export import fairseq_checkpoint
+from growlab.recipes.translation import FairseqTransformer
+from growlab.recipes.translation.export import fairseq_checkpoint
+from growlab.recipes.translation.library import fairseq_module
+from growlab.recipes.translation.sentence_pairs import SentencePairs
+from growlab.recipes.translation.subwords import Words
 from growlab.widths import trace
 
 

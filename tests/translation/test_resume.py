@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.data.translation import TranslationData
-from growlab.training.checkpoints import LAST
+from growlab.lab.training.checkpoints import LAST
+from growlab.recipes.translation.data import TranslationData
 from tests.command_line import CommandLine
 from tests.runs import Left
 from tests.test_resume_steps import killed_at

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from growlab import Grower
-from growlab.errors import UserError
+from growlab.base.errors import UserError
+from growlab.grower.triggers import At, Clock, Never
 from growlab.growth import Net2Net
-from growlab.triggers import At, Clock, Never
 
 
 def grower(trigger: Any) -> Grower:

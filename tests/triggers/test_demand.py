@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.grower import Grower
-from growlab.growth import Bottleneck, PairGrowth, Schedule, make_schedule
-from growlab.triggers import (
+from growlab.grower.triggers import (
     Budget,
     Demand,
     Expressivity,
@@ -22,6 +21,7 @@ from growlab.triggers import (
     Progress,
     Scheduled,
 )
+from growlab.growth import Bottleneck, PairGrowth, Schedule, make_schedule
 
 STEPS = [{"a": 2, "b": 4}, {"a": 4, "b": 8}, {"a": 6, "b": 10}, {"a": 8, "b": 16}]
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
-from growlab.library import timm_network, torchvision_network
+from growlab.inspect.hub import timm_network, torchvision_network
 from growlab.widen import load_widened
 from growlab.widen.__main__ import main
 from growlab.widen.folder import RECEIPT

@@ -14,7 +14,7 @@ from torch import nn
 
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
-from growlab.survey.small_models import FirstOutput, inputs_of, small_model
+from growlab.inspect.small_models import FirstOutput, inputs_of, small_model
 from growlab.widen.__main__ import main
 from growlab.widen.folder import RECEIPT
 from growlab.widen.sizes import _for_more_layers

@@ -1,4 +1,4 @@
-"""`python -m growlab.widths`: reports and refusals."""
+"""`python -m growlab widths`: reports and refusals."""
 
 import json
 import re
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.survey import METHODS, USUAL, Report, matrix_table
-from growlab.widths.__main__ import describe, main
+from growlab.inspect import METHODS, USUAL, Report, matrix_table
+from growlab.inspect.__main__ import describe, main
 
 
 def test_report_of_a_network(capsys):

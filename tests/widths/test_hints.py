@@ -3,8 +3,8 @@
 import json
 import re
 
-from growlab.survey import Report
-from growlab.widths.__main__ import main
+from growlab.inspect import Report
+from growlab.inspect.__main__ import main
 from tests.command_line import CommandLine
 
 NETWORK = ("model=custom", "model._target_=tests.widths.unknown.network", "growth=net2net", "lr_adapt=none")

@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from growlab.errors import UserError
-from growlab.flops import forward_flops
+from growlab.base.errors import UserError
 from growlab.frontends.lightning import Growth
 from growlab.grower import Grower
+from growlab.grower.cost import forward_flops
 from growlab.growth import GradMax, VarianceTransfer
+from growlab.inspect.__main__ import main
 from growlab.widths import trace
-from growlab.widths.__main__ import main
 from growlab.widths.inputs import Inputs, arguments, inputs_of
 from tests.parts_here import needs
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from growlab.growth import PairGrowth, plant
-from growlab.networks import CifarResNet
+from growlab.lab.networks import CifarResNet
 from growlab.widths import avoid_unsafe_kernels, resize, trace
 from tests.command_line import ROOT
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.networks import CifarResNet, ConvNet
+from growlab.lab.networks import CifarResNet, ConvNet
 from growlab.widths import grid, replace_tensors, resize, restore_tensors, trace
 from tests.cases import NETWORKS, graph_of, outputs, widths_at
 

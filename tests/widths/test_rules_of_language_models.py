@@ -12,9 +12,9 @@ from growlab.grower import Grower
 from growlab.growth import Net2Net, PairGrowth, VarianceTransfer, anneal_norms, finish, grow, plant
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
+from growlab.lab.training import RateAdaptation
+from growlab.lab.training.progress import first_line
 from growlab.optim import SGD, NormRatio, follow
-from growlab.training import RateAdaptation
-from growlab.training.progress import first_line
 from growlab.widths import layouts, tensors_of, trace
 
 TOKENS = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))

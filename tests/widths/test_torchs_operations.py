@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.grower import Grower
 from growlab.growth import VarianceTransfer
 from growlab.widths import UnsupportedOperation, trace

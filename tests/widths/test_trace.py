@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.networks import convnet4, mlp8, resnet20
+from growlab.lab.networks import convnet4, mlp8, resnet20
 from growlab.widths import Part, UnsupportedOperation, resize, trace
 from tests.cases import NETWORKS, graph_of, widths_at
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.growth import VarianceTransfer, plant
-from growlab.networks import CifarResNet
+from growlab.lab.networks import CifarResNet
 from growlab.widths import avoid_unsafe_kernels, resize, trace
 
 # Of the input and of the weights: either decides.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth.method import Expansion, GrowthMethod
 from growlab.growth.outputs import device_and_precision, observe, positional
 from growlab.growth.parity import compare

@@ -7,16 +7,16 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from growlab import ranks
-from growlab.errors import UserError
+from growlab.base import ranks
+from growlab.base.errors import UserError
+from growlab.grower.part import Part
+from growlab.grower.triggers import Never, Run, Trigger, Widths
 from growlab.growth import GrowthState
 from growlab.optim.exchanging import order_parameters
 from growlab.optim.followers import copy_state
 from growlab.parts.depth.blocks import Blocks
 from growlab.parts.depth.describe import describe
 from growlab.parts.depth.starts import STARTS
-from growlab.parts.part import Part
-from growlab.triggers import Never, Run, Trigger, Widths
 from growlab.widths import WidthGraph
 
 

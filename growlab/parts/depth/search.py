@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth.outputs import quietly
 from growlab.growth.parity import ROUNDING, relative_error
 from growlab.parts.depth.branches import edge_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth.multipliers import fold_multipliers
 from growlab.growth.outputs import quietly
 from growlab.parts.depth.finding import Block

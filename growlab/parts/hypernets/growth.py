@@ -7,12 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from growlab.base.settings import one_of, sorted_into
 from growlab.growth import Expansion, NewWeights, VarianceTransfer
 from growlab.growth.method import WeightRule
 from growlab.parts.hypernets.initialisations import Emission, Initialisation
 from growlab.parts.hypernets.parametrise import Hypernet, materialize, parametrise
 from growlab.parts.hypernets.width_graph import emitted_graph
-from growlab.settings import one_of, sorted_into
 from growlab.widths import Layer, WidthGraph
 
 _RULES = ("hyperfan_in", "hyperfan_out")

@@ -29,7 +29,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 
 # Of the variances that keep activations (by the fan-in) and gradients (by the fan-out). Both may be 0.
 _COMBINED: dict[str, Callable[[float, float], float]] = {

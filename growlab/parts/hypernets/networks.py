@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.parts.hypernets.parametrise import Hypernet, initialise, parametrise
 
 

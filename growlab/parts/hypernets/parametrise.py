@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from growlab.errors import UserError, as_user_errors
+from growlab.base.errors import UserError, as_user_errors
+from growlab.base.settings import above, at_least, flag, not_none, whole
 from growlab.growth.method import generator
 from growlab.parts.hypernets.initialisations import Emission, Initialisation
 from growlab.parts.hypernets.modules import Chunks, Embedding, Emitted, Features, Output, linear_layers
-from growlab.settings import above, at_least, flag, not_none, whole
 
 SHARINGS = ("layer", "size", "network", "chunk")
 EMBEDDINGS = ("fixed", "trained")

@@ -6,7 +6,7 @@ from math import prod
 from torch import nn
 from torch.nn.utils import parametrize
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.parts.hypernets.modules import Chunks, Embedding, Emitted
 from growlab.widths import Axis, Group, Layer, Part, WidthGraph
 

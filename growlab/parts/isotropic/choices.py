@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from growlab.settings import finite, flag, one_of
+from growlab.base.settings import finite, flag, one_of
 
 Columns = Literal["orthogonal", "zero", "copy", "random", "small"]
 Correction = Literal["bias", "batch", "none"]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from growlab.settings import at_least, flag, not_none, whole
+from growlab.base.settings import at_least, flag, not_none, whole
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from growlab.errors import UserError, as_user_errors
-from growlab.parts.part import Part
-from growlab.settings import at_least
-from growlab.triggers import Run, Trigger
+from growlab.base.errors import UserError, as_user_errors
+from growlab.base.settings import at_least
+from growlab.grower.part import Part
+from growlab.grower.triggers import Run, Trigger
 from growlab.widths import WidthGraph
 
 MODES = ("constant", "decayed")

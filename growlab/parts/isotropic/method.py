@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from growlab.errors import as_user_errors
+from growlab.base.errors import as_user_errors
+from growlab.base.settings import at_least, not_none, one_of, sorted_into
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WidthDecision
 from growlab.parts.isotropic.choices import IMPORTANCES, Choices
 from growlab.parts.isotropic.decision import Boundaries, Widths
@@ -21,7 +22,6 @@ from growlab.parts.isotropic.spectrum import (
     gain_columns,
     producers,
 )
-from growlab.settings import at_least, not_none, one_of, sorted_into
 from growlab.widths import Carry, WidthGraph
 
 MODES = ("scaffold", "scheduled")

@@ -5,13 +5,13 @@ from typing import Any, Literal
 
 from torch import nn
 
-from growlab.errors import UserError, as_user_errors
+from growlab.base.errors import UserError, as_user_errors
+from growlab.base.ranks import gather
+from growlab.grower.part import Part
+from growlab.grower.triggers import Run, Trigger, Widths
 from growlab.growth.method import WidthDecision
 from growlab.parts.isotropic.method import Isotropic, adaptable
 from growlab.parts.isotropic.spectrum import consumers, producers
-from growlab.parts.part import Part
-from growlab.ranks import gather
-from growlab.triggers import Run, Trigger, Widths
 from growlab.widths import WidthGraph, tensors_of
 
 

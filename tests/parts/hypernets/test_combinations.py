@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from growlab.grower import Grower
-from growlab.networks.resnet import CifarResNet
+from growlab.lab.networks.resnet import CifarResNet
 from growlab.parts import Averages, Depth
 from growlab.parts.hypernets import Hyperfan
 from tests.command_line import CommandLine

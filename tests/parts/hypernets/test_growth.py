@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.growth import GrowthState, anneal_norms, finish, grow, plant
-from growlab.networks import MLP, CifarResNet
+from growlab.lab.networks import MLP, CifarResNet
 from growlab.optim import SGD, NormRatio, follow, weight_regions
 from growlab.parts.hypernets import Hyperfan, emitted
 from growlab.widths import WidthGraph, trace

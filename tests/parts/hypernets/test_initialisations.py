@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from growlab.errors import UserError
-from growlab.networks import MLP, AllConv, mobilenetv1, resnet20
+from growlab.base.errors import UserError
+from growlab.lab.networks import MLP, AllConv, mobilenetv1, resnet20
 from growlab.parts.hypernets import INITIALISATIONS, Emission, Hypernet, Initialisation, emitted, parametrise
 from growlab.parts.hypernets.parametrise import initialise, materialize
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from growlab.errors import UserError
-from growlab.networks import mlp5
+from growlab.base.errors import UserError
+from growlab.lab.networks import mlp5
 from growlab.parts.hypernets import MonteCarlo, emitted, hypernetwork
 from tests.command_line import CommandLine
 

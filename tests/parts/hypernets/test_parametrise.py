@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from growlab.errors import UserError
-from growlab.networks import MLP, allconv, mobilenetv1, resnet20
+from growlab.base.errors import UserError
+from growlab.lab.networks import MLP, allconv, mobilenetv1, resnet20
 from growlab.parts.hypernets import Hypernet, emitted, materialize, parametrise
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.grower import Grower
+from growlab.grower.triggers import Decided
 from growlab.parts.isotropic import GainWeights, Isotropic, IsotropicMLP, change_inputs
 from growlab.parts.isotropic.gain_weights import gain_weights, readers
-from growlab.triggers import Decided
 from tests.command_line import CommandLine
 from tests.parts.combined import check_resumed
 from tests.runs import SMALL

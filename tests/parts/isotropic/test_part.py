@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab import parts
-from growlab.errors import UserError
+from growlab.base.errors import UserError
 from growlab.grower import Grower
+from growlab.grower.triggers import Decided
 from growlab.growth import Net2Net, PairGrowth, RandomGrowth, VarianceTransfer
 from growlab.optim import SGD
 from growlab.parts.isotropic import Isotropic, IsotropicLayers, IsotropicMLP
-from growlab.triggers import Decided
 from tests.parts.isotropic.mixed import Mixed
 
 METHODS = {

@@ -1,0 +1,1 @@
+"""Checks, errors and files that everything else uses."""

@@ -1,0 +1,53 @@
+"""The parser of commands: a wrong command line is answered with one sentence."""
+
+import argparse
+from math import inf, prod
+from typing import NoReturn
+
+from growlab.base.errors import UserError
+
+_DIGITS = 10
+# Numbers of a sample, 1 GiB of them.
+_LARGEST = 2**28
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Raises `UserError` where argparse prints the usage and ends the program."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UserError` with argparse's message and where help is."""
+        raise UserError(f"{message}; see {self.prog} --help.")
+
+
+def sizes(text: str) -> list[int]:
+    """Whole numbers with commas between them, as the type of an argument.
+
+    Examples:
+        >>> sizes("3,32,32")
+        [3, 32, 32]
+    """
+    parts = [part.strip() for part in text.split(",")]
+    numbers = [int(part) for part in parts if part.isascii() and part.isdecimal() and len(part) < _DIGITS]
+    if len(numbers) < len(parts) or not all(numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 3,32,32")
+    if prod(numbers) > _LARGEST:
+        raise argparse.ArgumentTypeError(f"a sample of {text} is larger than {_LARGEST:,} numbers")
+    return numbers
+
+
+def count(text: str) -> int:
+    """A number from 1, as the type of an argument."""
+    if not (text.isascii() and text.isdecimal() and len(text) < _DIGITS and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """A finite number above 0, as the type of an argument."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value

@@ -1,0 +1,105 @@
+"""The exceptions that a user is meant to read."""
+
+import contextlib
+import importlib.metadata
+import re
+import signal
+from collections.abc import Iterator
+
+
+class UserError(Exception):
+    """Input that growlab cannot use, told in one sentence: what is wrong and what to do about it.
+
+    `python -m growlab` prints the sentence after `error:` and exits with code 2, without a traceback.
+    """
+
+
+class WriteError(UserError):
+    """A file that could not be written, such as on a full disk; what was there before is as it was."""
+
+
+class FolderHeld(UserError):
+    """A folder that another process writes to; nothing was written there."""
+
+
+@contextlib.contextmanager
+def as_user_errors() -> Iterator[None]:
+    """Raise a ValueError of what is within as a UserError, with its sentence.
+
+    Raises:
+        UserError: in the place of a ValueError.
+
+    Examples:
+        >>> with as_user_errors():
+        ...     raise ValueError("width must be at least 1, not 0.")
+        Traceback (most recent call last):
+        growlab.base.errors.UserError: width must be at least 1, not 0.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+class Stopped(BaseException):
+    """A signal ended the run in good order.
+
+    No `Exception`, so that a sweep ends with it instead of going on with the next job.
+
+    Attributes:
+        signal: the signal.
+        sentence: what was saved and how to go on.
+    """
+
+    def __init__(self, number: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.signal, self.sentence = signal.Signals(number), sentence
+
+
+def how_to_install(extra: str | None = None) -> str:
+    """The command that installs the packages of one of growlab's extras, or with None those that it always needs.
+
+    It names the packages themselves: growlab may come from a checkout, and then there is no `growlab[EXTRA]` to install
+    from.
+
+    Examples:
+        >>> how_to_install("no such extra")
+        "pip install -e '.[no such extra]' in growlab's checkout"
+    """
+    try:
+        requirements = importlib.metadata.requires("growlab") or []
+    except importlib.metadata.PackageNotFoundError:
+        requirements = []
+    if extra is None:
+        packages = [line.strip() for line in requirements if ";" not in line]
+    else:
+        wanted = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]$""")
+        packages = [line.partition(";")[0].strip() for line in requirements if wanted.search(line)]
+    if not packages:
+        return f"pip install -e '.{'' if extra is None else f'[{extra}]'}' in growlab's checkout"
+    named = "" if extra is None else f" (growlab's extra [{extra}])"
+    return "pip install " + " ".join(f"'{package}'" for package in packages) + named
+
+
+@contextlib.contextmanager
+def needs(what: str, command: str) -> Iterator[None]:
+    """Say what installs a package that an import misses.
+
+    Args:
+        what: needs it, to begin the sentence with.
+        command: that installs it.
+
+    Raises:
+        ModuleNotFoundError: with that sentence.
+
+    Examples:
+        >>> with needs("A bird", "pip install feathers"):
+        ...     import no_feathers
+        Traceback (most recent call last):
+        ModuleNotFoundError: A bird needs no_feathers, which is not installed: pip install feathers
+    """
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        told = f"{what} needs {missing.name}, which is not installed: {command}"
+        raise ModuleNotFoundError(told, name=missing.name) from None

@@ -1,0 +1,170 @@
+"""Processes that train one network together: what they tell each other, and whether they hold the same bits.
+
+Without an initialised `torch.distributed` there is one process, and nothing is sent.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from math import isnan, nan
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from growlab.base.errors import UserError
+
+# Words that are weighed together; the weights repeat from one block to the next, which has a weight of its own.
+_BLOCK = 1 << 16
+_NAMED = 3
+
+
+def several() -> bool:
+    """Whether several processes train together."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def gather(content: Any) -> list[Any]:
+    """Plain content of every rank, in the order of ranks."""
+    if not several():
+        return [content]
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, content)
+    return everyone
+
+
+def stacked(tensor: Tensor) -> Tensor:
+    """Every rank's tensor of the same shape, [ranks, ...]."""
+    if not several():
+        return tensor[None]
+    everyone = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(everyone, tensor)
+    return torch.stack(everyone)
+
+
+def agreed(numbers: list[float]) -> list[float]:
+    """The largest of all ranks' numbers, place by place; NaN if any is: what all ranks then decide by."""
+    everyone = gather(numbers)
+    return [nan if any(map(isnan, place)) else max(place) for place in zip(*everyone, strict=True)]
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """The sum of every rank's tensor, the same on all."""
+    if several():
+        tensor = tensor.clone()
+        torch.distributed.all_reduce(tensor)
+    return tensor
+
+
+def averaged(tensor: Tensor) -> Tensor:
+    """The mean over ranks of a tensor that each rank holds, of the same bits on all of them."""
+    return stacked(tensor.contiguous()).mean(0)
+
+
+def shared(tensor: Tensor) -> Tensor:
+    """Rank 0's content, where the tensor lies; tensors of the CPU pass through the device that ranks talk by."""
+    if not several():
+        return tensor
+    on_gpu = torch.distributed.get_backend() == "nccl"
+    sent = (
+        tensor.detach().to(torch.cuda.current_device() if on_gpu else tensor.device, copy=True).contiguous()
+    )
+    torch.distributed.broadcast(sent, 0)
+    return sent.to(tensor.device)
+
+
+def broadcast_buffers(module: nn.Module) -> None:
+    """Give all ranks rank 0's buffers, as torch's wrapper does before every forward pass in training.
+
+    Without SyncBatchNorm each rank's running statistics follow its own images until then. So what is compared,
+    validated and saved is what rank 0 trains on with.
+    """
+    if several():
+        for buffer in module.buffers():
+            torch.distributed.broadcast(buffer, 0)
+
+
+def held(network: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, Any]]:
+    """Names and values of a network's parameters and buffers and of the state that optimizers have of them."""
+    yield from network.named_parameters()
+    yield from network.named_buffers()
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    for optimizer in optimizers:
+        for group in getattr(optimizer, "param_groups", ()):
+            for parameter in group["params"]:
+                # Not in the order of `state`, a dictionary that ranks may have filled in other orders.
+                for key, value in sorted(getattr(optimizer, "state", {}).get(parameter, {}).items()):
+                    name = f"{key} of {names.get(parameter, 'a parameter that is not in use')}"
+                    plain = (Tensor, bool, int, float, str)
+                    yield from ((name, one) for one in tree_leaves(value) if isinstance(one, plain))
+
+
+def compare(content: Iterable[tuple[str, Any]], when: str, advice: str = "") -> None:
+    """Stop where processes hold different values; they exchange one number, and one a tensor only if those differ.
+
+    Args:
+        content: names and values that must be alike, tensors or plain ones.
+        when: and where in the run, for the message.
+        advice: the end of the message's last sentence.
+
+    Raises:
+        UserError: they differ; it names the tensors.
+    """
+    names, sums = checksums(content)
+    # Not hash(): hashes of strings differ between processes.
+    ours = hashlib.sha256(repr((names, sums.tolist())).encode()).hexdigest()
+    if len(set(gather(ours))) > 1:
+        raise UserError(
+            f"ranks hold different values {when}: "
+            f"{differing(gather(dict(zip(names, sums.tolist(), strict=True))))}. They must compute alike: look "
+            f"for what draws, reads or decides by itself on each rank{advice}."
+        )
+
+
+def checksums(content: Iterable[tuple[str, Any]]) -> tuple[list[str], Tensor]:
+    """One number for each tensor (or plain value), equal if its bits and its shape are.
+
+    Returns:
+        The names, and an int64 tensor [number of names] on the CPU: one wait for a device instead of one a tensor.
+    """
+    names, sums = [], []
+    for name, value in content:
+        names.append(name)
+        if isinstance(value, Tensor):
+            sums.append(_checksum(value.detach()))
+        else:
+            text = torch.frombuffer(bytearray(repr(value), "utf-8"), dtype=torch.uint8)
+            sums.append(_checksum(text))
+    # Sums of one device at a time; what is on the CPU already costs nothing.
+    devices = {one.device for one in sums}
+    found = torch.empty(len(sums), dtype=torch.int64)
+    for device in devices:
+        places = [place for place, one in enumerate(sums) if one.device == device]
+        found[places] = torch.stack([sums[place] for place in places]).cpu()
+    return names, found
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A scalar int64 that is linear in the words of a tensor, with an odd weight for each, modulo 2^64.
+
+    A change in a single word, or an exchange of two neighbours, therefore always shows.
+    """
+    words = tensor.contiguous().reshape(-1).view(torch.uint8)
+    size = next(size for size in (8, 4, 2, 1) if words.numel() % size == 0)
+    words = words.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[size])
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    # Odd multiples of the golden ratio's 64 bits (Knuth's multiplicative hash).
+    weights = 2 * torch.arange(min(len(words), _BLOCK), device=words.device) + 1
+    weights = weights * -7046029254386353131
+    for number, block in enumerate(words.split(_BLOCK)):
+        total += (2 * number + 1) * (block * weights[: len(block)]).sum()
+    return total * 31 + hash(tuple(tensor.shape))
+
+
+def differing(everyone: list[dict[str, int]]) -> str:
+    """Names of the tensors whose checksums differ between ranks."""
+    first = everyone[0]
+    names = [name for name in first if any(other.get(name) != first[name] for other in everyone[1:])]
+    names += [f"{name} (not on rank 0)" for name in sorted(set().union(*everyone) - set(first))]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

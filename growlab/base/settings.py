@@ -1,0 +1,169 @@
+"""Settings that a user types side by side and a class keeps apart: small dataclasses in place of many arguments.
+
+A class names its dataclasses in `SETTINGS` and takes their fields as keyword arguments; `parameters`,
+`growlab.lab.training.signatures` and `growlab.lab.training.argument_types` read them as if they were its own.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from fractions import Fraction
+from inspect import Parameter, signature
+from numbers import Integral, Real
+from typing import Any
+
+
+class UnknownSetting(TypeError):
+    """A keyword argument that is no setting of the class which was called."""
+
+
+def parameters(made: Callable[..., Any]) -> dict[str, Parameter]:
+    """Parameters of a callable by name, those that a class takes by its `SETTINGS` in the place of `**settings`."""
+    own = dict(signature(made).parameters)
+    if kinds := getattr(made, "SETTINGS", ()):
+        own = {name: one for name, one in own.items() if one.kind is not Parameter.VAR_KEYWORD}
+    return own | {name: one for kind in kinds for name, one in parameters(kind).items()}
+
+
+def sorted_into(kinds: tuple[type, ...], settings: Mapping[str, Any], owner: str) -> list[Any]:
+    """One instance of each dataclass, from settings that belong to any of them.
+
+    Args:
+        kinds: dataclasses that share no field.
+        settings: values by name; the others keep their defaults.
+        owner: whose settings they are, for the message.
+
+    Raises:
+        UnknownSetting: a name is none of theirs.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class When:
+        ...     every: int = 1
+        >>> @dataclass(frozen=True)
+        ... class Much:
+        ...     width: int = 2
+        >>> sorted_into((When, Much), {"width": 3}, "example")
+        [When(every=1), Much(width=3)]
+    """
+    names = {kind: {field.name for field in fields(kind)} for kind in kinds}
+    unknown = sorted(set(settings) - {name for own in names.values() for name in own})
+    if unknown:
+        raise UnknownSetting(f"{owner} got an unexpected keyword argument {unknown[0]!r}")
+    return [kind(**{name: settings[name] for name in settings if name in names[kind]}) for kind in kinds]
+
+
+def left_out(part: Any) -> bool:
+    """Whether a part's settings leave it out: they are null, or the first argument is."""
+    if not isinstance(part, Mapping):
+        return part is None
+    arguments = [value for key, value in part.items() if key != "_target_"]
+    return bool(arguments) and arguments[0] is None
+
+
+def finite(**given: float | Fraction) -> None:
+    """Refuse arguments that are no finite numbers.
+
+    Raises:
+        ValueError: naming the first.
+
+    Examples:
+        >>> finite(initial_width="a quarter")
+        Traceback (most recent call last):
+        ValueError: initial_width must be a finite number, not 'a quarter'.
+    """
+    _refuse(given, lambda value: _is_number(value, Real), "a finite number")
+
+
+def not_none(**arguments: Any) -> dict[str, Any]:
+    """Arguments that may be None, without those that are."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def at_least(least: float, **given: float | Fraction) -> None:
+    """Refuse arguments below a number.
+
+    Raises:
+        ValueError: naming the first that is too small, or no finite number.
+
+    Examples:
+        >>> at_least(1, batches=0)
+        Traceback (most recent call last):
+        ValueError: batches must be at least 1, not 0.
+    """
+    finite(**given)
+    for name, value in given.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, not {value}.")
+
+
+def above(bound: float, **given: float) -> None:
+    """Refuse arguments that are not above a number.
+
+    Raises:
+        ValueError: naming the first that is too small, or no finite number.
+    """
+    finite(**given)
+    for name, value in given.items():
+        if value <= bound:
+            raise ValueError(f"{name} must be above {bound}, not {value}.")
+
+
+def whole(least: int, **given: int) -> None:
+    """Refuse arguments that are no integers, or below one.
+
+    Raises:
+        ValueError: naming the first.
+
+    Examples:
+        >>> whole(1, patience=2.5)
+        Traceback (most recent call last):
+        ValueError: patience must be an integer, not 2.5.
+    """
+    _refuse(given, lambda value: _is_number(value, Integral), "an integer")
+    at_least(least, **given)
+
+
+def flag(**given: bool) -> None:
+    """Refuse arguments that are neither True nor False: any text is true to Python.
+
+    Raises:
+        ValueError: naming the first.
+
+    Examples:
+        >>> flag(rotate="false")
+        Traceback (most recent call last):
+        ValueError: rotate must be True or False, not 'false'.
+    """
+    _refuse(given, lambda value: isinstance(value, bool), "True or False")
+
+
+def one_of(known: Iterable[str | None], **given: str | None) -> None:
+    """Refuse arguments that are none of these words.
+
+    Raises:
+        ValueError: naming the first.
+
+    Examples:
+        >>> one_of(("ratio", "constraint"), rule="mean")
+        Traceback (most recent call last):
+        ValueError: rule must be ratio or constraint, not 'mean'.
+    """
+    words = [*known]
+    for name, value in given.items():
+        if value not in words:
+            *others, last = map(str, words)
+            listed = f"{', '.join(others)} or {last}" if others else last
+            raise ValueError(f"{name} must be {listed}, not {value!r}.")
+
+
+def _refuse(given: Mapping[str, Any], fits: Callable[[Any], bool], what: str) -> None:
+    for name, value in given.items():
+        if not fits(value):
+            raise ValueError(f"{name} must be {what}, not {value!r}.")
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    # Not math.isfinite, which cannot take integers beyond the largest float.
+    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < math.inf  # type: ignore[arg-type]

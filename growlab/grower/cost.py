@@ -1,0 +1,141 @@
+"""Forward FLOPs of a network at any widths, and what a growing run costs (spec: Yuan et al. 2023, Section 4.1)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import cached, is_parametrized
+from torch.utils.flop_counter import FlopCounterMode
+
+from growlab.widths.inputs import Example, call_with, inputs_of
+from growlab.widths.unchanged import unchanged
+
+aten = torch.ops.aten
+
+
+def forward_flops(model: nn.Module, sample: Example) -> int:
+    """FLOPs of one forward pass on one sample: two per multiply-add of convolutions, products of matrices, attention.
+
+    A complex multiply-add is four real ones.
+
+    Args:
+        model: any network; run in eval mode and left as it was.
+        sample: one input [1, ...], the tuple of the forward's positional inputs, or inputs by name.
+    """
+    counter = FlopCounterMode(display=False, custom_mapping=_formulas())
+    with unchanged(model):
+        # The counter's hooks trip over a parameter that is itself an input of a module (a class token).
+        model.eval().requires_grad_(False)
+        # Weights that are computed from others are so once a batch, not once a sample: they are not counted.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), cached(), _no_fused_layers():
+            for module in model.modules():
+                if is_parametrized(module):
+                    for name in module.get_submodule("parametrizations")._modules:
+                        getattr(module, name)
+            with counter:
+                call_with(model, inputs_of(sample, model))
+    return int(counter.get_total_flops())
+
+
+def _formulas() -> dict[Any, Callable[..., int]]:
+    """What torch's counter leaves out: products with vectors, bilinear layers, complex numbers.
+
+    In torch 2.11 also attention on a CPU, and shared keys and values on any device.
+    """
+    known: dict[Any, Callable[..., int]] = dict(FlopCounterMode(display=False).flop_registry)
+    formulas = {
+        **{op: known[op] for op in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)},
+        **dict.fromkeys((aten.mv, aten.dot, aten.vdot), _by_vector),
+        **{aten.addmv: _by_vector_added, aten.addbmm: _sum_of_products, aten._trilinear: _trilinear},
+        **dict.fromkeys(
+            (
+                aten._scaled_dot_product_flash_attention_for_cpu,
+                aten._scaled_dot_product_flash_attention,
+                aten._scaled_dot_product_efficient_attention,
+                aten._scaled_dot_product_cudnn_attention,
+            ),
+            _attention,
+        ),
+    }
+    found = {op: partial(_complex, formula) for op, formula in formulas.items()}
+    for formula in found.values():
+        # The counter then hands tensors on, not their shapes.
+        formula._get_raw = True  # type: ignore[attr-defined]
+    return found
+
+
+def _complex(formula: Callable[..., int], first: Tensor, *args: Any, **kwargs: Any) -> int:
+    return formula(first, *args, **kwargs) * (4 if first.is_complex() else 1)
+
+
+def _by_vector(left: Tensor, *_: Any, **__: Any) -> int:
+    """A matrix or a vector by a vector."""
+    return 2 * left.numel()
+
+
+def _by_vector_added(_: Tensor, matrix: Tensor, *__: Any, **___: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _sum_of_products(_: Tensor, one: Tensor, other: Tensor, *__: Any, **___: Any) -> int:
+    return 2 * one.numel() * other.shape[-1]
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Scores and weighted sums; several heads may share keys and values."""
+    return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _trilinear(
+    one: Tensor,
+    two: Tensor,
+    three: Tensor,
+    expand_1: Sequence[int],
+    expand_2: Sequence[int],
+    expand_3: Sequence[int],
+    summed: Sequence[int],
+    *_: Any,
+    **__: Any,
+) -> int:
+    """`nn.Bilinear`: x W over one index, then the sum over the other; two a multiply-add of each."""
+    shapes = []
+    for tensor, expanded in ((one, expand_1), (two, expand_2), (three, expand_3)):
+        shape = list(tensor.shape)
+        for dim in sorted(expanded):
+            shape.insert(dim, 1)
+        shapes.append(shape)
+    every = [max(lengths) for lengths in zip(*shapes, strict=True)]
+    last = min((every[dim] for dim in summed), default=1)
+    return 2 * prod(every) + 2 * prod(every) // last
+
+
+@contextmanager
+def _no_fused_layers() -> Iterator[None]:
+    """Let torch's Transformer layers and LSTMs run as operations that the counter knows."""
+    fused, one_dnn = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch.backends.mkldnn.set_flags(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        torch.backends.mkldnn.set_flags(one_dnn)
+
+
+def train_cost_percent(
+    epochs: Sequence[int], flops: Sequence[int], full_flops: int, reference_epochs: float
+) -> float:
+    """Forward FLOPs of a run over those of the fixed-size network, in percent.
+
+    Args:
+        epochs: epochs of each stage.
+        flops: forward FLOPs per sample of each stage.
+        full_flops: forward FLOPs per sample of the full-width network.
+        reference_epochs: epochs of the fixed-size run.
+    """
+    spent = sum(epoch * flop for epoch, flop in zip(epochs, flops, strict=True))
+    return 100.0 * spent / (reference_epochs * full_flops)

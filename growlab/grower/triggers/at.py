@@ -1,0 +1,211 @@
+"""Triggers that know every stage beforehand: given widths at given moments, a schedule, no growth."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from math import isfinite
+from numbers import Real
+from typing import Any
+
+from growlab.base.errors import UserError
+from growlab.grower.triggers.trigger import Clock, Run, Trigger, Widths
+from growlab.growth import Schedule
+from growlab.growth.schedule import Number, exact
+from growlab.widths import WidthGraph
+
+UNITS = ("epoch", "step", "cost")
+
+
+class At(Trigger):
+    """Grow to given widths at given moments.
+
+    Args:
+        widths: for each stage, the moment that it begins at and its width: a fraction of full width, or the width of
+            each group (groups that are left out keep theirs). The first moment is 0.
+        unit: what moments count: "epoch", "step" (optimizer steps) or "cost" (whatever the loop announces).
+        batch_sizes: global batch size of each stage, for front ends that can change it.
+
+    Raises:
+        UserError: the stages cannot be.
+
+    Examples:
+        >>> trigger = At({0: 0.25, 1000: 0.5, 3000: 1.0}, unit="step")
+        >>> [trigger.stage_at(Clock(step=step)) for step in (0, 999, 1000, 5000)]
+        [0, 0, 1, 2]
+    """
+
+    knows_stages = True
+
+    def __init__(
+        self,
+        widths: Mapping[float, Any],
+        unit: str = "epoch",
+        batch_sizes: Sequence[int] | None = None,
+    ) -> None:
+        if unit not in UNITS:
+            raise UserError(f"unit={unit!r} of a trigger must be {', '.join(UNITS)}.")
+        if not isinstance(widths, Mapping):
+            raise UserError(
+                f"a trigger is a growlab.Trigger, a schedule, or moments and widths such as {{0: 0.25, 10: 1.0}}, not "
+                f"{widths!r}."
+            )
+        for moment in widths:
+            if not _is_number(moment):
+                raise UserError(
+                    f"a trigger's moment {moment!r} must be a finite number, such as 10 in {{0: 0.25, 10: 1.0}}."
+                )
+        self.starts = tuple(sorted(widths))
+        if not self.starts or self.starts[0] != 0:
+            raise UserError("a trigger's first stage must begin at 0, such as {0: 0.25, 10: 1.0}.")
+        self._widths = tuple(widths[start] for start in self.starts)
+        for width in self._widths:
+            if not isinstance(width, Mapping) and not (_is_number(width) and 0 < width <= 1):
+                raise UserError(f"a width of {width!r} is no fraction of full width: above 0 and at most 1.")
+        self.unit, self.counts = unit, unit if len(self.starts) > 1 else None
+        self.resizes = any(isinstance(width, Mapping) or width != 1 for width in self._widths)
+        self.batch_sizes = None if batch_sizes is None else self._checked(batch_sizes)
+
+    def _checked(self, batch_sizes: Sequence[int]) -> tuple[int, ...]:
+        sizes = tuple(batch_sizes) if isinstance(batch_sizes, Iterable) else ()
+        if not sizes or not all(_is_whole(size) and size > 0 for size in sizes):
+            raise UserError(
+                f"batch_sizes={batch_sizes!r} of a trigger must be whole numbers above 0, one a stage."
+            )
+        if len(sizes) != len(self.starts):
+            raise UserError(f"{len(sizes)} batch sizes do not fit {len(self.starts)} stages; give one each.")
+        return tuple(map(int, sizes))
+
+    def forecast(self, graph: WidthGraph) -> list[Widths]:
+        """Width of each group at every stage.
+
+        Raises:
+            UserError: there is no such group, or it has no such width.
+        """
+        stages: list[Widths] = []
+        for width in self._widths:
+            before = stages[-1] if stages else graph.full_widths
+            if isinstance(width, Mapping):
+                stages.append({**before, **_widths_of_groups(width, graph)})
+            else:
+                fraction = exact(width)
+                given = Schedule((1,), (fraction,), (1,)).widths(graph)[0]
+                # Rounded one by one, a stream's pieces may shrink by a channel.
+                grown = bool(stages) and fraction >= self._largest_before(len(stages))
+                stages.append({g: max(w, before[g]) if grown else w for g, w in given.items()})
+        return stages
+
+    def _largest_before(self, stage: int) -> Fraction:
+        known = [exact(width) for width in self._widths[:stage] if not isinstance(width, Mapping)]
+        return max(known, default=Fraction(2))
+
+    def stage_at(self, clock: Clock) -> int:
+        """Stage that a moment belongs to."""
+        now = getattr(clock, self.unit)
+        return max(stage for stage, start in enumerate(self.starts) if start <= max(now, 0))
+
+    def share(self, stage: int, widths: Widths) -> float:
+        """Part of all growth that is done: stages are equal steps."""
+        last = len(self.starts) - 1
+        return stage / last if last else 1.0
+
+    def stage_end(self, run: Run) -> int | None:
+        """Epoch behind the last one of the present stage."""
+        epochs = range(len(run.training.steps))
+        own = [epoch for epoch in epochs if self.stage_at(Clock(epoch=epoch)) == run.state.scheduled_stage]
+        return own[-1] + 1 if own and self.unit == "epoch" else None
+
+    def next(self, run: Run) -> Widths | None:
+        """Widths of the next stage, once its moment has come."""
+        stage = run.state.scheduled_stage
+        return self.forecast(run.graph)[stage + 1] if stage < self.stage_at(run.clock) else None
+
+
+def _widths_of_groups(widths: Mapping[str, Any], graph: WidthGraph) -> dict[str, int]:
+    for name, width in widths.items():
+        if name not in graph.groups:
+            raise UserError(
+                f"the network has no width group {name!r}, only {', '.join(graph.groups) or 'none'}."
+            )
+        full = graph.groups[name].full_width
+        if not _is_whole(width) or not 1 <= width <= full:
+            raise UserError(
+                f"the width {width!r} of group {name!r} must be a whole number from 1 to its full width {full}."
+            )
+    return {name: int(width) for name, width in widths.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return _is_number(value) and value == int(value)
+
+
+class Scheduled(At):
+    """Grow as a schedule says, at the beginning of epochs; see `growlab.growth.make_schedule`.
+
+    Args:
+        schedule: stages, widths and batch sizes.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        if not isinstance(schedule, Schedule):
+            raise UserError(f"Scheduled({schedule!r}) needs a schedule: what growlab.make_schedule returns.")
+        stages: dict[float, Any] = dict(zip(schedule.starts, schedule.width_fractions, strict=True))
+        super().__init__(stages, batch_sizes=schedule.batch_sizes)
+        self.schedule = schedule
+
+    def forecast(self, graph: WidthGraph) -> list[Widths]:
+        """Width of each group at every stage."""
+        return list(self.schedule.widths(graph))
+
+
+class Never(Trigger):
+    """Train one width from beginning to end.
+
+    Args:
+        width: of every group relative to full width; may be above 1. At 1 the network keeps the weights that its
+            constructor drew.
+        depth: part of the blocks that come in as a network grows which it has.
+
+    Raises:
+        UserError: they are not positive, or the depth is above 1.
+    """
+
+    grows = False
+    knows_stages = True
+
+    def __init__(self, width: Number = 1, depth: float = 1.0) -> None:
+        if not (_is_number(width) and width > 0):
+            raise UserError(f"a width of {width} relative to full width must be above 0.")
+        if not (_is_number(depth) and 0 <= depth <= 1):
+            raise UserError(f"depth must be a part of the blocks, from 0 to 1, not {depth}.")
+        self._width, self.depth = width, depth
+        self.resizes = width != 1
+
+    def forecast(self, graph: WidthGraph) -> list[Widths]:
+        """The width of each group."""
+        return [{name: max(1, round(g.full_width * self._width)) for name, g in graph.groups.items()}]
+
+    def share(self, stage: int, widths: Widths) -> float:
+        """The part of the blocks that it has; nothing is left to grow."""
+        return self.depth
+
+    def stage_at(self, clock: Clock) -> int:
+        """The only stage."""
+        return 0
+
+    def stage_end(self, run: Run) -> int:
+        """Epoch behind the run's last one."""
+        return len(run.training.steps)
+
+    def next(self, run: Run) -> Widths | None:
+        """Nothing."""
+        return None
+
+
+def as_trigger(trigger: Trigger | Schedule | Mapping[float, Any]) -> Trigger:
+    """A trigger of a schedule, or of the epoch and width of each stage such as {0: 0.25, 10: 1.0}."""
+    if isinstance(trigger, Trigger):
+        return trigger
+    return Scheduled(trigger) if isinstance(trigger, Schedule) else At(trigger)

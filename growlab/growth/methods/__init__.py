@@ -1,0 +1,1 @@
+"""Growth methods, one file each."""

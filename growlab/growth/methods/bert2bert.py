@@ -1,0 +1,101 @@
+"""bert2BERT's advanced knowledge initialisation (Chen et al., ACL 2022)."""
+
+import re
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from growlab.growth.method import Expansion, GrownTensors, GrowthMethod
+from growlab.growth.methods.net2net import divided, replicas, replicate
+from growlab.widths import Layer, Part, grid
+
+
+class Bert2Bert(GrowthMethod):
+    """Copy channels, and let the new rows of a layer be those of the same layer in the next block.
+
+    With pi and n as `Net2Net` has them, U(V)[i, j] = V[i, pi(j)] / n(pi(j)), and V the weight W of block l or l + 1,
+
+        W'_l[i] = U(W_l)[i] for old rows i,    W'_l[i] = U(W_(l+1))[pi(i)] for new ones
+
+    (Section 3.3, AKI). A bias follows its weight's rows. Embeddings, norm parameters, layers of the last block and
+    layers without a like in a next one take their own rows, which is the paper's FPI.
+
+    **Preserves** nothing: units of the next block read the stream of this one. It is near to it where adjacent blocks
+    do alike, which is the paper's argument; the receipt shows by how much outputs move. Where no block has a like it is
+    `Net2Net`, exact.
+    **Gradients** do not follow from the old network's. Optimizer state goes where `Net2Net`'s would.
+    **Departs from the paper**: the next block is found by name (`layers.3.` and `layers.4.`), by equal shapes; under
+    normalisations over channels copies share their channel's weight in the statistics (`weighted_norms`).
+    """
+
+    preserves = False
+
+    def grow(self, expansion: Expansion) -> GrownTensors:
+        """Compute every tensor at the new widths."""
+        sources, counts = replicas(expansion)
+        counts, carry = divided(expansion, sources, counts)
+        tensors = {name: replicate(expansion, name, sources, counts) for name in expansion.old}
+        taken = _rows_of_the_next_block(expansion)
+        for name, upper in taken.items():
+            as_own = replace(expansion, old={**expansion.old, name: expansion.old[upper]})
+            tensors[name] = _with_old_rows(
+                expansion, name, tensors[name], replicate(as_own, name, sources, counts)
+            )
+        return GrownTensors(tensors, carry=carry, report={"rows_of_the_next_block": taken} if taken else {})
+
+
+def _with_old_rows(expansion: Expansion, name: str, own: Tensor, upper: Tensor) -> Tensor:
+    """The old rows of one tensor, all others of another."""
+    places = [
+        axis.kept(expansion.old_widths, expansion.new_widths)
+        if axis.role == "out"
+        else torch.arange(own.shape[dim])
+        for dim, axis in enumerate(expansion.axes(name))
+    ]
+    old_rows, result = grid(places, own.device), upper.clone()
+    result[old_rows] = own[old_rows]
+    return result
+
+
+def _rows_of_the_next_block(expansion: Expansion) -> dict[str, str]:
+    """For each tensor that takes new rows from another one, that one: a layer's weight, and with it its bias."""
+    layers, taken = expansion.graph.layers, {}
+    for layer in layers:
+        alike = [other for other in layers if _kind(other) == _kind(layer)]
+        upper = _above(expansion, layer.weight, {other.weight for other in alike})
+        if upper is None or not expansion.changes(layer.weight):
+            continue
+        taken[layer.weight] = upper
+        biases = {other.bias for other in alike if other.weight == upper}
+        upper = None if layer.bias is None else _above(expansion, layer.bias, biases)
+        if layer.bias is not None and upper is not None and expansion.changes(layer.bias):
+            taken[layer.bias] = upper
+    return {name: taken[name] for name in expansion.old if name in taken}
+
+
+def _kind(layer: Layer) -> tuple[bool, bool]:
+    return layer.depthwise, layer.transposed
+
+
+def _above(expansion: Expansion, name: str, layers: Collection[str | None]) -> str | None:
+    """Of layers' tensors, that of the next block: the outermost number of the path, one more, leads to it."""
+    for number in re.finditer(r"(?<=\.)\d+(?=\.)", f".{name}"):
+        start, end = number.start() - 1, number.end() - 1
+        upper = f"{name[:start]}{int(number[0]) + 1}{name[end:]}"
+        if upper in layers and upper in expansion.old and _form(expansion, upper) == _form(expansion, name):
+            return upper
+    return None
+
+
+def _form(expansion: Expansion, name: str) -> tuple[tuple[object, ...], ...]:
+    """Roles and parts of a tensor's axes, with the widths of groups in place of their names."""
+    return tuple(
+        (axis.role, *((part.outer, part.inner, _width(expansion, part)) for part in axis.parts))
+        for axis in expansion.axes(name)
+    )
+
+
+def _width(expansion: Expansion, part: Part) -> int | None:
+    return None if part.group is None else expansion.old_widths[part.group]

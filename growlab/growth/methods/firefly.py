@@ -1,0 +1,261 @@
+"""FireFly: grow a neighbourhood of the network and keep the best of it (Wu, Liu, Stone, Liu, NeurIPS 2020)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from growlab.base.settings import above, at_least, whole
+from growlab.growth.data_driven import DataDriven, padded
+from growlab.growth.fans import Fans, View
+from growlab.growth.measurement import Measurement
+from growlab.growth.method import Expansion, GrownTensors, WeightRule
+from growlab.growth.methods.splitting import refuses_to_split
+from growlab.growth.splits import Split, directions, lengths, names_of, unit
+from growlab.widths import resized
+
+# The gradients of the halves of a neuron in whose way nothing bends are the same: what they differ by, up to so many
+# roundings of them, is 0. Steps of one length would make a direction of it.
+_ROUNDINGS = 100.0
+
+
+class FireFly(DataDriven):
+    """Over-grow by small amounts in every way, and keep what lowers the loss most to first order.
+
+    Candidates of a group are a split of each neuron, theta +- e d, each half with half of what led out, and new
+    neurons with drawn rows a and columns e b (Eq. 3). First d, a and b descend on the loss with e fixed (step one of
+    Algorithm 1), `steps` steps at lengths that stay: |d| = |theta|, columns b of the mean length of old ones. Then each
+    candidate is scored by the integral of dL/de from 0 to e, by the midpoint rule: by how much the loss falls with it
+    (step two, Eqs. 6 and 7). Of each group the candidates of the largest decrease stay, at the sign of e that gives it.
+
+    **Preserves** up to epsilon; the report has the change of the loss that is predicted.
+    **Departs from the paper**: the schedule says how many neurons each group gets, so candidates compete within a
+    group. Steps are normalised, since candidates' gradients are of any size.
+
+    Args:
+        batches: training batches that it is shown at an event: the first ones of the epoch that begins.
+        new_candidates: new neurons that are tried for each that the group gets; 0 splits only (FireFly-split).
+        steps: of descent, a pass each.
+        rate: length of a step relative to what it moves, falling linearly to 0.
+        epsilon: e.
+        fallback: "pairs" lets function-preserving pairs grow the groups for which the method is not defined; None
+            refuses them.
+        gain: of new hidden weights that are drawn, variance gain / fan_in.
+        new_weights: see `NewWeights`.
+    """
+
+    preserves = False
+
+    def __init__(
+        self,
+        batches: int = 1,
+        new_candidates: float = 2.0,
+        steps: int = 8,
+        rate: float = 0.5,
+        epsilon: float = 0.01,
+        fallback: Literal["pairs"] | None = None,
+        gain: float = 2.0,
+        new_weights: WeightRule = "fan_in",
+    ) -> None:
+        super().__init__(batches, fallback, gain, new_weights)
+        at_least(0, new_candidates=new_candidates)
+        whole(0, steps=steps)
+        above(0, rate=rate, epsilon=epsilon)
+        self.new_candidates, self.steps, self.rate, self.epsilon = new_candidates, steps, rate, epsilon
+
+    @property
+    def name(self) -> str:
+        """How growth events and tables call the method."""
+        return "FireFly" if self.new_candidates else "FireFlySplit"
+
+    def refuses(self, fans: Fans, before: int, after: int) -> str | None:
+        """More neurons than there are candidates, or channels that no layer makes or takes."""
+        if self.new_candidates < 1:
+            return refuses_to_split(fans, before, after)
+        return None if fans.into and fans.out else "no layer puts out, or none takes, its channels"
+
+    def grow_from_data(
+        self, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
+    ) -> tuple[GrownTensors, dict[str, str]]:
+        """Compute every tensor at the new widths."""
+        neighbourhood = _Neighbourhood.drawn(self, expansion, groups)
+        for step in range(self.steps):
+            neighbourhood.descend(data, self.rate * (1 - step / self.steps))
+        decreases, signs = neighbourhood.scores(data)
+        grown, report = {}, {}
+        for fans in groups:
+            group = fans.group
+            count = expansion.new_widths[group] - expansion.old_widths[group]
+            kept = torch.argsort(decreases[group], descending=True, stable=True)[:count]
+            old = expansion.old_widths[group]
+            grown[group] = kept[kept < old].sort()[0].cpu(), kept[kept >= old].sort()[0].cpu() - old
+            report[group] = {
+                "splits": len(grown[group][0]),
+                "new": len(grown[group][1]),
+                "predicted_change": -float(decreases[group][kept].sum()),
+                "decreases": decreases[group].tolist(),
+            }
+        return neighbourhood.result(grown, signs, {"groups": report}), {}
+
+
+@dataclass
+class _Neighbourhood:
+    """All candidates and where they are: `moves` of splits, and new channels in `tensors`, behind the old ones."""
+
+    method: FireFly
+    expansion: Expansion
+    groups: Sequence[Fans]
+    wider: Expansion
+    tensors: dict[str, Tensor]
+    moves: dict[str, Tensor]
+
+    @classmethod
+    def drawn(cls, method: FireFly, expansion: Expansion, groups: Sequence[Fans]) -> "_Neighbourhood":
+        old, after = expansion.old_widths, expansion.new_widths
+        extra = {
+            fans.group: ceil(method.new_candidates * (after[fans.group] - old[fans.group])) for fans in groups
+        }
+        widths = {group: width + extra.get(group, 0) for group, width in old.items()}
+        wider = replace(expansion, new_widths=widths)
+        tensors = padded(method, wider)
+        names = names_of(groups, "into")
+        moves = {name: torch.zeros_like(tensors[name]) for name in names}
+        self = cls(method, expansion, groups, wider, tensors, moves)
+        view, weights = self._view, {name for fans in groups for name in (p.weight for p in fans.producers)}
+        rows = {
+            name: method.new_weights.draw(wider, name).to(tensors[name]) if name in weights else tensors[name]
+            for name in names
+        }
+        for fans in groups:
+            group, channels = fans.group, torch.arange(old[fans.group])
+            theta = view.read(tensors, fans.into, group, channels)
+            away = directions(expansion, f"splits of {group}", theta)
+            view.write(moves, fans.into, group, channels, away * lengths(theta)[:, None] * method.epsilon)
+            new = self._new(fans)
+            if not len(new):
+                continue
+            view.write(tensors, fans.into, group, new, view.read(rows, fans.into, group, new))
+            length = lengths(view.read(tensors, fans.out, group, channels)).mean()
+            columns = view.read(tensors, fans.out, group, new)
+            columns = directions(expansion, f"columns of {group}", columns) * length * method.epsilon
+            view.write(tensors, fans.out, group, new, columns)
+        return self
+
+    @property
+    def _view(self) -> View:
+        return View(self.expansion.graph, self.wider.new_widths, self.expansion.old_widths)
+
+    def _new(self, fans: Fans) -> Tensor:
+        return torch.arange(self.expansion.old_widths[fans.group], self.wider.new_widths[fans.group])
+
+    def _split(self) -> Split:
+        every = {fans.group: torch.arange(self.expansion.old_widths[fans.group]) for fans in self.groups}
+        return Split.of(self.wider, self.tensors, every)
+
+    def descend(self, data: Measurement, rate: float) -> None:
+        """One step of all candidates, each as long relative to what it moves."""
+        moved, plain = self._gradients(data)
+        for fans in self.groups:
+            old, new = torch.arange(self.expansion.old_widths[fans.group]), self._new(fans)
+            self._step(self.moves, moved, fans, "into", old, rate)
+            if len(new):
+                self._step(self.tensors, plain, fans, "into", new, rate)
+                self._step(self.tensors, plain, fans, "out", new, rate)
+
+    def _step(
+        self,
+        tensors: dict[str, Tensor],
+        gradients: dict[str, Tensor],
+        fans: Fans,
+        side: str,
+        channels: Tensor,
+        rate: float,
+    ) -> None:
+        slots, view = getattr(fans, side), self._view
+        rows = view.read(tensors, slots, fans.group, channels)
+        length = lengths(rows)[:, None]
+        slope = unit(view.read(gradients, slots, fans.group, channels)) * length
+        view.write(tensors, slots, fans.group, channels, unit(rows - rate * slope) * length)
+
+    def _gradients(self, data: Measurement) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Gradients by moves and by the tensors that new channels lie in."""
+        split = self._split()
+        names = names_of(self.groups, "into", "out")
+        found = data.gradients(split.tensors(self.moves), names)
+        into = names_of(self.groups, "into")
+        moved = split.by_moves(found, into)
+        sizes = split.by_plain({name: found[name].abs() for name in into}, into)
+        for fans in self.groups:
+            self._without_rounding(moved, sizes, fans)
+        return moved, split.by_plain(found, names)
+
+    def _without_rounding(self, moved: dict[str, Tensor], sizes: Mapping[str, Tensor], fans: Fans) -> None:
+        """Put zeros where a row of gradients by moves is no more than the rounding of what it is a difference of."""
+        channels, view = torch.arange(self.expansion.old_widths[fans.group]), self._view
+        rows, size = (view.read(one, fans.into, fans.group, channels) for one in (moved, sizes))
+        rounding = _ROUNDINGS * torch.finfo(rows.dtype).eps * lengths(size)
+        rows = torch.where((lengths(rows) > rounding)[:, None], rows, torch.zeros_like(rows))
+        view.write(moved, fans.into, fans.group, channels, rows)
+
+    def scores(self, data: Measurement) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """By how much the loss falls with each candidate, splits first, and the signs of new columns that it takes."""
+        half = _at_half(self)
+        moved, plain = half._gradients(data)
+        view, decreases, signs = self._view, {}, {}
+        for fans in self.groups:
+            group, channels, new = (
+                fans.group,
+                torch.arange(self.expansion.old_widths[fans.group]),
+                self._new(fans),
+            )
+            away = view.read(self.moves, fans.into, group, channels)
+            splits = -(view.read(moved, fans.into, group, channels) * away).sum(1)
+            columns = view.read(self.tensors, fans.out, group, new)
+            change = (view.read(plain, fans.out, group, new) * columns).sum(1)
+            decreases[group], signs[group] = torch.cat([splits, change.abs()]), -change.sign()
+        return decreases, signs
+
+    def result(
+        self,
+        grown: dict[str, tuple[Tensor, Tensor]],
+        signs: dict[str, Tensor],
+        report: dict[str, object],
+    ) -> GrownTensors:
+        """The network with the chosen splits and new neurons: old channels, new ones, copies."""
+        old, view = self.expansion.old_widths, self._view
+        widths = {
+            group: width + len(grown[group][1]) if group in grown else width for group, width in old.items()
+        }
+        plain = replace(self.expansion, new_widths=widths)
+        target = View(self.expansion.graph, widths, old)
+        before = self.wider.new_widths
+        tensors, moves = (
+            {name: resized(one, self.expansion.axes(name), before, widths) for name, one in many.items()}
+            for many in (self.tensors, self.moves)
+        )
+        for fans in self.groups:
+            group, chosen = fans.group, grown[fans.group][1]
+            if not len(chosen):
+                continue
+            places = torch.arange(old[group], widths[group])
+            for side in ("into", "out"):
+                values = view.read(self.tensors, getattr(fans, side), group, old[group] + chosen)
+                if side == "out":
+                    values = values * signs[group][chosen.to(values.device)][:, None]
+                target.write(tensors, getattr(fans, side), group, places, values)
+        split = Split.of(plain, tensors, {group: chosen for group, (chosen, _) in grown.items()})
+        return GrownTensors(split.tensors(moves), carry=split.carry(old), report=report)
+
+
+def _at_half(neighbourhood: _Neighbourhood) -> _Neighbourhood:
+    """The same candidates at half of e."""
+    tensors, view = dict(neighbourhood.tensors), neighbourhood._view
+    for fans in neighbourhood.groups:
+        new = neighbourhood._new(fans)
+        values = view.read(tensors, fans.out, fans.group, new)
+        view.write(tensors, fans.out, fans.group, new, values / 2)
+    moves = {name: move / 2 for name, move in neighbourhood.moves.items()}
+    return replace(neighbourhood, tensors=tensors, moves=moves)

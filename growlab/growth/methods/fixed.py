@@ -1,0 +1,55 @@
+"""No growth: the fixed-size baseline."""
+
+from typing import Literal
+
+from growlab.base.settings import above, finite, one_of
+from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, NewWeights
+
+# Exponent of the output layers' fan-in in the variance of their weights.
+_OUTPUT_POWER = {"constructor": 1, "standard": 1, "mup": 2}
+
+
+class FixedSize(GrowthMethod):
+    """Trains one width from beginning to end.
+
+    What its weights are drawn with, where C is a layer's fan-in:
+
+        constructor    at full width the network keeps what its own constructor gave it; at others as "standard"
+        standard       hidden layers N(0, gain / C), output layers N(0, 1 / C)
+        mup            hidden layers N(0, gain / C), output layers N(0, 1 / C^2), as the seed of growth=ours
+
+    The last is Yang et al.'s (2021) as Yuan et al. (2023) use it in Figure 3 and Table 1. With SGD its output layers'
+    rate goes with 1 / C: `lr_adapt=mup`. As with growing, tensors without a growing axis keep what they have.
+
+    Args:
+        width_multiple: width of every group relative to full width; may be above 1.
+        initialisation: "constructor", "standard" or "mup".
+        gain: of hidden layers; 2 suits ReLU.
+        depth_multiple: part of the blocks that come in as a network grows which it has, the first ones; 0: none.
+
+    Raises:
+        ValueError: there is no such initialisation, or a multiple is impossible.
+    """
+
+    def __init__(
+        self,
+        width_multiple: float = 1.0,
+        initialisation: Literal["constructor", "standard", "mup"] = "constructor",
+        gain: float = 2.0,
+        depth_multiple: float = 1.0,
+    ) -> None:
+        super().__init__(gain=gain)
+        above(0, width_multiple=width_multiple)
+        one_of(_OUTPUT_POWER, initialisation=initialisation)
+        finite(depth_multiple=depth_multiple)
+        if not 0 <= depth_multiple <= 1:
+            raise ValueError(
+                f"depth_multiple must be a part of the blocks, from 0 to 1, not {depth_multiple}."
+            )
+        self.width_multiple, self.depth_multiple = width_multiple, depth_multiple
+        self.draws_full_width = initialisation != "constructor"
+        self.new_weights = NewWeights(gain, output_power=_OUTPUT_POWER[initialisation])
+
+    def grow(self, expansion: Expansion) -> GrownTensors:
+        """A fixed-size run has one stage and never grows."""
+        raise RuntimeError("a fixed-size run does not grow")

@@ -1,0 +1,390 @@
+"""GradMax: new neurons with the largest gradient (Evci et al., ICLR 2022)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from growlab.base.settings import above, one_of, whole
+from growlab.growth.data_driven import DataDriven, padded, upright
+from growlab.growth.fans import Fans, View
+from growlab.growth.measurement import Measurement
+from growlab.growth.method import Expansion, GrownTensors, WeightRule
+from growlab.growth.splits import unit
+from growlab.growth.surrogates import right_derivatives
+
+SIDES = ("auto", "fan_in", "fan_out")
+# Candidates that are measured at once, in multiples of a group's width: a pass then costs some three plain ones.
+_AT_ONCE = 2
+# At least so many: in a narrow group a pass costs the same with them.
+_FEW = 32
+# Relative change of the loss that rounding explains where channels should add nothing.
+_ROUNDING = 1e-4
+# Where new channels are tried to rest: at zero, then as near as can be to the right and to the left of it.
+_RESTS = (0.0, 1.0, -1.0)
+# Parts of the gradient worked out that the network must show: enough to look no further, and not to be refused.
+_ENOUGH, _LEAST = 0.99, 1e-3
+
+
+class GradMax(DataDriven):
+    """Add neurons that leave the function alone and get the largest gradient.
+
+    Where no batch or instance normalisation takes the new channels, what leads into them is zero and what leads out of
+    them, Z, maximises the norm of the gradient of what leads into them. With f(0) = 0, f'(0) = 1 that is Z^T G,
+
+        G = E[dL/dz_next h^T]        [entries that lead out, entries that lead in]
+
+    h being what the producers read and z_next what the consumers put out (Eq. 8). Columns of Z are the first left
+    singular vectors u_1, ..., u_k of G (Eq. 11), each as long as `scale` times the mean of the old ones: of all Z with
+    orthogonal columns of these lengths c it has the largest gradient, c sqrt(sigma_1^2 + ... + sigma_k^2).
+
+    Behind such a normalisation these channels would be blown up by 1 / sqrt(eps) in the first step. There what leads
+    out is zero, and what leads in maximises the norm of the gradient of what leads out, by `steps` steps of normalised
+    gradient ascent from drawn weights at their usual length ("GradMaxOpt"); `zero="fan_out"` does so everywhere.
+
+    torch's ReLU has the derivative 0 at 0, where the new channels would stay for ever. So where the grown network does
+    not show the gradient worked out, they rest beside zero: biases of what leads into them are 2^-100, and where there
+    is no bias, rows are of that length. Half precision takes 2^-23.
+
+    **Preserves** exactly, in eval and train mode; in half precision up to rounding.
+    **Departs from the paper**: G is measured, not put together from hooks: a candidate for each entry that leads out
+    is added to the network, with a 1 there, and the gradient of what leads into it is a row of G. So it is defined for
+    several producers and consumers (residual streams), pooling, flattening and depthwise convolutions in between,
+    wherever channels stay zero whose inputs are. Ascent keeps each channel's best.
+
+    Args:
+        batches: training batches that it is shown at an event: the first ones of the epoch that begins.
+        zero: "fan_in", "fan_out", or "auto": "fan_out" where a batch or instance normalisation takes the channels.
+        scale: length of new entries relative to the mean of the old ones.
+        steps: of ascent, two passes each.
+        rate: length of an ascent step relative to the weights, falling linearly to 0.
+        fallback: "pairs" lets function-preserving pairs grow the groups for which the method is not defined; None
+            refuses them.
+        gain: of new hidden weights that are drawn, variance gain / fan_in.
+        new_weights: see `NewWeights`.
+    """
+
+    def __init__(
+        self,
+        batches: int = 1,
+        zero: Literal["auto", "fan_in", "fan_out"] = "auto",
+        scale: float = 1.0,
+        steps: int = 20,
+        rate: float = 0.5,
+        fallback: Literal["pairs"] | None = None,
+        gain: float = 2.0,
+        new_weights: WeightRule = "fan_in",
+    ) -> None:
+        super().__init__(batches, fallback, gain, new_weights)
+        one_of(SIDES, zero=zero)
+        above(0, scale=scale, rate=rate)
+        whole(1, steps=steps)
+        self.zero, self.scale, self.steps, self.rate = zero, scale, steps, rate
+
+    def refuses(self, fans: Fans, before: int, after: int) -> str | None:
+        """Channels that no layer makes or takes."""
+        if not fans.into or not fans.out:
+            return f"no layer {'puts out' if not fans.into else 'takes'} its channels"
+        if fans.norms and self.zero == "fan_in":
+            return f"{fans.norms[0].name} would divide new channels that are zero by sqrt(eps)"
+        return None
+
+    def grow_from_data(
+        self, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
+    ) -> tuple[GrownTensors, dict[str, str]]:
+        """Compute every tensor at the new widths."""
+        ascended = [fans for fans in groups if self.zero == "fan_out" or (self.zero == "auto" and fans.norms)]
+        solved = [fans for fans in groups if fans not in ascended]
+        report: dict[str, dict[str, object]] = {fans.group: {} for fans in groups}
+        matrices: dict[str, Tensor] = {}
+        wanted: dict[str, float] = {}
+        if solved:
+            matrices, refused = accumulated(self, expansion, data, solved)
+            flat = [
+                fans for fans in solved if fans.group in matrices and not bool(matrices[fans.group].any())
+            ]
+            refused |= _why_flat(expansion, data, flat)
+            if refused:
+                return GrownTensors({}), refused
+        tensors = padded(self, expansion)
+        view = View(expansion.graph, expansion.new_widths, expansion.old_widths)
+        for fans in solved:
+            old, new = _channels(expansion, fans)
+            directions, values, _ = torch.linalg.svd(matrices[fans.group], full_matrices=False)
+            chosen = directions[:, torch.arange(len(new)) % directions.shape[1]].T
+            length = self.scale * _mean_length(view.read(tensors, fans.out, fans.group, old))
+            view.write(tensors, fans.out, fans.group, new, chosen * upright(chosen) * length)
+            # A vector that is used twice gives its value twice.
+            kept = values[torch.arange(len(new)) % len(values)]
+            wanted[fans.group] = length * float(torch.linalg.vector_norm(kept))
+            report[fans.group] = {"zero": "fan_in", "singular_values": kept.tolist()}
+        if solved:
+            shown = self._rest(expansion, data, solved, tensors, view, wanted)
+            asleep = {
+                group: "no gradient reaches what leads to its channels (does an activation have the derivative 0 at 0?)"
+                for group, norm in shown.items()
+                if norm < _LEAST * wanted[group]
+            }
+            if asleep:
+                return GrownTensors({}), asleep
+            for group, norm in shown.items():
+                report[group] = {**report[group], "gradient_norm": norm, "gradient_norm_bound": wanted[group]}
+        if ascended:
+            found = self._ascend(expansion, data, ascended, tensors, view)
+            for group, norms in found.items():
+                report[group] = {
+                    "zero": "fan_out",
+                    "gradient_norm": norms[-1],
+                    "gradient_norm_drawn": norms[0],
+                }
+        return GrownTensors(tensors, report={"groups": report}), {}
+
+    def _rest(
+        self,
+        expansion: Expansion,
+        data: Measurement,
+        groups: Sequence[Fans],
+        tensors: dict[str, Tensor],
+        view: View,
+        wanted: Mapping[str, float],
+    ) -> dict[str, float]:
+        """Let new channels rest where the network shows the gradient worked out; writes it into `tensors`.
+
+        Args:
+            expansion: the event.
+            data: training batches.
+            groups: whose channels nothing leads into so far.
+            tensors: at the new widths.
+            view: of them.
+            wanted: the norm of the gradient worked out, of each group.
+
+        Returns:
+            The norm that the network shows.
+        """
+        best: dict[str, float] = {}
+        chosen: dict[str, Tensor] = {}
+        names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.into))
+        for side in _RESTS:
+            trying = [fans for fans in groups if best.get(fans.group, -1.0) < _ENOUGH * wanted[fans.group]]
+            if not trying:
+                break
+            rests = {
+                fans.group: _beside_zero(expansion, fans, view, data.near_zero) * side for fans in trying
+            }
+            for fans in trying:
+                view.write(tensors, fans.into, fans.group, _channels(expansion, fans)[1], rests[fans.group])
+            found = data.gradients(tensors, names)
+            for fans in trying:
+                rows = view.read(found, fans.into, fans.group, _channels(expansion, fans)[1])
+                norm = float(torch.linalg.vector_norm(rows.double()))
+                if norm > best.get(fans.group, -1.0):
+                    best[fans.group], chosen[fans.group] = norm, rests[fans.group]
+        for fans in groups:
+            view.write(tensors, fans.into, fans.group, _channels(expansion, fans)[1], chosen[fans.group])
+        return best
+
+    def _ascend(
+        self,
+        expansion: Expansion,
+        data: Measurement,
+        groups: Sequence[Fans],
+        tensors: dict[str, Tensor],
+        view: View,
+    ) -> dict[str, tuple[float, float]]:
+        """Maximise, over what leads into new channels, the gradient of what leads out; writes it into `tensors`.
+
+        Returns:
+            The norm of that gradient of each group, with drawn weights and with those found.
+        """
+        ascents = [_Ascent.start(self, expansion, fans, tensors, view) for fans in groups]
+        for ascent in ascents:
+            ascent.put(tensors, view)
+        outgoing = list(dict.fromkeys(slot.name for fans in groups for slot in fans.out))
+        incoming = list(dict.fromkeys(slot.name for fans in groups for slot in _weights(fans)))
+        started: dict[str, float] = {}
+        for step in range(self.steps + 1):
+            gradients = data.gradients(tensors, outgoing)
+            directions = {name: torch.zeros_like(tensors[name]) for name in outgoing}
+            for ascent in ascents:
+                rows = view.read(gradients, ascent.fans.out, ascent.fans.group, ascent.new)
+                ascent.keep_best(torch.linalg.vector_norm(rows, dim=1))
+                started.setdefault(ascent.fans.group, float(torch.linalg.vector_norm(ascent.best)))
+                view.write(directions, ascent.fans.out, ascent.fans.group, ascent.new, rows)
+            if step == self.steps:
+                break
+            # d/dw ||g||^2 / 2 = (dg/dw)^T g: g is a mean over batches, so a second pass holds it fixed.
+            slopes = data.products(tensors, directions, incoming)
+            for ascent in ascents:
+                slope = view.read(slopes, _weights(ascent.fans), ascent.fans.group, ascent.new)
+                ascent.step(slope, self.rate * (1 - step / self.steps))
+                ascent.put(tensors, view)
+        for ascent in ascents:
+            ascent.now = ascent.kept
+            ascent.put(tensors, view)
+        return {
+            ascent.fans.group: (started[ascent.fans.group], float(torch.linalg.vector_norm(ascent.best)))
+            for ascent in ascents
+        }
+
+
+@dataclass
+class _Ascent:
+    """What leads into the new channels of a group on its way up, [channels, entries]."""
+
+    fans: Fans
+    new: Tensor
+    now: Tensor
+    kept: Tensor
+    best: Tensor
+    length: float
+
+    @classmethod
+    def start(
+        cls, method: DataDriven, expansion: Expansion, fans: Fans, tensors: Mapping[str, Tensor], view: View
+    ) -> "_Ascent":
+        old, new = _channels(expansion, fans)
+        weights = _weights(fans)
+        names = dict.fromkeys(slot.name for slot in weights)
+        drawn = {name: method.new_weights.draw(expansion, name).to(tensors[name]) for name in names}
+        length = _mean_length(view.read(tensors, weights, fans.group, old))
+        start = _at_length(view.read(drawn, weights, fans.group, new), length)
+        return cls(fans, new, start, start, torch.full((len(new),), -1.0).to(start), length)
+
+    def keep_best(self, norms: Tensor) -> None:
+        better = norms > self.best
+        self.kept = torch.where(better[:, None], self.now, self.kept)
+        self.best = torch.where(better, norms, self.best)
+
+    def step(self, slope: Tensor, rate: float) -> None:
+        self.now = _at_length(self.now + rate * _at_length(slope.to(self.now), self.length), self.length)
+
+    def put(self, tensors: dict[str, Tensor], view: View) -> None:
+        view.write(tensors, _weights(self.fans), self.fans.group, self.new, self.now)
+
+
+def accumulated(
+    method: DataDriven, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The matrix G of each group, [entries that lead out, entries that lead in], float64.
+
+    All groups are measured at once: new channels are zero and so do not see one another.
+
+    Returns:
+        The matrices; and groups whose channels are not zero though nothing leads into them, with the reason.
+    """
+    graph, old = expansion.graph, expansion.old_widths
+    among = View(graph, old, old)
+    total = {fans.group: among.size(fans.out, fans.group) for fans in groups}
+    share = {
+        group: min(count, max(_AT_ONCE * old[group], expansion.new_widths[group] - old[group], _FEW))
+        for group, count in total.items()
+    }
+    rounds = max(-(-total[group] // share[group]) for group in total)
+    rows: dict[str, list[Tensor]] = {group: [] for group in total}
+    names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.into))
+    refused = _not_zero(method, expansion, data, groups)
+    if refused:
+        return {}, refused
+    for number in range(rounds):
+        parts = {
+            group: torch.arange(count)[number * share[group] : (number + 1) * share[group]]
+            for group, count in total.items()
+        }
+        widths = {**old, **{group: old[group] + len(part) for group, part in parts.items()}}
+        wider = replace(expansion, new_widths=widths)
+        view = View(graph, widths, old)
+        tensors = padded(method, wider)
+        for fans in groups:
+            part = parts[fans.group]
+            ones = torch.zeros(len(part), total[fans.group])
+            ones[torch.arange(len(part)), part] = 1.0
+            view.write(tensors, fans.out, fans.group, old[fans.group] + torch.arange(len(part)), ones)
+        found = data.gradients(tensors, names, [right_derivatives()])
+        for fans in groups:
+            new = old[fans.group] + torch.arange(len(parts[fans.group]))
+            rows[fans.group].append(view.read(found, fans.into, fans.group, new).double())
+    return {group: torch.cat(parts) for group, parts in rows.items()}, {}
+
+
+def _why_flat(expansion: Expansion, data: Measurement, groups: Sequence[Fans]) -> dict[str, str]:
+    """Why no gradient reaches what leads to new channels of these groups."""
+    if not groups:
+        return {}
+    names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.into))
+    found = data.gradients(expansion.old, names)
+    return {
+        fans.group: (
+            "the gradient of what leads to its channels is zero while they are (are they multiplied?)"
+            if any(bool(found[slot.name].any()) for slot in fans.into)
+            else "the channels that it has get no gradient either: the network no longer learns (lower optimizer.lr)"
+        )
+        for fans in groups
+    }
+
+
+def _not_zero(
+    method: DataDriven, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
+) -> dict[str, str]:
+    """Of which groups new channels are not zero though nothing leads into them: they change the loss."""
+
+    def loss(chosen: Sequence[Fans]) -> float:
+        grown = {fans.group: expansion.old_widths[fans.group] + 1 for fans in chosen}
+        wider = replace(expansion, new_widths={**expansion.old_widths, **grown})
+        view = View(expansion.graph, wider.new_widths, expansion.old_widths)
+        tensors = padded(method, wider)
+        for fans in chosen:
+            new = torch.tensor([expansion.old_widths[fans.group]])
+            source = expansion.generator(f"trial of {fans.group}")
+            drawn = torch.randn(1, view.size(fans.out, fans.group), generator=source)
+            view.write(tensors, fans.out, fans.group, new, drawn)
+        return data.loss(tensors)
+
+    plain = data.loss(expansion.old)
+
+    def differs(chosen: Sequence[Fans]) -> bool:
+        return abs(loss(chosen) - plain) > _ROUNDING * (abs(plain) + 1e-3)
+
+    if not differs(groups):
+        return {}
+    alone = [fans for fans in groups if differs([fans])] or groups
+    return {
+        fans.group: f"behind {fans.producers[0].name} its channels are not zero where the weights that lead to them are"
+        for fans in alone
+    }
+
+
+def _beside_zero(expansion: Expansion, fans: Fans, view: View, near_zero: float) -> Tensor:
+    """What leads into new channels that rest beside zero, [channels, entries]: alike for all."""
+    channels, pieces = len(_channels(expansion, fans)[1]), []
+    biased = {layer.weight for layer in fans.producers if layer.bias in {slot.name for slot in fans.into}}
+    for slot in fans.into:
+        row = torch.zeros(view.size([slot], fans.group))
+        if slot not in _weights(fans):
+            row += near_zero
+        elif slot.name not in biased:
+            source = expansion.generator(f"rest of {fans.group} at {slot.name}")
+            row = unit(torch.randn(1, len(row), generator=source))[0] * near_zero
+        pieces.append(row)
+    return torch.cat(pieces).expand(channels, -1)
+
+
+def _channels(expansion: Expansion, fans: Fans) -> tuple[Tensor, Tensor]:
+    """The old and the new channels of a group."""
+    before, after = expansion.old_widths[fans.group], expansion.new_widths[fans.group]
+    return torch.arange(before), torch.arange(before, after)
+
+
+def _weights(fans: Fans) -> list:
+    biases = {layer.bias for layer in fans.producers}
+    return [slot for slot in fans.into if slot.name not in biases]
+
+
+def _mean_length(rows: Tensor) -> float:
+    return float(torch.linalg.vector_norm(rows.double(), dim=1).mean())
+
+
+def _at_length(rows: Tensor, length: float) -> Tensor:
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return torch.where(norms > 0, rows * (length / norms.clamp(min=torch.finfo(rows.dtype).tiny)), rows)

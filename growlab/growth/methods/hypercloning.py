@@ -1,0 +1,148 @@
+"""HyperCloning (Samragh et al., "Scaling Smart", arXiv 2409.12903)."""
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from growlab.base.settings import one_of
+from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WeightRule
+from growlab.growth.methods.net2net import copies, divided, replicate
+from growlab.widths import Axis
+
+Form = Literal["symmetric", "diagonal"]
+
+
+class HyperCloning(GrowthMethod):
+    """Clone all channels in their order, n times: a weight becomes n x n blocks.
+
+        symmetric:  W' = 1/n [W W; W W]        diagonal:  W' = [W 0; 0 W]
+
+    (Section 3.2 and Figure 2, for n = 2). Rows that do not grow are [W W] / n in both forms, columns that do not grow
+    [W; W]. Biases, norm parameters, statistics, embeddings and whole heads are cloned. Noise, of deviation `noise_std`
+    relative to the initialisation's own, is added to one clone of a column and taken from the other (Figure 2, noisy
+    forms), with its mean over the clones of a channel taken off, so that it changes no output.
+
+    **Preserves** exactly, in eval and train mode, noise included. Layer and RMS normalisation stay plain at whole n.
+    **Gradients** follow exactly where there is no noise: clones share the gradient of their channel's activation
+    equally, so that rows are copied and divided by n, columns copied. Of a diagonal weight that holds for its blocks;
+    what is zero takes its share of them too, which is its own gradient.
+    **Departs from the paper**: widths need not be multiples: channel j is a clone of j mod D, divided by the number of
+    its clones; statistics over channels are then weighted for a while (`weighted_norms`). A weight whose rows and
+    columns do not grow by the same whole n is cloned symmetrically. Where constants tell channels apart, nothing reads
+    clones at first, as in `Net2Net`.
+    **Is** `Net2Net` with clones in order in place of drawn ones, but for the diagonal form and the noise.
+
+    Args:
+        form: "symmetric" or "diagonal".
+        noise_std: see above.
+        gain: see `NewWeights`.
+        new_weights: its rule.
+
+    Raises:
+        ValueError: there is no such form.
+    """
+
+    def __init__(
+        self,
+        form: Form = "symmetric",
+        noise_std: float = 0.0,
+        gain: float = 2.0,
+        new_weights: WeightRule = "fan_in",
+    ) -> None:
+        super().__init__(noise_std, gain, new_weights)
+        one_of(get_args(Form), form=form)
+        self.form = form
+
+    def grow(self, expansion: Expansion) -> GrownTensors:
+        """Compute every tensor at the new widths."""
+        sources = cloned(expansion)
+        counts = {group: copies(source) for group, source in sources.items()}
+        divisors, carry = divided(expansion, sources, counts)
+        tensors = {name: replicate(expansion, name, sources, divisors) for name in expansion.old}
+        if self.form == "diagonal":
+            tensors |= {name: _diagonal(expansion, name, tensor) for name, tensor in tensors.items()}
+        return GrownTensors(tensors, carry=carry)
+
+    def noise(self, expansion: Expansion) -> dict[str, Tensor]:
+        """Noise that changes no output: over the clones of each column its sum is zero."""
+        sources, noises = cloned(expansion), {}
+        for name, noise in self.plain_noise(expansion).items():
+            for dim, axis in enumerate(expansion.axes(name)):
+                if axis.role == "in":
+                    positions = axis.lift(sources, expansion.new_widths, expansion.old_widths)
+                    noise = noise - _mean_of_clones(noise, dim, positions)
+                    alike = {g: torch.full_like(s, g not in expansion.unlike) for g, s in sources.items()}
+                    alike_N = axis.spread(alike, expansion.new_widths, fixed=1)
+                    noise = noise * alike_N.view(-1, *[1] * (noise.dim() - dim - 1))
+            noises[name] = noise
+        return noises
+
+    def plain_noise(self, expansion: Expansion) -> dict[str, Tensor]:
+        """Noise of all entries of weights whose columns grow."""
+        if self.noise_std == 0:
+            return {}
+        noises = {}
+        for name, layer in expansion.layers.items():
+            if not any(_grows(axis, expansion) for axis in expansion.axes(name) if axis.role == "in"):
+                continue
+            source = expansion.generator(f"noise of {name}")
+            noise = torch.randn(expansion.new_shape(name), generator=source, dtype=torch.float32).double()
+            noises[name] = noise * self.noise_std * self.new_weights.std(expansion, layer)
+        return noises
+
+
+def cloned(expansion: Expansion) -> dict[str, Tensor]:
+    """For each group, the old channel that each channel is a clone of, in the old ones' order: [new width]."""
+    return {
+        group: torch.arange(expansion.new_widths[group]) % expansion.old_widths[group]
+        for group in expansion.graph.groups
+    }
+
+
+def _grows(axis: Axis, expansion: Expansion) -> bool:
+    return any(expansion.old_widths[group] != expansion.new_widths[group] for group in axis.groups)
+
+
+def _mean_of_clones(noise: Tensor, dim: int, positions: Tensor) -> Tensor:
+    """Mean over the entries along `dim` that have the same old position."""
+    totals = torch.zeros_like(noise).index_add_(dim, positions, noise)
+    shape = [-1 if d == dim else 1 for d in range(noise.dim())]
+    return totals.index_select(dim, positions) / copies(positions).view(shape)
+
+
+def _diagonal(expansion: Expansion, name: str, tensor: Tensor) -> Tensor:
+    """A symmetrically cloned weight with its blocks gathered on the diagonal, where it has n x n of them."""
+    axes = expansion.axes(name)
+    out = [dim for dim, axis in enumerate(axes) if axis.role == "out"]
+    if len(out) != 1 or not expansion.changes(name):
+        return tensor
+    beside = tensor.dim()
+    for dim, axis in enumerate(axes):
+        if axis.role == "in" and name not in expansion.graph.emitters:
+            (block, factor), (column_block, column_factor) = (
+                _blocks(expansion, axes[out[0]], out[0], beside),
+                _blocks(expansion, axis, dim, beside),
+            )
+            share = torch.where(block == column_block, factor.double(), 0.0)
+            both = (factor == column_factor) & (factor > 1)
+            tensor = tensor * torch.where(both, share, 1.0).to(tensor)
+    return tensor
+
+
+def _blocks(expansion: Expansion, axis: Axis, dim: int, num_dims: int) -> tuple[Tensor, Tensor]:
+    """For each position the number of its clone, and the whole number of clones (1 where it is not whole)."""
+    numbers: Mapping[str, Tensor] = {
+        group: torch.arange(expansion.new_widths[group]) // expansion.old_widths[group]
+        for group in axis.groups
+    }
+    factors = {}
+    for group, number in numbers.items():
+        factor, rest = divmod(expansion.new_widths[group], expansion.old_widths[group])
+        factors[group] = torch.full_like(number, 1 if rest or group in expansion.unlike else factor)
+    shape = [-1 if d == dim else 1 for d in range(num_dims)]
+    return (
+        axis.spread(numbers, expansion.new_widths, fixed=0).long().view(shape),
+        axis.spread(factors, expansion.new_widths, fixed=1).long().view(shape),
+    )

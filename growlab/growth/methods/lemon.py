@@ -1,0 +1,68 @@
+"""LEMON, lossless model expansion (Wang et al., ICLR 2024)."""
+
+import torch
+from torch import Tensor
+
+from growlab.base.settings import finite
+from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WeightRule
+from growlab.growth.methods.hypercloning import cloned
+from growlab.growth.methods.net2net import copies, divided, replicate
+
+
+class Lemon(GrowthMethod):
+    """Copy channels in their order and split what consumes them unevenly, so that the copies part.
+
+    Channel j copies j mod D. Its consumers' columns are multiplied by a share of its own,
+
+        W'[i, j] = a(j) W[pi(i), pi(j)],    sum over the copies j of a channel of a(j) = 1,    all a(j) different
+
+    (Section 4.1 and Figure 3: alpha + beta = 1, alpha unlike beta). Rows, biases, norm parameters, statistics and whole
+    heads are copied. Copies get unequal gradients a(j) g, so no noise is needed.
+
+    **Preserves** exactly, in eval and train mode, residual streams included, at any widths. Layer and RMS
+    normalisation of whole copies put out the same by plain statistics.
+    **Gradients** follow exactly: rows are copied and multiplied by a, columns copied.
+    **Departs from the paper**: shares are drawn once for a whole width group. Where a stream under layer or RMS
+    normalisation does not grow by a whole factor, the paper fills the rest with the mean of the channels, or with
+    zeros, and changes gain and eps; here copies are weighted by their shares in the statistics (`weighted_norms`),
+    which a stage's first part brings to plain ones. For a saved model `growlab.widen` does it the paper's way. Where
+    constants tell channels apart, old channels have all of the share, as in `Net2Net`.
+
+    Args:
+        spread: shares are drawn from 1 - spread to 1 + spread, and then divided by their sum over the copies.
+        noise_std: see `GrowthMethod`.
+        gain: see `NewWeights`.
+        new_weights: its rule.
+
+    Raises:
+        ValueError: the spread is not between 0 and 1.
+    """
+
+    def __init__(
+        self,
+        spread: float = 0.5,
+        noise_std: float = 0.0,
+        gain: float = 2.0,
+        new_weights: WeightRule = "fan_in",
+    ) -> None:
+        super().__init__(noise_std, gain, new_weights)
+        finite(spread=spread)
+        if not 0 < spread < 1:
+            raise ValueError(f"spread must be between 0 and 1, not {spread}.")
+        self.spread = spread
+
+    def grow(self, expansion: Expansion) -> GrownTensors:
+        """Compute every tensor at the new widths."""
+        sources = cloned(expansion)
+        shares = {group: self._shares(expansion, group, source) for group, source in sources.items()}
+        divisors = {group: 1.0 / share for group, share in shares.items()}
+        divisors, carry = divided(expansion, sources, divisors)
+        tensors = {name: replicate(expansion, name, sources, divisors) for name in expansion.old}
+        return GrownTensors(tensors, carry=carry)
+
+    def _shares(self, expansion: Expansion, group: str, source: Tensor) -> Tensor:
+        """Share of each channel, float64 [new width]; 1 where a channel has no copies."""
+        draws = expansion.generator(f"shares of {group}")
+        sizes = 1 + self.spread * (2 * torch.rand(len(source), generator=draws, dtype=torch.float64) - 1)
+        totals = torch.zeros(expansion.old_widths[group], dtype=torch.float64).index_add_(0, source, sizes)
+        return torch.where(copies(source) == 1, 1.0, sizes / totals[source])

@@ -1,0 +1,199 @@
+"""Splitting steepest descent (Liu, Wu, Wang, NeurIPS 2019), and its fast form (Wang et al. 2019)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from growlab.base.settings import above, not_none, whole
+from growlab.growth.data_driven import DataDriven
+from growlab.growth.fans import Fans, View
+from growlab.growth.measurement import Measurement
+from growlab.growth.method import Expansion, GrownTensors, WeightRule
+from growlab.growth.splits import Split, directions, lengths, names_of, unit
+from growlab.growth.surrogates import smooth
+
+
+class Splitting(DataDriven):
+    """Split the neurons that gain most by it, along the directions in which they do.
+
+    A neuron theta that becomes theta + e v and theta - e v, each with half of what led out, changes the loss by
+
+        e^2 / 2 v^T S v + o(e^2),      S = E[dL/dsigma nabla^2 sigma(theta)]      (Theorem 2.2)
+
+    the splitting matrix. Of each group, the neurons with the smallest eigenvalues of S are split, along the
+    eigenvectors v, by e = epsilon |theta|.
+
+    With `iterations=None` S is put together from a product with each basis vector, [entries that lead in] passes, and
+    decomposed. With a number the smallest eigenvalue is found without it (Wang et al. 2019), from that many products:
+    the smallest Rayleigh quotient in the space that they span.
+
+    **Preserves** up to epsilon^2; the report has the change of the loss that is predicted.
+    **Departs from the paper**: products with S are measured on all neurons of all groups at once, on the network in
+    which each has a copy: halves moved apart see no other neuron's move to second order. So it is defined for shared
+    channels (residual streams), where a neuron's theta is all that leads into it, and any operation in between. The
+    fast form takes the Lanczos process where Wang et al. descend on the Rayleigh quotient.
+
+    Args:
+        batches: training batches that it is shown at an event: the first ones of the epoch that begins.
+        iterations: products with S for the smallest eigenvalue of each neuron; None for all of S.
+        epsilon: distance of halves from the original, relative to its length.
+        softplus_beta: ReLU, which has no second derivative, counts as softplus of this sharpness.
+        fallback: "pairs" lets function-preserving pairs grow the groups for which the method is not defined; None
+            refuses them.
+        gain: of new hidden weights that are drawn, variance gain / fan_in.
+        new_weights: see `NewWeights`.
+    """
+
+    preserves = False
+
+    def __init__(
+        self,
+        batches: int = 1,
+        iterations: int | None = 8,
+        epsilon: float = 0.01,
+        softplus_beta: float = 3.0,
+        fallback: Literal["pairs"] | None = None,
+        gain: float = 2.0,
+        new_weights: WeightRule = "fan_in",
+    ) -> None:
+        super().__init__(batches, fallback, gain, new_weights)
+        whole(1, **not_none(iterations=iterations))
+        above(0, epsilon=epsilon, softplus_beta=softplus_beta)
+        self.iterations, self.epsilon, self.softplus_beta = iterations, epsilon, softplus_beta
+
+    def refuses(self, fans: Fans, before: int, after: int) -> str | None:
+        """More copies than originals, or channels that no layer puts out."""
+        return refuses_to_split(fans, before, after)
+
+    def grow_from_data(
+        self, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
+    ) -> tuple[GrownTensors, dict[str, str]]:
+        """Compute every tensor at the new widths."""
+        found = splitting_eigen(expansion, data, groups, self.iterations, self.softplus_beta)
+        view = View(expansion.graph, expansion.old_widths, expansion.old_widths)
+        chosen, report = {}, {}
+        moves = {name: torch.zeros_like(expansion.old[name]) for name in names_of(groups, "into")}
+        for fans in groups:
+            group = fans.group
+            values, vectors = found[group]
+            count = expansion.new_widths[group] - expansion.old_widths[group]
+            chosen[group] = torch.argsort(values, stable=True)[:count].cpu()
+            every = torch.arange(expansion.old_widths[group])
+            sizes = self.epsilon * lengths(view.read(expansion.old, fans.into, group, every).double())
+            view.write(moves, fans.into, group, every, vectors * sizes[:, None])
+            kept = chosen[group].to(values.device)
+            report[group] = {
+                "eigenvalues": values.tolist(),
+                "split": chosen[group].tolist(),
+                "predicted_change": float((sizes[kept].square() * values[kept]).sum() / 2),
+            }
+        split = Split.of(_unchanged(expansion), expansion.old, chosen)
+        carry = split.carry(expansion.old_widths)
+        return GrownTensors(split.tensors(moves), carry=carry, report={"groups": report}), {}
+
+
+def refuses_to_split(fans: Fans, before: int, after: int) -> str | None:
+    """More copies than originals, or channels that no layer puts out."""
+    if not fans.into:
+        return "no layer puts out its channels"
+    if after > 2 * before:
+        return f"splitting makes at most twice as many channels of {before}, not {after}"
+    return None
+
+
+def splitting_eigen(
+    expansion: Expansion,
+    data: Measurement,
+    groups: Sequence[Fans],
+    iterations: int | None,
+    softplus_beta: float,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The smallest eigenvalue of each neuron's splitting matrix, [C], and its eigenvector, [C, entries]; float64."""
+    widths = expansion.old_widths
+    every = {fans.group: torch.arange(widths[fans.group]) for fans in groups}
+    split = Split.of(_unchanged(expansion), expansion.old, every)
+    tensors, names = split.tensors(), names_of(groups, "into")
+    view = View(expansion.graph, widths, widths)
+
+    def products(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """S v of every neuron, for a v of each."""
+        moves = {name: torch.zeros_like(expansion.old[name]) for name in names}
+        for fans in groups:
+            view.write(moves, fans.into, fans.group, every[fans.group], vectors[fans.group])
+        found = data.products(tensors, split.signed(moves), names, [smooth(softplus_beta)])
+        by_moves = split.by_moves(found, names)
+        return {
+            fans.group: view.read(by_moves, fans.into, fans.group, every[fans.group]).double()
+            for fans in groups
+        }
+
+    starts = {
+        fans.group: directions(
+            expansion,
+            f"directions of {fans.group}",
+            view.read(expansion.old, fans.into, fans.group, every[fans.group]).double(),
+        )
+        for fans in groups
+    }
+    return _whole(products, starts) if iterations is None else _lanczos(products, starts, iterations)
+
+
+def _whole(
+    products: Callable[[Mapping[str, Tensor]], dict[str, Tensor]], starts: Mapping[str, Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    columns: dict[str, list[Tensor]] = {group: [] for group in starts}
+    for place in range(max(start.shape[1] for start in starts.values())):
+        basis = {group: torch.zeros_like(start) for group, start in starts.items()}
+        for vectors in basis.values():
+            if place < vectors.shape[1]:
+                vectors[:, place] = 1.0
+        for group, found in products(basis).items():
+            if place < found.shape[1]:
+                columns[group].append(found)
+    result = {}
+    for group, found_columns in columns.items():
+        matrix = torch.stack(found_columns, 2)
+        values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+        result[group] = values[:, 0], vectors[:, :, 0]
+    return result
+
+
+def _lanczos(
+    products: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
+    starts: Mapping[str, Tensor],
+    iterations: int,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Smallest Ritz pairs, each neuron with a space of its own, orthogonalised twice."""
+    bases = {group: [start] for group, start in starts.items()}
+    images: dict[str, list[Tensor]] = {group: [] for group in starts}
+    for step in range(iterations):
+        for group, found in products({group: basis[-1] for group, basis in bases.items()}).items():
+            images[group].append(found)
+            if step + 1 == iterations:
+                continue
+            rest = found
+            for _ in range(2):
+                for vector in bases[group]:
+                    rest = rest - (rest * vector).sum(1, keepdim=True) * vector
+            # What is left of a space that is used up is rounding.
+            empty = lengths(rest) <= 1e-10 * lengths(found)
+            bases[group].append(torch.where(empty[:, None], torch.zeros_like(rest), unit(rest)))
+    result = {}
+    for group, basis in bases.items():
+        q, image = torch.stack(basis, 2), torch.stack(images[group], 2)
+        small = q.mT @ image
+        # A vector of zeros must not pass for an eigenvalue 0.
+        absent = (q.square().sum(1) == 0).to(small)
+        small = (small + small.mT) / 2 + torch.diag_embed(
+            absent * (small.abs().amax((1, 2)) + 1.0)[:, None] * 2
+        )
+        values, vectors = torch.linalg.eigh(small)
+        result[group] = values[:, 0], unit((q @ vectors[:, :, :1])[:, :, 0])
+    return result
+
+
+def _unchanged(expansion: Expansion) -> Expansion:
+    return replace(expansion, new_widths=expansion.old_widths)

@@ -1,0 +1,352 @@
+"""TINY: new neurons that do best what the old ones cannot (Verbockhaven, Rudkiewicz, Charpiat, Chevallier, 2024)."""
+
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from growlab.base.settings import above, at_least, flag
+from growlab.growth.data_driven import DataDriven, padded, upright
+from growlab.growth.fans import Fans, Slot, View
+from growlab.growth.measurement import Measurement, Seen
+from growlab.growth.method import Expansion, GrownTensors, WeightRule
+from growlab.growth.moments import bottleneck, moments, usual
+from growlab.widths import resized
+
+# Singular values of S below this part of the largest count as zero, as in GroMo.
+_RANK = 1e-6
+# A neuron that is worth less than this part of the best one is drawn: nothing would ever wake it.
+_LEAST = 1e-3
+
+
+class Tiny(DataDriven):
+    """Add the neurons that follow the functional gradient best where the weights that are there cannot.
+
+    With h what the producer reads (1 for its bias), b what the consumer reads and V = -dL/dz of what it puts out,
+
+        dW = E[V b^T] E[b b^T]^-1                                   the best that old weights can do (Prop. 3.1)
+        S = E[h h^T],  N = E[h (V - dW b)^T],  S^-1/2 N = U D W^T
+        alpha_k = sqrt(d_k) S^-1/2 u_k,  omega_k = sqrt(d_k) w_k     what leads into and out of neuron k (Prop. 3.2)
+
+    of largest d_k first: among k neurons they reduce E|V - dW b - omega alpha^T h|^2 most. An amplitude gamma is then
+    found by line search over the loss on batches that are held out: new neurons get sqrt(gamma) on both sides, and old
+    weights gamma dW if `update_old`. From the largest amplitude down, the search ends behind the lowest loss.
+    Convolutions: h and b are patches; S takes a patch as often as the consumer reads its position, as in GroMo, so
+    that overlapping of the consumer's is left out of account (exact for 1x1).
+
+    S and E[b b^T] get `ridge` times the mean of their diagonal added to it, so that |alpha_k|^2 is at most
+    d_k / (ridge * mean of the diagonal). Without it a nearly singular S, as of neurons that are small or nearly the
+    same, makes weights a hundred times as long as old ones, at which the next steps diverge.
+
+    **Preserves** nothing exactly: the function moves by what gamma says, to the lowest loss that the line search
+    finds; the report has the loss before and after. New neurons alone need not lower it: they do what is best beside
+    dW, and ReLU passes half of what they were worked out for. Where no amplitude lowers the loss, gamma is 0: the
+    function stays as it is, and what leads into new neurons as at gamma 1, so that they learn from the next step on.
+    So do neurons beyond the rank of N (a layer with 10 outputs asks for 10 at a time): they are drawn, and nothing
+    leads out of them at first.
+    **Departs from the paper**: N is measured in the network with candidates whose outgoing weights are 1 in one
+    entry and whose incoming weights are zero, so that it passes pooling and flattening in between. A batch
+    normalisation of new channels starts as the identity on the batches, an instance normalisation as what is nearest
+    to it: statistics are of each sample. All layers move at once, with one gamma. The ridge, the batches held out,
+    and drawn neurons are not in the paper.
+
+    Args:
+        batches: training batches that it is shown at an event: the first ones of the epoch that begins. The last
+            quarter of them, rounded up, is held out for the line search; a single batch serves for both.
+        update_old: move old weights of consumers by dW too.
+        amplitudes: gammas that the line search tries, in any order. Above 1 new neurons do more than the functional
+            gradient asks for, and training may diverge.
+        ridge: added to the diagonal of second moments, relative to its mean.
+        fallback: "pairs" lets function-preserving pairs grow the groups for which the method is not defined; None
+            refuses them.
+        gain: of new hidden weights that are drawn, variance gain / fan_in.
+        new_weights: see `NewWeights`.
+    """
+
+    preserves = False
+
+    def __init__(
+        self,
+        batches: int = 2,
+        update_old: bool = False,
+        amplitudes: Sequence[float] = (1.0, 0.25, 0.0625, 0.0156, 0.0039, 0.001),
+        ridge: float = 1.0,
+        fallback: Literal["pairs"] | None = None,
+        gain: float = 2.0,
+        new_weights: WeightRule = "fan_in",
+    ) -> None:
+        super().__init__(batches, fallback, gain, new_weights)
+        if isinstance(amplitudes, str) or not isinstance(amplitudes, Sequence) or not amplitudes:
+            raise ValueError(f"amplitudes must be a list of numbers above 0, not {amplitudes!r}.")
+        flag(update_old=update_old)
+        for amplitude in amplitudes:
+            above(0, amplitudes=amplitude)
+        at_least(0, ridge=ridge)
+        self.update_old, self.amplitudes, self.ridge = update_old, tuple(amplitudes), ridge
+
+    def refuses(self, fans: Fans, before: int, after: int) -> str | None:
+        """Channels that more than one layer puts out or takes, or that pass a depthwise convolution."""
+        for layers, what in ((fans.producers, "put out"), (fans.consumers, "taken")):
+            if len({layer.weight for layer in layers}) != 1:
+                names = ", ".join(layer.name for layer in layers[:2]) or "no layer"
+                return f"its channels are {what} by {names}{' and others' if len(layers) > 2 else ''}, not one layer"
+        if fans.depthwise:
+            return f"{fans.depthwise[0].name} maps each channel by its own filter"
+        if len(fans.into) > 2 or len(fans.out) > 1:
+            return f"{fans.producers[0].name} has its channels on several axes"
+        if fans.producers[0].transposed or fans.consumers[0].transposed:
+            return f"{fans.producers[0].name} or {fans.consumers[0].name} is a transposed convolution"
+        return None
+
+    def grow_from_data(
+        self, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
+    ) -> tuple[GrownTensors, dict[str, str]]:
+        """Compute every tensor at the new widths."""
+        modules = dict(data.model.named_modules())
+        refused = {
+            fans.group: f"{layer.name} is no linear layer or 2d convolution without groups and with zero padding"
+            for fans in groups
+            for layer in (*fans.producers, *fans.consumers)
+            if not usual(modules.get(layer.name))
+        }
+        if refused:
+            return GrownTensors({}), refused
+        refused = {
+            fans.group: f"{norm.name} normalises each sample, and is no module of torch that does nothing else"
+            for fans in groups
+            for norm in fans.norms
+            if norm.per_sample and not isinstance(modules.get(norm.name), (_InstanceNorm, nn.GroupNorm))
+        }
+        if refused:
+            return GrownTensors({}), refused
+        shown, held_out = data.split()
+        found_moments = moments(expansion, shown, groups, modules)
+        refused = {
+            fans.group: f"{layer.name} is called more than once"
+            for fans in groups
+            for layer in (fans.producers[0], fans.consumers[0])
+            if float(found_moments[f"calls {layer.name}"]) != 1.0
+        }
+        if refused:
+            return GrownTensors({}), refused
+        view = View(expansion.graph, expansion.old_widths, expansion.old_widths)
+        refused = {
+            fans.group: f"{fans.producers[0].name} has several rows for each of its channels"
+            for fans in groups
+            if view.size(fans.into, fans.group) != len(found_moments[f"input {fans.group}"])
+        }
+        if refused:
+            return GrownTensors({}), refused
+        updates = {
+            fans.group: solved(
+                found_moments[f"square {fans.group}"], found_moments[f"goal {fans.group}"], self.ridge
+            )
+            for fans in groups
+        }
+        products = bottleneck(self, expansion, shown, groups, updates, modules)
+        found = {}
+        for fans in groups:
+            count = expansion.new_widths[fans.group] - expansion.old_widths[fans.group]
+            square = found_moments[f"input {fans.group}"]
+            found[fans.group] = best_neurons(square, products[fans.group], count, self.ridge)
+        return self._at_the_best_amplitude(expansion, shown, held_out, groups, updates, found), {}
+
+    def _at_the_best_amplitude(
+        self,
+        expansion: Expansion,
+        shown: Measurement,
+        held_out: Measurement,
+        groups: Sequence[Fans],
+        updates: Mapping[str, Tensor],
+        found: Mapping[str, tuple[Tensor, Tensor, Tensor]],
+    ) -> GrownTensors:
+        view = View(expansion.graph, expansion.new_widths, expansion.old_widths)
+        empty = padded(self, expansion)
+        rows, drawn = self._rows(expansion, groups, found)
+        unit = dict(empty)
+        for fans in groups:
+            view.write(unit, fans.into, fans.group, _new(expansion, fans), rows[fans.group])
+        statistics = _statistics(shown, unit, groups)
+
+        def at(gamma: float) -> dict[str, Tensor]:
+            tensors = dict(empty)
+            for fans in groups:
+                new, omega = _new(expansion, fans), found[fans.group][1]
+                # Of what is drawn nothing is led out, nor at gamma 0 of anything.
+                scale = torch.where(drawn[fans.group], 1.0, sqrt(gamma or 1.0))
+                view.write(tensors, fans.into, fans.group, new, rows[fans.group] * scale[:, None])
+                led_out = torch.where(drawn[fans.group], 0.0, sqrt(gamma))[:, None]
+                view.write(tensors, fans.out, fans.group, new, omega * led_out)
+                if self.update_old:
+                    _add_update(tensors, expansion, fans, updates[fans.group] * gamma)
+                _identity(tensors, view, fans, new, statistics, scale)
+            return tensors
+
+        before = held_out.loss(expansion.old)
+        amplitude, lowest = 0.0, before
+        for gamma in sorted(self.amplitudes, reverse=True):
+            loss = held_out.loss(at(gamma), finite=False)
+            if loss < lowest:
+                amplitude, lowest = gamma, loss
+            elif amplitude:
+                break
+        report = {
+            "amplitude": amplitude,
+            "loss_before": before,
+            "loss_after": lowest,
+            "singular_values": {fans.group: found[fans.group][2].tolist() for fans in groups},
+        }
+        return GrownTensors(at(amplitude), report=report)
+
+    def _rows(
+        self,
+        expansion: Expansion,
+        groups: Sequence[Fans],
+        found: Mapping[str, tuple[Tensor, Tensor, Tensor]],
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Incoming weights of new neurons at gamma 1, [count, entries], and a mask of those that are drawn, [count]."""
+        view = View(expansion.graph, expansion.new_widths, expansion.old_widths)
+        rows, drawn = {}, {}
+        for fans in groups:
+            alpha, _, values = found[fans.group]
+            drawn[fans.group] = values <= _LEAST * values[0]
+            rows[fans.group] = alpha
+            if bool(drawn[fans.group].any()):
+                names = {slot.name for slot in fans.into}
+                new = {name: self.new_weights.draw(expansion, name).to(alpha) for name in names}
+                others = view.read(new, fans.into, fans.group, _new(expansion, fans))
+                rows[fans.group] = torch.where(drawn[fans.group][:, None], others, alpha)
+        return rows, drawn
+
+
+def best_neurons(
+    square: Tensor, product: Tensor, count: int, ridge: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The neurons that reduce E|v - omega^T alpha h|^2 most, from second moments.
+
+    Args:
+        square: S = E[h h^T], [I, I].
+        product: N = E[h v^T], [I, O].
+        count: of neurons.
+        ridge: added to the diagonal of S, relative to its mean.
+
+    Returns:
+        alpha [count, I], omega [count, O] and singular values [count]; zero where the moments have no more to give.
+    """
+    product = product.double()
+    factor = _cholesky(square, ridge)
+    if factor is not None:
+        # L^-1 N in the place of S^-1/2 N: L^-1 is S^-1/2 but for a rotation, which L^-T undoes.
+        left, sizes, right = torch.linalg.svd(
+            torch.linalg.solve_triangular(factor, product, upper=False), full_matrices=False
+        )
+        left = torch.linalg.solve_triangular(factor.T, left, upper=True)
+    else:
+        values, vectors = torch.linalg.eigh(square.double())
+        known = values > _RANK * values.max().clamp(min=torch.finfo(torch.float64).tiny)
+        root = vectors[:, known] @ torch.diag(values[known].rsqrt()) @ vectors[:, known].T
+        left, sizes, right = torch.linalg.svd(root @ product, full_matrices=False)
+        left = root @ left
+    kept = min(count, len(sizes))
+    scale = sizes[:kept].sqrt()
+    alpha, omega = torch.zeros(count, len(square)).to(left), torch.zeros(count, product.shape[1]).to(left)
+    alpha[:kept] = (left[:, :kept] * scale).T
+    omega[:kept] = right[:kept] * scale[:, None]
+    result = torch.zeros(count).to(left)
+    result[:kept] = sizes[:kept]
+    signs = upright(alpha)
+    return alpha * signs, omega * signs, result
+
+
+def solved(square: Tensor, product: Tensor, ridge: float = 0.0) -> Tensor:
+    """(S + ridge)^-1 M, with the directions left out that the batches do not tell, [I, O]."""
+    factor = _cholesky(square, ridge)
+    if factor is not None:
+        return torch.cholesky_solve(product.double(), factor)
+    inverse = torch.linalg.pinv(square.double(), hermitian=True, rtol=_RANK)
+    return inverse @ product.double()
+
+
+def _cholesky(square: Tensor, ridge: float) -> Tensor | None:
+    """L with L L^T = S + ridge * mean of the diagonal of S * I; None where that is singular or ill-conditioned."""
+    square = square.double()
+    amount = ridge * square.diagonal().mean()
+    factor, failed = torch.linalg.cholesky_ex(square + amount * torch.eye(len(square)).to(square))
+    # The largest eigenvalue is at most the trace.
+    sound = not bool(failed) and float(amount) > _RANK * float(square.trace())
+    return factor if sound else None
+
+
+def _statistics(
+    data: Measurement, tensors: Mapping[str, Tensor], groups: Sequence[Fans]
+) -> dict[str, Tensor]:
+    """Mean and variance over the batches of what each norm reads, "mean NORM" and "var NORM".
+
+    The variance is that within each sample where the norm takes it so.
+    """
+    norms = {norm.name: norm for fans in groups for norm in fans.norms}
+    if not norms:
+        return {}
+
+    def visit(parameters: Mapping[str, Tensor], loss: Tensor, seen: Mapping[str, Seen]) -> dict[str, Tensor]:
+        found = {}
+        for name, norm in norms.items():
+            x = seen[name].x.double().movedim(1, 0).flatten(1)
+            found[f"mean {name}"], found[f"square {name}"] = x.mean(1), x.square().mean(1)
+            if norm.per_sample:
+                found[f"var {name}"] = seen[name].x.double().flatten(2).var(2, correction=0).mean(0)
+        return found
+
+    found = data.run(tensors, visit, watched=list(norms), gradients=False)
+    for name in norms:
+        variance = (found.pop(f"square {name}") - found[f"mean {name}"].square()).clamp(min=0)
+        found.setdefault(f"var {name}", variance)
+    return found
+
+
+def _identity(
+    tensors: dict[str, Tensor],
+    view: View,
+    fans: Fans,
+    new: Tensor,
+    statistics: Mapping[str, Tensor],
+    scale: Tensor,
+) -> None:
+    """Let norms pass new channels, `scale` [channels] times those of the statistics, as they are."""
+    for norm in fans.norms:
+        first = norm.weight or norm.running_mean
+        assert first is not None
+        places = view.places(view.graph.axes[first][0], fans.group)[new].flatten()
+        each = scale.repeat_interleave(len(places) // len(new))
+        mean = statistics[f"mean {norm.name}"][places] * each
+        variance = statistics[f"var {norm.name}"][places] * each**2
+        for name, values in (
+            (norm.weight, (variance + norm.eps).sqrt()),
+            (norm.bias, mean),
+            (norm.running_mean, mean),
+            (norm.running_var, variance),
+        ):
+            if name is not None:
+                view.write(tensors, [Slot(name, 0)], fans.group, new, values.view(len(new), -1))
+
+
+def _add_update(tensors: dict[str, Tensor], expansion: Expansion, fans: Fans, update: Tensor) -> None:
+    """Add to a consumer's old weights and bias, [entries of a row (and 1 for the bias), rows]."""
+    layer = fans.consumers[0]
+    pieces = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+    start = 0
+    for name in pieces:
+        before = expansion.old[name]
+        count = before[0].numel() if before.dim() > 1 else 1
+        part = update[start : start + count].T.reshape(before.shape)
+        start += count
+        axes = expansion.axes(name)
+        moved = resized(part.to(before), axes, expansion.old_widths, expansion.new_widths)
+        tensors[name] = tensors[name] + moved
+
+
+def _new(expansion: Expansion, fans: Fans) -> Tensor:
+    return torch.arange(expansion.old_widths[fans.group], expansion.new_widths[fans.group])

@@ -1,0 +1,320 @@
+"""Trace one network, grow it on random data, and measure how exactly."""
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils._pytree import tree_map_only
+
+from growlab.grower.cost import forward_flops
+from growlab.growth import (
+    GrowthMethod,
+    HyperCloning,
+    Lemon,
+    Net2Net,
+    PairGrowth,
+    ParityError,
+    RandomGrowth,
+    VarianceTransfer,
+    anneal_norms,
+    finish,
+    grow,
+    make_schedule,
+    plant,
+)
+from growlab.growth.outputs import observe
+from growlab.growth.parity import relative_error
+from growlab.inspect.sources import load
+from growlab.parts import available
+from growlab.widths import FAILURES, UnsupportedOperation, WidthGraph, lightened, resize, tensors_in, trace
+from growlab.widths.findings import layer_name
+from growlab.widths.inputs import call_with, named_in, values_of
+
+METHODS: Mapping[str, type[GrowthMethod]] = {
+    "ours": VarianceTransfer,
+    "pairs": PairGrowth,
+    "net2net": Net2Net,
+    "hypercloning": HyperCloning,
+    "lemon": Lemon,
+    "random": RandomGrowth,
+}
+#: Those that are tried where none are named.
+USUAL = ("ours", "pairs", "net2net", "random")
+# Sides that parity is tried at before the network's own image size: the statement is about weights, and float64
+# convolutions over whole images would take most of the time.
+_SMALL_SIDES = (96, 128)
+# Share of the parameters that has to lie in growing tensors for a network to count as growing.
+ENOUGH = 0.5
+# Share at which all of it but a part that has a reason grows.
+NEARLY_ALL = 0.9
+EXACT = 1e-10
+_QUIET = 0.3
+# Relative difference above which a row computed alone is another one, in float32.
+_ALIKE = 1e-2
+
+
+@dataclass
+class Report:
+    """What is known of one network.
+
+    Attributes:
+        model: as it was named.
+        error: why it was refused or what went wrong; None if it grows to full width.
+        groups: name -> full width.
+        steps: name -> channels of the layer that a group is named after for one of its width: those of a head, or
+            one for every group of a grouped convolution. Left out where it is 1.
+        fixed: module path -> reason why its channels keep their width.
+        last: modules of the last affine layers, such as the classifier -> the scale of what they put out may change.
+        tied: modules of embeddings whose tables end the network, where they are no layer of the rules for last ones.
+        growing_share: parameters in tensors that grow, over all parameters.
+        seed_params: number of parameters of the seed.
+        full_params: and at full width.
+        seed_flops: forward FLOPs of the seed per sample, or of the example where its rows are not samples.
+        full_flops: and at full width.
+        samples: rows of the example that are a sample each; 1 where its first row alone is not the first sample.
+        trace_sec: CPU seconds of tracing.
+        event_sec: CPU seconds of the longest growth event, its checks in float64 included.
+        probe: shapes of the inputs that parity was measured on.
+        parts: what parts find in it, in lines, by the part's name.
+        parity: method -> largest relative output error over the stages, in eval and train mode, and of the
+            network as the library builds it once the grown state_dict is loaded into it ("loaded").
+    """
+
+    model: str
+    error: str | None = None
+    groups: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    fixed: dict[str, str] = field(default_factory=dict)
+    last: dict[str, bool] = field(default_factory=dict)
+    tied: list[str] = field(default_factory=list)
+    growing_share: float = 0.0
+    seed_params: int = 0
+    full_params: int = 0
+    seed_flops: int = 0
+    full_flops: int = 0
+    samples: int = 1
+    trace_sec: float = 0.0
+    event_sec: float = 0.0
+    probe: list[list[int]] = field(default_factory=list)
+    parts: dict[str, list[str]] = field(default_factory=dict)
+    parity: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def grows(self) -> bool:
+        """Most of the network grows, exactly, into what the library builds."""
+        exact = all(
+            errors["loaded"] <= EXACT and (errors["eval"] <= EXACT or not METHODS[method].preserves)
+            for method, errors in self.parity.items()
+        )
+        return self.error is None and self.growing_share >= ENOUGH and bool(self.parity) and exact
+
+
+def examine(
+    name: str,
+    input_shape: Sequence[int] | None = None,
+    stages: int = 3,
+    opaque: Sequence[str] = (),
+    methods: Sequence[str] = USUAL,
+    parts: bool = True,
+) -> Report:
+    """Trace a network, grow it with every method on random data, and measure parity in float64.
+
+    Args:
+        name: see `load`.
+        input_shape: of one sample, [C, H, W].
+        stages: from a quarter of the width to all of it.
+        opaque: operations that growth need not pass.
+        methods: names in `METHODS`.
+        parts: ask parts too what they find.
+    """
+    torch.manual_seed(0)
+    network, inputs = load(name, input_shape)
+    began = time.process_time()
+    try:
+        graph = trace(network, inputs, opaque=opaque)
+    except UnsupportedOperation as error:
+        return Report(name, error=str(error))
+    report = Report(name, trace_sec=time.process_time() - began)
+    report.groups = graph.full_widths
+    report.steps = {name: step for name in graph.groups if (step := _channels_at_a_time(graph, name)) > 1}
+    report.fixed = dict(graph.fixed)
+    report.last = graph.last_layers
+    report.tied = [layer_name(weight) for weight in graph.tied_outputs]
+    if parts:
+        report.parts = {part.name: lines for part in available() if (lines := part.examine(network, inputs))}
+    tensors = dict(network.named_parameters())
+    report.full_params = sum(p.numel() for p in tensors.values())
+    growing = sum(p.numel() for n, p in tensors.items() if graph.grows(n))
+    report.growing_share = growing / max(1, report.full_params)
+    widths = make_schedule(stages, 1, num_stages=stages, width_growth_rate=None).widths(graph)
+    report.samples, sample = _one_sample(network, inputs)
+    _count(report, network, graph, widths[0], inputs)
+    if not graph.groups:
+        return report
+    # Samples meet in batch statistics only: without them one will do.
+    inputs = sample if all(norm.per_sample for norm in graph.norms) else inputs
+    double = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
+    probe = _probe(network, graph, widths[0], double)
+    report.probe = [list(x.shape) for x in values_of(probe) if isinstance(x, Tensor)]
+    network = network.double()
+    for method in methods:
+        try:
+            report.parity[method] = _parity(report, network, graph, METHODS[method](), widths, probe)
+        except (ParityError, RuntimeError, ValueError) as error:
+            first_line = (str(error).strip().splitlines() or ["no message"])[0]
+            report.error = f"{method}: {type(error).__name__}: {first_line}"
+            break
+    return report
+
+
+def _channels_at_a_time(graph: WidthGraph, name: str) -> int:
+    """Channels that the layer that a group is named after gets when the group's width grows by one."""
+    tensors = [
+        tensor for tensor in graph.axes if (tensor.rpartition(".")[0] or tensor) == name.partition("#")[0]
+    ]
+    # A recurrent layer has a row for each gate of a channel.
+    gates = {layer.weight: max(1, layer.gates) for layer in graph.layers}
+    axes = (
+        (axis, gates.get(tensor, 1))
+        for tensor in tensors
+        for axis in graph.axes[tensor]
+        if axis.role == "out" and name in axis.groups
+    )
+    parts, rows = next(((axis.parts, rows) for axis, rows in axes), ((), 1))
+    return sum(part.outer * part.inner for part in parts if part.group == name) // rows
+
+
+def _one_sample(network: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, tuple[Any, ...]]:
+    """Number of samples, and the inputs of the first one; 1 and all inputs where first rows are no sample.
+
+    An input has a row for each sample if it has as many rows as the output (edges [2, E] of a graph have not).
+    """
+    network.eval()
+    try:
+        with torch.no_grad():
+            whole = tensors_in(call_with(network, inputs))
+            rows = len(whole[0])
+            first = tree_map_only(Tensor, lambda x: x[:1] if x.dim() and len(x) == rows else x, inputs)
+            alone = tensors_in(call_with(network, first))
+    except FAILURES:
+        return 1, inputs
+    shapes = [(1, *x.shape[1:]) for x in whole if x.dim()]
+    if rows < 2 or [tuple(x.shape) for x in alone] != shapes:
+        return 1, inputs
+    alike = all(relative_error(x[:1], one) < _ALIKE for one, x in zip(alone, whole, strict=True))
+    return (rows, first) if alike else (1, inputs)
+
+
+def _count(
+    report: Report,
+    network: nn.Module,
+    graph: WidthGraph,
+    seed_widths: Mapping[str, int],
+    inputs: tuple[Any, ...],
+) -> None:
+    with lightened(network, inputs) as (example, _):
+        report.full_flops = forward_flops(network, example) // report.samples
+        resize(network, graph, graph.full_widths, seed_widths)
+        report.seed_params = sum(p.numel() for p in network.parameters())
+        report.seed_flops = forward_flops(network, example) // report.samples
+
+
+def _probe(
+    network: nn.Module, graph: WidthGraph, seed_widths: Mapping[str, int], inputs: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The inputs, or smaller images if the network takes them at its full and at its seed's widths."""
+    image = next(iter(inputs), None)
+    if len(inputs) > 1 or named_in(inputs) or not isinstance(image, Tensor) or image.dim() != 4:
+        return inputs
+    # Device meta does not notice every kernel that is larger than its image.
+    narrow = copy.deepcopy(network.double())
+    resize(narrow, graph, graph.full_widths, seed_widths)
+    with lightened(network, (image,)):
+        for side in _SMALL_SIDES:
+            small = image[..., :side, :side]
+            if small.shape[-1] < image.shape[-1] and all(
+                _runs(module, small) for module in (network, narrow)
+            ):
+                return (small,)
+    return inputs
+
+
+def _runs(network: nn.Module, image: Tensor) -> bool:
+    try:
+        device = next(network.parameters()).device
+        with torch.no_grad():
+            for training in (True, False):
+                network.train(training)(image.to(device))
+    except FAILURES:
+        return False
+    return True
+
+
+def _parity(
+    report: Report,
+    network: nn.Module,
+    graph: WidthGraph,
+    method: GrowthMethod,
+    widths: list[dict[str, int]],
+    probe: tuple[Any, ...],
+) -> dict[str, float]:
+    grown = copy.deepcopy(network)
+    state = plant(grown, graph, method, widths[0], seed=0)
+    _roughen(grown, probe)
+    worst = {"eval": 0.0, "train": 0.0}
+    for stage in widths[1:]:
+        began = time.process_time()
+        event = grow(grown, graph, method, state, stage, seed=0, probe=probe)
+        report.event_sec = max(report.event_sec, time.process_time() - began)
+        worst["eval"] = max(worst["eval"], event.parity_error_eval)
+        worst["train"] = max(worst["train"], event.parity_error_train)
+        anneal_norms(grown, graph, state, 1.0)
+    finish(grown, graph, method, state)
+    expected = observe(grown, probe).eval
+    network.load_state_dict(grown.state_dict(), strict=True)
+    return {**worst, "loaded": relative_error(expected, observe(network, probe).eval)}
+
+
+def _roughen(network: nn.Module, probe: tuple[Any, ...]) -> None:
+    """Stand in for training: what starts at 0 or 1 (biases, norms, layer scales, statistics) moves off it.
+
+    Weights that start so small that their layer would not be heard beside the others are drawn at full size.
+    Running statistics of batch normalisation become the probe's: where they are off, activations grow from layer
+    to layer, and a hundred layers of that turn rounding into errors of 1e-9.
+    """
+    source = torch.Generator().manual_seed(1)
+
+    def noise(tensor: Tensor) -> Tensor:
+        return torch.randn(tensor.shape, generator=source, dtype=torch.float64).to(tensor)
+
+    with torch.no_grad():
+        # Some are empty, such as a table of no register tokens.
+        for parameter in filter(torch.numel, network.parameters()):
+            if max(parameter.shape, default=1) == parameter.numel():
+                parameter += 0.1 * noise(parameter)
+            elif float(parameter.std()) < _QUIET * (usual := parameter[0].numel() ** -0.5):
+                parameter.copy_(usual * noise(parameter))
+        for name, buffer in network.named_buffers():
+            if name.endswith("running_var"):
+                buffer *= (0.3 * noise(buffer)).exp()
+            elif name.endswith("running_mean"):
+                buffer += 0.1 * noise(buffer)
+        _take_statistics(network, probe)
+
+
+def _take_statistics(network: nn.Module, probe: tuple[Any, ...]) -> None:
+    norms = [m for m in network.modules() if isinstance(m, (_BatchNorm, _InstanceNorm))]
+    momenta = [norm.momentum for norm in norms]
+    # Nothing else in train mode: layers that are dropped at random would leave statistics of other activations.
+    network.eval()
+    for norm in norms:
+        norm.train().momentum = 1.0
+    call_with(network, probe)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum

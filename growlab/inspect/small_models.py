@@ -1,0 +1,315 @@
+"""Small untrained networks of every model type that transformers knows, from their configurations alone."""
+
+import importlib
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.base.errors import UserError, how_to_install
+
+#: Model types of the matrix: encoders, decoders, both, images, sound, recurrent ones and mixtures of experts.
+TYPES = (
+    *("bert", "roberta", "distilbert", "albert", "deberta", "deberta-v2", "electra", "mpnet", "xlm-roberta"),
+    *("camembert", "modernbert", "convbert", "roformer", "megatron-bert"),
+    *("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "llama", "mistral", "qwen2", "qwen3", "gemma"),
+    *("gemma2", "gemma3_text", "phi", "phi3", "falcon", "mpt", "olmo", "olmo2", "stablelm", "starcoder2"),
+    *("granite", "cohere", "codegen", "gpt_bigcode", "smollm3", "glm", "nemotron", "xglm", "persimmon"),
+    *("t5", "mt5", "bart", "mbart", "marian", "pegasus"),
+    *(
+        "vit",
+        "deit",
+        "beit",
+        "swin",
+        "swinv2",
+        "dinov2",
+        "dinov2_with_registers",
+        "data2vec-vision",
+        "vit_msn",
+    ),
+    *("convnext", "convnextv2", "clip_text_model", "clip_vision_model", "siglip_text_model"),
+    *("siglip_vision_model", "whisper", "wav2vec2", "hubert", "mamba"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "llama4_text", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+    *("glm4_moe", "granitemoe", "ernie4_5_moe", "phimoe", "minimax"),
+    *("mamba2", "bamba", "jamba", "lfm2", "lfm2_moe", "rwkv", "recurrent_gemma"),
+    *("clip", "siglip", "segformer", "pvt_v2", "hiera", "dinov3_vit", "videomae"),
+)
+_TOKENS, _LENGTH, _IMAGE = 64, 12, 32
+_SAMPLES = 800
+# Sizes by the names that configurations give them. What a configuration does not have is left out.
+_SIZES: Mapping[str, Any] = {
+    **dict.fromkeys(("vocab_size", "entity_vocab_size"), _TOKENS),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "embed_dim"), 64),
+    **dict.fromkeys(("word_embed_proj_dim", "projection_dim", "hidden_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim"), 96),
+    **dict.fromkeys(("decoder_ffn_dim", "ffn_hidden_size", "moe_intermediate_size"), 96),
+    "shared_expert_intermediate_size": 96,
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), 4),
+    "decoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    **dict.fromkeys(("head_dim", "d_kv"), 16),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
+    **dict.fromkeys(("max_source_positions", "max_target_positions"), 32),
+    "image_size": _IMAGE,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_top_k", "n_group"), 2),
+    **dict.fromkeys(("topk_group", "first_k_dense_replace", "num_dense_layers", "n_shared_experts"), 1),
+    # Latent attention.
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
+    "v_head_dim": 16,
+    # State-space models: heads times their size is `expand` times the hidden size.
+    **dict.fromkeys(("mamba_n_heads", "n_mamba_heads"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
+    **dict.fromkeys(("mamba_d_state", "mamba_state_dim", "ssm_state_size"), 8),
+    **dict.fromkeys(("mamba_n_groups", "mamba_ngroups"), 1),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 4),
+    "sliding_window": 8,
+    "use_cache": False,
+    "num_labels": 10,
+}
+# Small tokens that mean something lie beside those that are drawn.
+_SPECIAL = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
+_SEVERAL_WIDTHS = {"depths": [1, 2], "hidden_sizes": [32, 64]}
+_WINDOWS = {"depths": [1, 2], "embed_dim": 32, "num_heads": [2, 4], "window_size": 4, "patch_size": 2}
+_AUDIO = {
+    "conv_dim": [32, 32, 32],
+    "conv_kernel": [10, 3, 3],
+    "conv_stride": [5, 2, 2],
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+    "apply_spec_augment": False,
+    "mask_time_prob": 0.0,
+}
+# What a model type needs beside.
+_OWN: Mapping[str, Mapping[str, Any]] = {
+    "albert": {"embedding_size": 32},
+    "gptj": {"rotary_dim": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "mpt": {"expansion_ratio": 2},
+    "codegen": {"rotary_dim": 8, "n_ctx": 64},
+    "wav2vec2": _AUDIO,
+    "hubert": _AUDIO,
+    "wavlm": _AUDIO,
+    "data2vec-audio": {**_AUDIO, "conv_pos_kernel_size": 5, "num_conv_pos_embeddings": 3},
+    "unispeech": _AUDIO,
+    "swin": _WINDOWS,
+    "swinv2": _WINDOWS,
+    "convnext": {**_SEVERAL_WIDTHS, "num_stages": 2},
+    "convnextv2": {**_SEVERAL_WIDTHS, "num_stages": 2},
+    "whisper": {"num_mel_bins": 16},
+    "mamba": {"state_size": 8, "time_step_rank": 6, "intermediate_size": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"state_size": 8, "num_heads": 8, "n_groups": 1},
+    **{
+        name: {"patch_size": 8}
+        for name in (
+            *("vit", "deit", "beit", "dinov2", "data2vec-vision", "vit_msn", "dinov2_with_registers"),
+            *("clip_vision_model", "siglip_vision_model"),
+        )
+    },
+}
+_EXPERTS = "_experts_implementation_internal"
+_ANSWERS = ("logits", "logits_per_image", "text_embeds", "image_embeds", "pooler_output")
+_TASKS = (
+    "CAUSAL_LM",
+    "MASKED_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "IMAGE_CLASSIFICATION",
+    "AUDIO_CLASSIFICATION",
+    "VIDEO_CLASSIFICATION",
+    "SPEECH_SEQ_2_SEQ",
+)
+_CLASSES = {
+    "clip_text_model": "CLIPTextModelWithProjection",
+    "clip_vision_model": "CLIPVisionModelWithProjection",
+    "siglip_text_model": "SiglipTextModel",
+    "siglip_vision_model": "SiglipVisionModel",
+}
+# Of types that several tasks are known for, the one that they are made for.
+_TASK_OF = {
+    **dict.fromkeys(("bert", "electra", "roberta", "camembert", "xlm-roberta", "rembert"), "MASKED_LM"),
+    **dict.fromkeys(("ernie", "data2vec-text", "megatron-bert", "roformer", "big_bird"), "MASKED_LM"),
+    **dict.fromkeys(("bart", "mbart", "marian", "pegasus", "blenderbot", "plbart"), "SEQ_TO_SEQ_CAUSAL_LM"),
+    "whisper": "SPEECH_SEQ_2_SEQ",
+}
+
+
+def small_model(model_type: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Make a small untrained network of a model type of transformers, and two samples.
+
+    It is the one with a language modelling head, or with a classifier, where transformers has such a one.
+
+    Args:
+        model_type: as in a configuration's `model_type`: `llama`, `bert`, `clip_text_model`.
+
+    Returns:
+        The network, of which only the first output is left, and its positional inputs.
+
+    Raises:
+        UserError: transformers is not installed, does not know the type, or cannot make it small.
+    """
+    auto = automatic_classes(model_type)
+    try:
+        config = small_config(auto.CONFIG_MAPPING[model_type], model_type)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            network = _class_of(auto, model_type, type(config))._from_config(config)
+        inputs = inputs_of(network)
+    except UserError:
+        raise
+    except Exception as error:
+        # Whatever a configuration of sizes that are not its own may end in.
+        told = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"growlab knows no small sizes for the model type {model_type!r} ({told}); write a factory that makes the "
+            "network: growlab widths package.module:factory."
+        ) from error
+    return FirstOutput(network, list(inputs)), tuple(inputs.values())
+
+
+def automatic_classes(model_type: str) -> Any:
+    """`transformers.models.auto`, which maps a model type to its classes.
+
+    Raises:
+        UserError: transformers is not installed, or does not know the type.
+    """
+    try:
+        auto = importlib.import_module("transformers.models.auto")
+    except ImportError as error:
+        raise UserError(f"transformers is not installed: {how_to_install('transformers')}.") from error
+    if model_type not in auto.CONFIG_MAPPING:
+        near = get_close_matches(model_type, list(auto.CONFIG_MAPPING))
+        raise UserError(
+            f"transformers has no model type {model_type!r}"
+            + (f"; near it are {', '.join(near)}." if near else ".")
+        )
+    return auto
+
+
+class FirstOutput(nn.Module):
+    """Logits or the like: what else a network of transformers returns, such as its encoder's stream, is left out.
+
+    Args:
+        network: of transformers.
+        names: of the inputs, in the order in which they are given.
+    """
+
+    def __init__(self, network: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.network, self.input_names = network, tuple(names)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Logits, embeddings of a projection, or the last hidden state."""
+        experts = vars(self.network.config).get(_EXPERTS)
+        if experts is not None and self.network.dtype == torch.float64:
+            # The kernel for all experts at once is for lower precision alone.
+            self.network.set_experts_implementation("eager")
+        outputs = self.network(**dict(zip(self.input_names, inputs, strict=True)))
+        if experts is not None and self.network.dtype == torch.float64:
+            self.network.set_experts_implementation(experts)
+        return next(outputs[name] for name in (*_ANSWERS, *outputs) if name in outputs)
+
+
+def small_config(kind: Any, model_type: str) -> Any:
+    """A configuration of small sizes; what is not a size, or a list of sizes, stays as the type has it."""
+    usual = kind()
+    known, own = {*usual.to_dict(), *usual.attribute_map}, _OWN.get(model_type, {})
+    aliases = {alias for alias, name in usual.attribute_map.items() if name in own}
+    sizes = {name: _like(getattr(usual, name, None), size) for name, size in _sizes_of(known).items()}
+    wanted = {
+        name: value for name, value in sizes.items() if name not in aliases and value is not None
+    } | dict(own)
+    layers = getattr(usual, "num_hidden_layers", None)
+    for name in known - set(wanted):
+        value = getattr(usual, name, None)
+        if isinstance(getattr(kind, usual.attribute_map.get(name, name), None), property):
+            continue
+        if name in usual.sub_configs and value is not None:
+            wanted[name] = small_config(type(value), value.model_type)
+        elif (
+            isinstance(value, (list, tuple)) and value and len(value) == layers and isinstance(value[0], str)
+        ):
+            # Kinds of layers, one for each: one of every kind, and two at least.
+            kinds = list(dict.fromkeys(value))
+            wanted[name] = kinds if len(kinds) > 1 else kinds * 2
+            wanted["num_hidden_layers"] = len(wanted[name])
+    return kind(**{name: value for name, value in wanted.items() if name in known})
+
+
+def _sizes_of(known: Collection[str]) -> dict[str, Any]:
+    """Small sizes for a configuration that knows these names."""
+    sizes = {**_SIZES, **_SPECIAL}
+    if "qk_rope_head_dim" in known:
+        # Of latent attention: what it rotates is the size that `head_dim` stands for, and all heads have keys.
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+        del sizes["head_dim"]
+    return sizes
+
+
+def _like(usual: Any, size: Any) -> Any:
+    """A size where the type has one size; None, the type's own, where it has one for each of several stages."""
+    if not isinstance(usual, (list, tuple)) or isinstance(size, (list, tuple)):
+        return size
+    return [size] * len(usual) if len(set(map(str, usual))) == 1 else None
+
+
+def _class_of(auto: Any, model_type: str, config: type) -> Any:
+    if model_type in _CLASSES:
+        return getattr(importlib.import_module("transformers"), _CLASSES[model_type])
+    own = _TASK_OF.get(model_type)
+    for task in (own, *_TASKS) if own else _TASKS:
+        known = getattr(auto.modeling_auto, f"MODEL_FOR_{task}_MAPPING")
+        if config in known:
+            found = known[config]
+            return found[0] if isinstance(found, (tuple, list)) else found
+    try:
+        found = auto.modeling_auto.MODEL_MAPPING[config]
+    except KeyError as error:
+        raise UserError(f"transformers has no network for the model type {model_type!r}.") from error
+    return found[0] if isinstance(found, (tuple, list)) else found
+
+
+def _pixels(config: Any, source: torch.Generator) -> Tensor:
+    """Two images, or two films of several frames."""
+    side = getattr(config, "image_size", _IMAGE)
+    sides = tuple(side) if isinstance(side, (list, tuple)) else (side, side)
+    frames = (config.num_frames,) if hasattr(config, "num_frames") else ()
+    return torch.randn(2, *frames, getattr(config, "num_channels", 3), *sides, generator=source)
+
+
+def _has_two_towers(config: Any) -> bool:
+    """Whether texts and images are embedded beside each other and compared, as by CLIP."""
+    auto = importlib.import_module("transformers.models.auto").modeling_auto
+    return type(config) in auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING
+
+
+def inputs_of(network: nn.Module) -> dict[str, Tensor]:
+    """Two samples for a network of transformers, by the names of its inputs."""
+    source = torch.Generator().manual_seed(0)
+    config = network.config
+    text = getattr(getattr(config, "text_config", config), "vocab_size", None)
+
+    def tokens() -> Tensor:
+        return torch.randint(3, text or _TOKENS, (2, _LENGTH), generator=source)
+
+    name = network.main_input_name
+    if name == "pixel_values" and not _has_two_towers(config):
+        return {name: _pixels(config, source)}
+    if name == "input_values":
+        return {name: torch.randn(2, _SAMPLES, generator=source)}
+    if name == "input_features":
+        shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
+        found = {name: torch.randn(shape, generator=source)}
+    else:
+        found = {"input_ids": tokens()}
+    if _has_two_towers(config):
+        found = {"input_ids": tokens(), "pixel_values": _pixels(config.vision_config, source)}
+    if config.is_encoder_decoder:
+        found["decoder_input_ids"] = tokens()
+    return found

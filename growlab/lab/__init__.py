@@ -1,0 +1,1 @@
+"""The lab: experiments that PyTorch Lightning runs and Hydra composes."""

@@ -1,0 +1,178 @@
+"""`python -m growlab table DIR...` prints a table of runs; `figure`, `paper`, `paired` and `time` say more."""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from growlab.base.command_parser import CommandParser
+from growlab.base.errors import UserError
+from growlab.base.files import write_text
+from growlab.base.streams import drop_output
+from growlab.base.terminal import wrapped
+from growlab.lab.analysis.grid import Grid
+from growlab.lab.analysis.results import load_runs
+from growlab.lab.analysis.table_text import write_table
+from growlab.lab.analysis.tables import Row, summarise
+
+_SUFFIXES = {".csv": "csv", ".json": "json", ".tex": "latex"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv`; returns the exit code (2: told in one sentence on stderr)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        special = {"figure": _figure, "paper": _paper, "paired": _paired, "time": _time}
+        if argv and argv[0] in special:
+            special[argv[0]](argv[1:])
+        else:
+            _table(argv)
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough.
+        drop_output()
+    return 0
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def _table_parser(
+    prog: str, description: str, json: bool = False, epilog: str | None = None
+) -> CommandParser:
+    parser = CommandParser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+    parser.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders above them")
+    form = parser.add_mutually_exclusive_group()
+    names = {"csv": "CSV", "latex": "LaTeX"} | ({"json": "JSON, plain numbers"} if json else {})
+    for name, text in names.items():
+        form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=text)
+    ends = ", ".join(end for end, name in _SUFFIXES.items() if name in names)
+    parser.add_argument("-o", "--output", metavar="FILE", help=f"write to FILE ({ends} or Markdown)")
+    return parser
+
+
+def _rows(arguments: argparse.Namespace) -> list[Row]:
+    return summarise(load_runs(arguments.folders, _warn), _warn)
+
+
+def _form(arguments: argparse.Namespace) -> str:
+    return arguments.form or _SUFFIXES.get(Path(arguments.output or "").suffix.lower(), "markdown")
+
+
+def _put(text: str, arguments: argparse.Namespace) -> None:
+    if arguments.output:
+        write_text(arguments.output, text)
+    else:
+        sys.stdout.write(wrapped(text))
+
+
+def _table(argv: Sequence[str]) -> None:
+    parser = _table_parser(
+        "growlab table",
+        "Print a table over finished runs, grouped by everything but the seed.",
+        json=True,
+        epilog="Example: growlab table runs -o table.md. Beside it: growlab figure (draw), growlab paper (methods by "
+        "networks, published values beside ours), growlab paired (methods compared seed by seed), growlab time (cost "
+        "and seconds to a test score).",
+    )
+    arguments = parser.parse_args(argv)
+    _put(write_table(_rows(arguments), _form(arguments)), arguments)
+
+
+def _paper(argv: Sequence[str]) -> None:
+    from growlab.lab.analysis.paper_table import paper_table
+
+    parser = _table_parser(
+        "growlab paper",
+        "Print a table like the paper's: methods by networks, published values beside ours.",
+        epilog="Example: growlab paper runs/table2 -o table.tex",
+    )
+    parser.add_argument(
+        "--unmeasured", action="store_true", help="show published methods without a run here as well"
+    )
+    arguments = parser.parse_args(argv)
+    _put_grid(paper_table(_rows(arguments), arguments.unmeasured), arguments)
+
+
+def _paired(argv: Sequence[str]) -> None:
+    from growlab.lab.analysis.paired import compare_pairs, paired_table
+
+    parser = _table_parser(
+        "growlab paired",
+        "Compare methods over equal seeds: mean difference in test accuracy with its confidence interval.",
+        epilog="Example: growlab paired runs --against fixed-size",
+    )
+    parser.add_argument(
+        "--against", metavar="METHOD", help="compare all others with this one, named as in the table"
+    )
+    arguments = parser.parse_args(argv)
+    _put_grid(paired_table(compare_pairs(_rows(arguments), arguments.against)), arguments)
+
+
+def _time(argv: Sequence[str]) -> None:
+    from growlab.lab.analysis.time_to_score import time_to_score_table, times_to_scores
+
+    parser = _table_parser(
+        "growlab time",
+        "Time to accuracy: cost and seconds that each method takes to the test scores of a reference.",
+        epilog="Example: growlab time runs/frontier_testbed --score 70",
+    )
+    parser.add_argument(
+        "--score",
+        metavar="X",
+        type=float,
+        help="to this test score in the table's unit, such as 70 for 70 %%",
+    )
+    parser.add_argument(
+        "--against", metavar="METHOD", help="the reference; by default the fixed-size network at full width"
+    )
+    arguments = parser.parse_args(argv)
+    rows = _rows(arguments)
+    level = None if arguments.score is None else arguments.score / rows[0].metric.scale
+    _put_grid(time_to_score_table(times_to_scores(rows, arguments.against, level)), arguments)
+
+
+def _put_grid(grid: Grid, arguments: argparse.Namespace) -> None:
+    form = _form(arguments)
+    if form == "json":
+        raise UserError(f"{arguments.output}: this table is written as .md, .tex or .csv.")
+    _put({"markdown": grid.markdown, "latex": grid.latex, "csv": grid.csv}[form](), arguments)
+
+
+def _figure(argv: Sequence[str]) -> None:
+    # Imported here: the table must not wait for matplotlib.
+    from growlab.lab.analysis import figures, style
+
+    names = ", ".join(figures.FIGURES)
+    parser = CommandParser(
+        prog="growlab figure",
+        description="Draw a figure from finished runs.",
+        epilog="Example: growlab figure compare runs -o compare.svg",
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", metavar="NAME", help=f"one of {names}")
+    parser.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders above them")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", required=True, help="where to write (.png, .svg or .pdf)"
+    )
+    parser.add_argument(
+        "--parameter", metavar="NAME", action="append", help="show this one (rate_factors, norms; repeatable)"
+    )
+    arguments = parser.parse_args(argv)
+    draw = figures.find(arguments.name)
+    style.check_output(arguments.output)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        figures.save(draw(load_runs(arguments.folders, _warn), arguments.parameter), arguments.output)
+    for warning in caught:
+        _warn(str(warning.message))
+    print(arguments.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,420 @@
+"""Run folders as objects: what a finished run left on disk, read when asked for."""
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from growlab.base.errors import UserError
+from growlab.base.files import FAILURE
+from growlab.lab.analysis.identity import KNOWN_BY_ROOT, row_settings
+from growlab.lab.analysis.results_form import check_form
+
+if TYPE_CHECKING:
+    import numpy
+    import pandas
+
+# Folders that hold no runs and can be large.
+_PRUNED = {"checkpoints", "figures", "wandb", "tensorboard", "__pycache__", "node_modules"}
+# Overrides that say who ran it, where and on what, or that the other fields of a group already tell.
+_NOT_A_DIFFERENCE = {
+    *("name", "seed", "ckpt_path", "data.root", "data.download", "data.num_workers", "data.in_memory"),
+    *("experiment", "model", "data", "growth", "lr_adapt", "optimizer", "schedule.total_epochs", "method"),
+    *("hydra", "trainer", "logger", "log_rates_every_n_steps", "num_threads", "probe_size"),
+}
+# Which network or data one choice of many stands for.
+_WHICH = {
+    "model": ("_target_", "name", "type"),
+    "data": ("_target_", "source", "source._target_", "name", "path"),
+}
+_NOT_A_DIFFERENCE |= {f"{group}.{key}" for group, keys in _WHICH.items() for key in keys} | {
+    "data.limit_train"
+}
+# What a choice means beyond the fields of a group.
+_MEANS = {
+    "method=equal_flops": ("schedule.equal_flops=true",),
+    "method=equal_flops_mup": ("schedule.equal_flops=true", "growth.initialisation=mup"),
+    "method=fixed_size_mup": ("growth.initialisation=mup",),
+    "method=growing_vt_constraint": ("growth.rule=constraint",),
+    "method=grown_both": ("depth.blocks=auto", "schedule.initial_width=0.5"),
+    "method=grown_depth": ("depth.blocks=auto", "schedule.initial_width=1.0"),
+    "method=grown_resolution": ("schedule.initial_width=1.0",),
+    "method=grown_width": ("schedule.initial_width=0.5",),
+    "method=mup": ("growth.initialisation=mup",),
+    "method=ours_batches": ("schedule.batch_growth_rate=0.2",),
+    "method=ours_osgd": ("osgd.anneal=stage",),
+    "method=ours_without_state": ("optimizer_state=reset",),
+    "method=smaller": ("depth.blocks=auto", "growth.depth_multiple=0.0"),
+}
+# What a choice means for an optimizer whose own way is another.
+_MEANS_FOR = {("method=ours_with_state", "sgd"): ("optimizer_state=inherit",)}
+# What several of them together are called.
+_CALLED = {
+    ("depth.blocks=auto", "growth.depth_multiple=0"): "fewer blocks",
+    ("depth.blocks=auto", "schedule.initial_width=0.5"): "grown in depth and from 1/2 of the width",
+    ("depth.blocks=auto", "schedule.initial_width=1"): "grown in depth",
+}
+_NOT_A_DIFFERENCE_BELOW = ("hydra.", "hydra/", "logger.", "trainer.strategy.")
+# Of Lightning's options those that say where and how fast; others, such as clipping, change what is trained.
+_NOT_A_DIFFERENCE |= {
+    f"trainer.{name}"
+    for name in (
+        *("accelerator", "devices", "num_nodes", "strategy", "max_restarts", "precision", "benchmark"),
+        *("deterministic", "profiler", "detect_anomaly", "inference_mode", "enable_autolog_hparams"),
+        "model_registry",
+    )
+}
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, order=True)
+class Group:
+    """What runs have in common that differ by nothing but their seed: one row of a table."""
+
+    experiment: str
+    model: str
+    data: str
+    growth: str
+    lr_adapt: str
+    optimizer: str
+    epochs: int
+    precision: str
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def is_fixed_size(self) -> bool:
+        """Whether the network keeps one width from start to end."""
+        return self.growth == "none"
+
+    @property
+    def method(self) -> str:
+        """A short name: growth method, rate adaptation and the overrides that set the group apart."""
+        return self.name_without(())
+
+    def name_without(self, shared: Collection[str]) -> str:
+        """The same name without overrides that every group it is compared with has too."""
+        name = "fixed-size" if self.is_fixed_size else self.growth
+        if self.lr_adapt != "none":
+            name += f" + {self.lr_adapt}"
+        return ", ".join([name, *called(self.overrides, shared)])
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder. `results` is read at once; the rest when it is first asked for.
+
+    Attributes:
+        path: the run folder.
+        results: content of `results.json`; empty for a run that has not finished.
+    """
+
+    path: Path
+    results: dict[str, Any] = field(repr=False)
+
+    @cached_property
+    def group(self) -> Group:
+        """The row of a table that this run belongs to."""
+        r = self.results
+        overrides = [str(override) for override in r.get("overrides") or ()]
+        optimizer = str(r.get("optimizer") or "")
+        more = [each for override in overrides for each in _MEANS_FOR.get((override, optimizer), ())]
+        return Group(
+            experiment=str(r.get("experiment") or ""),
+            model=_which("model", r["model"], overrides),
+            data=_which("data", r["data"], overrides),
+            growth=r["growth"],
+            lr_adapt=r["lr_adapt"],
+            optimizer=optimizer,
+            epochs=r["epochs"],
+            precision=str(r.get("precision") or ""),
+            overrides=distinguishing_overrides([*more, *overrides]),
+        )
+
+    @cached_property
+    def settings(self) -> dict[str, str] | None:
+        """Composed settings that decide the numbers of its row; None if no configuration was kept.
+
+        Raises:
+            UserError: `config.yaml` is there but is not such a configuration.
+        """
+        if "settings" in self.results:
+            return self.results["settings"]
+        path = self.path / "config.yaml"
+        if not path.exists():
+            return None
+        choices = {key: str(self.results[key]) for key in ("data", "optimizer", "growth")}
+        try:
+            config = yaml.load(
+                path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+            )
+            return row_settings(config, **choices)
+        except (OSError, yaml.YAMLError, AttributeError, KeyError) as error:
+            raise UserError(
+                f"{path} is not a run's configuration; restore it or leave out this run."
+            ) from error
+
+    @property
+    def reference_epochs(self) -> float:
+        """Epochs of the fixed-size training that `train_cost_percent` is relative to.
+
+        Not the run's own for a fixed-size run cut short to the cost of a grown one.
+        """
+        return self.results.get("reference_epochs") or self.results["epochs"]
+
+    @property
+    def reference_passes(self) -> float:
+        """The same in passes over the training data, also where epochs are parts of them (`schedule.budget`)."""
+        return self.budget or self.reference_epochs
+
+    @property
+    def pass_flops(self) -> float | None:
+        """FLOPs of the fixed-size training for one pass over the training data; None where the cost is not known."""
+        cost, flops = self.results["train_cost_percent"], self.results.get("train_flops")
+        return 100 * flops / (cost * self.reference_passes) if cost and flops else None
+
+    @property
+    def budget(self) -> float | None:
+        """Passes over the training data whose cost at full width was there for the run; None: not `schedule.budget`."""
+        return (self.results.get("schedule") or {}).get("budget")
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """What its seconds were measured on: the device's name, threads, and how many devices and machines."""
+        devices = {name: self.results.get(name) or 1 for name in ("world_size", "num_nodes")}
+        return {**(self.results.get("machine") or {}), **devices}
+
+    @property
+    def keeps_full_width(self) -> bool:
+        """Whether each epoch cost as much as one of the fixed-size network at full width."""
+        cost = self.results["train_cost_percent"]
+        share = None if cost is None else cost * self.reference_epochs / (100 * self.results["epochs"])
+        return self.group.is_fixed_size and share is not None and math.isclose(share, 1, rel_tol=1e-3)
+
+    @cached_property
+    def metrics(self) -> "pandas.DataFrame":
+        """`metrics.csv`: one row an epoch; `epoch` counts from 0, values are those at that epoch's end.
+
+        Raises:
+            UserError: the file is missing or is not such a table.
+        """
+        table = _read_table(self.path / "metrics.csv", ("epoch", "step", "stage"))
+        # An epoch that was trained again counts as it was trained last.
+        return table.drop_duplicates("epoch", keep="last", ignore_index=True)
+
+    def curve(self, column: str) -> "numpy.ndarray | None":
+        """A column of `metrics` as floats, one an epoch (nan where absent); None if it holds no number."""
+        import numpy
+        import pandas
+
+        if column not in self.metrics.columns:
+            return None
+        values = pandas.to_numeric(self.metrics[column], errors="coerce").to_numpy(dtype=float)
+        return values if numpy.isfinite(values).any() else None
+
+    def held_out(self, quantity: str) -> "numpy.ndarray | None":
+        """The curve of a quantity on data that was not trained on: validation's, else that of a test set watched."""
+        found = self.curve(f"val_{quantity}")
+        return self.curve(f"test_{quantity}") if found is None else found
+
+    @cached_property
+    def rates(self) -> "pandas.DataFrame | None":
+        """`rates.csv`: rate factor, weight and gradient norm of every region over steps; None without the file.
+
+        Raises:
+            UserError: the file is there but is not such a table.
+        """
+        path = self.path / "rates.csv"
+        if not path.exists():
+            return None
+        return _read_table(path, ("step", "epoch", "parameter", "region", "rate_factor"))
+
+    @cached_property
+    def growth(self) -> dict[str, Any]:
+        """`growth.json`: `events` and `groups`; both empty if the file is missing.
+
+        Raises:
+            UserError: the file is there but is not a growth history.
+        """
+        path = self.path / "growth.json"
+        if not path.exists():
+            return {"events": [], "groups": {}}
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            events, groups = list(content["events"]), dict(content.get("groups") or {})
+            if not all(isinstance(row, dict) for row in (*events, *groups.values())):
+                raise ValueError("a growth event or a group is no mapping")
+            return {"events": events, "groups": groups}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is not a growth history; restore it or leave out this run.") from error
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The growth events, in the order in which they happened."""
+        return self.growth["events"]
+
+    @property
+    def growth_epochs(self) -> list[float]:
+        """Epochs done when the network grew: where a growth event lies on an axis of epochs."""
+        return [float(event["epoch"]) for event in self.events]
+
+
+def open_run(folder: str | os.PathLike[str]) -> Run:
+    """Open one run folder, finished or not (without a usable `results.json`, `results` is empty).
+
+    Raises:
+        UserError: the folder is not there, or holds none of a run's files.
+    """
+    path = Path(folder)
+    if not (path / "metrics.csv").exists() and not (path / "results.json").exists():
+        raise UserError(f"{path} is not a run folder: neither results.json nor metrics.csv is in it.")
+    try:
+        return Run(path, _read_results(path / "results.json"))
+    except (OSError, ValueError):
+        return Run(path, {})
+
+
+def load_runs(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], report: Report | None = None
+) -> list[Run]:
+    """Find every finished run in the given folders and below, each once, sorted by path.
+
+    Args:
+        paths: run folders or any folders above them.
+        report: called with one sentence for each `results.json` that is torn or not a run's, and for each
+            reason why jobs of sweeps failed; by default the sentence is issued as a warning.
+
+    Raises:
+        UserError: a folder is missing, or there is no finished run in any of them.
+    """
+    report = report or (lambda message: warnings.warn(message, stacklevel=3))
+    folders = [Path(p) for p in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
+    runs: dict[Path, Run] = {}
+    failed: dict[str, list[Path]] = {}
+    num_skipped = num_unfinished = 0
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"there is no folder {folder}; name run folders or a folder above them.")
+        for path, files in _walk(folder):
+            if "results.json" not in files:
+                num_unfinished += "metrics.csv" in files
+                if FAILURE in files:
+                    failed.setdefault(_reason(path / FAILURE), []).append(path)
+                continue
+            if path.resolve() in runs:
+                continue
+            try:
+                runs[path.resolve()] = Run(path, _read_results(path / "results.json"))
+            except (OSError, ValueError) as error:
+                num_skipped += 1
+                report(f"skipped {path / 'results.json'}: {error}")
+    for reason, places in failed.items():
+        alike = "" if len(places) == 1 else f" and {len(places) - 1} more"
+        report(f"{places[0]}{alike} failed: {reason}")
+    if not runs:
+        where = " or ".join(str(folder) for folder in folders)
+        detail = f" ({num_unfinished} unfinished)" if num_unfinished else ""
+        detail += f" ({num_skipped} unreadable)" if num_skipped else ""
+        raise UserError(f"no finished run under {where}{detail}: a run folder holds results.json.")
+    return sorted(runs.values(), key=lambda run: run.path)
+
+
+def distinguishing_overrides(overrides: Iterable[str]) -> tuple[str, ...]:
+    """The Hydra overrides that make a run another method, sorted and spelled alike.
+
+    The seed, places, hardware, loggers and what `Group` holds in fields of its own are left out. What changes the
+    training is kept, such as `trainer.gradient_clip_val`, and so is `compile`: compiled and eager seconds must not
+    share a row.
+    """
+    kept: dict[str, str] = {}
+    meant = [part for override in overrides for part in _MEANS.get(str(override), (str(override),))]
+    for override in meant:
+        key, equals, value = override.partition("=")
+        deleted = key.startswith("~")
+        key = key.lstrip("+~").strip()
+        if key in _NOT_A_DIFFERENCE or key.startswith(_NOT_A_DIFFERENCE_BELOW):
+            continue
+        # Hydra's rule: of two overrides of one key, the later one holds.
+        kept[key] = f"~{key}" if deleted else f"{key}={spelling(value)}" if equals else key
+    return tuple(sorted(kept.values()))
+
+
+def _which(group: str, choice: str, overrides: Sequence[str]) -> str:
+    """What was chosen in a config group, with what the command line told of it: `timm resnet18`."""
+    told = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    keys = [*_WHICH[group], *(("root",) if group == "data" and choice in KNOWN_BY_ROOT else ())]
+    which = (spelling(told[key]) for key in (f"{group}.{each}" for each in keys) if key in told)
+    # A part of the data is other data: its epochs cost less, and it is learned less well.
+    part = [
+        f"limit_train={spelling(n)}"
+        for key, n in told.items()
+        if key == f"{group}.limit_train" and n != "null"
+    ]
+    return " ".join([choice, *which, *part])
+
+
+def called(overrides: Sequence[str], shared: Collection[str] = ()) -> list[str]:
+    """Overrides in words where there are any, without those that every group it is compared with has too."""
+    left = list(overrides)
+    words = list[str]()
+    for together, name in _CALLED.items():
+        if set(together) <= set(left):
+            words.append(name)
+            left = [override for override in left if override not in together]
+    return [*words, *(override for override in left if override not in shared)]
+
+
+def spelling(value: str) -> str:
+    """One spelling for equal values: 0.10 and .1, True and true, 'a' and a."""
+    value = value.strip().strip("'\"")
+    if value.lower() in ("true", "false", "null"):
+        return value.lower()
+    try:
+        return f"{float(value):.12g}"
+    except ValueError:
+        return value
+
+
+def _reason(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["reason"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{path.name} does not say why."
+
+
+def _walk(folder: Path) -> Iterable[tuple[Path, list[str]]]:
+    for path, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in _PRUNED and not name.startswith("."))
+        yield Path(path), files
+
+
+def _read_results(path: Path) -> dict[str, Any]:
+    """Read a `results.json`; ValueError, told as half a sentence, if it is torn or not a run's."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError("it is torn or not JSON.") from error
+    return check_form(content)
+
+
+def _read_table(path: Path, columns: tuple[str, ...]) -> "pandas.DataFrame":
+    # Imported here: reading a table of results must not wait for pandas.
+    import pandas
+
+    try:
+        table = pandas.read_csv(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is torn or empty"
+        raise UserError(f"cannot read {path}: {reason}; restore it or leave out this run.") from error
+    missing = [column for column in columns if column not in table.columns]
+    if missing or not len(table):
+        lack = f"the column {missing[0]}" if missing else "rows"
+        raise UserError(f"cannot read {path}: it has no {lack}; restore it or leave out this run.")
+    return table

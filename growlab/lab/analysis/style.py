@@ -1,0 +1,347 @@
+"""How figures look: size, palette, growth events, labels that do not touch each other."""
+
+import csv
+import io
+import itertools
+import math
+import os
+import re
+import textwrap
+from collections.abc import Collection, Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from growlab.base.errors import UserError
+from growlab.base.files import write_atomically
+from growlab.lab.analysis.results import Run
+
+# Okabe and Ito (2008), without its yellow, which vanishes on white paper, then two of Tol's muted colours; black is for
+# fixed-size networks.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#44AA99")
+FIXED_SIZE = ("#000000", "#777777")
+_GREYS = ("black", "grey")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h", "<", ">")
+DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+HATCHES = ("", "////", "....", "xxxx")
+# Born in stage 0, 1, ...: an order, so a map of growing lightness that survives grey print.
+STAGE_MAP = "viridis"
+
+# gid of the artists that mark growth events: found by tests and by whoever restyles an SVG.
+EVENT = "growth-event"
+SUFFIXES = (".png", ".svg", ".pdf")
+
+_RC: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "xtick.major.width": 0.7,
+    "ytick.major.width": 0.7,
+    "legend.fontsize": 7.5,
+    # A white ground without a frame: growth lines do not run through the words.
+    "legend.frameon": True,
+    "legend.framealpha": 0.9,
+    "legend.edgecolor": "none",
+    "legend.fancybox": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 3.5,
+    "savefig.dpi": 200,
+    # The layout takes one turn too few where a tick label grows: nothing may be cut off.
+    "savefig.bbox": "tight",
+    "savefig.pad_inches": 0.05,
+    "figure.dpi": 120,
+    "svg.fonttype": "none",
+    # The same data give the same file.
+    "svg.hashsalt": "growlab",
+}
+
+
+def styled() -> Any:
+    """A context in which figures are built; global settings are left as they are."""
+    return rc_context(_RC)
+
+
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """A figure outside pyplot's registry: nothing to close, no display needed."""
+    figure = Figure(figsize=(width_in, height_in), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def check_output(path: str | os.PathLike[str]) -> str:
+    """The kind of file that `path` asks for.
+
+    Raises:
+        UserError: figures are not written as that.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise UserError(f"cannot write a figure to {path}: its name must end in {', '.join(SUFFIXES)}.")
+    return suffix[1:]
+
+
+def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a figure atomically; the kind of file follows from the name's end.
+
+    Raises:
+        UserError: the name's end is unknown or the file cannot be written.
+    """
+    kind = check_output(path)
+    # Without a date: the same data give the same file.
+    metadata = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
+    content = io.BytesIO()
+    with styled():
+        figure.savefig(content, format=kind, metadata=metadata)
+    write_atomically(path, lambda file: file.write(content.getvalue()))
+    return Path(path)
+
+
+def legend_below(
+    figure: Figure,
+    handles: Sequence[Artist],
+    names: Sequence[str],
+    columns: int,
+    handle_length: float = 3,
+    note: str = "",
+) -> None:
+    """A legend under the axes in at most `columns` columns, and no wider than the figure.
+
+    Args:
+        figure: the figure.
+        handles: what is explained.
+        names: their names.
+        columns: at most so many.
+        handle_length: of a line, in font sizes.
+        note: what bars, bands and symbols mean; stands above the names.
+    """
+    width = max(40, int(17 * figure.get_figwidth()))
+    for number in range(columns, 0, -1):
+        legend = figure.legend(
+            handles,
+            names,
+            loc="outside lower center",
+            ncols=number,
+            handlelength=handle_length,
+            title=textwrap.fill(note, width, break_long_words=False) or None,
+            title_fontsize=7,
+        )
+        if number == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
+
+
+# What tables name as configurations do, in the words of figures.
+_SHOWN = (
+    (r"^ours \+ stagewise_\w+", "ours (variance transfer + rates by age)"),
+    (r"\+ stagewise_\w+", "+ rates by age"),
+    (r"^ours\b(?! \()", "variance transfer"),
+    (r"^fixed-size, fewer blocks\b", "smaller (fewer blocks)"),
+    (r"\bschedule\.equal_flops=true\b", "equal FLOPs"),
+    (r"\boptimizer_state=", "state "),
+)
+
+
+def shown(method: str) -> str:
+    """A method's name in a figure: `ours` alone is variance transfer, with rates by region it is the whole method.
+
+    Examples:
+        >>> [shown(name) for name in ("ours", "ours + stagewise_norm, p_t = 0", "fixed-size, fewer blocks")]
+        ['variance transfer', 'ours (variance transfer + rates by age), p_t = 0', 'smaller (fewer blocks)']
+        >>> shown("ours + stagewise_adam"), shown("pairs + stagewise_norm")
+        ('ours (variance transfer + rates by age)', 'pairs + rates by age')
+    """
+    for pattern, words in _SHOWN:
+        method = re.sub(pattern, words, method)
+    return method
+
+
+def looks(methods: Sequence[str]) -> list[dict[str, Any]]:
+    """Colour, dashes and marker of each curve: a method has the same ones in every figure.
+
+    Black is the full network that never grows, grey a smaller or shorter one, all others have the palette;
+    `colours.csv` says which has which, by its name. Of several curves of a figure that belong to one colour the one
+    with the shortest name has it; the others, and those that belong to none, get the next that is free.
+
+    Args:
+        methods: names as `Group.method` has them.
+
+    Examples:
+        >>> [look["color"] for look in looks(["net2net", "fixed-size", "net2net, optimizer.lr=0.1"])]
+        ['#D55E00', '#000000', '#0072B2']
+    """
+    homes = [_home(method) for method in methods]
+    # Of several with one home the plainest name has it, whatever order they come in.
+    plainest_last = sorted(range(len(homes)), key=lambda index: (len(methods[index]), index), reverse=True)
+    firsts = {homes[index]: index for index in plainest_last}
+    taken = {(home, 0) for home in firsts if home is not None}
+    found = []
+    for index, home in enumerate(homes):
+        place = (home, 0) if home is not None and firsts[home] == index else _next_free(home, taken)
+        taken.add(place)
+        found.append(_look(*place))
+    return found
+
+
+def _home(method: str) -> str | None:
+    """The colour that a method's name says, as `colours.csv` has it."""
+    return next((colour for pattern, colour in _homes() if re.search(pattern, method)), None)
+
+
+@cache
+def _homes() -> list[tuple[str, str]]:
+    text = resources.files("growlab.lab.analysis").joinpath("colours.csv").read_text(encoding="utf-8")
+    return [(line["method"], line["colour"]) for line in csv.DictReader(text.splitlines())]
+
+
+def _next_free(home: str | None, taken: Collection[tuple[str, int]]) -> tuple[str, int]:
+    """A colour and a turn through the dashes: where a network never grows another turn, else another colour first."""
+    own = [home] if home is not None and home in _GREYS else [str(index) for index in range(len(PALETTE))]
+    return next((colour, turn) for turn in itertools.count() for colour in own if (colour, turn) not in taken)
+
+
+def _look(colour: str, turn: int) -> dict[str, Any]:
+    marker = _GREYS.index(colour) if colour in _GREYS else len(_GREYS) + int(colour)
+    return {
+        "color": FIXED_SIZE[_GREYS.index(colour)] if colour in _GREYS else PALETTE[int(colour)],
+        "linestyle": DASHES[turn % len(DASHES)],
+        "marker": MARKERS[(marker + turn) % len(MARKERS)],
+    }
+
+
+def symbols(text: str) -> str:
+    """The paper's symbols such as p_t as mathematics, other underscores as they are."""
+    return re.sub(r"\b([pCT])_([tcb0])\b", r"$\1_\2$", text)
+
+
+def epoch_axis(axes: Axes, num_epochs: float, num_ticks: int = 9) -> None:
+    """Label the x axis in epochs done, whole numbers only."""
+    axes.set_xlabel("epoch")
+    axes.set_xlim(0, num_epochs)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=num_ticks, integer=True, min_n_ticks=1))
+
+
+def log_axis(axes: Axes) -> None:
+    """A logarithmic y axis in plain numbers, the fewer the more decades it spans; linear where nothing is positive."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if not 0 < low < high < math.inf:
+        axes.set_yscale("linear")
+        return
+    decades = math.log10(high / low)
+    subdivisions = (
+        (1.0, 2.0, 3.0, 4.0, 6.0, 8.0) if decades < 1 else (1.0, 2.0, 5.0) if decades < 2 else (1.0,)
+    )
+    axes.yaxis.set_major_locator(LogLocator(subs=subdivisions))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def mark_growth(axes: Axes, epochs: Sequence[float]) -> None:
+    """A thin vertical line at each growth event, behind the curves."""
+    for epoch in epochs:
+        axes.axvline(epoch, color="0.72", linewidth=0.7, linestyle=(0, (3, 2)), zorder=0.5, gid=EVENT)
+
+
+def label_stages(axes: Axes, run: Run, num_epochs: float) -> list[Text]:
+    """Write each stage's width above its interval, in percent of the full width over all groups.
+
+    Returns the labels, lead-in last; call `thin_out` on the others once the figure is laid out.
+    """
+    shares = relative_widths(run)
+    edges = [0.0, *run.growth_epochs, float(num_epochs)]
+    if len(shares) != len(edges) - 1 or len(shares) < 2:
+        return []
+    style = {"transform": axes.get_xaxis_transform(), "fontsize": 7, "color": "0.25", "va": "bottom"}
+    labels = [
+        axes.text((left + right) / 2, 1.015, f"{100 * share:.0f}", ha="center", **style)
+        for left, right, share in zip(edges, edges[1:], shares, strict=False)
+    ]
+    lead = axes.text(-0.012, 1.015, "width %", ha="right", **{**style, "transform": axes.transAxes})
+    return [*labels, lead]
+
+
+def relative_widths(run: Run) -> list[float]:
+    """Channels in all width groups over those at full width, one number a stage."""
+    groups = [g for g in run.growth["groups"].values() if g.get("widths") and g.get("full_width")]
+    full = sum(group["full_width"] for group in groups)
+    stages = zip(*(group["widths"] for group in groups), strict=False)
+    return [sum(widths) / full for widths in stages]
+
+
+def thin_out(figure: Figure, labels: Sequence[Text], gap_points: float = 1.5) -> None:
+    """Hide labels that would touch one already shown; the last (the full width), then the first, go first."""
+    if not labels:
+        return
+    figure.draw_without_rendering()
+    pad = gap_points * figure.dpi / 72
+    shown: list[Any] = []
+    for label in [labels[-1], *labels[:-1]]:
+        box = label.get_window_extent().padded(pad / 2)
+        if any(box.overlaps(other) for other in shown):
+            label.set_visible(False)
+        else:
+            shown.append(box)
+
+
+def mark_points(
+    axes: Axes, points: Sequence[tuple[float, float, float, dict[str, Any]]], size_points: float
+) -> None:
+    """Draw a marker a point, with its deviation: open ones, so that those behind others show through.
+
+    Args:
+        axes: where the points belong.
+        points: (x, y, deviation or 0, look with colour and marker).
+        size_points: diameter of a marker.
+    """
+    for x, y, reach, look in points:
+        axes.errorbar(
+            x,
+            y,
+            yerr=reach or None,
+            color=look["color"],
+            marker=look["marker"],
+            markersize=size_points,
+            markerfacecolor="none",
+            markeredgewidth=1.2,
+            capsize=2,
+            elinewidth=0.8,
+            clip_on=False,
+        )
+
+
+def spread(positions: Sequence[float], gap: float) -> list[float]:
+    """Move labels at the given positions apart until neighbours keep `gap`, as little as is needed.
+
+    Examples:
+        >>> spread([0.0, 0.1, 5.0], gap=1.0)
+        [-0.45, 0.55, 5.0]
+    """
+    order = sorted(range(len(positions)), key=lambda i: positions[i])
+    # Blocks of labels that touch: [indices, centre]; two that overlap merge around their common mean.
+    blocks: list[tuple[list[int], float]] = []
+    for i in order:
+        members, centre = [i], float(positions[i])
+        while blocks and centre - blocks[-1][1] < gap * (len(members) + len(blocks[-1][0])) / 2:
+            members = blocks.pop()[0] + members
+            centre = sum(positions[j] for j in members) / len(members)
+        blocks.append((members, centre))
+    placed = [0.0] * len(positions)
+    for members, centre in blocks:
+        for rank, i in enumerate(members):
+            placed[i] = centre + gap * (rank - (len(members) - 1) / 2)
+    return placed

@@ -1,0 +1,156 @@
+"""Commands of `growlab`: what stands first on the command line, and the module that carries it out."""
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+from growlab.base.errors import how_to_install
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        module: whose `main` takes the arguments and returns the exit code.
+        first: arguments put before the user's.
+        does: a line for the help.
+        imports: what its module imports that takes seconds, to tell someone who waits at a terminal.
+    """
+
+    module: str
+    first: tuple[str, ...]
+    does: str
+    imports: str = ""
+
+
+COMMANDS = {
+    "widths": Command(
+        "growlab.inspect.__main__", (), "what of a network can grow, what cannot and why", "PyTorch"
+    ),
+    "plan": Command(
+        "growlab.lab.planner.__main__", (), "does growing pay for this network and schedule.budget=N"
+    ),
+    "widen": Command(
+        "growlab.widen.__main__", (), "a saved network past its size, its function preserved", "PyTorch"
+    ),
+    "table": Command("growlab.lab.analysis.__main__", (), "a table of finished runs over seeds"),
+    "paper": Command(
+        "growlab.lab.analysis.__main__", ("paper",), "the same with published values beside ours"
+    ),
+    "paired": Command(
+        "growlab.lab.analysis.__main__", ("paired",), "differences between methods over equal seeds"
+    ),
+    "time": Command("growlab.lab.analysis.__main__", ("time",), "cost and seconds to a test score"),
+    "figure": Command("growlab.lab.analysis.__main__", ("figure",), "a figure of finished runs"),
+    "report": Command(
+        "growlab.lab.analysis.report", (), "a page about runs that opens in any browser, offline"
+    ),
+    "reproduce": Command(
+        "growlab.recipes.papers.__main__", (), "a table or figure of the papers, in slices of time"
+    ),
+    "dashboard": Command(
+        "growlab.lab.analysis.dashboard", (), "a workspace and a report in Weights & Biases"
+    ),
+}
+
+
+def run_command(arguments: Sequence[str]) -> int | None:
+    """Carry out a command line that begins with a command; None where it does not.
+
+    Args:
+        arguments: behind the program's name.
+
+    Returns:
+        The exit code.
+    """
+    if not arguments or arguments[0] not in COMMANDS:
+        return None
+    command = COMMANDS[arguments[0]]
+    given = [*command.first, *arguments[1:]]
+    # Help and errors of the command name it as it was typed; the script's own path is kept for commands to copy.
+    script = sys.argv[0] if os.path.basename(sys.argv[0]) == "growlab" else "growlab"
+    sys.argv = [f"{script} {arguments[0]}", *given]
+    if command.imports and sys.stderr.isatty():
+        print(f"importing {command.imports} ...", file=sys.stderr, flush=True)
+    return importlib.import_module(command.module).main(given)
+
+
+def described() -> str:
+    """The commands, a line each."""
+    return "\n".join(f"    growlab {name:<11}{command.does}" for name, command in COMMANDS.items())
+
+
+def settings_of_plan(file: Path) -> str:
+    """The settings of a plan as they are typed, a line each with value and remark; the candidates as they are.
+
+    Args:
+        file: `conf/plan/default.yaml`.
+    """
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines()[1:] if line]
+    return "\n".join(re.sub(r"^([a-z_]+): ?", r"plan.\1=", line) for line in lines)
+
+
+def import_from_here() -> None:
+    """Let `growlab` import modules in the current folder that no installed package has the name of."""
+    if os.getcwd() not in sys.path and not sys.flags.safe_path:
+        sys.path.append(os.getcwd())
+
+
+def run_without(missing: ModuleNotFoundError) -> int:
+    """Carry out a command that needs no experiments, where their packages are not installed.
+
+    Args:
+        missing: what the import of the first of them raised.
+
+    Returns:
+        The exit code.
+    """
+    import_from_here()
+    if sys.argv[1:] == ["--version"]:
+        print(f"growlab {version('growlab')}")
+        return 0
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        print(f"Experiments need {missing.name}, which is not installed: {how_to_install()}.\n")
+        print(f"Commands (each with --help)\n{described()}")
+        return 0
+    try:
+        code = run_command(sys.argv[1:])
+    except ModuleNotFoundError as error:
+        code, missing = None, error
+    if code is None:
+        print(
+            f"error: this needs {missing.name}, which is not installed: {how_to_install()}.", file=sys.stderr
+        )
+        return 2
+    return code
+
+
+def complete(line: str) -> tuple[list[str], str | None]:
+    """Complete the commands of an unfinished command line.
+
+    Args:
+        line: up to the cursor, the program's name included.
+
+    Returns:
+        What the last word may become, and the line whose overrides come next; None if there are none.
+
+    Examples:
+        >>> complete("growlab wid")
+        (['widths', 'widen'], 'growlab wid')
+        >>> complete("growlab plan model=re")
+        ([], 'growlab model=re')
+        >>> complete("growlab table ru")
+        ([], None)
+    """
+    program, _, rest = line.lstrip().partition(" ")
+    first, space, more = rest.lstrip().partition(" ")
+    if not space:
+        return [name for name in ("run", *COMMANDS) if name.startswith(first)], line
+    if first in ("run", "plan"):
+        return [], f"{program} {more}"
+    return [], None if first in COMMANDS else line

@@ -1,0 +1,238 @@
+"""Several runs of one command: what is skipped, what a search may select on, and the table that a sweep ends with."""
+
+import json
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from growlab.base.errors import UserError
+from growlab.base.files import CHECKPOINT_FOLDER, FAILURE, write_json
+from growlab.lab.cli.sweep_progress import SweepProgress
+
+_ACCURACY_AND_COST = ["maximize", "minimize"]
+# Launchers that run several jobs at once on this machine, in processes that see all its GPUs.
+_SIDE_BY_SIDE = ("JoblibLauncher", "submitit_launcher.LocalLauncher")
+
+
+def check_selection(cfg: DictConfig) -> None:
+    """Refuse a search that would select on images that are trained or tested on, or towards what no run returns.
+
+    Raises:
+        UserError: the sweeper selects, and nothing is held out or there are objectives other than a run's.
+    """
+    job = HydraConfig.get()
+    searches = "BasicSweeper" not in str(job.sweeper.get("_target_"))
+    if job.mode != RunMode.MULTIRUN or not searches:
+        return
+    if not _holds_out(cfg):
+        raise UserError(
+            "a sweeper that selects needs samples that are neither trained on nor tested on: set "
+            "data.validation=split."
+        )
+    directions = _directions()
+    if directions not in (["maximize"], _ACCURACY_AND_COST):
+        raise UserError(
+            f"hydra.sweeper.direction={','.join(directions)} does not fit: a run returns its accuracy (maximize) or, "
+            "with [maximize,minimize], its accuracy and its cost; a metric that is better lower comes with a minus."
+        )
+
+
+def objective(cfg: DictConfig, run_dir: Path) -> float | tuple[float, float] | None:
+    """What a search may select on: the metric on samples held out from the training set, and the cost.
+
+    Returns:
+        The metric that the objective is compared by, negative where lower is better; for a search in two directions
+        also `train_cost_percent`; None without `data.validation=split`, or if the run has not come to its end.
+    """
+    path = run_dir / "results.json"
+    if not _holds_out(cfg) or not path.exists():
+        return None
+    results = json.loads(path.read_text())
+    metric = results.get("metric") or {"name": "accuracy", "higher_is_better": True}
+    held_out = results.get(f"val_{metric['name']}")
+    if held_out is None:
+        return None
+    value = float(held_out)
+    value = value if metric["higher_is_better"] else -value
+    return (value, float(results["train_cost_percent"])) if len(_directions()) == 2 else value
+
+
+def _directions() -> list[str]:
+    known = HydraConfig.get().sweeper.get("direction", "maximize")
+    return [
+        getattr(each, "name", str(each)) for each in ([known] if isinstance(known, (str, Enum)) else known)
+    ]
+
+
+def _holds_out(cfg: DictConfig) -> bool:
+    data = cfg.get("data") or {}
+    # Text always holds a part out, and has no such choice.
+    always = "validation_fraction" in data and "validation" not in data
+    return always or data.get("validation") == "split" or bool((data.get("split") or {}).get("validation"))
+
+
+def has_finished(cfg: DictConfig, run_dir: Path) -> bool:
+    """Whether a job of a sweep has left its result here before, so that it need not run again.
+
+    Raises:
+        UserError: the folder holds the result of other settings, which a new run would overwrite.
+    """
+    results, written = run_dir / "results.json", run_dir / "config.yaml"
+    if HydraConfig.get().mode != RunMode.MULTIRUN or not results.exists() or not written.exists():
+        return False
+    # Imported here: a sweep that starts anew need not wait for torch.
+    from growlab.lab.training.run import other_settings
+
+    if other := other_settings(cfg, run_dir):
+        raise UserError(
+            f"{run_dir} holds the result of other settings, with {other[0]}: choose another hydra.sweep.dir, or remove "
+            "that folder."
+        )
+    return True
+
+
+def resumes(cfg: DictConfig, run_dir: Path) -> bool:
+    """Let a job of a sweep that was interrupted here resume from its checkpoint, and say so.
+
+    One of other settings starts from the beginning, as does one whose checkpoints are damaged.
+    """
+    folder, written = run_dir / CHECKPOINT_FOLDER, run_dir / "config.yaml"
+    if HydraConfig.get().mode != RunMode.MULTIRUN or cfg.get("ckpt_path") or not written.exists():
+        return False
+    if not any(folder.glob("*.ckpt")):
+        return False
+    # Imported here: a sweep that starts anew need not wait for torch.
+    from growlab.lab.training.checkpoints import usable_checkpoint
+    from growlab.lab.training.run import other_settings
+
+    if other := other_settings(cfg, run_dir):
+        print(f"starting from the beginning: {run_dir} was interrupted with {other[0]}", file=sys.stderr)
+        return False
+    try:
+        checkpoint, told = usable_checkpoint(run_dir)
+    except UserError as error:
+        print(f"starting from the beginning: {error}", file=sys.stderr)
+        return False
+    if checkpoint is not None:
+        print(told or f"resuming from {checkpoint}")
+        cfg.ckpt_path = "last"
+    return checkpoint is not None
+
+
+def gpus_in_turn(cfg: DictConfig) -> list[int] | None:
+    """GPUs for a job of a launcher that runs several at once on this machine: each would take the first ones.
+
+    Jobs that want k of n GPUs get them in turn, by their number in the sweep. With as many jobs at once as there are
+    turns (`hydra.launcher.n_jobs` = n / k) each has its own as long as they take equally long.
+
+    Returns:
+        Their numbers; None if the job is to take what `trainer.devices` says.
+    """
+    job, trainer = HydraConfig.get(), cfg.get("trainer") or {}
+    launcher = str(job.launcher.get("_target_"))
+    if job.mode != RunMode.MULTIRUN or not launcher.endswith(_SIDE_BY_SIDE):
+        return None
+    wanted = str(trainer.get("devices", "auto"))
+    if trainer.get("accelerator", "auto") not in ("auto", "gpu", "cuda") or not wanted.isdigit():
+        return None
+    # Imported here: a sweep on CPUs need not wait for torch.
+    import torch
+
+    wanted_gpus, there = int(wanted), torch.cuda.device_count()
+    if not 0 < wanted_gpus < there:
+        return None
+    turn = job.job.num % (there // wanted_gpus)
+    return list(range(turn * wanted_gpus, (turn + 1) * wanted_gpus))
+
+
+def name_group(cfg: DictConfig) -> None:
+    """Group the runs of a sweep in Weights & Biases, which reads this variable; one that is set stays.
+
+    Processes that a job starts inherit it.
+    """
+    job = HydraConfig.get()
+    if job.mode == RunMode.MULTIRUN:
+        folder = Path(job.sweep.dir)
+        # A job over several networks or data sets has a name of its own; the default folder lies in the sweep's.
+        name = folder.parent.name if folder.name.startswith("sweep_") else cfg.name
+        group = folder.name if folder.name == name else f"{name} {folder.name}"
+        os.environ.setdefault("WANDB_RUN_GROUP", group)
+
+
+def run_of_sweep() -> AbstractContextManager[None]:
+    """Tell which run of the sweep this is, and time it; nothing where this process carries out no sweep."""
+    job, progress = HydraConfig.get(), SweepTable.progress
+    if progress is None or job.mode != RunMode.MULTIRUN:
+        return nullcontext()
+    return progress.told(job.job.num, list(job.overrides.task))
+
+
+def forget_failure(run_dir: Path) -> None:
+    """A job that begins again has not failed yet."""
+    (run_dir / FAILURE).unlink(missing_ok=True)
+
+
+def record_failure(run_dir: Path, reason: str, traceback: str) -> None:
+    """Leave the reason why a job failed in its folder, for the table and for whoever looks.
+
+    Args:
+        run_dir: the job's folder.
+        reason: a sentence.
+        traceback: all of it.
+    """
+    overrides = list(HydraConfig.get().overrides.task)
+    write_json(run_dir / FAILURE, {"reason": reason, "overrides": overrides, "traceback": traceback})
+
+
+class SweepTable(Callback):
+    """Prints one table over all runs of a sweep when the last has ended, and what failed."""
+
+    unfinished: ClassVar[Path | None] = None
+    """Folder of the sweep that runs in this process and has not printed its table yet."""
+    progress: ClassVar[SweepProgress | None] = None
+    """Of that sweep."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Keep the folder: Hydra says nothing at the end of a sweep in which a job has failed."""
+        # Interpolations such as the experiment's name are resolved from here before the first job begins.
+        HydraConfig.instance().set_config(config)
+        SweepTable.unfinished = Path(config.hydra.sweep.dir)
+        sweeper = config.hydra.sweeper
+        overrides = [f"{key}={values}" for key, values in (sweeper.get("params") or {}).items()]
+        counted = "BasicSweeper" in str(sweeper.get("_target_"))
+        SweepTable.progress = SweepProgress([*overrides, *config.hydra.overrides.task], counted)
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Print it."""
+        conclude()
+
+
+def conclude() -> None:
+    """Print the table of the sweep that has ended, whether its jobs have all succeeded or not; else nothing."""
+    # Imported here: Hydra makes callbacks before it knows whether anything will run.
+    from growlab.base.terminal import wrapped
+    from growlab.lab.analysis.results import load_runs
+    from growlab.lab.analysis.table_text import write_table
+    from growlab.lab.analysis.tables import summarise
+    from growlab.lab.training.processes import is_first
+
+    folder, SweepTable.unfinished = SweepTable.unfinished, None
+    if folder is None or not is_first():
+        return
+
+    def warn(sentence: str) -> None:
+        print(f"warning: {sentence}", file=sys.stderr)
+
+    if any(folder.rglob("results.json")):
+        sys.stdout.write(
+            "\n" + wrapped(write_table(summarise(load_runs([str(folder)], warn), warn), "markdown"))
+        )
+        print(f"everything about these runs: {folder}")

@@ -1,0 +1,33 @@
+"""Plain full-width networks: `nn.Module`s that know nothing of growth."""
+
+from growlab.lab.networks.allconv import AllConv, allconv
+from growlab.lab.networks.convnet import ConvNet, convnet4
+from growlab.lab.networks.mlp import MLP, mlp5, mlp8
+from growlab.lab.networks.mobilenet import MobileNetV1, mobilenetv1
+from growlab.lab.networks.resnet import CifarResNet, resnet14, resnet18, resnet20
+from growlab.lab.networks.transformer import CausalTransformer, EncoderDecoder
+from growlab.lab.networks.vgg import VGG, vgg11, vgg19
+from growlab.lab.networks.wide_resnet import WideResNet, wrn28_1
+
+__all__ = [
+    "MLP",
+    "VGG",
+    "AllConv",
+    "CausalTransformer",
+    "CifarResNet",
+    "ConvNet",
+    "EncoderDecoder",
+    "MobileNetV1",
+    "WideResNet",
+    "allconv",
+    "convnet4",
+    "mlp5",
+    "mlp8",
+    "mobilenetv1",
+    "resnet14",
+    "resnet18",
+    "resnet20",
+    "vgg11",
+    "vgg19",
+    "wrn28_1",
+]

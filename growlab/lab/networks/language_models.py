@@ -1,0 +1,316 @@
+"""Causal language models of transformers, made from sizes, and saved as folders that `from_pretrained` loads."""
+
+import copy
+import importlib
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.base.errors import UserError
+from growlab.base.settings import sorted_into
+from growlab.inspect.small_models import FirstOutput, automatic_classes
+from growlab.widen.sizes import LAYERS, NAMES, PARTS, sizes
+
+# Of the names of heads, those of the heads that keys and values have.
+_KEY_VALUE = ("num_key_value_heads", "num_kv_heads")
+_FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": tuple(NAMES["stream"]),
+    "intermediate_size": tuple(NAMES["mlp"]),
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": tuple(name for name in NAMES["heads"] if name not in _KEY_VALUE),
+    "num_key_value_heads": _KEY_VALUE,
+}
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Hidden layers of MLPs of most types, for each channel of the stream.
+_EXPANSION = 4
+# Tokens with which a model is asked whether it looks ahead, and a saved one is held against the trained one.
+_PROBE = 8
+# Relative difference of logits that is rounding.
+_ROUNDING = 1e-3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model, by the names that most configurations give them; other names that a type has for them fit too.
+
+    Attributes:
+        hidden_size: channels of the stream.
+        intermediate_size: hidden channels of MLPs; None: four times the stream.
+        num_hidden_layers: layers.
+        num_attention_heads: heads of each; None for a type that has none, such as mamba.
+        num_key_value_heads: heads that keys and values have; None: as many, where the type has a choice.
+    """
+
+    hidden_size: int = 128
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 4
+    num_attention_heads: int | None = 4
+    num_key_value_heads: int | None = None
+
+
+class CausalModel(FirstOutput):
+    """An untrained causal language model of transformers: tokens [B, T] to logits [B, T, vocabulary].
+
+    Args:
+        vocabulary_size: tokens that there are.
+        context: tokens that it is called with; positions that it has.
+        type: `model_type` of a configuration of transformers: `llama`, `qwen3`, `gpt2`.
+        end_of_text: the token behind a text, at which `generate` stops; None: none.
+        config: further entries of the configuration.
+        settings: fields of `Sizes`.
+
+    Raises:
+        UserError: transformers is not installed, does not know the type or an entry, or the sizes do not fit.
+        TypeError: there is no such setting.
+    """
+
+    SETTINGS = (Sizes,)
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        context: int,
+        type: str,
+        end_of_text: int | None = None,
+        config: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        (own,) = sorted_into(self.SETTINGS, settings, "CausalModel")
+        auto = automatic_classes(type)
+        kind, known = auto.CONFIG_MAPPING[type], auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+        if kind not in known:
+            raise UserError(f"model.type={type} is no causal language model; llama, qwen3 and gpt2 are.")
+        given = _entries(kind, type, own, config or {})
+        names = _names(kind)
+        given |= {name: context for name in _POSITIONS if name in names and name not in given}
+        given |= {name: end_of_text for name in _SPECIAL if name in names and name not in given}
+        given |= {name: None for name in ("pad_token_id",) if name in names and name not in (config or {})}
+        given |= {"vocab_size": vocabulary_size}
+        found = _built(known[kind], kind, type, given)
+        if "is_decoder" in names and _looks_ahead(found, vocabulary_size, context):
+            found = _built(known[kind], kind, type, {**given, "is_decoder": True})
+        if _looks_ahead(found, vocabulary_size, context):
+            raise UserError(
+                f"model.type={type} sees the tokens that it is to predict; llama and gpt2 do not."
+            )
+        super().__init__(found, ["input_ids"])
+        self.context = context
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write a folder that `from_pretrained` loads: the configuration at the final sizes, and the weights.
+
+        Raises:
+            UserError: no configuration of this type has these sizes.
+        """
+        model = plain_model(self)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=folder.parent))
+        importlib.import_module("transformers").logging.disable_progress_bar()
+        try:
+            model.save_pretrained(made)
+            made.chmod(0o777 & ~0o022)
+            shutil.rmtree(folder, ignore_errors=True)
+            made.rename(folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def plain_model(network: CausalModel) -> Any:
+    """The model of a network that grew, made anew by transformers at the sizes that it has.
+
+    Raises:
+        UserError: no configuration of this type has these sizes, such as heads that differ from layer to layer.
+    """
+    trained = network.network
+    tensors, present = _present(trained)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    for config in _candidates(trained, tensors, present):
+        try:
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                there = _made(trained, config).state_dict()
+        except Exception:  # No model has such sizes, and what transformers says of them is not one family.
+            continue
+        if {name: tensor.shape for name, tensor in there.items()} != shapes:
+            continue
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = _made(trained, config).to(trained.dtype).eval()
+        model.load_state_dict(tensors)
+        if _same(model, network):
+            # Training calls it without a cache, `generate` with one.
+            model.config.use_cache = True
+            return model
+    raise UserError(
+        f"no configuration of {trained.config.model_type} gives what the network has ended as, with layers that differ "
+        "or a factor of its full width: it is in model.pt alone."
+    )
+
+
+def _made(trained: Any, config: Any) -> Any:
+    return type(trained)._from_config(config)
+
+
+def _names(kind: Any) -> set[str]:
+    usual = kind()
+    return {*usual.to_dict(), *usual.attribute_map} - {"model_type", "architectures", "transformers_version"}
+
+
+def _entries(kind: Any, model_type: str, own: Sizes, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of a configuration from sizes and whatever else is given.
+
+    Raises:
+        UserError: it has no such entry, or heads do not divide.
+    """
+    usual = kind()
+    direct, names = set(usual.to_dict()), _names(kind)
+    for name in config:
+        if name not in names:
+            near = get_close_matches(name, sorted(names), n=1)
+            raise UserError(
+                f"model.config: {model_type} has no entry {name}"
+                + (f"; did you mean {near[0]}?" if near else ".")
+            )
+    heads, groups = own.num_attention_heads, own.num_key_value_heads
+    given: dict[str, Any] = {}
+    for setting, size in asdict(own).items():
+        there = [n for n in _FAMILIES[setting] if n in direct] or [
+            n for n in _FAMILIES[setting] if n in names
+        ]
+        if not there and size is not None:
+            raise UserError(f"{model_type} has no {setting} to choose: set model.{setting}=null.")
+        if setting == "intermediate_size" and size is None:
+            size = _EXPANSION * own.hidden_size
+        if setting == "num_key_value_heads" and size is None:
+            size = heads
+        given |= dict.fromkeys(there, size)
+    given |= config
+    if min(size for size in asdict(own).values() if size is not None) < 1:
+        raise UserError("sizes of a model must be at least 1.")
+    if heads is not None and groups is not None and heads % groups:
+        raise UserError(
+            f"model.num_attention_heads={heads} are not a multiple of model.num_key_value_heads={groups}: each head of "
+            "keys and values serves as many heads."
+        )
+    if heads is not None and config.get("head_dim") is None:
+        if own.hidden_size % heads:
+            raise UserError(
+                f"model.hidden_size={own.hidden_size} does not divide among model.num_attention_heads={heads}."
+            )
+        if "head_dim" in names:
+            given["head_dim"] = own.hidden_size // heads
+    return given
+
+
+def _built(found: Any, kind: Any, model_type: str, given: Mapping[str, Any]) -> Any:
+    model = found[0] if isinstance(found, (tuple, list)) else found
+    names = _names(kind)
+    given = {**given, **({"use_cache": False} if "use_cache" in names else {})}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return model._from_config(kind(**given))
+        except Exception as error:  # what transformers raises at wrong values is not one family
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().rstrip(".")
+            raise UserError(f"transformers makes no {model_type} of these sizes: {reason}.") from error
+
+
+def _looks_ahead(model: Any, vocabulary_size: int, context: int) -> bool:
+    """Whether logits follow from later tokens.
+
+    Raises:
+        UserError: the model cannot be called.
+    """
+    tokens = torch.arange(min(_PROBE, context))[None] % vocabulary_size
+    other = tokens.clone()
+    other[0, -1] = (other[0, -1] + 1) % vocabulary_size
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            one, two = (model(input_ids=ids).logits[:, :-1] for ids in (tokens, other))
+    except Exception as error:  # as above
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise UserError(
+            f"{model.config.model_type} of these sizes cannot be called: {reason}; set what else it needs with "
+            "model.config."
+        ) from error
+    model.train(training)
+    return not torch.allclose(one, two, rtol=_ROUNDING, atol=1e-5)
+
+
+def _present(trained: nn.Module) -> tuple[dict[str, Tensor], dict[int, list[int]]]:
+    """Tensors of a model without the layers that never came in, named anew, and the layers left of so many."""
+    renamed: dict[str, str] = {}
+    left: dict[int, list[int]] = {}
+    for path, layers in trained.named_modules():
+        if isinstance(layers, nn.ModuleList) and any(True for _ in layers.parameters()):
+            kept = [n for n, layer in enumerate(layers) if any(True for _ in layer.parameters())]
+            left[len(layers)] = kept
+            renamed |= {f"{path}.{old}.": f"{path}.{new}." for new, old in enumerate(kept)}
+    tensors = {}
+    for name, tensor in trained.state_dict().items():
+        old = next((start for start in renamed if name.startswith(start)), "")
+        tensors[renamed.get(old, "") + name.removeprefix(old)] = tensor.detach().cpu()
+    return tensors, left
+
+
+def _candidates(
+    trained: Any, tensors: Mapping[str, Tensor], present: Mapping[int, list[int]]
+) -> Iterator[Any]:
+    """Configurations that the model may have ended with, the full one first."""
+    full = copy.deepcopy(trained.config)
+    for name, size in sizes(full, LAYERS).items():
+        if size in present:
+            setattr(full, name, len(present[size]))
+    for name, entries in trained.config.to_dict().items():
+        if isinstance(entries, list) and len(entries) in present and name.startswith("layer"):
+            setattr(full, name, [entries[place] for place in present[len(entries)]])
+    wanted = {part: sizes(full, NAMES[part]) for part in PARTS}
+    (stream, *_), heads = wanted["stream"].values(), next(iter(wanted["heads"].values()), 1)
+    lengths = {size for tensor in tensors.values() for size in tensor.shape}
+    ratios = {
+        "stream": {Fraction(trained.get_input_embeddings().weight.shape[1], stream)},
+        "heads": {Fraction(number, heads) for number in range(1, heads + 1)},
+        "mlp": {Fraction(n, size) for size in wanted["mlp"].values() for n in lengths if n < size}
+        | {Fraction(1)},
+    }
+    for factors in product(*(sorted(ratios[part], reverse=True) for part in PARTS)):
+        entries = {
+            name: size * factor
+            for part, factor in zip(PARTS, factors, strict=True)
+            for name, size in wanted[part].items()
+        }
+        if any(value.denominator != 1 for value in entries.values()):
+            continue
+        config = copy.deepcopy(full)
+        for name, value in entries.items():
+            setattr(config, name, int(value))
+        if "head_dim" in config.to_dict() and config.head_dim is None:
+            config.head_dim = stream // heads
+        yield config
+
+
+def _same(model: Any, network: CausalModel) -> bool:
+    """Whether a model computes what a network does."""
+    device = next(network.parameters()).device
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.arange(min(_PROBE, network.context))[None] % vocabulary
+    training = network.training
+    network.eval()
+    with torch.no_grad():
+        expected = network(tokens.to(device)).cpu().float()
+        found = model(input_ids=tokens).logits.float()
+    network.train(training)
+    return bool((found - expected).abs().max() <= _ROUNDING * expected.abs().max())

@@ -1,0 +1,394 @@
+"""Transformers: a decoder of today's architecture, and the encoder-decoder of Vaswani et al. 2017.
+
+Shape suffixes: B sequences, T positions, S positions of a source, H heads, D channels of a head, C channels of the
+stream, E of the embedding, V tokens.
+
+The embedding has a width of its own, with projections into and out of the layers' width: so it can be shared by input
+and output, and stay as it is while the layers grow (Yuan et al. 2023, Sec. 4.4).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab.base.settings import sorted_into
+
+
+class Rotary(nn.Module):
+    """Turns the first channels of each head by angles that follow the position (Su et al. 2021).
+
+    Only some, as in GPT-NeoX: the others are alike, and may become more while the network trains.
+
+    Args:
+        num_channels: that are turned; even.
+        context: the largest number of positions.
+    """
+
+    def __init__(self, num_channels: int, context: int) -> None:
+        super().__init__()
+        self.num_channels = num_channels
+        angles = torch.arange(context)[:, None] * 10000.0 ** (
+            -torch.arange(0, num_channels, 2) / num_channels
+        )
+        angles_TR = torch.cat([angles, angles], 1)
+        self.register_buffer("cos_TR", angles_TR.cos(), persistent=False)
+        self.register_buffer("sin_TR", angles_TR.sin(), persistent=False)
+
+    def forward(self, x_BHTD: Tensor) -> Tensor:
+        """The turned heads, of the same shape."""
+        turning, others = x_BHTD.split([self.num_channels, x_BHTD.shape[-1] - self.num_channels], -1)
+        first, second = turning.chunk(2, -1)
+        across = torch.cat([-second, first], -1)
+        positions = x_BHTD.shape[2]
+        turned = turning * self.cos_TR[:positions] + across * self.sin_TR[:positions]
+        return torch.cat([turned, others], -1)
+
+
+class Attention(nn.Module):
+    """Several heads of scaled dot-product attention.
+
+    Args:
+        width: of the stream.
+        num_heads: H.
+        head_dim: D.
+        dropout: of attention weights, in training.
+        bias: whether the layers have biases.
+        rotary: turns queries and keys, or None.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        head_dim: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        rotary: Rotary | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.dropout, self.rotary = num_heads, dropout, rotary
+        self.query = nn.Linear(width, num_heads * head_dim, bias)
+        self.key = nn.Linear(width, num_heads * head_dim, bias)
+        self.value = nn.Linear(width, num_heads * head_dim, bias)
+        self.out = nn.Linear(num_heads * head_dim, width, bias)
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        source_BSC: Tensor | None = None,
+        mask: Tensor | None = None,
+        causal: bool = False,
+    ) -> Tensor:
+        """What each position gathers: [B, T, C].
+
+        Args:
+            x_BTC: asks.
+            source_BSC: is asked; None: the same.
+            mask: True where a position may be seen, broadcast with [B, H, T, S].
+            causal: only positions up to its own may be seen by each.
+        """
+        source_BSC = x_BTC if source_BSC is None else source_BSC
+        query_BHTD, key_BHSD, value_BHSD = (
+            layer(stream).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for layer, stream in ((self.query, x_BTC), (self.key, source_BSC), (self.value, source_BSC))
+        )
+        if self.rotary is not None:
+            query_BHTD, key_BHSD = self.rotary(query_BHTD), self.rotary(key_BHSD)
+        gathered_BHTD = F.scaled_dot_product_attention(
+            query_BHTD,
+            key_BHSD,
+            value_BHSD,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=causal,
+        )
+        return self.out(gathered_BHTD.transpose(1, 2).flatten(2))
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU (Shazeer 2020): `down(silu(gate x) * up x)`."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """The same shape."""
+        return self.down(F.silu(self.gate(x_BTC)) * self.up(x_BTC))
+
+
+class DecoderBlock(nn.Module):
+    """Causal attention, then a gated MLP, each behind an RMSNorm and beside a residual connection."""
+
+    def __init__(
+        self, width: int, num_heads: int, head_dim: int, hidden: int, dropout: float, rotary: Rotary
+    ) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
+        self.attention = Attention(width, num_heads, head_dim, dropout, bias=False, rotary=rotary)
+        self.mlp = GatedMLP(width, hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """The same shape."""
+        x_BTC = x_BTC + self.dropout(self.attention(self.norm1(x_BTC), causal=True))
+        return x_BTC + self.dropout(self.mlp(self.norm2(x_BTC)))
+
+
+@dataclass(frozen=True)
+class DecoderWidths:
+    """Widths of a decoder's blocks.
+
+    Attributes:
+        width: C.
+        num_heads: H.
+        head_dim: D.
+        rotary_dim: channels of each head that are turned; even, below `head_dim` for the others to grow.
+        hidden: of the gated MLPs.
+
+    Raises:
+        ValueError: `rotary_dim` is odd or above `head_dim`.
+    """
+
+    width: int = 128
+    num_heads: int = 4
+    head_dim: int = 32
+    rotary_dim: int = 8
+    hidden: int = 344
+
+    def __post_init__(self) -> None:
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise ValueError(
+                f"rotary_dim={self.rotary_dim} must be even and at most head_dim={self.head_dim}."
+            )
+
+
+class CausalTransformer(nn.Module):
+    """Predicts the next token: rotary positions, RMSNorm, SwiGLU, tied embeddings, no biases.
+
+    Args:
+        vocabulary_size: V.
+        context: the largest number of positions.
+        num_layers: blocks.
+        embedding_dim: E; None: `width`.
+        dropout: of embeddings, attention and residual branches.
+        widths: fields of `DecoderWidths`.
+
+    Weights are drawn from N(0, 1 / fan_in), those that end a residual branch smaller by sqrt(2 num_layers)
+    (Radford et al. 2019), embeddings from N(0, 1 / E).
+
+    Raises:
+        ValueError: widths do not go together.
+        TypeError: there is no such width.
+    """
+
+    SETTINGS = (DecoderWidths,)
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        context: int,
+        num_layers: int = 4,
+        embedding_dim: int | None = None,
+        dropout: float = 0.0,
+        **widths: Any,
+    ) -> None:
+        super().__init__()
+        (sizes,) = sorted_into(self.SETTINGS, widths, "CausalTransformer")
+        width = sizes.width
+        embedding_dim = embedding_dim or width
+        self.embedding = nn.Embedding(vocabulary_size, embedding_dim)
+        self.project_in = nn.Linear(embedding_dim, width, bias=False)
+        rotary = Rotary(sizes.rotary_dim, context)
+        self.blocks = nn.ModuleList(
+            DecoderBlock(width, sizes.num_heads, sizes.head_dim, sizes.hidden, dropout, rotary)
+            for _ in range(num_layers)
+        )
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.project_out = nn.Linear(width, embedding_dim, bias=False)
+        self.head = nn.Linear(embedding_dim, vocabulary_size, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        _draw(self, num_layers)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits of the token behind each position: [B, T, V]."""
+        x_BTC = self.project_in(self.dropout(self.embedding(tokens_BT)))
+        for block in self.blocks:
+            x_BTC = block(x_BTC)
+        return self.head(self.project_out(self.norm(x_BTC)))
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What all layers of an encoder and decoder have alike.
+
+    Attributes:
+        width: C.
+        num_heads: H.
+        head_dim: D.
+        hidden: of the layers' MLPs.
+        dropout: of embeddings, attention and residual branches.
+        norm_first: normalise before branches instead of behind them.
+    """
+
+    width: int = 512
+    num_heads: int = 8
+    head_dim: int = 64
+    hidden: int = 2048
+    dropout: float = 0.1
+    norm_first: bool = False
+
+
+class TransformerLayer(nn.Module):
+    """A layer of the encoder, or of the decoder if it attends to a source: Vaswani et al. 2017, Section 3.
+
+    Layer normalisation stands behind each residual connection, or before each branch if `norm_first`.
+    """
+
+    def __init__(self, kind: LayerKind, decodes: bool) -> None:
+        super().__init__()
+        self.norm_first, self.decodes, width = kind.norm_first, decodes, kind.width
+        self.attention = Attention(width, kind.num_heads, kind.head_dim, kind.dropout)
+        self.norm1 = nn.LayerNorm(width)
+        if decodes:
+            self.source_attention = Attention(width, kind.num_heads, kind.head_dim, kind.dropout)
+            self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, kind.hidden), nn.ReLU(), nn.Linear(kind.hidden, width))
+        self.norm3 = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(kind.dropout)
+
+    def forward(self, x_BTC: Tensor, source_BSC: Tensor | None, source_mask: Tensor | None) -> Tensor:
+        """The stream [B, T, C] behind the layer; the mask is of the source, or of the stream itself without one."""
+        if self.decodes:
+            x_BTC = self._beside(x_BTC, self.norm1, lambda x: self.attention(x, causal=True))
+            x_BTC = self._beside(
+                x_BTC, self.norm2, lambda x: self.source_attention(x, source_BSC, mask=source_mask)
+            )
+        else:
+            x_BTC = self._beside(x_BTC, self.norm1, lambda x: self.attention(x, mask=source_mask))
+        return self._beside(x_BTC, self.norm3, self.mlp)
+
+    def _beside(self, x_BTC: Tensor, norm: nn.LayerNorm, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.norm_first:
+            return x_BTC + self.dropout(branch(norm(x_BTC)))
+        return norm(x_BTC + self.dropout(branch(x_BTC)))
+
+
+class EncoderDecoder(nn.Module):
+    """The Transformer for translation.
+
+    Args:
+        source_size: tokens of the source's vocabulary.
+        target_size: tokens of the target's.
+        padding: the token that fills up sources and targets, behind their ends.
+        num_layers: of the encoder and of the decoder.
+        embedding_dim: E; None: `width`.
+        tied: the decoder's embedding is its output layer too.
+        shared: source and target have one vocabulary and one embedding.
+        layers: fields of `LayerKind`.
+
+    Raises:
+        ValueError: shared, and the vocabularies differ in size.
+        TypeError: layers have no such setting.
+    """
+
+    SETTINGS = (LayerKind,)
+
+    def __init__(
+        self,
+        source_size: int,
+        target_size: int,
+        padding: int = 1,
+        num_layers: int = 6,
+        embedding_dim: int | None = None,
+        tied: bool = True,
+        shared: bool = False,
+        **layers: Any,
+    ) -> None:
+        super().__init__()
+        (kind,) = sorted_into(self.SETTINGS, layers, "EncoderDecoder")
+        width, norm_first = kind.width, kind.norm_first
+        if shared and source_size != target_size:
+            raise ValueError(
+                f"shared embeddings need one vocabulary, not {source_size} and {target_size} tokens."
+            )
+        embedding_dim = embedding_dim or width
+        self.padding, self.scale = padding, math.sqrt(embedding_dim)
+        self.source_embedding = nn.Embedding(source_size, embedding_dim, padding_idx=padding)
+        self.target_embedding = (
+            self.source_embedding if shared else nn.Embedding(target_size, embedding_dim, padding_idx=padding)
+        )
+        self.source_in = nn.Linear(embedding_dim, width)
+        self.target_in = nn.Linear(embedding_dim, width)
+        self.encoder = nn.ModuleList(TransformerLayer(kind, decodes=False) for _ in range(num_layers))
+        self.decoder = nn.ModuleList(TransformerLayer(kind, decodes=True) for _ in range(num_layers))
+        self.encoder_norm = nn.LayerNorm(width) if norm_first else nn.Identity()
+        self.decoder_norm = nn.LayerNorm(width) if norm_first else nn.Identity()
+        self.project_out = nn.Linear(width, embedding_dim)
+        self.head = nn.Linear(embedding_dim, target_size, bias=False)
+        self.dropout = nn.Dropout(kind.dropout)
+        _draw(self, num_layers if norm_first else None)
+        if tied:
+            self.head.weight = self.target_embedding.weight
+
+    def forward(self, source_BS: Tensor, previous_BT: Tensor) -> Tensor:
+        """Logits of the token behind each position of the target: [B, T, V].
+
+        Args:
+            source_BS: tokens of the source, filled up.
+            previous_BT: tokens of the target, shifted by one: position t holds what stands before t.
+        """
+        return self.decode(previous_BT, self.encode(source_BS), source_BS)
+
+    def encode(self, source_BS: Tensor) -> Tensor:
+        """The encoder's stream [B, S, C]."""
+        x_BSC = self.source_in(self._embed(self.source_embedding, source_BS))
+        for layer in self.encoder:
+            x_BSC = layer(x_BSC, None, self._seen(source_BS))
+        return self.encoder_norm(x_BSC)
+
+    def decode(self, previous_BT: Tensor, encoded_BSC: Tensor, source_BS: Tensor) -> Tensor:
+        """Logits from an encoded source."""
+        x_BTC = self.target_in(self._embed(self.target_embedding, previous_BT))
+        for layer in self.decoder:
+            x_BTC = layer(x_BTC, encoded_BSC, self._seen(source_BS))
+        return self.head(self.project_out(self.decoder_norm(x_BTC)))
+
+    def _seen(self, source_BS: Tensor) -> Tensor:
+        return (source_BS != self.padding)[:, None, None, :]
+
+    def _embed(self, embedding: nn.Embedding, tokens_BT: Tensor) -> Tensor:
+        x_BTE = embedding(tokens_BT) * self.scale
+        return self.dropout(x_BTE + sinusoids(tokens_BT.shape[1], embedding.embedding_dim, x_BTE))
+
+
+def sinusoids(num_positions: int, num_channels: int, like: Tensor) -> Tensor:
+    """Sines and cosines of positions [T, E] (Vaswani et al. 2017, Section 3.5), of a tensor's dtype and device."""
+    channels_E = torch.arange(num_channels, device=like.device)
+    frequencies_E = 10000.0 ** (-2 * (channels_E // 2) / num_channels)
+    angles_TE = torch.arange(num_positions, device=like.device)[:, None] * frequencies_E
+    return torch.where(channels_E % 2 == 0, angles_TE.sin(), angles_TE.cos()).to(like.dtype)
+
+
+def _draw(network: nn.Module, num_layers: int | None) -> None:
+    """Weights from N(0, 1 / fan_in), zero biases; the ends of residual branches smaller where depth is given."""
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Linear):
+            std = module.in_features**-0.5
+            if num_layers is not None and name.endswith((".out", ".down", ".mlp.2")):
+                std /= math.sqrt(2 * num_layers)
+            nn.init.normal_(module.weight, std=std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
+            if module.padding_idx is not None:
+                nn.init.zeros_(module.weight[module.padding_idx])

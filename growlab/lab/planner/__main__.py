@@ -1,0 +1,53 @@
+"""`python -m growlab plan experiment=... schedule.budget=...`: does growing pay for this network and budget?
+
+It probes the full network and smaller ones with a part of the budget, and says whether to grow, to take a smaller
+network or to train the full one; the overrides are those of `python -m growlab`, and `plan.*` beside them, and so are
+exit codes.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from omegaconf import DictConfig
+
+from growlab.lab.cli.app import JobFailed
+from growlab.lab.cli.app import main as composed
+from growlab.lab.training.override_checks import check_parts_of_job
+from growlab.lab.training.processes import announce, name_of
+
+# By pairs unless told otherwise: that seed begins as its constructor drew it, as a smaller network that stays does.
+_BY_PAIRS = ("growth=pairs", "lr_adapt=none")
+_MORE = ("plan=default", "hydra.run.dir=runs/${name}_plan/${now:%Y-%m-%d_%H-%M-%S_%f}")
+
+
+def _job(cfg: DictConfig) -> None:
+    # Imported here: help and error sentences need not wait for torch.
+    announce("importing PyTorch and Lightning")
+    from growlab.lab.planner.run import run
+
+    try:
+        check_parts_of_job()
+        run(cfg)
+    except Exception as error:
+        raise JobFailed(error) from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plan what the command line says and return the exit code.
+
+    Args:
+        arguments: in place of the command line's.
+    """
+    if arguments is not None:
+        sys.argv[1:] = arguments
+    if any(name_of(argument) == "ckpt_path" and argument != "ckpt_path=null" for argument in sys.argv[1:]):
+        # Before a run's folder is looked for, which a plan would write into.
+        print("error: ckpt_path is of runs: a plan probes networks from their beginning.", file=sys.stderr)
+        return 2
+    # A method on the command line says how to grow, too.
+    chosen = any(argument.startswith("method=") for argument in sys.argv[1:])
+    return composed(_job, _MORE if chosen else (*_MORE, *_BY_PAIRS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

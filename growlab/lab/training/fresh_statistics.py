@@ -1,0 +1,165 @@
+"""Statistics of batch normalisation at the weights as they are, for held-out evaluation.
+
+Running averages lag behind the weights where these change fast: a momentum of 0.1 looks back ten steps, in which a high
+learning rate, or the steps behind a growth event, have changed what layers put out. Training does not notice, since it
+normalises by its own batches; held-out loss may be ten times what the same weights reach with statistics of their own.
+So they are taken anew before each evaluation, as Wu & Johnson, "Rethinking 'Batch' in BatchNorm" (2021, arXiv
+2105.07576, Section 3, "PreciseBN") have it: means over some training batches, each normalised as in training. Training
+itself goes on with its running averages and is the same, bit for bit, with and without.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning import Callback, Trainer
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from growlab.base.errors import UserError
+from growlab.base.ranks import averaged
+from growlab.lab.training.task import Task
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+@torch.no_grad()
+def fresh_statistics(network: nn.Module, batches: Sequence[tuple[Tensor, ...]]) -> dict[str, Tensor]:
+    """Means over batches, and over ranks, of what running averages follow, by the buffer's name.
+
+    Args:
+        network: left as it is.
+        batches: inputs of the network, this rank's part.
+    """
+    norms = {
+        name: module
+        for name, module in network.named_modules()
+        if all(isinstance(getattr(module, kind, None), Tensor) for kind in _STATISTICS)
+    }
+    buffers, totals = dict(network.named_buffers()), dict[str, Tensor]()
+    modes = {module: module.training for module in network.modules()}
+    network.eval()
+    for module in norms.values():
+        module.training = True
+    try:
+        for inputs in batches if norms else ():
+            # From zero, so that a batch leaves its own statistics times the weight that it has in the average.
+            empty = {
+                name: torch.zeros_like(tensor) for name, tensor in buffers.items() if _is_of(name, norms)
+            }
+            functional_call(network, empty, inputs)
+            for name, module in norms.items():
+                weight = _weight(module, empty.get(_joined(name, "num_batches_tracked")))
+                for kind in _STATISTICS:
+                    key = _joined(name, kind)
+                    precise = torch.promote_types(empty[key].dtype, torch.float32)
+                    found = empty[key].to(precise) / (weight * len(batches))
+                    totals[key] = totals[key] + found if key in totals else found
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return {name: averaged(total).to(buffers[name].dtype) for name, total in totals.items()}
+
+
+def _is_of(name: str, norms: dict[str, nn.Module]) -> bool:
+    return name.rpartition(".")[0] in norms
+
+
+def _joined(module: str, attribute: str) -> str:
+    return f"{module}.{attribute}" if module else attribute
+
+
+def _weight(module: nn.Module, tracked: Tensor | None) -> float:
+    """The weight of a batch's statistics in a running average that began at 0, after so many calls."""
+    calls = 1 if tracked is None else int(tracked)
+    return 1.0 if module.momentum is None else 1 - (1 - module.momentum) ** calls
+
+
+class FreshStatistics(Callback):
+    """Evaluates on held-out data with fresh statistics, and leaves them in the trained network.
+
+    Between two batches of an evaluation the network has its own again, which a checkpoint then holds. Batches are a
+    function of seed and epoch, so a resumed run finds the same statistics.
+
+    Args:
+        images: training images to take statistics from; 0: evaluate with running averages.
+        batches: maps a number, an epoch and whether images are augmented to so many training batches of the epoch, this
+            rank's part (`ImageData.training_batches`); None: there are none to be had, and running averages stay.
+
+    Raises:
+        UserError: a negative number of images.
+    """
+
+    def __init__(
+        self, images: int, batches: Callable[[int, int, bool], Sequence[tuple[Tensor, ...]]] | None
+    ) -> None:
+        if images < 0:
+            raise UserError(
+                f"statistics_images={images} must be at least 0 (0: running averages as they are)."
+            )
+        self._images, self._batches = images, batches
+        #: For the network and its average, and the epoch in which they were found.
+        self._fresh: list[tuple[nn.Module, dict[str, Tensor]]] = []
+        self._epoch: int | None = None
+        self._saved: list[dict[str, Tensor]] = []
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Task) -> None:
+        """Take the statistics of the epoch's end; the task evaluates with them."""
+        self._find(trainer, pl_module, trainer.current_epoch)
+        pl_module.evaluating = self._in_place
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
+        """Take the statistics of a last epoch that no evaluation follows, before it is saved."""
+        if trainer.current_epoch + 1 == trainer.max_epochs and self._epoch != trainer.current_epoch:
+            self._find(trainer, pl_module, trainer.current_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was found last, so that a run which is resumed behind its last epoch finishes with the same."""
+        return {"epoch": self._epoch, "fresh": [tensors for _, tensors in self._fresh]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with what was found before the checkpoint."""
+        self._epoch, self._saved = state_dict["epoch"], state_dict["fresh"]
+
+    def finish(self, task: Task) -> None:
+        """Leave the trained network, and its average, with fresh statistics: those that it was evaluated with last."""
+        found = [tensors for _, tensors in self._fresh] or self._saved
+        with torch.no_grad():
+            for network, fresh in zip(self._networks(task), found, strict=False):
+                own = dict(network.named_buffers())
+                for name, tensor in fresh.items():
+                    own[name].copy_(tensor)
+
+    @staticmethod
+    def _networks(task: Task) -> list[nn.Module]:
+        return [task.network, *task.grower.copies().values()]
+
+    def _find(self, trainer: Trainer, task: Task, epoch: int) -> None:
+        self._fresh, self._epoch = [], epoch
+        if not self._images or self._batches is None:
+            return
+        size = task.schedule.batch_size_at(epoch)
+        batches = self._batches(-(-self._images // size), epoch, True)
+        # The last batch of an epoch may be too small to have statistics.
+        batches = [batch for batch in batches if len(batch[0]) == len(batches[0][0])]
+        convert = trainer.precision_plugin.convert_input
+        inputs = [tuple(convert(x.to(task.device)) for x in batch[:-1]) for batch in batches]
+        with trainer.precision_plugin.forward_context():
+            self._fresh = [(network, fresh_statistics(network, inputs)) for network in self._networks(task)]
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for network, tensors in self._fresh:
+            for name, tensor in tensors.items():
+                module, _, attribute = name.rpartition(".")
+                owner = network.get_submodule(module)
+                tensors[name] = getattr(owner, attribute)
+                setattr(owner, attribute, tensor)

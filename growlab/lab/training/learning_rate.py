@@ -1,0 +1,217 @@
+"""The learning rate over a run whose steps an epoch change with the batch size."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import cos, inf, pi, sqrt
+from typing import Literal
+
+from growlab.base.errors import UserError
+from growlab.growth import Schedule
+
+_CHOICES = {
+    "shape": ("cosine", "constant", "steps", "inverse_sqrt", "wsd", "one_cycle"),
+    "clock": ("epochs", "cost", "auto"),
+    "decay_shape": ("linear", "1-sqrt"),
+    "restarts": ("none", "stage"),
+    "batch_rule": ("none", "linear", "sqrt"),
+}
+# Of "one_cycle", as torch.optim.lr_scheduler.OneCycleLR has them: the rise takes 0.3 of the run unless told otherwise,
+# begins at 1 / 25 of the base rate, and the fall ends at 1e-4 of that.
+_RISE, _FIRST, _LAST = 0.3, 1 / 25, 1 / 25e4
+# Shapes that count epochs or steps of their own.
+_OWN_COUNT = ("steps", "inverse_sqrt")
+# Of sums of decimal fractions.
+_ROUNDING = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """How the rate runs; the base rate is the optimizer's own `lr`.
+
+    Attributes:
+        shape: "cosine" from the base rate to 0; "constant"; "steps", constant but for the milestones; "inverse_sqrt",
+            which falls with the root of the number of steps and passes the base rate where the warm-up ends (Vaswani
+            et al. 2017, Eq. 3, by its peak as fairseq has it); "wsd" (warm-up, stable, decay), constant and then
+            down to 0 over the last `decay_fraction` (Hu et al. 2024, MiniCPM, Section 4); or "one_cycle" (Smith and
+            Topin 2018), half a cosine up to the base rate over `warmup_fraction`, 0.3 if that is 0, and half a cosine
+            down to nearly 0, as torch's OneCycleLR but for the momentum, which stays.
+        warmup_epochs: epochs of linear rise from 0 at the beginning.
+        restarts: run the shape once over the whole run ("none"), or anew in each stage ("stage").
+        batch_rule: scale the rate with the stage's batch size over `batch_size`: "none", "linear", "sqrt".
+        milestones: epochs of the run at which "steps" multiplies the rate by `decay`.
+        decay: that factor.
+        warmup_steps: the rise in optimizer steps, of "inverse_sqrt".
+        batch_size: the size that the optimizer's rate is for, which `batch_rule` compares with; None: the last stage's.
+        clock: progress of the shape is counted in "epochs", or in "cost": forward FLOPs of the run's planned total;
+            "auto": in cost where that is known before the run and nothing else is counted in epochs or steps.
+        warmup_fraction: the rise as a part of the run by its clock, in place of `warmup_epochs`; of the stage for
+            "one_cycle" with `restarts="stage"`.
+        decay_fraction: part of the run by its clock (of the stage with `restarts="stage"`) over which "wsd" decays.
+        decay_shape: of "wsd", over the decay's progress x: "linear", 1 - x, or "1-sqrt", 1 - sqrt(x) (Haegele et al.
+            2024, Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations, Section 3).
+        rewarm_steps: optimizer steps after each scheduled growth event over which the rate rises linearly from 0.
+
+    Raises:
+        ValueError: a value is none of these.
+    """
+
+    shape: Literal["cosine", "constant", "steps", "inverse_sqrt", "wsd", "one_cycle"] = "cosine"
+    warmup_epochs: float = 0.0
+    restarts: Literal["none", "stage"] = "none"
+    batch_rule: Literal["none", "linear", "sqrt"] = "none"
+    milestones: Sequence[float] = ()
+    decay: float = 0.1
+    warmup_steps: int | None = None
+    batch_size: int | None = None
+    clock: Literal["epochs", "cost", "auto"] = "epochs"
+    warmup_fraction: float = 0.0
+    decay_fraction: float = 0.5
+    decay_shape: Literal["linear", "1-sqrt"] = "linear"
+    rewarm_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be {' or '.join(known)}, not {getattr(self, name)!r}.")
+        if not 0 <= self.warmup_epochs < inf:
+            raise ValueError(f"warmup_epochs must be 0 or more, not {self.warmup_epochs}.")
+        if (self.warmup_steps is not None) != (self.shape == "inverse_sqrt"):
+            raise ValueError(
+                "warmup_steps, such as 4000, goes with shape=inverse_sqrt; other shapes warm up over warmup_epochs."
+            )
+        if self.warmup_steps is not None and (
+            self.warmup_steps < 1 or self.warmup_epochs or self.warmup_fraction or self.restarts != "none"
+        ):
+            raise ValueError(
+                "warmup_steps must be at least 1, with warmup_epochs=0, warmup_fraction=0 and restarts=none beside it."
+            )
+        self._check_clock()
+        if any(not milestone > 0 for milestone in self.milestones):
+            raise ValueError(f"milestones must be epochs above 0, not {list(self.milestones)}.")
+        if not self.decay > 0:
+            raise ValueError(f"decay must be positive, not {self.decay}.")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {self.batch_size}.")
+
+    def _check_clock(self) -> None:
+        """Refuse values that the clock or the shape "wsd" cannot follow."""
+        if not 0 <= self.warmup_fraction < 1:
+            raise ValueError(f"warmup_fraction must be 0 or more and below 1, not {self.warmup_fraction}.")
+        if self.warmup_fraction and self.warmup_epochs:
+            raise ValueError(
+                "warmup_epochs and warmup_fraction are two ways to say one thing: leave one at 0."
+            )
+        if self.shape == "one_cycle" and self.warmup_epochs:
+            raise ValueError(
+                f"shape=one_cycle rises over warmup_fraction ({_RISE} if that is 0): leave warmup_epochs at 0."
+            )
+        if self.clock == "cost" and self.warmup_epochs:
+            raise ValueError(
+                "warmup_epochs goes with clock=epochs; with clock=cost set warmup_fraction, a part of the cost."
+            )
+        if self.clock == "cost" and self.shape in _OWN_COUNT:
+            raise ValueError(
+                f"clock=cost goes with shape=cosine, constant, wsd or one_cycle; shape={self.shape} counts its own "
+                f"{'milestones in epochs' if self.shape == 'steps' else 'steps'}."
+            )
+        left = (1 - self.warmup_fraction) * _ROUNDING
+        if self.shape == "wsd" and not 0 < self.decay_fraction <= left:
+            raise ValueError(
+                f"decay_fraction must be above 0 and at most what warm-up leaves of the run, not {self.decay_fraction}."
+            )
+        if self.rewarm_steps < 0:
+            raise ValueError(f"rewarm_steps must be 0 or more, not {self.rewarm_steps}.")
+
+    @property
+    def needs_stages(self) -> str | None:
+        """The setting that needs to know before the run when the network grows; None if there is none."""
+        if self.clock == "cost":
+            return "clock=cost"
+        return f"rewarm_steps={self.rewarm_steps}" if self.rewarm_steps else None
+
+    def factor_at_step(
+        self,
+        schedule: Schedule,
+        steps_in_epoch: Sequence[int],
+        flops_in_epoch: Sequence[float] | None = None,
+    ) -> Callable[[int], float]:
+        """The factor on the base rate as a function of the number of optimizer steps done.
+
+        Args:
+            schedule: stages of the run.
+            steps_in_epoch: optimizer steps of each epoch.
+            flops_in_epoch: forward FLOPs of each epoch, which its steps share evenly; for `clock="cost"`.
+
+        Raises:
+            UserError: the warm-up takes the whole run, warm-up and decay take more, or the clock has no FLOPs to count.
+        """
+        counts_cost = self._counts_cost(flops_in_epoch)
+        if self.clock == "cost" and flops_in_epoch is None:
+            raise UserError(
+                "schedule.learning_rate.clock=cost needs to know the FLOPs of each epoch before the run."
+            )
+        if self.warmup_epochs >= schedule.total_epochs:
+            raise UserError(
+                f"schedule.learning_rate.warmup_epochs={self.warmup_epochs} leaves none of "
+                f"{schedule.total_epochs} epochs to train at the full rate."
+            )
+        if (
+            self.shape == "wsd"
+            and self.warmup_epochs > (1 - self.decay_fraction) * schedule.total_epochs * _ROUNDING
+        ):
+            raise UserError(
+                f"schedule.learning_rate.warmup_epochs={self.warmup_epochs} and decay_fraction={self.decay_fraction} "
+                f"take more than {schedule.total_epochs} epochs."
+            )
+        starts = [0, *accumulate(steps_in_epoch)]
+        lengths = flops_in_epoch if counts_cost and flops_in_epoch else [1] * schedule.total_epochs
+        clock = [0, *accumulate(lengths)]
+
+        def factor(step: int) -> float:
+            epoch = min(bisect_right(starts, step) - 1, schedule.total_epochs - 1)
+            part = min((step - starts[epoch]) / steps_in_epoch[epoch], 1.0)
+            stage = schedule.stage_at(epoch)
+            begin, end = 0, schedule.total_epochs
+            if self.restarts == "stage":
+                begin, end = schedule.starts[stage], schedule.starts[stage] + schedule.epochs[stage]
+            moment = clock[epoch] + part * lengths[epoch]
+            shape = self._shape(step, moment, clock[begin], clock[end], clock[-1])
+            since = step - starts[schedule.starts[stage]]
+            rewarm = since / self.rewarm_steps if stage and since < self.rewarm_steps else 1.0
+            return self._batch_scale(schedule, stage) * rewarm * shape
+
+        return factor
+
+    def _counts_cost(self, flops_in_epoch: Sequence[float] | None) -> bool:
+        if self.clock == "auto":
+            return flops_in_epoch is not None and not self.warmup_epochs and self.shape not in _OWN_COUNT
+        return self.clock == "cost"
+
+    def _batch_scale(self, schedule: Schedule, stage: int) -> float:
+        ratio = schedule.batch_sizes[stage] / (self.batch_size or schedule.batch_sizes[-1])
+        return {"none": 1.0, "linear": ratio, "sqrt": sqrt(ratio)}[self.batch_rule]
+
+    def _shape(self, step: int, moment: float, begin: float, end: float, total: float) -> float:
+        """The factor at a moment of the clock, for a shape that runs from `begin` to `end` of `total`."""
+        if self.warmup_steps is not None:
+            return min(step / self.warmup_steps, sqrt(self.warmup_steps / max(step, 1)))
+        if self.shape == "one_cycle":
+            done, rise = (moment - begin) / (end - begin), self.warmup_fraction or _RISE
+            first, last, part = (
+                (_FIRST, 1.0, done / rise) if done < rise else (1.0, _LAST, (done - rise) / (1 - rise))
+            )
+            return last + (first - last) * 0.5 * (1 + cos(pi * part))
+        warmup = self.warmup_epochs or self.warmup_fraction * total
+        if moment < warmup:
+            return moment / warmup
+        if self.shape == "constant":
+            return 1.0
+        if self.shape == "steps":
+            return self.decay ** sum(moment >= milestone for milestone in self.milestones)
+        if self.shape == "wsd":
+            left = min(1.0, (end - moment) / (self.decay_fraction * (end - begin)))
+            return left if self.decay_shape == "linear" else 1 - sqrt(1 - left)
+        begin = max(begin, warmup)
+        return 0.5 * (1 + cos(pi * (moment - begin) / (end - begin)))

@@ -1,0 +1,78 @@
+"""What libraries say, in this program's words or not at all."""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from growlab.base.errors import UserError
+from growlab.lab.data.readers import DIED
+from growlab.widths import UnsupportedOperation
+
+# How torch begins what it says of one sample in a batch.
+_SINGLE_VALUE = "Expected more than 1 value per channel when training"
+_PACKAGE = Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """Turn what libraries say of impossible settings into sentences."""
+    try:
+        yield
+    except (MisconfigurationException, UnsupportedOperation) as error:
+        raise UserError(" ".join(str(error).split())) from error
+    except Exception as error:
+        if isinstance(error, RuntimeError) and str(error).startswith(DIED):
+            reason = str(error).partition("\n")[0].strip(" .")
+            raise UserError(
+                f"a process that reads images died ({reason}); if memory ran out, lower data.num_workers."
+            ) from error
+        if isinstance(error, ValueError) and str(error).startswith(_SINGLE_VALUE):
+            raise UserError(
+                "batch normalisation has no statistics of a single value per channel, and a batch of training, such as "
+                "the last of an epoch, has one: change data.batch_size, or take a network with another normalisation."
+            ) from error
+        if isinstance(error, RuntimeError) and str(error).startswith("Early stopping conditioned on metric"):
+            raise UserError(" ".join(str(error).split())) from error
+        # Such as a key that is missing for an online run.
+        if type(error).__module__.partition(".")[0] == "wandb":
+            raise UserError(" ".join(str(error).split())) from error
+        raise
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Greetings and tips of libraries, and their own use of what torch deprecates, are not this run's news.
+
+    Warnings of growlab itself are then sentences, without the line of code that gives them.
+    """
+    names = ("lightning.pytorch", "lightning.fabric", "matplotlib.font_manager")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    usual, warnings.formatwarning = warnings.formatwarning, _formatted
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"lightning\.pytorch\.utilities\._pytree")
+            # About speed, where kernels of one channel are ambiguous; and about numbers that are of all ranks already.
+            warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+            warnings.filterwarnings("ignore", message=r"It is recommended to use .self\.log")
+            # Said of a test whose weights are handed over, where a callback of the user's is a `Checkpoint`.
+            warnings.filterwarnings("ignore", message=r".*was called without a model\. The")
+            yield
+    finally:
+        warnings.formatwarning = usual
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    if Path(filename).is_relative_to(_PACKAGE):
+        return f"warning: {message}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"

@@ -1,0 +1,162 @@
+"""What loggers need from a run beside its numbers: tables, images, the checkpoint, and an end."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+from lightning import Callback, Trainer
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from torch import nn
+
+from growlab.lab.training.task import Task
+
+EVENT_COLUMNS = (
+    *("stage", "epoch", "step", "batch_size", "num_params_before", "num_params", "parity_error_eval"),
+    *("parity_error_train", "noise_error_eval", "seconds"),
+)
+SPECTRUM_COLUMNS = ("stage", "epoch", "parameter", "rank", "singular_value")
+# The best value over the run is what W&B's tables of runs show; the last one otherwise.
+_SUMMARIES = {"val_accuracy": "max", "train_accuracy": "max", "val_loss": "min", "train_loss": "min"}
+_RANKS = 9
+# Where a run stands and what it stands on is no part of its name.
+_NOT_IN_NAMES = ("logger", "hydra", "ckpt_path", "data.root", "data.num_workers", "trainer.", "num_threads")
+
+
+class WandbRecords(Callback):
+    """Tells Weights & Biases what is no number: growth events and spectra as tables, figures, the checkpoint.
+
+    TensorBoard gets the figures; without either of them it does nothing. Spectra are singular values of every weight at
+    the end of each stage: `rank` is their place from 0 (the largest) to 1 (the smallest), nine of each weight.
+
+    Args:
+        loggers: those of the run.
+    """
+
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self._all = loggers
+        self._loggers = [logger for logger in loggers if isinstance(logger, WandbLogger)]
+        self._spectra: list[list[Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The table so far, so that a resumed run continues it."""
+        return {"spectra": self._spectra}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the table of the checkpoint."""
+        self._spectra = list(state_dict["spectra"])
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Task) -> None:
+        """Say which value of a curve stands for the run."""
+        if trainer.is_global_zero:
+            for logger in self._loggers:
+                for name, summary in _SUMMARIES.items():
+                    # As Lightning defines all metrics: a definition of one's own replaces its `*`.
+                    logger.experiment.define_metric(
+                        name, step_metric="trainer/global_step", step_sync=True, summary=summary
+                    )
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
+        """Add the stage's spectra after its last epoch."""
+        schedule, epoch = pl_module.schedule, trainer.current_epoch
+        is_last = epoch + 1 >= schedule.total_epochs
+        stage = pl_module.growth_state.stage
+        if not self._loggers or not trainer.is_global_zero:
+            return
+        if is_last or schedule.stage_at(epoch + 1) != stage:
+            self._spectra += [[stage, epoch, *row] for row in spectra(pl_module.network)]
+            for logger in self._loggers:
+                logger.log_table(
+                    "spectra", columns=list(SPECTRUM_COLUMNS), data=self._spectra, step=trainer.global_step
+                )
+
+    def on_growth(self, trainer: Trainer, task: Task) -> None:
+        """Renew the table of growth events."""
+        rows = [[event.get(column) for column in EVENT_COLUMNS] for event in task.events]
+        for logger in self._loggers:
+            logger.log_table(
+                "growth_events", columns=list(EVENT_COLUMNS), data=rows, step=trainer.global_step
+            )
+
+    def publish(self, trainer: Trainer, run_dir: Path) -> None:
+        """Hand over the run's figures and, where a W&B run is online, its checkpoint and weights."""
+        if not trainer.is_global_zero:
+            return
+        figures = sorted((run_dir / "figures").glob("*.png"))
+        for logger in self._loggers:
+            for path in figures:
+                logger.log_image(f"figures/{path.stem}", [str(path)], step=trainer.global_step)
+            if not logger.experiment.offline:
+                _upload(logger, run_dir)
+        for board in (logger for logger in self._all if isinstance(logger, TensorBoardLogger)):
+            for path in figures:
+                pixels = np.asarray(PIL.Image.open(path).convert("RGB"))
+                board.experiment.add_image(
+                    f"figures/{path.stem}", pixels, trainer.global_step, dataformats="HWC"
+                )
+
+
+def run_name(overrides: Sequence[str], otherwise: str) -> str:
+    """A run's name: its overrides, choices and the seed first, within the 128 characters that W&B allows.
+
+    Examples:
+        >>> run_name(["optimizer.lr=0.1", "seed=1", "logger=wandb", "growth=pairs"], "digits")
+        'growth=pairs seed=1 optimizer.lr=0.1'
+        >>> run_name([], "digits")
+        'digits'
+    """
+    told = [o.lstrip("+") for o in overrides if not o.lstrip("+~").startswith(_NOT_IN_NAMES)]
+    choices = sorted((o for o in told if "." not in o.partition("=")[0]), key=lambda o: o.startswith("seed"))
+    values = [o for o in told if "." in o.partition("=")[0]]
+    return " ".join([*choices, *values])[:128] or otherwise
+
+
+def spectra(network: nn.Module) -> list[list[Any]]:
+    """[name, rank, singular value] of every weight of two or more dimensions, nine of each, from large to small.
+
+    A weight is taken as the matrix [out, in * kernel].
+
+    Examples:
+        >>> layer = nn.Linear(3, 2, bias=False)
+        >>> _ = layer.weight.data.copy_(torch.tensor([[3.0, 0, 0], [0, 1.0, 0]]))
+        >>> [(round(rank, 3), round(value, 3)) for _, rank, value in spectra(layer)][:2]
+        [(0.0, 3.0), (0.125, 2.75)]
+    """
+    rows: list[list[Any]] = []
+    for name, parameter in network.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        values = torch.linalg.svdvals(parameter.detach().flatten(1).float())
+        ranks = torch.linspace(0, 1, _RANKS)
+        quantiles = torch.quantile(values.cpu(), 1 - ranks)
+        rows += [[name, rank, value] for rank, value in zip(ranks.tolist(), quantiles.tolist(), strict=True)]
+    return rows
+
+
+def close_loggers(loggers: Sequence[Logger], succeeded: bool) -> None:
+    """End the loggers' runs, so that the next run of the process begins its own.
+
+    Lightning leaves a W&B run open, and the next logger of the process would write into it.
+
+    Args:
+        loggers: those of the run that is over.
+        succeeded: whether it came to its end.
+    """
+    for logger in loggers:
+        if succeeded:
+            logger.finalize("success")
+        if isinstance(logger, WandbLogger) and logger._experiment is not None:
+            logger._experiment.finish(exit_code=0 if succeeded else 1)
+
+
+def _upload(logger: WandbLogger, run_dir: Path) -> None:
+    # Imported here: there is a W&B logger, so its package is there.
+    import wandb
+
+    artifact = wandb.Artifact(f"run-{logger.experiment.id}", type="model")
+    for name in ("checkpoints/last.ckpt", "model.pt", "config.yaml", "results.json"):
+        if (run_dir / name).exists():
+            artifact.add_file(str(run_dir / name), name=name)
+    logger.experiment.log_artifact(artifact)

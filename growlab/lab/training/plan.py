@@ -1,0 +1,372 @@
+"""What a run will do, worked out before it trains: stages, widths, cost, batches and steps."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from growlab.base.errors import UserError
+from growlab.grower import forecast, knows_stages, nothing_grows, seed_widths
+from growlab.grower.cost import train_cost_percent
+from growlab.grower.part import Part
+from growlab.grower.triggers import Decided, Demand, Never, OnDemand, Scheduled, Trigger, Widths, climb
+from growlab.growth import FixedSize, GrowthMethod, Schedule, WidthDecision, make_schedule
+from growlab.lab.data import ImageData, Incremental
+from growlab.lab.training.budget import epochs_within
+from growlab.lab.training.stage_cost import StageCost
+from growlab.widths import WidthGraph
+
+# A forward and a backward pass cost about three forward passes.
+_TRAINING_FACTOR = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do.
+
+    Attributes:
+        schedule: its stages.
+        widths: width of each group at each stage.
+        flops: forward FLOPs per sample of each stage.
+        full_flops: the same of the full-width network.
+        reference_epochs: epochs of the fixed-size run that cost is relative to.
+        batches: batches of each epoch.
+        steps: optimizer steps of each epoch.
+        samples: training samples of each epoch.
+        reference_samples: training samples of the fixed-size run that cost is relative to, where epochs differ in
+            them because data arrives with the stages; else None.
+        stage_numbers: what growth events call each stage; None for 0, 1, 2, ...
+        auxiliary_flops: forward FLOPs of passes beside training's, each with a backward pass, or what costs as much.
+    """
+
+    schedule: Schedule
+    widths: list[dict[str, int]]
+    flops: list[int]
+    full_flops: int
+    reference_epochs: float
+    batches: list[int]
+    steps: list[int]
+    samples: list[int]
+    reference_samples: int | None = None
+    stage_numbers: list[int] | None = None
+    auxiliary_flops: int = 0
+
+    @property
+    def train_cost_percent(self) -> float:
+        """Forward FLOPs relative to those of the fixed-size run on the same data, in percent."""
+        if self.reference_samples is not None:
+            return 100.0 * (sum(self.flops_in_epoch) + self.auxiliary_flops) / self.reference_flops
+        percent = train_cost_percent(self.schedule.epochs, self.flops, self.full_flops, self.reference_epochs)
+        return percent + 100.0 * self.auxiliary_flops / self.reference_flops
+
+    @property
+    def reference_flops(self) -> float:
+        """Forward FLOPs of the fixed-size run."""
+        images = self.reference_samples
+        if images is None:
+            return self.full_flops * self.reference_epochs * sum(self.samples) / len(self.samples)
+        return self.full_flops * images
+
+    @property
+    def flops_in_epoch(self) -> list[int]:
+        """Forward FLOPs of each epoch over all its samples."""
+        stages = [self.schedule.stage_at(epoch) for epoch in range(self.schedule.total_epochs)]
+        return [self.flops[stage] * samples for stage, samples in zip(stages, self.samples, strict=True)]
+
+    @property
+    def train_flops(self) -> int:
+        """FLOPs of the whole training, forward and backward."""
+        return _TRAINING_FACTOR * (sum(self.flops_in_epoch) + self.auxiliary_flops)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Settings of the training loop that a plan depends on.
+
+    Attributes:
+        limit_batches: Lightning's `limit_train_batches`: a number (int) or part (float) of an epoch's batches.
+        accumulate: batches whose gradients make a step.
+        num_processes: that every batch is divided among.
+    """
+
+    limit_batches: float | None = None
+    accumulate: int = 1
+    num_processes: int = 1
+
+
+def choose_trigger(
+    settings: Mapping[str, Any], method: GrowthMethod, demand: Demand | None, batch_size: int, loop: Loop
+) -> Trigger:
+    """The trigger that a schedule's settings, a demand and a growth method mean together.
+
+    Args:
+        settings: see `make_plan`.
+        method: one of fixed size never grows; one that decides widths is asked.
+        demand: asks for growth in place of the schedule.
+        batch_size: of the schedule's reference stage.
+        loop: of the run.
+
+    Raises:
+        ValueError: the schedule is impossible.
+        UserError: the settings do not go together.
+    """
+    if isinstance(method, FixedSize):
+        if settings["equal_flops"] and demand is not None:
+            raise UserError(
+                "what growth on demand costs is not known before: set schedule.total_epochs in place of "
+                "schedule.equal_flops."
+            )
+        return Never(method.width_multiple, method.depth_multiple)
+    if demand is not None:
+        _refuse_stages(settings, method)
+        number = settings["num_stages"] if settings["widths"] is None else len(settings["widths"])
+        stages = _schedule({**settings, "epochs": [1] * number}, 1, Loop())
+        return OnDemand(demand, stages, settings["total_epochs"])
+    if isinstance(method, WidthDecision):
+        _refuse_widths(settings)
+        return Decided()
+    if settings["equal_flops"]:
+        raise UserError("schedule.equal_flops is for the fixed-size run; set growth=none with it.")
+    return Scheduled(_schedule(settings, batch_size, loop))
+
+
+def make_plan(
+    settings: Mapping[str, Any],
+    trigger: Trigger,
+    graph: WidthGraph,
+    cost: StageCost,
+    data: ImageData,
+    loop: Loop = Loop(),
+    parts: Sequence[Part] = (),
+    fit: Callable[[Sequence[Widths]], Sequence[int]] | None = None,
+) -> Plan:
+    """Work out a run.
+
+    Args:
+        settings: arguments of `make_schedule` but the batch size; `equal_flops`: whether a fixed-size run trains for
+            as many epochs as cost what growing by this schedule costs; and `budget`, see `epochs_of_budget`.
+        trigger: of these settings, see `choose_trigger`.
+        graph: the network's width graph, as prepared.
+        cost: of the network.
+        data: set up.
+        loop: of the run.
+        parts: features beside growing.
+        fit: finds the batch size of each stage from its widths, in place of the schedule's rates.
+
+    Raises:
+        ValueError: the schedule is impossible.
+        UserError: the settings do not go together.
+    """
+    base = data.batch_size if fit is None else loop.num_processes
+    total = settings["total_epochs"] if settings["epochs"] is None else sum(settings["epochs"])
+    seed = seed_widths(trigger, graph, parts)
+    widths = forecast(trigger, graph, parts) or [seed]
+    flops = [cost(each, _share(trigger, stage, each)) for stage, each in enumerate(widths)]
+    epochs = total
+    if settings["equal_flops"]:
+        grown = _schedule(settings, base, loop)
+        epochs = max(1, round(_epochs_worth(grown, [cost(w) for w in grown.widths(graph)], data) / flops[0]))
+    schedule = trigger.schedule if isinstance(trigger, Scheduled) else _one_stage(epochs, base, loop)
+    reference_epochs: float = schedule.total_epochs if isinstance(trigger, Scheduled) else total
+    if budget := settings.get("budget"):
+        whole = budget * getattr(data, "epoch_parts", 1)
+        reference_epochs = int(whole) if whole == int(whole) else whole
+    if fit is not None:
+        if not knows_stages(trigger, parts):
+            raise UserError(
+                "schedule.batch_size=auto needs to know how wide the network is at which epoch, and this run decides "
+                "that while it trains: leave it out."
+            )
+        schedule = replace(schedule, batch_sizes=tuple(fit(widths)))
+    reference_samples = None
+    if _incremental(data) is not None:
+        stages, reference = _schedule(settings, base, loop), _one_stage(int(reference_epochs), base, loop)
+        reference_samples = _let_arrive(data, stages, schedule, reference, loop)
+    batches, samples = _batches(data, schedule, loop.limit_batches)
+    steps = optimizer_steps(batches, loop.accumulate)
+    plan = Plan(
+        *(schedule, widths, flops, cost(graph.full_widths), reference_epochs),
+        *(batches, steps, samples, reference_samples),
+    )
+    if isinstance(trigger, OnDemand):
+        _check_demand(trigger, graph, cost, plan)
+    return plan
+
+
+def _let_arrive(
+    data: ImageData, stages: Schedule, schedule: Schedule, reference: Schedule, loop: Loop
+) -> int:
+    """Let data arrive with the stages, also of a run that does not grow; samples of the fixed-size run so."""
+    data.follow_stages(stages.starts, stages.total_epochs, reference.total_epochs)
+    samples = sum(_batches(data, reference, loop.limit_batches)[1])
+    data.follow_stages(stages.starts, stages.total_epochs, schedule.total_epochs)
+    return samples
+
+
+def epochs_of_budget(
+    settings: Mapping[str, Any],
+    trigger: Trigger,
+    graph: WidthGraph,
+    cost: StageCost,
+    data: ImageData,
+    loop: Loop = Loop(),
+    parts: Sequence[Part] = (),
+) -> int:
+    """Epochs of a run that trains for `budget` epochs of the fixed full network; the arguments are `make_plan`'s.
+
+    Raises:
+        UserError: the budget is too small.
+    """
+    widths = forecast(trigger, graph, parts)
+    assert widths is not None
+    scheduled = isinstance(trigger, Scheduled)
+    base = data.batch_size
+
+    def make(epochs: int) -> Schedule:
+        given = {**settings, "total_epochs": epochs}
+        return _schedule(given, base, loop) if scheduled else _one_stage(epochs, base, loop)
+
+    def samples(epoch: int, size: int) -> int:
+        batches = data.samples_in_batches(epoch, size)
+        return sum(batches[: _limited(len(batches), loop.limit_batches)])
+
+    flops = [cost(each, _share(trigger, stage, each)) for stage, each in enumerate(widths)]
+    return epochs_within(settings["budget"], make, flops, cost(graph.full_widths), data, samples)
+
+
+def check_growth(graph: WidthGraph, trigger: Trigger, parts: Sequence[Part]) -> None:
+    """Refuse a run in which nothing would grow.
+
+    Raises:
+        UserError: the network has no width groups, and no part grows otherwise.
+    """
+    if told := nothing_grows(graph, trigger, parts):
+        raise UserError(
+            f"{told}; train it as it is with growth=none lr_adapt=none, or take another growth or model."
+        )
+
+
+def _check_demand(trigger: OnDemand, graph: WidthGraph, cost: StageCost, plan: Plan) -> None:
+    steps, demand = trigger.steps(graph), trigger.demand
+    ahead, total = len(steps) - 1, trigger.total_epochs
+    narrow = demand.latest(total, ahead) if ahead else 0
+    ways = [
+        cost({**plan.widths[0], **widths}, trigger.share(stage, widths)) for stage, widths in enumerate(steps)
+    ]
+    spent = ways[0] * sum(plan.samples[:narrow])
+    spent += climb(ways[1:] or ways, plan.samples[narrow:], demand.min_epochs)
+    demand.check(total, ahead, 100.0 * spent / plan.reference_flops)
+
+
+def _share(trigger: Trigger, stage: int, widths: Widths) -> float:
+    share = trigger.share(stage, widths)
+    return 1.0 if share is None else share
+
+
+def _schedule(settings: Mapping[str, Any], batch_size: int, loop: Loop) -> Schedule:
+    known = {name: value for name, value in settings.items() if name not in ("equal_flops", "budget")}
+    return make_schedule(batch_size=batch_size, **known, num_processes=loop.num_processes)
+
+
+def _one_stage(epochs: int, batch_size: int, loop: Loop) -> Schedule:
+    return make_schedule(epochs, batch_size, num_stages=1, num_processes=loop.num_processes)
+
+
+def _incremental(data: ImageData) -> Incremental | None:
+    """How data arrives with the stages; other data than images is there from the start."""
+    return getattr(data, "incremental", None)
+
+
+def _epochs_worth(stages: Schedule, flops: Sequence[int], data: ImageData) -> float:
+    """FLOPs of a grown run for each training image of a mean epoch."""
+    images = [1] * stages.num_stages
+    if _incremental(data) is not None:
+        data.follow_stages(stages.starts, stages.total_epochs, stages.total_epochs)
+        images = [data.num_train_at(start) for start in stages.starts]
+    spent = sum(e * f * n for e, f, n in zip(stages.epochs, flops, images, strict=True))
+    return spent * stages.total_epochs / sum(e * n for e, n in zip(stages.epochs, images, strict=True))
+
+
+def _batches(data: ImageData, schedule: Schedule, limit: float | None) -> tuple[list[int], list[int]]:
+    """Batches and samples of each epoch."""
+    samples = [data.samples_in_batches(e, schedule.batch_size_at(e)) for e in range(schedule.total_epochs)]
+    batches = [_limited(len(epoch), limit) for epoch in samples]
+    return batches, [sum(epoch[:number]) for epoch, number in zip(samples, batches, strict=True)]
+
+
+def carried_out(
+    plan: Plan,
+    trigger: Trigger,
+    stage_of_epoch: Sequence[int],
+    stages: Sequence[Widths],
+    cost: StageCost,
+    scheduled: Sequence[int],
+) -> Plan:
+    """The plan of a run as it turned out whose widths were decided while it trained.
+
+    Its stages are those that an epoch ended in. An epoch in which widths changed counts with its last ones.
+
+    Args:
+        plan: known before.
+        trigger: of the run.
+        stage_of_epoch: the stage that each epoch ended in.
+        stages: width of each group at every stage.
+        cost: of the network.
+        scheduled: the number that the trigger gives to each of them; those that parts asked for count with the one
+            before.
+    """
+    numbers = sorted(set(stage_of_epoch))
+    widths = [dict(stages[number]) for number in numbers]
+    epochs = tuple(stage_of_epoch.count(number) for number in numbers)
+    known = plan.schedule.batch_sizes
+    sizes = tuple(known[min(scheduled[number], len(known) - 1)] for number in numbers)
+    flops = [cost(stages[n], _share(trigger, scheduled[n], stages[n])) for n in numbers]
+    schedule = Schedule(epochs, (Fraction(1),) * len(numbers), sizes)
+    return replace(plan, schedule=schedule, widths=widths, flops=flops, stage_numbers=numbers)
+
+
+def _refuse_stages(settings: Mapping[str, Any], method: GrowthMethod) -> None:
+    given = [name for name in ("epochs", "batch_sizes") if settings[name] is not None]
+    given += [name for name in ("batch_growth_rate", "equal_flops") if settings[name]]
+    if given:
+        raise UserError(
+            f"schedule.{given[0]} is about stages whose ends are known before; growth on demand (schedule.demand) has "
+            "none: leave it out."
+        )
+    if isinstance(method, WidthDecision):
+        raise UserError(
+            f"{method.name} decides widths itself; take it with schedule=exponential, or another growth method."
+        )
+
+
+def _refuse_widths(settings: Mapping[str, Any]) -> None:
+    given = [name for name in ("epochs", "widths", "batch_sizes") if settings[name] is not None]
+    given += ["equal_flops"] if settings["equal_flops"] else []
+    if given:
+        raise UserError(
+            f"schedule.{given[0]} is for runs whose widths the schedule says; this growth method decides them itself: "
+            "set schedule.total_epochs alone."
+        )
+
+
+def optimizer_steps(batches: Sequence[int], accumulate: int) -> list[int]:
+    """Steps of each epoch; the last batch of an epoch always ends in a step.
+
+    Raises:
+        UserError: there is no such number.
+    """
+    if accumulate < 1:
+        raise UserError(f"trainer.accumulate_grad_batches={accumulate} must be at least 1.")
+    return [-(-number // accumulate) for number in batches]
+
+
+def _limited(batches: int, limit: float | None) -> int:
+    if limit is None:
+        return batches
+    limited = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    if limited < 1 or (isinstance(limit, float) and limit > 1):
+        raise UserError(
+            f"trainer.limit_train_batches={limit} of {batches} batches leaves none to train on; give a number of "
+            "batches from 1 or a part of them up to 1.0."
+        )
+    return limited

@@ -1,0 +1,256 @@
+"""The processes of a run: whether this one is one of several, who has started it, and how many it has to start.
+
+Processes that torchrun or SLURM have started are left alone. Else `growlab.lab.training.launcher` starts one for each
+device, each a run of the command line of its own, with the same overrides and the same folder, so a job of a sweep is a
+fresh run too, and devices may differ from job to job. This module does without torch: most of what is asked needs none.
+"""
+
+import atexit
+import os
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import ListConfig
+
+from growlab.base.errors import UserError
+from growlab.base.files import write_json
+
+# Under these names torch's elastic agent tells a process which run it belongs to and where its error file goes.
+_RUN_ID, _ERROR_FILE = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
+_OURS = "growlab-"
+_POLL_SEC = 0.1
+# Far beyond any machine's devices; a number with digits too many would fill its memory.
+_MOST_PROCESSES = 1024
+# A path that Hydra reads as it is where it stands unquoted.
+_PLAIN = re.compile(r"[\w.@%+-]*/[\w./@%+-]*", re.ASCII)
+
+
+class ProcessFailed(RuntimeError):
+    """A process of the run ended with a traceback, which this carries."""
+
+    def __repr__(self) -> str:
+        return str(self).rstrip().rpartition("\n")[2]
+
+
+def run_id() -> str:
+    """The name of a run whose processes this one starts; it holds the number of this process."""
+    return f"{_OURS}{os.getpid()}"
+
+
+def started_by_growlab() -> bool:
+    """Whether another process of growlab has started this one."""
+    return os.environ.get(_RUN_ID, "").startswith(_OURS)
+
+
+def started_elsewhere() -> bool:
+    """Whether torchrun, SLURM or the like have started this process as one of several."""
+    if started_by_growlab():
+        return False
+    several = int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    return "RANK" in os.environ or "LOCAL_RANK" in os.environ or (several and "SLURM_STEP_ID" in os.environ)
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes files and talks."""
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
+        if name in os.environ:
+            return int(os.environ[name]) == 0
+    return True
+
+
+def announce(sentence: str) -> None:
+    """Tell someone who waits at a terminal what takes the next seconds."""
+    if is_first() and sys.stderr.isatty():
+        print(f"{sentence} ...", file=sys.stderr, flush=True)
+
+
+def program() -> str:
+    """How this command line is called from the current folder: `growlab`, or `PYTHON -m growlab`, for commands to copy.
+
+    The program comes by its name where that finds it, else by its path, from the current folder if it lies there.
+    """
+    # `growlab.lab.cli.commands.run_command` puts a command's name behind the script's.
+    script, _, _ = sys.argv[0].rpartition(" ")
+    for path in (sys.argv[0], script if os.path.dirname(script) else ""):
+        if os.path.basename(path) == "growlab":
+            return _callable(path)
+    return f"{_callable(sys.executable)} -m growlab"
+
+
+def _callable(path: str) -> str:
+    full, here = os.path.abspath(path), os.getcwd()
+    name = os.path.basename(path)
+    found = shutil.which(name)
+    if name == path or (found is not None and os.path.abspath(found) == full):
+        return name
+    if not Path(full).is_relative_to(here):
+        return shlex.quote(full)
+    near = os.path.relpath(full)
+    return shlex.quote(near if os.sep in near else os.path.join(".", near))
+
+
+def to_start(trainer: Mapping[str, Any]) -> int:
+    """How many processes have to be started for this run; 0 if this one does it.
+
+    Args:
+        trainer: the configuration's `trainer`.
+
+    Raises:
+        UserError: several machines, on which something else has to start them; restarts where something else has.
+    """
+    if started_by_growlab():
+        return 0
+    restarts = max_restarts(trainer)
+    if started_elsewhere():
+        if restarts:
+            raise UserError(
+                f"trainer.max_restarts={restarts} is for processes that growlab itself starts; torchrun has "
+                "--max-restarts=N, SLURM has --requeue, both with ckpt_path=last hydra.run.dir=FOLDER."
+            )
+        return 0
+    if trainer.get("num_nodes", 1) > 1:
+        raise UserError(
+            f"trainer.num_nodes={trainer['num_nodes']}: start growlab on every machine with torchrun, or in a "
+            "SLURM job with srun."
+        )
+    number = num_devices(trainer)
+    if number > _MOST_PROCESSES:
+        raise UserError(
+            f"trainer.devices={trainer.get('devices')} asks for {number:,} processes on one machine, of which growlab "
+            f"starts at most {_MOST_PROCESSES:,}."
+        )
+    return number if number > 1 or restarts else 0
+
+
+def max_restarts(trainer: Mapping[str, Any]) -> int:
+    """Times that the processes of a run may start again.
+
+    Args:
+        trainer: the configuration's `trainer`.
+
+    Raises:
+        UserError: it is no count.
+    """
+    restarts = trainer.get("max_restarts", 0)
+    if not isinstance(restarts, int) or isinstance(restarts, bool) or restarts < 0:
+        raise UserError(f"trainer.max_restarts={restarts} must be a number of restarts, 0 for none.")
+    return restarts
+
+
+def num_devices(trainer: Mapping[str, Any]) -> int:
+    """Devices that Lightning will take on this machine."""
+    devices, accelerator = trainer.get("devices", "auto"), trainer.get("accelerator", "auto")
+    if isinstance(devices, (list, ListConfig)):
+        return max(1, len(devices))
+    text = str(devices)
+    if "," in text:
+        return len([name for name in text.split(",") if name.strip()])
+    if text.isdigit():
+        return max(1, int(text))
+    if accelerator in ("auto", "gpu", "cuda"):
+        # Imported here: for a run on CPUs the process that only watches needs no torch.
+        import torch
+
+        return max(1, torch.cuda.device_count())
+    return 1
+
+
+def world_size(trainer: Mapping[str, Any]) -> int:
+    """Processes of the whole run, over all machines."""
+    return num_devices(trainer) * trainer.get("num_nodes", 1)
+
+
+def end_with_parent() -> None:
+    """End this process and its children when the agent that started it, growlab's or torchrun's, is gone.
+
+    Nobody would wait for them, and the run's folder may be taken.
+    """
+    if _RUN_ID not in os.environ:
+        return
+    # What torch's sockets say when a neighbour has gone is no news beside the reason.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    parent = int(os.environ[_RUN_ID].removeprefix(_OURS)) if started_by_growlab() else os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_SEC)
+        if started_by_growlab():
+            # FOLDER/RUN/ATTEMPT/RANK/FILE, as torch lays them out.
+            shutil.rmtree(Path(os.environ[_ERROR_FILE]).parents[3], ignore_errors=True)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def report(code: int, reason: str) -> bool:
+    """Leave the reason of this process's end in torch's error file, if one of its agents has started it.
+
+    Args:
+        code: the exit code, or minus the number of a signal that ended the run in good order.
+        reason: a sentence for codes 2 and below 0, else a traceback.
+
+    Returns:
+        Whether growlab's own launcher will tell the reason, so that this process need not.
+    """
+    if os.environ.get(_ERROR_FILE):
+        # The layout of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`; torchrun prints `py_callstack`.
+        more = {"py_callstack": reason, "timestamp": time.time()}
+        content = {"message": {"message": reason, "errorCode": code, "extraInfo": more}}
+        write_json(os.environ[_ERROR_FILE], content)
+    return started_by_growlab()
+
+
+def name_of(override: str) -> str:
+    """What an override of the command line sets: `a` of `a=1`, `+a=1` and `++a=1`."""
+    return override.lstrip("+").partition("=")[0]
+
+
+def in_folder(path: Path) -> str:
+    """The override that sends a run into a folder."""
+    return path_override("hydra.run.dir", path)
+
+
+def path_override(name: str, path: Path) -> str:
+    """An override whose value is a path, quoted where Hydra would stumble over it."""
+    text = str(path)
+    return f"{name}={text if _PLAIN.fullmatch(text) else quoted(path)}"
+
+
+def quoted(path: Path | str) -> str:
+    """A path as the value of an override."""
+    # Of backslashes those alone are doubled that stand before a quote.
+    return "'" + re.sub(r"(\\*)(?:(')|$)", _escaped, str(path)) + "'"
+
+
+def _escaped(found: "re.Match[str]") -> str:
+    return 2 * found[1] + (r"\'" if found[2] else "")
+
+
+def apart(overrides: Sequence[str], multirun: bool) -> list[str]:
+    """Overrides that keep a process that is not the first from leaving folders and logs of its own.
+
+    Args:
+        overrides: those given; folders named there stay.
+        multirun: whether they make a sweep.
+    """
+    if is_first() or not (started_elsewhere() or started_by_growlab()):
+        return []
+    folder = Path(tempfile.gettempdir()) / f"growlab_{secrets.token_hex(8)}"
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if multirun:
+        own = {"hydra.sweep.dir": quoted(folder), "hydra.sweep.subdir": "."}
+    else:
+        own = {"hydra.run.dir": quoted(folder)}
+    own |= {"hydra.output_subdir": "null", "hydra/job_logging": "none"}
+    given = set(map(name_of, overrides))
+    return [f"{name}={value}" for name, value in own.items() if name not in given]

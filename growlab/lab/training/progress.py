@@ -1,0 +1,190 @@
+"""Progress of a run on the screen; stages and epochs count from 0 as in its files: "epoch 9/9" is the last of ten."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning import Callback, Trainer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from growlab.lab.training.task import Task
+from growlab.widths import WidthGraph
+from growlab.widths.findings import layer_name
+
+# Reading the loss waits for the device, and no one reads faster than this.
+_REFRESH_SEC = 0.5
+# What an epoch takes however narrow the network is, relative to what the widest one's arithmetic takes: measured
+# on ResNet-20, where a sixteenth of the FLOPs takes a third of the time.
+_FIXED_EFFORT = 0.4
+
+
+class GrowthProgress(Callback):
+    """A line for each epoch and each growth event; on a terminal a bar over the whole run below them.
+
+    Args:
+        batches: batches of each epoch.
+        samples: training samples of each epoch.
+        flops: forward FLOPs of each epoch; time left is judged by them, since late stages are slower.
+    """
+
+    def __init__(self, batches: Sequence[int], samples: Sequence[int], flops: Sequence[int]) -> None:
+        self._batches, self._samples = batches, samples
+        self._effort = [_FIXED_EFFORT + forward / max(flops) for forward in flops]
+        self._console = Console(file=sys.stderr)
+        self._bar: Progress | None = None
+        self._shown = 0.0
+        self._began = self._epoch_began = 0.0
+        self._resumed_at = 0.0
+        # What of the running epoch was done before this process began.
+        self._began_at = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
+        """Open the bar."""
+        if not trainer.is_global_zero:
+            return
+        if pl_module.graph.groups and trainer.global_step == 0:
+            stages = pl_module.grower.trigger.forecast(pl_module.graph)
+            grows = stages is None or any(widths != stages[0] for widths in stages)
+            print(first_line(pl_module.graph, grows), file=sys.stderr, flush=True)
+        self._began = self._epoch_began = time.perf_counter()
+        epoch, self._began_at = trainer.current_epoch, 0.0
+        if trainer.fit_loop.restarted_mid_epoch:
+            self._began_at = (trainer.fit_loop.batch_idx + 1) / self._batches[epoch]
+        self._resumed_at = sum(self._effort[:epoch]) + self._began_at * sum(self._effort[epoch : epoch + 1])
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[loss]}"),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[left]}"),
+                console=self._console,
+                transient=True,
+            )
+            self._bar.start()
+            self._bar.add_task("", total=sum(self._effort), completed=self._resumed_at, loss="", left="")
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Task) -> None:
+        """Start the epoch's clock."""
+        self._epoch_began, self._began_at = time.perf_counter(), 0.0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Task, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Move the bar, at most twice a second."""
+        now = time.perf_counter()
+        if self._bar is None or now - self._shown < _REFRESH_SEC:
+            return
+        self._shown = now
+        epoch = trainer.current_epoch
+        part = (batch_idx + 1) / self._batches[epoch]
+        done = sum(self._effort[:epoch]) + part * self._effort[epoch]
+        # What fits beside a bar on 80 columns; the rest is in the lines above it.
+        self._bar.update(
+            self._bar.task_ids[0],
+            completed=done,
+            description=self._moment(trainer, pl_module),
+            loss=_figures({k: v for k, v in pl_module.running_metrics().items() if k == "loss"}),
+            left=f"left {_clock(self._left(done, now))}",
+        )
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
+        """Print the epoch's line."""
+        # Summed over ranks, so every rank must ask.
+        metrics = {**pl_module.metrics("train"), **pl_module.metrics(pl_module.watched)}
+        if not trainer.is_global_zero:
+            return
+        now = time.perf_counter()
+        figures = _figures(metrics)
+        if self._bar is not None:
+            epoch, last = trainer.current_epoch, pl_module.schedule.total_epochs - 1
+            self._bar.console.print(f"epoch {epoch:>{len(str(last))}}/{last}  {figures}", highlight=False)
+            return
+        done = sum(self._effort[: trainer.current_epoch + 1])
+        rate = (1 - self._began_at) * self._samples[trainer.current_epoch] / (now - self._epoch_began)
+        widths = f"widths {_span(pl_module.growth_state.widths)}"
+        left = f"left {_clock(self._left(done, now))}"
+        line = (self._moment(trainer, pl_module), widths, figures, f"{rate:,.0f}/s", left)
+        print("  ".join(line), file=sys.stderr, flush=True)
+
+    def on_growth(self, trainer: Trainer, receipt: dict[str, Any]) -> None:
+        """Print a line for a growth event."""
+        if not trainer.is_global_zero:
+            return
+        before, after = receipt["widths_before"], receipt["widths_after"]
+        verb = "grew" if receipt["num_params"] >= receipt["num_params_before"] else "shrank"
+        blocks = f"{len(receipt['inserted'])} blocks came in, " if "inserted" in receipt else ""
+        size = f"inputs of size {receipt['input_size']}, " if "input_size" in receipt else ""
+        line = (
+            f"{verb} to stage {receipt['stage']}: {blocks}{size}widths {_span(before)} -> {_span(after)}, parameters "
+            f"{receipt['num_params_before']:,} -> {receipt['num_params']:,}, batch {receipt['batch_size']}, "
+            f"output error {receipt['parity_error_eval']:.1e}, {receipt['seconds']:.2f} s"
+        )
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Task) -> None:
+        """Close the bar."""
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: Task, exception: BaseException) -> None:
+        """Close the bar, so that the reason is readable."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _moment(self, trainer: Trainer, task: Task) -> str:
+        # The last stage is not known where widths are decided on the way.
+        last = f"/{task.schedule.num_stages - 1}" if task.grower.knows_stages else ""
+        return f"stage {task.growth_state.stage}{last}  epoch {trainer.current_epoch}/{task.schedule.total_epochs - 1}"
+
+    def _left(self, done: float, now: float) -> float:
+        new = done - self._resumed_at
+        return (now - self._began) * (sum(self._effort) - done) / new if new > 0 else 0.0
+
+
+def _figures(metrics: Mapping[str, float]) -> str:
+    return "  ".join(
+        f"{name.replace('accuracy', 'acc')} {value:.1%}" if "accuracy" in name else f"{name} {value:.3f}"
+        for name, value in metrics.items()
+    )
+
+
+def first_line(graph: WidthGraph, grows: bool = True) -> str:
+    """The line at a run's beginning: how much grows, and which layers count as the output's.
+
+    Args:
+        graph: of the network.
+        grows: False where the trigger changes no widths.
+    """
+    last = [
+        name if free else f"{name} (something behind it fixes its scale)"
+        for name, free in graph.last_layers.items()
+    ]
+    last += [
+        f"{layer_name(weight)} (an embedding's table too: neither rescaled nor given an output layer's rate)"
+        for weight in graph.tied_outputs
+    ]
+    found = f"output layers: {', '.join(last)}" if last else "no output layer was found"
+    groups = f"{len(graph.groups)} width group{'' if len(graph.groups) == 1 else 's'}"
+    return f"growing {groups}; {found}" if grows else f"{groups}; {found}"
+
+
+def _span(widths: dict[str, int]) -> str:
+    if not widths:
+        return "fixed"
+    low, high = min(widths.values()), max(widths.values())
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

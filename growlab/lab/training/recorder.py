@@ -1,0 +1,278 @@
+"""Writes what happens in a run into its folder while it happens."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import Callback, Trainer
+from torch.optim import Optimizer
+
+from growlab.base.errors import UserError, WriteError
+from growlab.base.files import write_json, write_text
+from growlab.lab.training.memory import PeakMemory
+from growlab.lab.training.objective import Objective
+from growlab.lab.training.plan import Plan
+from growlab.lab.training.task import Task
+from growlab.optim import Regional, running_gradients
+
+# In front of an epoch's metrics, and behind them.
+_FIRST_COLUMNS = ("epoch", "step", "stage", "batch_size", "lr", "num_params")
+_LAST_COLUMNS = ("samples_per_sec", "seconds")
+RATE_COLUMNS = ("step", "epoch", "stage", "parameter", "region", "rate_factor", "weight_norm", "grad_norm")
+
+
+class RunRecorder(Callback):
+    """Keeps metrics.csv, rates.csv and growth.json, and hands the same to the loggers.
+
+    What it has recorded is part of the checkpoint, so a resumed run's files continue as if it had never
+    stopped. Files are written by the first rank alone, at the end of each epoch.
+
+    Args:
+        run_dir: the run's folder.
+        samples: training samples of each epoch.
+        log_rates_every_n_steps: how often rate factors and norms of weights and gradients are recorded, region by
+            region, whatever the optimizer; where it does not adapt rates, factors are 1.
+
+    Raises:
+        UserError: there is no such interval.
+    """
+
+    def __init__(self, run_dir: Path, samples: Sequence[int], log_rates_every_n_steps: int = 100) -> None:
+        if log_rates_every_n_steps < 1:
+            raise UserError(f"log_rates_every_n_steps={log_rates_every_n_steps} must be at least 1.")
+        self.run_dir, self.samples = run_dir, samples
+        self.log_rates_every_n_steps = log_rates_every_n_steps
+        self.rows: list[dict[str, Any]] = []
+        self.peak_memory_bytes: dict[int, int] = {}
+        self._rates: list[str] = []
+        self._lr = 0.0
+        self._began = 0.0
+        self._validation_sec = 0.0
+        self._validation_began: float | None = None
+        self._memory: PeakMemory | None = None
+        self._peak: int | None = None
+
+    # State ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been recorded so far, in plain containers."""
+        self._note_memory()
+        return {
+            "rows": self.rows,
+            "rates": "\n".join(self._rates),
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "peak": self._peak,
+            "lr": self._lr,
+            # Of an epoch that has not ended.
+            "seconds": time.perf_counter() - self._began,
+            "validation_seconds": self._validation_sec + self._validating_sec(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what had been recorded at the checkpoint."""
+        self.rows = list(state_dict["rows"])
+        self._rates = state_dict["rates"].splitlines()
+        self.peak_memory_bytes = dict(state_dict["peak_memory_bytes"])
+        self._peak = state_dict.get("peak")
+        self._lr = state_dict["lr"]
+        self._began = time.perf_counter() - state_dict["seconds"]
+        self._validation_sec = state_dict["validation_seconds"]
+
+    @property
+    def memory_measure(self) -> str:
+        """What `peak_memory_bytes` are, or why there are none, see `PeakMemory`."""
+        return self._memory.measure
+
+    # Hooks ---------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Task) -> None:
+        """Look at what is held before training."""
+        self._memory = PeakMemory(pl_module.device)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
+        """Measure memory from here on; an epoch that a checkpoint is in the middle of goes on."""
+        self._memory.reset()
+        if trainer.global_step == 0 and pl_module.graph.groups:
+            # The seed's, before any event tells of widths.
+            _log(trainer, _widths(pl_module.growth_state.widths), 0)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Task) -> None:
+        """Start the epoch's clock."""
+        self._began, self._validation_sec = time.perf_counter(), 0.0
+        self._peak = None
+        self._memory.reset()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Task) -> None:
+        """Stop the training clock; batches of validation are no part of training's memory."""
+        self._note_memory()
+        self._validation_began = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Task) -> None:
+        """Start the training clock again."""
+        self._validation_sec += self._validating_sec()
+        self._validation_began = None
+        self._memory.reset()
+
+    def _note_memory(self) -> None:
+        peak = None if self._memory is None else self._memory.bytes()
+        self._peak = peak if self._peak is None or peak is None else max(peak, self._peak)
+
+    def _validating_sec(self) -> float:
+        return 0.0 if self._validation_began is None else time.perf_counter() - self._validation_began
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Task, optimizer: Optimizer) -> None:
+        """Keep the step's rate; every n steps record rate factors and norms of regions."""
+        self._lr = optimizer.param_groups[0]["lr"]
+        if trainer.global_step % self.log_rates_every_n_steps:
+            return
+        where = (trainer.global_step, trainer.current_epoch, pl_module.growth_state.stage)
+        adapted = isinstance(optimizer, Regional) and optimizer.rule is not None
+        logged = {}
+        parameters = dict(pl_module.network.named_parameters())
+        for name, regions in pl_module.grower.regions().items():
+            parameter = parameters[name]
+            if not regions.has_rates(parameter) or not parameter.requires_grad:
+                continue
+            norms, grad = regions.norms(parameter), parameter.grad
+            factors = optimizer.factors(parameter) if isinstance(optimizer, Regional) else None
+            columns = (
+                torch.ones_like(norms) if factors is None else factors,
+                norms,
+                torch.full_like(norms, torch.nan) if grad is None else regions.norms(grad),
+            )
+            stages = regions.stages.tolist()
+            for region, *cells in zip(stages, *(column.tolist() for column in columns), strict=True):
+                numbers = (f"{cell:.6g}" for cell in cells)
+                self._rates.append(",".join(map(str, (*where, name, region, *numbers))))
+                logged[f"rate_factor/{name}/stage_{region}"] = cells[0]
+        if adapted:
+            _log(trainer, logged, trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
+        """Add the epoch's row and write the files, before the checkpoint is saved."""
+        pl_module.check_loss()
+        pl_module.check_weights()
+        watched = pl_module.watched
+        splits = ("train", watched, *(f"{watched}_{name}" for name in pl_module.grower.copies()))
+        metrics = {key: value for split in splits for key, value in pl_module.metrics(split).items()}
+        seconds = time.perf_counter() - self._began
+        stage, epoch = pl_module.growth_state.stage, trainer.current_epoch
+        row = {
+            "epoch": epoch,
+            "step": trainer.global_step,
+            "stage": stage,
+            "batch_size": pl_module.schedule.batch_size_at(epoch),
+            "lr": self._lr,
+            "num_params": sum(p.numel() for p in pl_module.network.parameters()),
+            **metrics,
+            "samples_per_sec": self.samples[epoch] / (seconds - self._validation_sec),
+            "seconds": seconds,
+        }
+        if pl_module.grower.trigger.wants_gradients:
+            means = [mean for o in trainer.optimizers for mean in running_gradients(o).values()]
+            row["gradient_norm"] = float(sum(mean.double().square().sum() for mean in means)) ** 0.5
+        self.rows.append(row)
+        self._note_memory()
+        if self._peak is not None:
+            self.peak_memory_bytes[stage] = max(self._peak, self.peak_memory_bytes.get(stage, 0))
+        # For other callbacks; the loggers get Python's numbers, which `log_dict` would round to float32.
+        pl_module.log_dict(metrics, logger=False)
+        _log(trainer, {key: value for key, value in row.items() if key != "step"}, trainer.global_step)
+        if trainer.is_global_zero:
+            try:
+                self.write(pl_module)
+            except WriteError as error:
+                # All rows are kept, so the next epoch's end writes this one's too.
+                print(f"warning: {error}", file=sys.stderr)
+
+    def on_growth(self, trainer: Trainer, receipt: dict[str, Any]) -> None:
+        """Hand a growth event to the loggers; the file follows with the epoch's end."""
+        numbers = {key: value for key, value in receipt.items() if isinstance(value, (int, float))}
+        events = {f"growth/{key}": value for key, value in numbers.items() if key not in ("epoch", "step")}
+        _log(trainer, {**events, **_widths(receipt["widths_after"])}, receipt["step"])
+
+    def on_result(self, trainer: Trainer, results: Mapping[str, Any]) -> None:
+        """Hand what came out of the run to the loggers: every single number of `results.json`."""
+        numbers = {key: value for key, value in results.items() if isinstance(value, (int, float))}
+        _log(trainer, {f"result/{key}": value for key, value in numbers.items()}, trainer.global_step)
+
+    def stages(self, plan: Plan, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What each stage was and took, for `results.json`.
+
+        Args:
+            plan: the run as it was carried out.
+            events: receipts of its growth events.
+        """
+        schedule, event_sec = plan.schedule, {event["stage"]: event["seconds"] for event in events}
+        stages = []
+        for stage in range(schedule.num_stages):
+            number = stage if plan.stage_numbers is None else plan.stage_numbers[stage]
+            rows = [row for row in self.rows if row["stage"] == number]
+            samples = sum(plan.samples[row["epoch"]] for row in rows)
+            training_sec = sum(plan.samples[row["epoch"]] / row["samples_per_sec"] for row in rows)
+            stages.append(
+                {
+                    "stage": number,
+                    "epochs": schedule.epochs[stage],
+                    "batch_size": schedule.batch_sizes[stage],
+                    "widths": plan.widths[stage],
+                    "num_params": rows[-1]["num_params"],
+                    "flops_per_sample": plan.flops[stage],
+                    "seconds": sum(row["seconds"] for row in rows) + event_sec.get(number, 0.0),
+                    "samples_per_sec": samples / training_sec,
+                    "peak_memory_bytes": self.peak_memory_bytes.get(number),
+                }
+            )
+        return stages
+
+    # Files ---------------------------------------------------------------------------------------------
+
+    def write(self, task: Task) -> None:
+        """Write all files of the run so far."""
+        columns = metric_columns(task.objective, list(task.grower.copies()), task.watched)
+        lines = [",".join(columns)]
+        lines += [",".join(_cell(row.get(column)) for column in columns) for row in self.rows]
+        write_text(self.run_dir / "metrics.csv", "\n".join(lines) + "\n")
+        if self._rates:
+            write_text(self.run_dir / "rates.csv", "\n".join([",".join(RATE_COLUMNS), *self._rates]) + "\n")
+        widths = task.stage_widths
+        groups = {
+            name: {"full_width": group.full_width, "widths": [stage[name] for stage in widths]}
+            for name, group in task.graph.groups.items()
+        }
+        looks = list(task.grower.trigger.looks)
+        write_json(self.run_dir / "growth.json", {"events": task.events, "looks": looks, "groups": groups})
+
+
+def metric_columns(objective: Objective, averages: Sequence[str] = (), watched: str = "val") -> list[str]:
+    """The columns of metrics.csv; those of averages of the network come last.
+
+    Args:
+        objective: names the metrics.
+        averages: names of averages of the network.
+        watched: what is evaluated behind each epoch, "val" or "test".
+    """
+    names = list(objective.metric_names)
+    metrics = [f"train_{name}" for name in names]
+    metrics += [f"{watched}_{name}" for name in (*names, *objective.evaluated_names)]
+    averaged = [f"{watched}_{average}_{name}" for average in averages for name in names]
+    return [*_FIRST_COLUMNS, *metrics, *_LAST_COLUMNS, *averaged]
+
+
+def _widths(widths: Mapping[str, int]) -> dict[str, float]:
+    """Widths of groups under the names that loggers get them by."""
+    return {f"width/{group}": width for group, width in widths.items()}
+
+
+def _log(trainer: Trainer, values: dict[str, float], step: int) -> None:
+    for logger in trainer.loggers:
+        logger.log_metrics(values, step=step)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.8g}" if isinstance(value, float) else str(value)

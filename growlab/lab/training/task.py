@@ -1,0 +1,316 @@
+"""The Lightning task: train a network that grows towards an objective."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning import LightningModule
+from torch import Tensor
+
+from growlab.base.errors import UserError
+from growlab.base.ranks import stacked
+from growlab.grower import Grower, forecast
+from growlab.growth import GrowthState, Schedule
+from growlab.lab.training.checkpoints import HEADER, as_precise, differences, shapes
+from growlab.lab.training.learning_rate import LearningRate
+from growlab.lab.training.objective import Classification, Objective, SumObjective
+from growlab.optim import exempt_from_decay
+from growlab.widths import WidthGraph
+
+_CHECK_LOSS_EVERY = 50  # steps: reading the loss stalls a GPU, and ranks have to agree
+
+
+class Task(LightningModule):
+    """Training towards an objective with a growing network.
+
+    Args:
+        grower: of the network.
+        schedule: epochs and batch sizes of the run's stages.
+        steps_in_epoch: optimizer steps of each epoch.
+        make_optimizer: makes the optimizer from the parameters; decay then spares `growlab.optim.without_decay`.
+        learning_rate: the schedule of the rate.
+        objective: loss and metrics; None: of classification.
+        settings: the run's, in plain containers; a checkpoint of other settings is not resumed.
+        run_id: a name for the run that survives interruptions, for loggers.
+
+    Attributes:
+        statistics_ranks: into how many parts, by rank, a batch is divided for the statistics of batch normalisation.
+        batch_fit: batch sizes that were found to fit, see `fit_batch_sizes`; None where the schedule says them.
+        watched: what is evaluated behind each epoch: "val", or "test" where the test set is watched.
+        flops_in_epoch: forward FLOPs of each epoch, where they are known before; a rate clocked by cost follows them.
+        evaluating: what a validation batch is evaluated in, see `FreshStatistics`.
+    """
+
+    def __init__(
+        self,
+        grower: Grower,
+        schedule: Schedule,
+        steps_in_epoch: list[int],
+        make_optimizer: Callable[..., torch.optim.Optimizer],
+        learning_rate: LearningRate | None = None,
+        objective: Objective | None = None,
+        settings: Mapping[str, Any] | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.network, self.grower = grower.network, grower
+        self.schedule, self.steps_in_epoch = schedule, steps_in_epoch
+        self.learning_rate = learning_rate or LearningRate()
+        self.objective = objective or Classification()
+        self.settings, self.run_id = dict(settings or {}), run_id
+        self.statistics_ranks = 1
+        self.batch_fit: list[dict[str, int]] | None = None
+        self.watched = "val"
+        self.flops_in_epoch: list[int] | None = None
+        self.evaluating: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._make_optimizer = make_optimizer
+        self._sums: dict[str, Tensor] = {}
+        self._evaluated: dict[str, dict[str, Any]] = {}
+        self._saved_sums: Tensor | None = None
+        self._bad_step: Tensor | None = None
+
+    @property
+    def graph(self) -> WidthGraph:
+        """The network's width graph."""
+        return self.grower.graph
+
+    @property
+    def growth_state(self) -> GrowthState:
+        """Stage and widths."""
+        return self.grower.state
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Receipts of all growth events."""
+        return self.grower.events
+
+    @property
+    def stage_widths(self) -> list[dict[str, int]]:
+        """Width of each group at every stage: of the whole schedule, or as has been decided so far."""
+        grower = self.grower
+        known = forecast(grower.trigger, grower.full_graph, grower.parts) if grower.knows_stages else None
+        return known or [grower.seed_widths, *(event["widths_after"] for event in grower.events)]
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """Map a batch's inputs to logits, such as [B, num_classes]."""
+        return self.network(*inputs)
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Mean loss of what the network puts out, such as [B, num_classes], against the target."""
+        return self.objective(output, self.grower.targets(y))[0]
+
+    # Optimizer -----------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """One optimizer over all parameters, its rate stepped after every batch."""
+        optimizer = self._make_optimizer(self.network.parameters())
+        if not any(part.one_group for part in self.grower.parts):
+            exempt_from_decay(optimizer, self.network)
+        factor = self.learning_rate.factor_at_step(self.schedule, self.steps_in_epoch, self.flops_in_epoch)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # Steps ---------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Go on counting where a checkpoint in the middle of an epoch stopped."""
+        saved, self._saved_sums = self._saved_sums, None
+        if saved is None:
+            return
+        saved = (saved.float() if self.device.type == "mps" else saved).to(self.device)
+        if len(saved) == self.trainer.world_size:
+            self._sums["train"] = saved[self.global_rank]
+        else:
+            # The first rank goes on for all that there were.
+            self._sums["train"] = saved.sum(0) if self.global_rank == 0 else torch.zeros_like(saved[0])
+
+    def on_train_epoch_start(self) -> None:
+        """Begin to count anew."""
+        self._sums = {}
+
+    def on_train_batch_start(self, batch: tuple[Tensor, ...], batch_index: int) -> None:
+        """Make what a step draws (dropout) a function of seed, epoch, batch and rank, so that a resumed run agrees."""
+        self.seed_step(self.current_epoch, batch_index)
+
+    def seed_step(self, epoch: int, batch_index: int) -> None:
+        """Seed what the network draws in a step (dropout), as a function of the run's seed, these and the rank."""
+        seed = hash((self.grower.seed, epoch, batch_index, self.global_rank)) & (2**63 - 1)
+        if self.device.type == "cpu":
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_index: int) -> Tensor:
+        """Loss of one batch."""
+        *inputs, target = batch
+        loss, sums = self.objective(self(*inputs), self.grower.targets(target))
+        self._add("train", sums)
+        self._watch(loss, batch_index)
+        if self.objective.uneven and self.trainer.world_size > 1:
+            # Gradients are averaged over ranks with equal weight: of all tokens, not of each rank's, is the mean.
+            loss = loss * (sums[-1] / stacked(sums[-1]).mean())
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        """Begin to count anew."""
+        self._forget(self.watched)
+
+    def validation_step(self, batch: tuple[Tensor, ...], batch_index: int) -> None:
+        """Metrics of one validation batch."""
+        with self.evaluating():
+            self._evaluate(self.watched, batch)
+
+    def test_step(self, batch: tuple[Tensor, ...], batch_index: int) -> None:
+        """Metrics of one test batch."""
+        self._evaluate("test", batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Metrics of the whole network."""
+        self._finish(self.watched, self.current_epoch)
+
+    def on_test_epoch_start(self) -> None:
+        """Begin to count anew."""
+        self._forget("test")
+
+    def on_test_epoch_end(self) -> None:
+        """Metrics of the whole network."""
+        self._finish("test", None)
+
+    def metrics(self, split: str) -> dict[str, Any]:
+        """The objective's metrics over the epoch so far, over all ranks; empty if there are none.
+
+        Args:
+            split: "train", "val" or "test"; "val_NAME" or "test_NAME" for an average of the network.
+        """
+        if split not in self._sums:
+            return {}
+        found = self.objective.metrics(stacked(self._sums[split]).sum(0).tolist())
+        return {
+            f"{split}_{name}": value for name, value in {**found, **self._evaluated.get(split, {})}.items()
+        }
+
+    def running_metrics(self) -> dict[str, float]:
+        """This rank's training metrics so far in the epoch (waits for a GPU)."""
+        return self.objective.metrics(self._sums["train"].tolist()) if "train" in self._sums else {}
+
+    def check_loss(self) -> None:
+        """Stop the run if a training loss was not finite.
+
+        Raises:
+            UserError: naming the first such step.
+        """
+        if self._bad_step is None:
+            return
+        # Of all ranks, so that all stop alike.
+        bad = [step for step in stacked(self._bad_step).tolist() if step >= 0]
+        if bad:
+            raise UserError(self._not_finite("the training loss became NaN or infinite at", min(bad)))
+
+    def check_weights(self) -> None:
+        """Stop the run if the last step left a weight or statistic that is not finite, before it is saved.
+
+        Raises:
+            UserError: naming the step and the tensor.
+        """
+        tensors = {n: t for n, t in self.network.state_dict().items() if t.is_floating_point()}
+        finite = torch.stack([tensor.isfinite().all() for tensor in tensors.values()])
+        finite = stacked(finite).all(0)
+        if not bool(finite.all()):
+            first = next(n for n, fine in zip(tensors, finite.tolist(), strict=True) if not fine)
+            raise UserError(self._not_finite(f"{first} held NaN or infinity after", self.global_step - 1))
+
+    def _not_finite(self, what: str, step: int) -> str:
+        kept = "the last checkpoint is from before it" if self.current_epoch else "there is no checkpoint yet"
+        return (
+            f"{what} step {step} (epoch {self.current_epoch}, stage {self.growth_state.stage}); {kept}: lower "
+            "optimizer.lr, raise schedule.learning_rate.warmup_epochs or set trainer.gradient_clip_val."
+        )
+
+    def _evaluate(self, split: str, batch: tuple[Tensor, ...]) -> None:
+        *inputs, target = batch
+        target, output = self.grower.targets(target), self(*inputs)
+        self._add(split, self.objective(output, target)[1])
+        if isinstance(self.objective, SumObjective):
+            self.objective.observe(output, target)
+        for name, copy in self.grower.copies().items():
+            self._add(f"{split}_{name}", self.objective(copy(*inputs), target)[1])
+
+    def _finish(self, split: str, epoch: int | None) -> None:
+        self._evaluated[split] = self.objective.evaluate(self, split, epoch)
+
+    def _forget(self, split: str) -> None:
+        for name in (split, *(f"{split}_{copy}" for copy in self.grower.copies())):
+            self._sums.pop(name, None)
+            self._evaluated.pop(name, None)
+
+    def _add(self, split: str, entry: Tensor) -> None:
+        # Sums of a large epoch leave float32's exact integers.
+        entry = entry.double() if entry.device.type != "mps" else entry
+        self._sums[split] = self._sums[split] + entry if split in self._sums else entry
+
+    def _watch(self, loss: Tensor, batch_index: int) -> None:
+        if self._bad_step is None:
+            self._bad_step = torch.tensor(-1, device=loss.device)
+        bad = ~torch.isfinite(loss.detach()) & (self._bad_step < 0)
+        self._bad_step = torch.where(bad, self.global_step, self._bad_step)
+        alone_on_cpu = loss.device.type == "cpu" and self.trainer.world_size == 1
+        if alone_on_cpu or batch_index % _CHECK_LOSS_EVERY == 0:
+            self.check_loss()
+
+    # Checkpoints ---------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the growth history, which the weights cannot be loaded without."""
+        checkpoint[HEADER] = {
+            "grower": self.grower.state_dict(),
+            "epochs": list(self.schedule.epochs),
+            "batch_sizes": list(self.schedule.batch_sizes),
+            "batch_fit": self.batch_fit,
+            "method": self.grower.method.name,
+            "settings": self.settings,
+            "run_id": self.run_id,
+            "statistics_ranks": self.statistics_ranks,
+            # [ranks, k]: collected on every rank, saved by the first.
+            "train_sums": stacked(self._sums["train"]).cpu() if "train" in self._sums else None,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Bring the network to the structure and the widths that the weights were saved at.
+
+        Raises:
+            UserError: the checkpoint is of another network, method or schedule, or of other settings.
+        """
+        saved = checkpoint.get(HEADER)
+        if saved is None:
+            raise UserError("the checkpoint was not written by growlab; give ckpt_path one of growlab's.")
+        other = differences(saved["settings"], self.settings)
+        other = other or differences(
+            {
+                **{key: saved[key] for key in ("method", "epochs", "batch_sizes")},
+                "full_widths": saved["grower"]["full_widths"],
+            },
+            {
+                "method": self.grower.method.name,
+                "epochs": list(self.schedule.epochs),
+                "batch_sizes": list(self.schedule.batch_sizes),
+                "full_widths": self.grower.full_graph.full_widths,
+            },
+        )
+        if not other:
+            self.grower.load_state_dict(saved["grower"])
+            other = differences(shapes(checkpoint["state_dict"]), shapes(self.state_dict()), "the shape of ")
+        if other:
+            more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+            raise UserError(
+                f"the checkpoint is of another run, with {'; '.join(other[:3])}{more}: resume with the settings "
+                "that it was trained with."
+            )
+        if saved["statistics_ranks"] != self.statistics_ranks:
+            raise UserError(
+                f"batch normalisation would take its statistics over 1/{self.statistics_ranks} of each batch, not "
+                f"1/{saved['statistics_ranks']} as the checkpoint's run did: go on with as many devices as before, or "
+                "between one device and several with trainer.sync_batchnorm=true."
+            )
+        as_precise(self, checkpoint["state_dict"])
+        self._saved_sums = saved["train_sums"]

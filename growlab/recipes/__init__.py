@@ -1,0 +1,1 @@
+"""Experiments beyond the lab; nothing else imports them."""

@@ -1,0 +1,300 @@
+"""What there is to reproduce, read from `registry.yaml` and `papers/`, and the single runs of each entry."""
+
+import difflib
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from growlab.base.errors import UserError
+from growlab.lab.training.configuration import config_dir
+
+# In the folder of the rows: runs like those in `runs`, with the state that they go on from.
+UNFINISHED = "unfinished"
+# Overrides that are no part of a job's folder, as in `hydra.job.config.override_dirname` of conf/config.yaml.
+_NOT_IN_FOLDER = ("experiment=", "data.root=", "ckpt_path=")
+
+
+@dataclass(frozen=True)
+class Check:
+    """A statement of a paper, held against rows of ours.
+
+    Attributes:
+        says: the statement, in words.
+        first: pattern of run folders below `notebooks/results`, or several with " + " between them.
+        second: pattern of those that it is compared with, by seed; None where `quantity` is itself a difference.
+        quantity: what is compared: "score" (the test metric), or a name of `growlab.recipes.papers.quantities`.
+        study: two initialisations of a study's `summary.json`, in place of two folders; `quantity` is then a loss of
+            its `by_seed`.
+        summary: a number of a study's `summary.json`, by its keys, that is held against `at_most` or `at_least`.
+        rows: in its place a number of each network: a table in the study's folder, a column of it, and what else a row
+            has to say, as "task=rings".
+        at_most: the statement's bound.
+        at_least: likewise.
+        published: network, then two rows of `published.csv` as "Table 2: Ours", then an override of both, if need be.
+        expect: "more", "less" or "equal": what the statement says of first less second.
+        margin: by how much the difference of what is equal may differ from the published one (else from 0), in the
+            quantity's unit.
+        ours: no paper states it; it is a question of ours.
+    """
+
+    says: str
+    first: str
+    second: str | None = None
+    quantity: str = "score"
+    study: tuple[str, str] | None = None
+    published: tuple[str, ...] | None = None
+    expect: str = "more"
+    summary: tuple[str, ...] | None = None
+    rows: tuple[str, ...] | None = None
+    at_most: float | None = None
+    at_least: float | None = None
+    margin: float | None = None
+    ours: bool = False
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether a number is held to a bound, and not compared with another."""
+        return self.summary is not None or self.rows is not None
+
+    def __post_init__(self) -> None:
+        """Raise UserError where a statement of equality has no margin, or another has one."""
+        if (self.expect == "equal") != (self.margin is not None):
+            raise UserError(
+                f"the statement {self.says!r} needs a margin if it expects what is equal, and else none."
+            )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Runs that are kept in `notebooks/results`.
+
+    Attributes:
+        folder: below it.
+        select: pattern of run folders in it.
+        whole: whether they are of the paper's length and size.
+        note: where they differ from the paper's in something else.
+    """
+
+    folder: str
+    select: str = "*"
+    whole: bool = False
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of an entry.
+
+    Attributes:
+        experiment: its file in conf/experiment.
+        overrides: what the command and the sweep add to it.
+        epochs: it trains for; None for a study.
+        data: name of its data.
+        is_study: whether it is no training that stops and goes on.
+    """
+
+    experiment: str
+    overrides: tuple[str, ...]
+    epochs: int | None
+    data: str | None
+    is_study: bool
+
+    @property
+    def folder(self) -> str:
+        """Where `python -m growlab -m experiment=...` puts it, below its runs."""
+        kept = sorted(o for o in self.overrides if not o.startswith(_NOT_IN_FOLDER))
+        return f"{self.experiment}/{','.join(kept) or 'run'}"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A table, figure or experiment of a paper; `registry.yaml` says what the attributes are."""
+
+    name: str
+    paper: str
+    title: str
+    claim: str
+    commands: tuple[str, ...]
+    data: tuple[str, ...] = ()
+    table: str | None = None
+    rows: tuple[Rows, ...] = ()
+    figures: tuple[str, ...] = ()
+    minutes: float | None = None
+    gpu_runs: int | None = None
+    checks: tuple[Check, ...] = ()
+
+    def jobs(self, seeds: Sequence[int] | None = None) -> list[Job]:
+        """The runs of all its commands, each once.
+
+        Args:
+            seeds: take these in place of those that the commands name. A job of a seed that it has anyway is that job.
+        """
+        found = {job.folder: job for command in self.commands for job in _expand(command, seeds)}
+        return list(found.values())
+
+    def is_beside_table(self, job: Job) -> bool:
+        """Whether a job is no row of the paper's table: none of them has fixed size at equal FLOPs, which we add."""
+        return self.table is not None and "method=equal_flops" in job.overrides
+
+
+@dataclass(frozen=True)
+class Registry:
+    """All entries.
+
+    Attributes:
+        items: by name, in the papers' order.
+        papers: title of each paper, a `note` on what of it needs no run, overrides on a GPU (`gpu`) and on a CPU that
+            multiplies in bfloat16 (`cpu_bfloat16`), and how many runs a GPU trains at the same time (`gpu_runs`).
+        data: number of training samples (`num_train`) of each data set, other names of its folder with the number that
+            lies there (`also`), and whether it comes with growlab (`built_in`).
+    """
+
+    items: dict[str, Item]
+    papers: dict[str, dict[str, Any]]
+    data: dict[str, dict[str, Any]]
+
+    def find(self, name: str) -> Item:
+        """The entry of a name.
+
+        Raises:
+            UserError: there is none; the nearest name is suggested.
+        """
+        if name not in self.items:
+            near = difflib.get_close_matches(name, self.items, 1, cutoff=0.4)
+            hint = f"did you mean {near[0]}?" if near else "--list names them all."
+            raise UserError(f"there is nothing to reproduce that is called {name}; {hint}")
+        return self.items[name]
+
+
+def drawn(figure: str) -> tuple[str, tuple[str, ...]]:
+    """The name of a figure of an entry, and the overrides of the runs that it shows.
+
+    Example:
+        >>> drawn("rate_factors method=ours seed=0"), drawn("compare")
+        (('rate_factors', ('method=ours', 'seed=0')), ('compare', ()))
+    """
+    name, *overrides = figure.split()
+    return name, tuple(overrides)
+
+
+@cache
+def registry() -> Registry:
+    """The registry as the package brings it."""
+    here = resources.files("growlab.recipes.papers")
+    data = yaml.safe_load(here.joinpath("registry.yaml").read_text(encoding="utf-8"))["data"]
+    papers: dict[str, dict[str, Any]] = {}
+    items: list[Item] = []
+    for path in sorted(here.joinpath("papers").iterdir(), key=lambda path: path.name):
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        paper, entries = content.pop("paper"), content.pop("items")
+        papers.setdefault(paper, {}).update(content)
+        items += [_item({"paper": paper, **entry}) for entry in entries]
+    return Registry({item.name: item for item in items}, papers, data)
+
+
+def _item(entry: Mapping[str, Any]) -> Item:
+    plain = {key: value for key, value in entry.items() if key not in ("rows", "checks")}
+    checks = [
+        Check(**{key: tuple(value) if isinstance(value, list) else value for key, value in one.items()})
+        for check in entry.get("checks", ())
+        for one in _pairs(check)
+    ]
+    rows = tuple(Rows(**rows) for rows in entry.get("rows", ()))
+    lists = {key: tuple(plain[key]) for key in ("commands", "data", "figures") if key in plain}
+    return Item(**{**plain, **lists}, rows=rows, checks=tuple(checks))
+
+
+def _pairs(check: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A statement about all pairs of two lists of initialisations, `study: [[...], [...]]`, as one of each pair."""
+    study = check.get("study", ())
+    if not any(isinstance(side, list) for side in study):
+        yield dict(check)
+        return
+    for first, second in itertools.product(*study):
+        yield {**check, "study": [first, second], "says": check["says"].format(f"`{first}`", f"`{second}`")}
+
+
+def _expand(command: str, seeds: Sequence[int] | None) -> list[Job]:
+    """The jobs of `experiment=NAME override...`: every combination of values, those of the preset's sweep too."""
+    words = command.split()
+    name = words[0].removeprefix("experiment=")
+    settings = experiment(name)
+    given = dict(word.split("=", 1) for word in words[1:] if not word.startswith("hydra."))
+    swept = {} if "hydra.sweeper.params=null" in words else dict(settings.swept)
+    swept.update({key: _split(value) for key, value in given.items()})
+    named = "seed" in swept
+    if seeds is not None:
+        swept["seed"] = [str(seed) for seed in seeds]
+    jobs = []
+    for values in itertools.product(*swept.values()):
+        own = dict(zip(swept, values, strict=True))
+        if not named and own.get("seed") == str(settings.seed):
+            # The job of the command as it stands, which names no seed and has this one.
+            del own["seed"]
+        epochs = None if settings.is_study else int(own.get("schedule.total_epochs", settings.epochs))
+        # The names of data sets in conf/data are their folders'; those that arrive are made of another.
+        data = str(own.get("data", settings.data)).removesuffix("_incremental")
+        overrides = tuple(f"{key}={value}" for key, value in own.items())
+        data = None if settings.is_study else data
+        jobs.append(Job(name, overrides, epochs, data, settings.is_study))
+    return jobs
+
+
+def _split(value: str) -> list[str]:
+    """`a,b` as two values, `[1,2]` as one."""
+    return re.findall(r"(?:\[[^\]]*\]|[^,\[])+", value)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a file of conf/experiment and those it builds on say of a run's length, data and seed, and of its sweep."""
+
+    epochs: int | None
+    data: str
+    swept: dict[str, list[str]]
+    is_study: bool
+    seed: int
+
+
+@cache
+def experiment(name: str) -> Experiment:
+    """Read an experiment's file without composing it, which takes a second.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    folder = config_dir() / "experiment"
+    path = folder / f"{name}.yaml"
+    if not path.is_file():
+        raise UserError(f"there is no {path.name} in {folder}.")
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    base: Experiment | None = None
+    data = None
+    for entry in content.get("defaults", ()):
+        if isinstance(entry, str) and (folder / f"{entry}.yaml").is_file():
+            base = experiment(entry)
+        elif isinstance(entry, dict) and "override /data" in entry:
+            data = entry["override /data"]
+    schedule = content.get("schedule") or {}
+    epochs = (
+        sum(schedule.get("epochs") or ()) or schedule.get("total_epochs") or (base.epochs if base else None)
+    )
+    params = ((content.get("hydra") or {}).get("sweeper") or {}).get("params") or {}
+    return Experiment(
+        epochs=epochs,
+        data=data or (base.data if base else "digits"),
+        swept={key: _split(str(value)) for key, value in params.items()},
+        is_study="study" in content or bool(base and base.is_study),
+        seed=content.get("seed", base.seed if base else _default_seed()),
+    )
+
+
+@cache
+def _default_seed() -> int:
+    return int(yaml.safe_load((config_dir() / "config.yaml").read_text(encoding="utf-8"))["seed"])

@@ -1,0 +1,336 @@
+"""Continual learning with hypernetworks on three regression tasks (Chang et al. 2020, Section 5.2, Figure 4).
+
+The set-up is von Oswald et al.'s (2020): a main network with two hidden layers of 10 ReLUs, all of whose weights and
+biases a hypernetwork with two hidden layers of 10 emits from an embedding per task; while a task is learnt, a
+regulariser keeps what the hypernetwork emits for earlier tasks.
+"""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import isfinite, sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.base.files import write_json, write_text
+from growlab.growth.method import generator
+from growlab.lab.networks import MLP
+from growlab.parts.hypernets import Hypernet, parametrise
+from growlab.recipes.papers.studies.continual_regression_figure import draw, label
+
+# Intervals, functions and noise of the three tasks (von Oswald et al. 2020, their code's task set 1), 100 samples each.
+TASKS = (
+    ((-4.0, -2.0), lambda x: x + 3),
+    ((-1.0, 1.0), lambda x: 2 * x**2 - 1),
+    ((2.0, 4.0), lambda x: (x - 3) ** 3),
+)
+_NOISE, _SAMPLES, _HIDDEN = 0.05, 100, 10
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the study does; the defaults are the paper's.
+
+    Attributes:
+        initialisations: those compared.
+        learning_rates: each initialisation is shown at the best of these.
+        num_seeds: runs of each.
+        steps: of SGD a task.
+        batch_size: samples a step.
+        beta: weight of the regulariser.
+        measure_every: steps between measurements.
+        lookahead: take the regulariser's gradient where the step on the task alone would lead, as von Oswald et al.
+            do (their Eq. 2, its step a constant); False: where the weights are.
+    """
+
+    initialisations: Sequence[str]
+    learning_rates: Sequence[float] = (1e-2, 1e-3, 1e-4, 1e-5)
+    num_seeds: int = 15
+    steps: int = 6000
+    batch_size: int = 32
+    beta: float = 0.005
+    measure_every: int = 100
+    lookahead: bool = False
+
+
+@dataclass
+class Curves:
+    """What was measured for every combination of initialisation, rate and seed.
+
+    Attributes:
+        steps: steps done at each measurement, [M], from 0 over all tasks.
+        losses: mean squared error on each task's training samples, [M, T, initialisation, rate, seed].
+    """
+
+    steps: list[int] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+    @property
+    def stacked(self) -> Tensor:
+        """All losses in one tensor."""
+        return torch.stack(self.losses)
+
+
+def continual_regression(run_dir: Path, seed: int = 0, **settings: Any) -> None:
+    """Train all combinations at once and write `losses.csv`, `summary.json` and `losses.png` into the run's folder.
+
+    Args:
+        run_dir: the folder.
+        seed: of everything that is drawn.
+        settings: see `Settings`.
+    """
+    chosen = Settings(**settings)
+    curves = train(chosen, seed)
+    rows = summarise(chosen, curves)
+    write_text(run_dir / "losses.csv", _table(chosen, curves, rows))
+    write_json(run_dir / "summary.json", {"settings": vars(chosen), "seed": seed, "rows": rows})
+    draw(run_dir)
+    for row in rows:
+        ends = ", ".join("-" if value is None else f"{value:.3g}" for value in row["loss_when_learnt"])
+        print(f"{label(row):45s} first loss {row['first_loss']:8.3g}; tasks when learnt {ends}")
+
+
+class Stack:
+    """Many hypernetworks of the study side by side, so that a step of all is a few batched products.
+
+    Shape suffixes: E networks, P numbers that one emits, K features, L size of an embedding, S samples, T tasks.
+
+    Args:
+        networks: main networks that `parametrise` with sharing="network" has worked on, alike but for their numbers.
+    """
+
+    def __init__(self, networks: Sequence[MLP]) -> None:
+        self.weights: list[Tensor] = []
+        hidden = [_layers(network)[0].parametrizations.weight[0].features.hidden for network in networks]
+        for layer in range(0, len(hidden[0]), 2):
+            self.weights += [
+                torch.stack([h[layer].weight.detach() for h in hidden]),
+                torch.stack([h[layer].bias.detach() for h in hidden]),
+            ]
+        self.shapes = [
+            getattr(layer, name).shape for layer in _layers(networks[0]) for name in ("weight", "bias")
+        ]
+        outputs = [
+            [parts for layer in _layers(network) for parts in layer.parametrizations.values()]
+            for network in networks
+        ]
+        features = outputs[0][0][0].output.weight.shape[-1]
+        self.weights += [
+            torch.stack(
+                [torch.cat([p[0].output.weight.detach().view(-1, features) for p in own]) for own in outputs]
+            ),
+            torch.stack([torch.cat([p.original.detach().flatten() for p in own]) for own in outputs]),
+        ]
+
+    def emit(self, embedding_EL: Tensor, weights: Sequence[Tensor] | None = None) -> Tensor:
+        """All weights and biases of the main networks, [E, P]; by other weights of the hypernetworks, if given."""
+        x, weights = embedding_EL[..., None], self.weights if weights is None else weights
+        for weight, bias in zip(weights[:-2:2], weights[1:-2:2], strict=True):
+            x = torch.relu(torch.baddbmm(bias[..., None], weight, x))
+        return torch.baddbmm(weights[-1][..., None], weights[-2], x)[..., 0]
+
+    def predict(self, emitted_EP: Tensor, x_ES1: Tensor) -> Tensor:
+        """Outputs of the main networks with these weights, [E, S, 1]."""
+        pieces = emitted_EP.split([shape.numel() for shape in self.shapes], 1)
+        x, last = x_ES1, len(pieces) - 2
+        for index in range(0, len(pieces), 2):
+            weight = pieces[index].view(-1, *self.shapes[index])
+            x = torch.baddbmm(pieces[index + 1][:, None], x, weight.transpose(1, 2))
+            x = x if index == last else torch.relu(x)
+        return x
+
+
+def train(settings: Settings, seed: int) -> Curves:
+    """Train every combination of initialisation, rate and seed in one batched computation.
+
+    Returns:
+        Losses on all tasks over the steps.
+    """
+    shape = (len(settings.initialisations), len(settings.learning_rates), settings.num_seeds)
+    networks = []
+    for name in settings.initialisations:
+        made = [network(name, seed * settings.num_seeds + number) for number in range(settings.num_seeds)]
+        networks += made * len(settings.learning_rates)
+    stack = Stack(networks)
+    rates = torch.tensor(settings.learning_rates).repeat_interleave(shape[2]).repeat(shape[0])
+    drawn = torch.rand(len(TASKS), shape[2], 2, generator=generator(seed, 0, "embeddings"))
+    embeddings = list(((2 * drawn - 1) * sqrt(3)).repeat(1, shape[0] * shape[1], 1))
+    x_TES1, y_TES1 = _samples(shape, seed)
+    source, curves = generator(seed, 0, "batches"), Curves()
+
+    def measure(step: int) -> None:
+        with torch.no_grad():
+            predicted = [stack.predict(stack.emit(e), x) for e, x in zip(embeddings, x_TES1, strict=True)]
+            errors = [(p - y).square().mean((1, 2)) for p, y in zip(predicted, y_TES1, strict=True)]
+        curves.steps.append(step)
+        curves.losses.append(torch.stack(errors).view(-1, *shape))
+
+    for task in range(len(TASKS)):
+        with torch.no_grad():
+            kept = [stack.emit(e) for e in embeddings[:task]]
+        for step in range(settings.steps):
+            if step % settings.measure_every == 0:
+                measure(task * settings.steps + step)
+            chosen = torch.randint(_SAMPLES, (settings.batch_size,), generator=source)
+            old = list(zip(embeddings[:task], kept, strict=True))
+            batch = x_TES1[task][:, chosen], y_TES1[task][:, chosen]
+            stack.weights, embeddings[task] = _step(stack, embeddings[task], batch, old, rates, settings)
+    measure(len(TASKS) * settings.steps)
+    return curves
+
+
+def _step(
+    stack: Stack,
+    embedding_EL: Tensor,
+    batch: tuple[Tensor, Tensor],
+    old: Sequence[tuple[Tensor, Tensor]],
+    rates: Tensor,
+    settings: Settings,
+) -> tuple[list[Tensor], Tensor]:
+    """Weights and embedding after a step of SGD.
+
+    Args:
+        stack: the networks.
+        embedding_EL: of the task.
+        batch: inputs and targets, [E, S, 1] each.
+        old: embedding of each earlier task, and what was emitted for it.
+        rates: of each network, [E].
+        settings: see there.
+    """
+    trained = [tensor.requires_grad_(True) for tensor in (*stack.weights, embedding_EL)]
+
+    def moved(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return [
+                tensor - rates.view(-1, *[1] * (tensor.dim() - 1)) * gradient
+                for tensor, gradient in zip(tensors, gradients, strict=True)
+            ]
+
+    def regulariser(weights: Sequence[Tensor]) -> Tensor:
+        far = [(stack.emit(e, weights) - target).square().sum() for e, target in old]
+        return settings.beta / len(old) * torch.stack(far).sum()
+
+    # The networks share nothing, so the gradient of a sum is that of each.
+    loss = (stack.predict(stack.emit(embedding_EL), batch[0]) - batch[1]).square().mean((1, 2)).sum()
+    if old and not settings.lookahead:
+        loss = loss + regulariser(stack.weights)
+    gradients = list(torch.autograd.grad(loss, trained))
+    if old and settings.lookahead:
+        ahead = [tensor.requires_grad_(True) for tensor in moved(trained, gradients)[:-1]]
+        more = torch.autograd.grad(regulariser(ahead), ahead)
+        gradients = [a + b for a, b in zip(gradients, more, strict=False)] + gradients[-1:]
+    *weights, embedding = moved(trained, gradients)
+    return weights, embedding
+
+
+def network(initialisation: str, seed: int) -> MLP:
+    """The main network, emitted by the hypernetwork; its embedding stands for that of the task."""
+    hypernet = Hypernet(
+        *("network", initialisation),
+        embedding_features=2,
+        hidden_features=(_HIDDEN, _HIDDEN),
+        embedding="trained",
+        biases=True,
+        gain=2.0,
+    )
+    made = MLP(1, [_HIDDEN, _HIDDEN], 1)
+    parametrise(made, hypernet, seed)
+    return made
+
+
+def _layers(network: MLP) -> list[Any]:
+    """The main network's linear layers, in order."""
+    return [module for module in [*network.hidden, network.classifier] if isinstance(module, nn.Linear)]
+
+
+def _samples(shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:
+    """Training samples of every task, of the same seed the same ones: [T, E, S, 1] twice."""
+    xs, ys = [], []
+    for task, ((low, high), function) in enumerate(TASKS):
+        source = generator(seed, task, "samples")
+        x = low + (high - low) * torch.rand(shape[2], _SAMPLES, 1, generator=source)
+        y = function(x) + _NOISE * torch.randn(x.shape, generator=source)
+        xs.append(x.repeat(shape[0] * shape[1], 1, 1))
+        ys.append(y.repeat(shape[0] * shape[1], 1, 1))
+    return torch.stack(xs), torch.stack(ys)
+
+
+def summarise(settings: Settings, curves: Curves) -> list[dict[str, Any]]:
+    """Each initialisation at its best rate: the lowest mean loss on the tasks when each has just been learnt.
+
+    A rate at which a run diverges is not chosen while another is left; where none is, the slowest is shown. Runs of
+    one seed have the same samples and batches and draws of embeddings, so `by_seed` can be compared in pairs.
+    """
+    learning = being_learnt(settings, curves)
+    last = [(t + 1) * settings.steps for t in range(len(TASKS))]
+    at = [max(i for i, step in enumerate(curves.steps) if step <= end) for end in last]
+    ends = torch.stack([curves.stacked[i, t] for t, i in enumerate(at)])
+    later = [i for i, step in enumerate(curves.steps) if step % settings.steps or step == last[-1]]
+    means = ends.mean((0, 3)).nan_to_num(nan=torch.inf)
+    rows = []
+    for index, name in enumerate(settings.initialisations):
+        slowest = min(range(len(settings.learning_rates)), key=settings.learning_rates.__getitem__)
+        best = int(means[index].argmin()) if means[index].isfinite().any() else slowest
+        losses = curves.stacked[:, :, index, best]
+        rows.append(
+            {
+                "initialisation": name,
+                "learning_rate": settings.learning_rates[best],
+                "rates_that_diverged": [
+                    rate
+                    for rate, mean in zip(settings.learning_rates, means[index].tolist(), strict=True)
+                    if not isfinite(mean)
+                ],
+                "first_loss": _number(learning[0, index, best].mean()),
+                "median_first_loss": _number(learning[0, index, best].median()),
+                "loss_when_learnt": [_number(losses[i, t].mean()) for t, i in enumerate(at)],
+                "standard_error_when_learnt": [
+                    _number(losses[i, t].std() / sqrt(settings.num_seeds)) for t, i in enumerate(at)
+                ],
+                "final_loss_of_tasks": [_number(value) for value in losses[-1].mean(-1)],
+                "final_loss": _number(losses[-1].mean()),
+                "by_seed": {
+                    "first_loss": _numbers(learning[0, index, best]),
+                    "loss_while_learnt": _numbers(learning[later, index, best].mean(0)),
+                    "loss_when_learnt": _numbers(ends[:, index, best].mean(0)),
+                    "final_loss": _numbers(losses[-1].mean(0)),
+                },
+            }
+        )
+    return rows
+
+
+def being_learnt(settings: Settings, curves: Curves) -> Tensor:
+    """Loss on the task that is learnt at each measurement, [M, initialisation, rate, seed]."""
+    tasks = [min(step // settings.steps, len(TASKS) - 1) for step in curves.steps]
+    return curves.stacked[torch.arange(len(tasks)), torch.tensor(tasks)]
+
+
+def _table(settings: Settings, curves: Curves, rows: Sequence[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["initialisation", "learning_rate", "step", "loss", "standard_error"])
+    learning = being_learnt(settings, curves)
+    for index, row in enumerate(rows):
+        best = list(settings.learning_rates).index(row["learning_rate"])
+        losses = learning[:, index, best]
+        errors = losses.std(1) / sqrt(settings.num_seeds)
+        for step, mean, error in zip(curves.steps, losses.mean(1).tolist(), errors.tolist(), strict=True):
+            writer.writerow(
+                [row["initialisation"], row["learning_rate"], step, f"{mean:.5g}", f"{error:.5g}"]
+            )
+    return text.getvalue()
+
+
+def _numbers(values: Tensor) -> list[float | None]:
+    """Of each seed, in four digits."""
+    return [float(f"{value:.4g}") if isfinite(value) else None for value in values.tolist()]
+
+
+def _number(value: Tensor) -> float | None:
+    """A number for JSON, which knows no infinity."""
+    return float(value) if isfinite(float(value)) else None

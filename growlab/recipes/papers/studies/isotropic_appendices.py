@@ -1,0 +1,408 @@
+"""Appendices C and D of G. Bird, "On De-Individuated Neurons", and two choices that the text leaves to the reader.
+
+Appendix C says that normalising vectors to one length between isotropic layers makes a network affine; Appendix D that
+weights kept as products, and the free outgoing weights of new neurons, change how a network learns on but not what it
+computes. Neurons may be removed by the weights that produce a layer or by those that read it (Section 2.3.2), and the
+intrinsic length may be negative (Section 3.1).
+"""
+
+import copy
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.base.files import write_json, write_text
+from growlab.growth.method import generator
+from growlab.lab.analysis import style
+from growlab.parts.isotropic import ChiNorm, Choices, IsotropicActivation, change_width, isotropic_mlp
+from growlab.parts.isotropic.choices import COLUMNS, DIRECTIONS
+from growlab.parts.isotropic.observation import watch
+from growlab.parts.isotropic.spectrum import decompose
+from growlab.recipes.papers.studies.measuring import (
+    accuracy,
+    batches_of,
+    epoch_of,
+    read_table,
+    relative,
+    table,
+    train,
+)
+from growlab.widths import WidthGraph, replace_tensors, tensors_of, trace
+
+_SAMPLES = 2000  # points of the rings, for training and for measuring
+#: What stands between a layer and its activation, and whether layers have biases.
+NETWORKS: dict[str, tuple[Callable[[int], nn.Module], bool]] = {
+    "plain": (lambda width: nn.Identity(), True),
+    "chi": (ChiNorm, True),
+    "shell": (lambda width: Shell(), True),
+    "shell without biases": (lambda width: Shell(), False),
+}
+#: Intrinsic lengths at the beginning: name -> (length, kind).
+LENGTHS: dict[str, tuple[float, str]] = {
+    "trained": (0.01, "trained"),
+    "constant": (0.01, "constant"),
+    "signed": (0.01, "signed"),
+    "signed, below 0": (-0.5, "signed"),
+}
+
+
+class Shell(nn.Module):
+    """x / ||x||: every vector on the unit sphere, the normalisation that Appendix C warns of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape as given; a vector of zeros stays one."""
+        return nn.functional.normalize(x, dim=1)
+
+
+def isotropic_appendices(
+    run_dir: Path,
+    seed: int,
+    data: Any,
+    width: int,
+    epochs: int,
+    lr: float,
+    removed: Sequence[int],
+    divergence_steps: int,
+    num_seeds: int,
+) -> None:
+    """Train small networks and measure, in float64, each statement; tables and a figure.
+
+    Args:
+        run_dir: the run's folder: `collapse.csv`, `divergence.csv`, `directions.csv`, `lengths.csv`, `summary.json`,
+            `appendices.png`.
+        seed: of the first network; the others' follow.
+        data: `growlab.lab.data.ImageData`.
+        width: of both hidden layers.
+        epochs: of training, with Adam.
+        lr: its rate; SGD steps that follow take ten times as much.
+        removed: numbers of neurons that the second hidden layer loses, in either direction.
+        divergence_steps: SGD steps over which networks that compute the same are compared.
+        num_seeds: number of networks of each kind.
+    """
+    data.setup()
+    test = tuple(torch.cat(parts) for parts in zip(*data.test_dataloader(), strict=True))
+    test = (test[0].double(), test[1])
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for number in range(seed, seed + num_seeds):
+        found = {"collapse": list(collapsed(number, data, test, width, epochs, lr))}
+        network, graph = _trained(number, data, width, epochs, lr)
+        batches = list(itertools.islice(batches_of(data, epochs), divergence_steps))
+        found["divergence"] = list(diverging(network, graph, test[0], batches, 10 * lr))
+        found["directions"] = list(directions(network, graph, batches[0][0].double(), test, removed))
+        found["lengths"] = [lengths(name, number, data, test, width, epochs, lr) for name in LENGTHS]
+        for name, rows in found.items():
+            tables.setdefault(name, []).extend({"seed": number, **row} for row in rows)
+    for name, rows in tables.items():
+        write_text(run_dir / f"{name}.csv", table(rows))
+    summary = summarise(tables)
+    write_json(run_dir / "summary.json", summary)
+    draw(run_dir)
+    for line in told(summary):
+        print(line)
+
+
+# Appendix C ------------------------------------------------------------------------------------------------
+
+
+def collapsed(
+    seed: int, data: Any, test: tuple[Tensor, Tensor], width: int, epochs: int, lr: float
+) -> Iterator[dict[str, Any]]:
+    """Networks with each normaliser, on two rings, which no affine map tells apart, and on the data."""
+    rings = [_rings(generator(seed, number, "rings")) for number in (0, 1)]
+    for name in NETWORKS:
+        torch.manual_seed(seed)
+        network = built(name, 2, width, 2).double()
+        train(network, torch.optim.Adam(network.parameters(), 0.01), [rings[0]] * 300)
+        yield {"task": "rings", "network": name, **_affinity(network, *rings[1])}
+        torch.manual_seed(seed)
+        network = built(name, test[0][0].numel(), width, data.num_classes).double()
+        optimizer = torch.optim.Adam(network.parameters(), lr)
+        for epoch in range(epochs):
+            train(network, optimizer, epoch_of(data, epoch))
+        yield {"task": "data", "network": name, **_affinity(network, *test)}
+
+
+def built(name: str, in_features: int, width: int, num_classes: int) -> nn.Sequential:
+    """A network with two isotropic layers of a kind of `NETWORKS`, without intrinsic lengths."""
+    made, biases = NETWORKS[name]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs in (in_features, width):
+        layers += [nn.Linear(inputs, width, bias=biases), made(width), IsotropicActivation(length=None)]
+    return nn.Sequential(*layers, nn.Linear(width, num_classes, bias=biases))
+
+
+def _affinity(network: nn.Module, x: Tensor, labels: Tensor) -> dict[str, float]:
+    """How far gains differ; share of the outputs' variance that no affine map of inputs, or of x / ||x||, explains."""
+    gains: list[Tensor] = []
+    activations = [module for module in network.modules() if isinstance(module, IsotropicActivation)]
+    handles = [a.register_forward_hook(lambda m, i, o: gains.append(m.gain(i[0]))) for a in activations]
+    with torch.no_grad():
+        logits = network.eval()(x)
+    for handle in handles:
+        handle.remove()
+    centred = logits - logits.mean(0)
+
+    def unexplained(inputs: Tensor) -> float:
+        inputs = torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
+        explained = inputs @ torch.linalg.lstsq(inputs, logits, driver="gelsd").solution
+        return float((logits - explained).square().sum() / centred.square().sum())
+
+    return {
+        "gain_spread": max(float((gain.std() / gain.mean()).detach()) for gain in gains),
+        "not_affine": unexplained(x.flatten(1)),
+        "not_affine_unit": unexplained(nn.functional.normalize(x.flatten(1), dim=1)),
+        "accuracy": accuracy(logits, labels),
+    }
+
+
+def _rings(source: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Points of a plane [B, 2], and whether they lie farther out than 1.5."""
+    angle = 2 * torch.pi * torch.rand(_SAMPLES, generator=source, dtype=torch.float64)
+    outer = torch.arange(_SAMPLES) % 2
+    radius = 1 + outer + 0.1 * torch.randn(_SAMPLES, generator=source, dtype=torch.float64)
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], 1), outer
+
+
+# Appendix D ------------------------------------------------------------------------------------------------
+
+
+def diverging(
+    network: nn.Module, graph: WidthGraph, x: Tensor, batches: Sequence[tuple[Tensor, Tensor]], lr: float
+) -> Iterator[dict[str, Any]]:
+    """Networks that compute the same, trained on by SGD beside the network itself.
+
+    "product": the first layer is a linear layer S V^T behind another one, U, as if the diagonal form had not been
+    multiplied out (Eqs. 49-52). The names of `COLUMNS`: four new neurons in the second layer with such outgoing
+    weights (Eqs. 53-56), of which the norm of the new incoming weights is told too.
+    """
+    group = list(graph.isotropic)[1]
+    old = graph.full_widths[group]
+    twins: dict[str, nn.Module] = {"product": _factored(network)}
+    for columns in COLUMNS:
+        twins[columns] = copy.deepcopy(network)
+        change = change_width(
+            graph,
+            tensors_of(network, graph),
+            graph.full_widths,
+            group,
+            old + 4,
+            Choices(columns, rotate=False),
+        )
+        replace_tensors(twins[columns], graph, change.tensors)
+    for name, twin in twins.items():
+        pair = (copy.deepcopy(network), twin)
+        optimizers = [torch.optim.SGD(one.parameters(), lr) for one in pair]
+        for step in range(len(batches) + 1):
+            outputs = [one(x).detach() for one in pair]
+            moved = (
+                0.0 if name == "product" else float(twin.get_submodule(group).weight[old:].detach().norm())
+            )
+            difference = relative(outputs[1], outputs[0])
+            yield {"twin": name, "step": step, "relative_difference": difference, "new_weights": moved}
+            if step < len(batches):
+                for one, optimizer in zip(pair, optimizers, strict=True):
+                    train(one, optimizer, [batches[step]])
+
+
+def _factored(network: nn.Module) -> nn.Module:
+    """A copy whose first layer W x + b is U (S V^T x) + b, in two layers."""
+    copied = copy.deepcopy(network)
+    first = copied.hidden[0]
+    left, values, right = decompose(first.weight)
+    inner = nn.Linear(first.in_features, len(values), bias=False).to(first.weight)
+    outer = nn.Linear(len(values), first.out_features).to(first.weight)
+    with torch.no_grad():
+        inner.weight.copy_(values[:, None] * right.T)
+        outer.weight.copy_(left)
+        outer.bias.copy_(first.bias)
+    copied.hidden[0] = nn.Sequential(inner, outer)
+    return copied
+
+
+# Directions and lengths ------------------------------------------------------------------------------------
+
+
+def directions(
+    network: nn.Module, graph: WidthGraph, seen: Tensor, test: tuple[Tensor, Tensor], removed: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """The second layer with fewer neurons, chosen by its incoming or by its outgoing weights.
+
+    Args:
+        network: the network.
+        graph: its width graph.
+        seen: training samples by which what removed neurons carried is corrected.
+        test: samples and labels that the change is measured on.
+        removed: numbers of neurons.
+    """
+    group, (x, labels) = list(graph.isotropic)[1], test
+    tensors, observed = tensors_of(network, graph), watch(network, graph, (seen,))
+    before = network(x).detach()
+    for direction, count in itertools.product(DIRECTIONS, removed):
+        copied, choices = copy.deepcopy(network), Choices(direction=direction)
+        new_width = graph.full_widths[group] - count
+        change = change_width(graph, tensors, graph.full_widths, group, new_width, choices, observed=observed)
+        replace_tensors(copied, graph, change.tensors)
+        after = copied(x).detach()
+        yield {
+            "direction": direction,
+            "removed": count,
+            "relative_error": relative(after, before),
+            "accuracy_before": accuracy(before, labels),
+            "accuracy": accuracy(after, labels),
+        }
+
+
+def lengths(
+    name: str, seed: int, data: Any, test: tuple[Tensor, Tensor], width: int, epochs: int, lr: float
+) -> dict[str, Any]:
+    """What becomes of the intrinsic lengths of a kind of `LENGTHS` in training."""
+    length, kind = LENGTHS[name]
+    network, _ = _trained(seed, data, width, epochs, lr, length=length, length_kind=kind)
+    known = [m.intrinsic_length for m in network.modules() if isinstance(m, IsotropicActivation)]
+    last = {f"length_{index}": float(o.detach()) for index, o in enumerate(known) if o is not None}
+    return {
+        "lengths": name,
+        "start": length,
+        **last,
+        "accuracy": accuracy(network(test[0]).detach(), test[1]),
+    }
+
+
+def _trained(
+    seed: int, data: Any, width: int, epochs: int, lr: float, **options: Any
+) -> tuple[nn.Module, WidthGraph]:
+    torch.manual_seed(seed)
+    network = isotropic_mlp(data.image_shape, data.num_classes, width, depth=2, **options).double()
+    optimizer = torch.optim.Adam(network.parameters(), lr)
+    for epoch in range(epochs):
+        train(network, optimizer, epoch_of(data, epoch))
+    example = next(iter(epoch_of(data, 0)))[0][:2].double()
+    return network, trace(network, example, follow_norms=True)
+
+
+# Results ---------------------------------------------------------------------------------------------------
+
+
+def summarise(tables: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Means over networks; of differences the largest, and of what is said to be there the smallest."""
+
+    def over(name: str, key: str, how: Callable[[list[float]], float], *by: str) -> dict[str, Any]:
+        groups: dict[Any, list[float]] = {}
+        for row in tables[name]:
+            groups.setdefault(", ".join(str(row[one]) for one in by), []).append(row[key])
+        return {group: how(values) for group, values in groups.items()}
+
+    last = max(row["step"] for row in tables["divergence"])
+    start, end = (
+        {"divergence": [row for row in tables["divergence"] if row["step"] == at]} for at in (0, last)
+    )
+
+    def at(rows: dict[str, Any], key: str, how: Callable[[list[float]], float]) -> dict[str, float]:
+        return {
+            twin: how([row[key] for row in rows["divergence"] if row["twin"] == twin])
+            for twin in ("product", *COLUMNS)
+        }
+
+    held = [v for row in tables["lengths"] for k, v in row.items() if k.startswith("length_")]
+    return {
+        "num_networks": len({row["seed"] for row in tables["collapse"]}),
+        "gain_spread": over("collapse", "gain_spread", max, "task", "network"),
+        "not_affine": over("collapse", "not_affine", statistics.fmean, "task", "network"),
+        "not_affine_unit": over("collapse", "not_affine_unit", statistics.fmean, "task", "network"),
+        "accuracy": over("collapse", "accuracy", statistics.fmean, "task", "network"),
+        "divergence_steps": last,
+        "difference_at_start": at(start, "relative_difference", max),
+        "difference_at_end": at(end, "relative_difference", min),
+        "new_weights_at_end": at(end, "new_weights", max),
+        "removal_error": over("directions", "relative_error", max, "direction", "removed"),
+        "removal_accuracy": over("directions", "accuracy", statistics.fmean, "direction", "removed"),
+        "accuracy_of_lengths": over("lengths", "accuracy", statistics.fmean, "lengths"),
+        "smallest_length": min(held),
+    }
+
+
+def told(summary: dict[str, Any]) -> Iterator[str]:
+    """The summary in lines to print."""
+    for name, share in summary["not_affine"].items():
+        yield (
+            f"{name}: gains spread by {summary['gain_spread'][name]:.2g}, {100 * share:.1f} % of the outputs' "
+            f"variance is not affine, accuracy {100 * summary['accuracy'][name]:.1f} %"
+        )
+    for twin, difference in summary["difference_at_end"].items():
+        yield (
+            f"{twin}: outputs differ by {summary['difference_at_start'][twin]:.2g} at first, by {difference:.2g} after "
+            f"{summary['divergence_steps']} steps"
+        )
+    for name, error in summary["removal_error"].items():
+        yield f"{name} neurons removed: outputs change by {error:.2g}"
+    for name, score in summary["accuracy_of_lengths"].items():
+        yield f"intrinsic length {name}: accuracy {100 * score:.2f} %"
+
+
+def draw(run_dir: Path) -> Path:
+    """Draw `appendices.png` from a run's tables: collapse by normaliser, divergence over steps, error by direction."""
+    with style.styled():
+        drawn = style.new_figure(7.2, 4.2)
+        left, middle, right = drawn.subplots(1, 3)
+        _draw_collapse(left, read_table(run_dir / "collapse.csv"))
+        divergence = read_table(run_dir / "divergence.csv")
+        first = min(row["seed"] for row in divergence)
+        for index, twin in enumerate(("product", *COLUMNS)):
+            own = [row for row in divergence if (row["twin"], row["seed"]) == (twin, first)]
+            look = {"color": style.PALETTE[index], "linestyle": style.DASHES[index % len(style.DASHES)]}
+            y = [max(row["relative_difference"], 1e-17) for row in own]
+            label = "weights kept as U (S V$^T$)" if twin == "product" else f"new columns: {twin}"
+            # "orthogonal" and "random" coincide: dashes lie on what is drawn through.
+            above = 2 if look["linestyle"] == "-" else 2.1
+            middle.plot([row["step"] for row in own], y, **look, linewidth=1.3, label=label, zorder=above)
+        middle.set_title("two networks that compute the same")
+        middle.set_xlabel("steps of SGD on both")
+        middle.set_ylabel("relative difference of outputs")
+        directions = read_table(run_dir / "directions.csv")
+        seeds = sorted({row["seed"] for row in directions})
+        for index, direction in enumerate(DIRECTIONS):
+            for seed in seeds:
+                own = [row for row in directions if (row["direction"], row["seed"]) == (direction, seed)]
+                look = {"color": style.PALETTE[index], "linestyle": style.DASHES[index], "linewidth": 1}
+                label = f"chosen by {'incoming' if direction == 'forward' else 'outgoing'} weights"
+                removed, error = [row["removed"] for row in own], [row["relative_error"] for row in own]
+                right.plot(removed, error, **look, label=label if seed == seeds[0] else None)
+        right.set_title("removing neurons")
+        right.set_xlabel("neurons removed")
+        right.set_ylabel("relative change of outputs")
+        for axes in (middle, right):
+            axes.set_yscale("log")
+        for axes, low in ((left, -0.42), (middle, -0.2), (right, -0.2)):
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, low), fontsize=7)
+        n = len(seeds)
+        note = f"left, right: a mark or line for each of n = {n} seeds; middle: one seed; all in float64"
+        # A line below the legends.
+        drawn.supxlabel(f"\n{note}", fontsize=7)
+    return style.save(drawn, run_dir / "appendices.png")
+
+
+def _draw_collapse(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """Share of what is not affine, and accuracy, of each normaliser on the rings."""
+    shown = {"not_affine": "variance of the outputs that\nno affine map explains", "accuracy": "accuracy"}
+    for index, (key, label) in enumerate(shown.items()):
+        look = {"color": style.PALETTE[index], "marker": "os"[index], "linestyle": "none", "markersize": 4}
+        for place, name in enumerate(NETWORKS):
+            own = [row[key] for row in rows if (row["task"], row["network"]) == ("rings", name)]
+            places = [place + 0.2 * index - 0.1] * len(own)
+            axes.plot(places, own, **look, markerfacecolor="none", label=label if place == 0 else None)
+    ticks = {
+        "plain": "none",
+        "chi": "ChiNorm",
+        "shell": "x / ||x||",
+        "shell without biases": "x / ||x||,\nno biases",
+    }
+    axes.set_xticks(range(len(NETWORKS)), [ticks[name] for name in NETWORKS], fontsize=7, rotation=45)
+    axes.set_ylim(0, 1.05)
+    axes.set_title("two rings to tell apart")
+    axes.set_xlabel("normaliser")
+    axes.set_ylabel("share")

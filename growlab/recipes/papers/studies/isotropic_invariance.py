@@ -1,0 +1,285 @@
+"""What leaves a trained isotropic network as it is: neurons that come and go, diagonal layers, other bases.
+
+Statements that G. Bird, "On De-Individuated Neurons", makes without a table: growth changes nothing and removal little
+(Section 3, Eqs. 27-30), every other layer can be a vector (Section 2.3, Eq. 19), and a network in another basis
+computes the same but learns differently under an optimizer with a state for each entry (Appendix D).
+"""
+
+import copy
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.base.files import write_json, write_text
+from growlab.lab.analysis import style
+from growlab.parts.isotropic import (
+    Diagonal,
+    change_width,
+    diagonalise_partially,
+    isotropic_mlp,
+    sparsify,
+    spectra,
+)
+from growlab.parts.isotropic.observation import watch
+from growlab.recipes.papers.studies.measuring import (
+    accuracy,
+    batches_of,
+    epoch_of,
+    read_table,
+    relative,
+    table,
+    train,
+)
+from growlab.widths import WidthGraph, replace_tensors, tensors_of, trace
+
+OPTIMIZERS: dict[str, Any] = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}
+
+
+def isotropic_invariance(
+    run_dir: Path,
+    seed: int,
+    data: Any,
+    width: int,
+    depth: int,
+    epochs: int,
+    lr: float,
+    changes: Sequence[int],
+    divergence_steps: int,
+    num_seeds: int,
+) -> None:
+    """Train networks and measure, in float64, what each reparameterisation changes; tables and a figure.
+
+    Args:
+        run_dir: the run's folder: `changes.csv`, `spectra.csv` (of the first network), `sparsity.csv`,
+            `divergence.csv`, `summary.json`, `invariance.png`.
+        seed: of the first network; the others' follow.
+        data: `growlab.lab.data.ImageData`.
+        width: of every hidden layer.
+        depth: number of hidden layers.
+        epochs: of training, with Adam.
+        lr: its rate, and that of the steps that follow in two bases; for SGD ten times as much.
+        changes: numbers of neurons that come (positive) to the second hidden layer, or go.
+        divergence_steps: optimizer steps that a network and its copy in another basis are compared over.
+        num_seeds: number of networks.
+    """
+    data.setup()
+    x, labels = (torch.cat(parts) for parts in zip(*data.test_dataloader(), strict=True))
+    tables: dict[str, list[dict[str, Any]]] = {"changes": [], "spectra": [], "divergence": [], "sparsity": []}
+    for number in range(seed, seed + num_seeds):
+        torch.manual_seed(number)
+        network = isotropic_mlp(data.image_shape, data.num_classes, width, depth).double()
+        graph = trace(network, x[:2].double(), follow_norms=True)
+        optimizer = torch.optim.Adam(network.parameters(), lr)
+        for epoch in range(epochs + 1):
+            if number == seed:
+                tables["spectra"] += _spectrum(network, graph, epoch)
+            if epoch < epochs:
+                train(network, optimizer, epoch_of(data, epoch))
+        test = (x.double(), labels)
+        tables["changes"] += [{"seed": number, **row} for row in _resized(network, graph, test, changes)]
+        tables["sparsity"].append({"seed": number, **_sparse(network, graph, test)})
+        batches = list(itertools.islice(batches_of(data, epochs), divergence_steps))
+        for name, make in OPTIMIZERS.items():
+            own_lr = 10 * lr if name == "SGD" else lr
+            rows = _diverge(network, graph, test[0], batches, lambda p, make=make, lr=own_lr: make(p, lr))
+            tables["divergence"] += [{"seed": number, "optimizer": name, **row} for row in rows]
+    for name, rows in tables.items():
+        write_text(run_dir / f"{name}.csv", table(rows))
+    write_json(run_dir / "summary.json", summarise(tables))
+    draw(run_dir)
+    for line in told(summarise(tables)):
+        print(line)
+
+
+def resized(
+    network: nn.Module, graph: WidthGraph, x: Tensor, new_width: int
+) -> tuple[nn.Module, dict[str, int]]:
+    """A copy whose second hidden layer has another width, and the widths of all its groups.
+
+    The second one's incoming weights have as many directions as it has neurons; the first one's may have fewer.
+    """
+    copied, group = copy.deepcopy(network), list(graph.isotropic)[1]
+    observed = watch(copied, graph, (x,))
+    widths = {**graph.full_widths, group: new_width}
+    change = change_width(
+        graph, tensors_of(copied, graph), graph.full_widths, group, new_width, observed=observed
+    )
+    replace_tensors(copied, graph, change.tensors)
+    return copied, widths
+
+
+def _resized(
+    network: nn.Module, graph: WidthGraph, test: tuple[Tensor, Tensor], changes: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    x, labels = test
+    before = network(x).detach()
+    full = graph.full_widths[list(graph.isotropic)[1]]
+    for change in changes:
+        after = resized(network, graph, x, full + change)[0](x).detach()
+        yield {
+            "change": change,
+            "relative_error": relative(after, before),
+            "accuracy_before": accuracy(before, labels),
+            "accuracy": accuracy(after, labels),
+        }
+
+
+def _sparse(network: nn.Module, graph: WidthGraph, test: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """Every other map as a vector; parameters are counted over the square hidden maps, as in Eq. 19.
+
+    There D of 2 D + 1 maps of width N become vectors; here k of m do, which leaves the same count with k and m.
+    """
+    x, labels = test
+    before, sparse = network(x).detach(), sparsify(network, graph)
+    after = sparse(x).detach()
+    linear = [module for module in network.modules() if isinstance(module, nn.Linear)]
+    square = [module for module in linear if module.in_features == module.out_features]
+    n, m, k = square[0].in_features, len(square), sum(isinstance(one, Diagonal) for one in sparse.modules())
+    saved = sum(p.numel() for p in network.parameters()) - sum(p.numel() for p in sparse.parameters())
+    of_square = sum(parameter.numel() for module in square for parameter in module.parameters())
+    return {
+        "relative_error": relative(after, before),
+        "accuracy_before": accuracy(before, labels),
+        "accuracy": accuracy(after, labels),
+        "share_of_parameters": 1 - saved / of_square,
+        "share_by_equation_19": (2 * k * n + (m - k) * n * (n + 1)) / (m * n * (n + 1)),
+    }
+
+
+def _diverge(
+    network: nn.Module,
+    graph: WidthGraph,
+    x: Tensor,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    make: Any,
+) -> Iterator[dict[str, Any]]:
+    """Relative difference of the outputs of a network and of its partially diagonalised copy over equal steps."""
+    pair = [copy.deepcopy(network), copy.deepcopy(network)]
+    for group in graph.isotropic:
+        diagonalise_partially(pair[1], graph, group)
+    optimizers = [make(one.parameters()) for one in pair]
+    for step in range(len(batches) + 1):
+        outputs = [one(x).detach() for one in pair]
+        yield {
+            "step": step,
+            "relative_difference": relative(outputs[1], outputs[0]),
+        }
+        if step < len(batches):
+            for one, optimizer in zip(pair, optimizers, strict=True):
+                train(one, optimizer, [batches[step]])
+
+
+def _spectrum(network: nn.Module, graph: WidthGraph, epoch: int) -> list[dict[str, Any]]:
+    found = spectra(graph, tensors_of(network, graph), graph.full_widths)
+    return [
+        {"epoch": epoch, "group": group, "rank": rank, "singular_value": value}
+        for group, values in found.items()
+        for rank, value in enumerate(values.tolist())
+    ]
+
+
+def summarise(tables: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Means over networks, largest errors, and how far apart the two bases are in the end."""
+    by_change: dict[int, list[dict[str, Any]]] = {}
+    for row in tables["changes"]:
+        by_change.setdefault(row["change"], []).append(row)
+    last = max(row["step"] for row in tables["divergence"])
+    sparsity = tables["sparsity"]
+    return {
+        "changes": {
+            f"{change:+d}": {
+                "largest_relative_error": max(row["relative_error"] for row in rows),
+                "accuracy_before": statistics.fmean(row["accuracy_before"] for row in rows),
+                "accuracy": statistics.fmean(row["accuracy"] for row in rows),
+                "n": len(rows),
+            }
+            for change, rows in sorted(by_change.items())
+        },
+        "num_networks": len(sparsity),
+        "sparsity": {
+            "largest_relative_error": max(row["relative_error"] for row in sparsity),
+            "accuracy_before": statistics.fmean(row["accuracy_before"] for row in sparsity),
+            "accuracy": statistics.fmean(row["accuracy"] for row in sparsity),
+            "share_of_parameters": statistics.fmean(row["share_of_parameters"] for row in sparsity),
+            "share_by_equation_19": sparsity[0]["share_by_equation_19"],
+        },
+        "divergence": {
+            name: max(
+                row["relative_difference"]
+                for row in tables["divergence"]
+                if (row["optimizer"], row["step"]) == (name, last)
+            )
+            for name in OPTIMIZERS
+        },
+        "divergence_steps": last,
+    }
+
+
+def told(summary: dict[str, Any]) -> Iterator[str]:
+    """The summary in lines to print."""
+    for change, row in summary["changes"].items():
+        yield (
+            f"{change:>4s} neurons: output changes by {row['largest_relative_error']:.2g} at most, accuracy "
+            f"{100 * row['accuracy_before']:.2f} -> {100 * row['accuracy']:.2f} % (n = {row['n']})"
+        )
+    sparse = summary["sparsity"]
+    yield (
+        f"diagonal layers: output changes by {sparse['largest_relative_error']:.2g}, hidden maps keep "
+        f"{100 * sparse['share_of_parameters']:.2f} % of their parameters (Eq. 19: "
+        f"{100 * sparse['share_by_equation_19']:.2f} %)"
+    )
+    for name, difference in summary["divergence"].items():
+        yield f"another basis, {summary['divergence_steps']} steps of {name}: outputs differ by {difference:.2g}"
+
+
+def draw(run_dir: Path) -> Path:
+    """Draw `invariance.png` from a run's tables.
+
+    Largest error over the change of width, singular values over epochs, divergence over steps.
+    """
+    changes, spectrum, divergence = (
+        read_table(run_dir / f"{name}.csv") for name in ("changes", "spectra", "divergence")
+    )
+    with style.styled():
+        drawn = style.new_figure(7.2, 3.0)
+        left, middle, right = drawn.subplots(1, 3)
+        seeds = sorted({row["seed"] for row in changes})
+        numbers = sorted({row["change"] for row in changes})
+        errors = [max(row["relative_error"] for row in changes if row["change"] == n) for n in numbers]
+        # Nothing lies between one neuron less and one more: no line leads from what changes to what does not.
+        for sign in (-1, 1):
+            own = [(n, error) for n, error in zip(numbers, errors, strict=True) if sign * n > 0]
+            left.plot(*zip(*own, strict=True), color=style.PALETTE[0], marker="o")
+        left.set_title("second layer resized")
+        left.set_xlabel("neurons removed (< 0) or added (> 0)")
+        left.set_ylabel("largest relative change of outputs")
+        group = list(dict.fromkeys(row["group"] for row in spectrum))[1]
+        for rank in sorted({row["rank"] for row in spectrum}):
+            own = [row for row in spectrum if (row["group"], row["rank"]) == (group, rank)]
+            middle.plot(
+                [r["epoch"] for r in own], [r["singular_value"] for r in own], color="0.4", linewidth=0.4
+            )
+        middle.set_title("second layer while it trains")
+        middle.set_xlabel("epoch")
+        middle.set_ylabel("singular values, a line each")
+        for index, name in enumerate(OPTIMIZERS):
+            for seed in seeds:
+                own = [r for r in divergence if (r["optimizer"], r["seed"]) == (name, seed)]
+                look = {"color": style.PALETTE[index], "linestyle": style.DASHES[index], "linewidth": 1}
+                y = [max(r["relative_difference"], 1e-17) for r in own]
+                right.plot([r["step"] for r in own], y, **look, label=name if seed == seeds[0] else None)
+        right.set_title("one network in two bases")
+        right.set_xlabel("optimizer steps in either basis")
+        right.set_ylabel("relative difference of outputs")
+        right.legend()
+        for axes in (left, right):
+            axes.set_yscale("log")
+        n = len(seeds)
+        note = f"left: largest of n = {n} networks; middle: one network; right: a line for each of n = {n}"
+        drawn.supxlabel(f"{note}; all in float64", fontsize=7)
+    return style.save(drawn, run_dir / "invariance.png")

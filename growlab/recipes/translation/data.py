@@ -1,0 +1,289 @@
+"""The Lightning data module for sentence pairs."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning import LightningDataModule
+from torch import Tensor
+
+from growlab.base.errors import UserError
+from growlab.base.settings import sorted_into
+from growlab.lab.data.arguments import check_numbers
+from growlab.lab.data.loaders import ResumableLoader
+from growlab.lab.data.sources import default_root
+from growlab.recipes.translation.sentence_pairs import Preparation, Side, open_pairs
+from growlab.recipes.translation.token_batches import TokenPlan
+
+
+@dataclass
+class PairLoader(ResumableLoader):
+    """Batches of sentence pairs, filled up on the right.
+
+    Yields (source [B, S], target shifted to the right behind an end of sentence [B, T], target [B, T]), all int64.
+    """
+
+    plan: TokenPlan
+    sides: tuple[Side, Side]
+    padding: int
+    end: int
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for batch in self._left():
+            self._given += 1
+            yield collated(self.sides, batch, self.padding, self.end)
+
+
+def collated(
+    sides: tuple[Side, Side], batch: np.ndarray, padding: int, end: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sentence pairs of these positions as a batch (see `PairLoader`)."""
+    source, target = (_filled([side[index] for index in batch], padding) for side in sides)
+    previous = torch.full_like(target, padding)
+    previous[:, 1:] = target[:, :-1]
+    # The last word of a shorter sentence is its end: nothing comes behind it.
+    previous[previous == end] = padding
+    previous[:, 0] = end
+    return source, previous, target
+
+
+def _filled(sentences: list[np.ndarray], padding: int) -> Tensor:
+    filled = torch.full((len(sentences), max(map(len, sentences))), padding, dtype=torch.int64)
+    for row, sentence in zip(filled, sentences, strict=True):
+        row[: len(sentence)] = torch.from_numpy(sentence.astype(np.int64))
+    return filled
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which sentence pairs are used.
+
+    Attributes:
+        max_length: longer sentences (in tokens, of either side) are left out of training.
+        limit_train: use only so many training pairs, the first ones.
+        limit_test: likewise of validation and test.
+        validation: "split", on the validation set, if there is one; or "none". True and False are the same.
+
+    Raises:
+        UserError: a number is too small, or `validation` something else.
+    """
+
+    max_length: int = 175
+    limit_train: int | None = None
+    limit_test: int | None = None
+    validation: bool | str = "split"
+
+    def __post_init__(self) -> None:
+        check_numbers(1, max_length=self.max_length, limit_train=self.limit_train, limit_test=self.limit_test)
+        if self.validation not in (True, False, "split", "none"):
+            raise UserError(f"data.validation={self.validation} is unknown; choose split or none.")
+
+    @property
+    def validates(self) -> bool:
+        """Whether the validation set is used."""
+        return self.validation in (True, "split")
+
+
+class TranslationData(LightningDataModule):
+    """Sentence pairs for translation, in batches by a budget of tokens or sentences.
+
+    Order and batches are functions of (seed, epoch) alone, so a resumed run and a run on another number of ranks see
+    the same. After `setup()`, `pairs`, `num_train`, `num_val`, `num_test` and `padding` are known.
+
+    Args:
+        name: of the data.
+        root: raw text, or what fairseq-preprocess made; None = `$GROWLAB_DATA/<name>`, else `~/.cache/growlab/<name>`.
+        batch_tokens: budget of a training batch over all ranks, in tokens: sentences times the longest one, as
+            fairseq's `--max-tokens`; None = `batch_sentences`.
+        batch_sentences: budget in sentences, if there is none in tokens.
+        eval_batch_tokens: likewise for validation, test and beam search.
+        seed: of the order.
+        settings: fields of the classes in `SETTINGS`.
+
+    Raises:
+        UserError: an argument cannot be used; from `setup()` also, the data cannot be found or read.
+        TypeError: there is no such setting.
+    """
+
+    SETTINGS = (Preparation, Selection)
+
+    goes_with = "sentence pairs go with model=fairseq_transformer objective=translation"
+
+    def __init__(
+        self,
+        name: str,
+        root: str | None = None,
+        batch_tokens: int | None = 4096,
+        batch_sentences: int | None = None,
+        eval_batch_tokens: int = 8192,
+        seed: int = 0,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        if (batch_tokens is None) == (batch_sentences is None):
+            raise UserError("give one of data.batch_tokens and data.batch_sentences, and null for the other.")
+        check_numbers(
+            1, batch_tokens=batch_tokens, batch_sentences=batch_sentences, eval_batch_tokens=eval_batch_tokens
+        )
+        self.name, self.root, self.seed = name, root, seed
+        self.preparation, self.selection = sorted_into(self.SETTINGS, settings, "TranslationData")
+        #: Budget of a training batch, in what `in_tokens` says; the growth schedule may scale it.
+        self.batch_size = batch_tokens or batch_sentences
+        self.in_tokens, self.eval_batch_tokens = batch_tokens is not None, eval_batch_tokens
+        #: Budget of an epoch's batches, set by the experiment from the growth schedule; None = `batch_size`.
+        self.batch_size_at_epoch: Callable[[int], int] | None = None
+        self._sides: dict[str, tuple[Side, Side]] = {}
+
+    def prepare_data(self) -> None:
+        """Prepare what is not there yet; Lightning calls this in one process a machine."""
+        self.setup()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the data, once, whatever the stage."""
+        if self._sides:
+            return
+        root = default_root(self.name) if self.root is None else Path(self.root).expanduser()
+        pairs = open_pairs(root, self.name, self.preparation)
+        splits = ["train", "test", *(["valid"] if self.selection.validates and pairs.has("valid") else [])]
+        sides = {split: pairs.read(split) for split in splits}
+        lengths_N = _longer(sides["train"])
+        kept_N = np.flatnonzero(lengths_N <= self.selection.max_length)[: self.selection.limit_train]
+        if not len(kept_N):
+            raise UserError(
+                f"data.max_length={self.selection.max_length} leaves no sentence pair to train on."
+            )
+        limited = np.arange(self.selection.limit_test or 0)
+        for split, side in sides.items():
+            if len(side[0].lengths) != len(side[1].lengths):
+                raise UserError(
+                    f"{pairs.folder}: the two sides of {split} have different numbers of sentences."
+                )
+            chosen = kept_N if split == "train" else limited[: len(side[0].lengths)]
+            if len(chosen):
+                sides[split] = (_chosen(side[0], chosen), _chosen(side[1], chosen))
+        self.pairs, self._sides = pairs, sides
+
+    @property
+    def num_train(self) -> int:
+        """Training pairs."""
+        return self._count("train")
+
+    @property
+    def num_val(self) -> int:
+        """Validation pairs."""
+        return self._count("valid")
+
+    @property
+    def num_test(self) -> int:
+        """Test pairs."""
+        return self._count("test")
+
+    @property
+    def padding(self) -> int:
+        """The number that fills up sentences, in either language."""
+        return self.pairs.target_dictionary.pad()
+
+    @property
+    def end(self) -> int:
+        """The number of the end of a sentence, in either language."""
+        return self.pairs.target_dictionary.eos()
+
+    @property
+    def network_arguments(self) -> dict[str, Any]:
+        """What a network has to know of the data."""
+        return {
+            "num_source_tokens": len(self.pairs.source_dictionary),
+            "num_target_tokens": len(self.pairs.target_dictionary),
+            "same_tokens": self.pairs.source_dictionary is self.pairs.target_dictionary,
+            "padding": self.padding,
+        }
+
+    def train_dataloader(self) -> PairLoader:
+        """Return the batches of the trainer's current epoch (0 without a trainer)."""
+        epoch = self.trainer.current_epoch if self.trainer is not None else 0
+        return self._loader("train", self._plan(epoch, self.global_batch_size(epoch), *self._place()))
+
+    def val_dataloader(self) -> PairLoader | list:
+        """Return the validation pairs; an empty list without validation."""
+        return self.evaluation("val") if self.num_val else []
+
+    def test_dataloader(self) -> PairLoader:
+        """Return the test pairs."""
+        return self.evaluation("test")
+
+    def evaluation(self, split: str) -> PairLoader:
+        """This rank's share of a split in order of length: "val" or "test"."""
+        split = "valid" if split == "val" else split
+        lengths_N = _longer(self._sides[split])
+        rank, world_size = self._place()
+        plan = TokenPlan(lengths_N, self.eval_batch_tokens, self.seed, 0, True, False, rank, world_size)
+        return self._loader(split, plan)
+
+    def references(self, split: str) -> list[str]:
+        """The target sentences of "val" or "test", as text."""
+        split = "valid" if split == "val" else split
+        side = self._sides[split][1]
+        known = self.pairs.references(split)
+        if known is not None:
+            return known[: len(side.lengths)]
+        return [self.text(side[index]) for index in range(len(side.lengths))]
+
+    def sources(self, split: str) -> list[str]:
+        """The source sentences of "val" or "test", as text, in the order of `references`."""
+        side = self._sides["valid" if split == "val" else split][0]
+        dictionary = self.pairs.source_dictionary
+        return [self._text(dictionary, side[index]) for index in range(len(side.lengths))]
+
+    def text(self, tokens: np.ndarray | Tensor) -> str:
+        """A target sentence from its numbers, without padding and end."""
+        return self._text(self.pairs.target_dictionary, tokens)
+
+    def _text(self, dictionary: Any, tokens: np.ndarray | Tensor) -> str:
+        tokens = torch.as_tensor(tokens)
+        return self.pairs.subwords.decode(dictionary.string(tokens[tokens != self.padding]))
+
+    def global_batch_size(self, epoch: int) -> int:
+        """Return the budget of a training batch of this epoch, over all ranks."""
+        return self.batch_size_at_epoch(epoch) if self.batch_size_at_epoch is not None else self.batch_size
+
+    def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
+        """Return the number of sentence pairs in each training batch of an epoch that has batches of this budget."""
+        return [len(batch) for batch in self._plan(epoch, batch_size).global_batches()]
+
+    def probe_batch(self, n: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs of n training pairs, those nearest to the mean length of both sides."""
+        lengths_2N = np.stack([side.lengths for side in self._sides["train"]])
+        distance_N = np.abs(lengths_2N - lengths_2N.mean(1, keepdims=True)).sum(0)
+        positions = np.resize(np.argsort(distance_N, kind="stable")[:n], n)
+        return collated(self._sides["train"], positions, self.padding, self.end)[:2]
+
+    @cached_property
+    def _train_lengths_N(self) -> np.ndarray:
+        return _longer(self._sides["train"])
+
+    def _count(self, split: str) -> int:
+        return len(self._sides[split][0].lengths) if split in self._sides else 0
+
+    def _place(self) -> tuple[int, int]:
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+
+    def _plan(self, epoch: int, budget: int, rank: int = 0, world_size: int = 1) -> TokenPlan:
+        return TokenPlan(
+            self._train_lengths_N, budget, self.seed, epoch, self.in_tokens, True, rank, world_size
+        )
+
+    def _loader(self, split: str, plan: TokenPlan) -> PairLoader:
+        return PairLoader(plan, self._sides[split], self.padding, self.end)
+
+
+def _longer(sides: tuple[Side, Side]) -> np.ndarray:
+    return np.maximum(sides[0].lengths, sides[1].lengths)
+
+
+def _chosen(side: Side, positions: np.ndarray) -> Side:
+    sentences = [side[index] for index in positions]
+    return Side(np.concatenate(sentences), np.concatenate([[0], np.cumsum([len(s) for s in sentences])]))

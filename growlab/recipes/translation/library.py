@@ -1,0 +1,56 @@
+"""fairseq and what goes with it: found once, with one sentence where the extra `translation` is not installed."""
+
+import importlib
+import logging
+import warnings
+from types import ModuleType
+
+from hydra.core.config_store import ConfigStore
+
+from growlab.base.errors import UserError, how_to_install
+
+EXTRA = f"needs a package that is not installed: {how_to_install('translation')}"
+
+
+def fairseq_module(name: str) -> ModuleType:
+    """A module of fairseq, such as `fairseq.data`.
+
+    fairseq puts configurations of its own into Hydra's store when it is first imported, under names of growlab's
+    groups (`model`, `optimizer`): they are taken out again, so that a sweep's later jobs are composed as the first.
+    What it says of packages that it could have, and the log that it opens for that, are left out too.
+
+    Raises:
+        UserError: fairseq is not installed, or does not import.
+    """
+    store = ConfigStore.instance()
+    before = _copied(store.repo)
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    quiet = logging.NullHandler()
+    # With a handler there, logging opens none of its own.
+    root.addHandler(quiet)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"translation with fairseq {EXTRA} ({error}).") from error
+    finally:
+        store.repo, root.handlers = before, handlers
+
+
+def extra_module(name: str) -> ModuleType:
+    """A module of another package of the extra `translation`.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"translation {EXTRA} ({error}).") from error
+
+
+def _copied(repository: dict) -> dict:
+    # Folders are dictionaries; what they hold stays the same.
+    return {name: _copied(node) if isinstance(node, dict) else node for name, node in repository.items()}

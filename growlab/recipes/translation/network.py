@@ -1,0 +1,220 @@
+"""fairseq's Transformer in a form that can be followed and grown."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab.base.errors import UserError
+from growlab.base.settings import sorted_into
+from growlab.recipes.translation.library import fairseq_module
+
+SHARINGS = ("none", "decoder", "all")
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers between the embeddings.
+
+    Attributes:
+        features: their width.
+        hidden_features: of the feed-forward layers.
+        num_heads: of each attention.
+        encoder_layers: number of layers.
+        decoder_layers: number of layers.
+        dropout: behind embeddings and in front of residual additions.
+        attention_dropout: of attention weights.
+        activation_dropout: of feed-forward activations.
+        normalize_before: normalise what enters a residual branch instead of what leaves the addition.
+
+    Raises:
+        UserError: heads do not divide the width.
+    """
+
+    features: int = 512
+    hidden_features: int = 2048
+    num_heads: int = 8
+    encoder_layers: int = 6
+    decoder_layers: int = 6
+    dropout: float = 0.3
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    normalize_before: bool = False
+
+    def __post_init__(self) -> None:
+        if self.features % self.num_heads:
+            raise UserError(
+                f"model.features={self.features} must be a multiple of model.num_heads={self.num_heads}."
+            )
+
+    def made(self) -> tuple[nn.ModuleList, nn.ModuleList]:
+        """Fairseq's layers of the encoder and of the decoder."""
+        cfg = fairseq_module("fairseq.models.transformer").TransformerConfig()
+        kinds = fairseq_module("fairseq.modules.transformer_layer")
+        cfg.dropout, cfg.attention_dropout = self.dropout, self.attention_dropout
+        cfg.activation_dropout, cfg.activation_fn = self.activation_dropout, "relu"
+        for side in (cfg.encoder, cfg.decoder):
+            side.embed_dim, side.ffn_embed_dim = self.features, self.hidden_features
+            side.attention_heads, side.normalize_before = self.num_heads, self.normalize_before
+        encoder = [kinds.TransformerEncoderLayerBase(cfg) for _ in range(self.encoder_layers)]
+        decoder = [kinds.TransformerDecoderLayerBase(cfg) for _ in range(self.decoder_layers)]
+        return nn.ModuleList(encoder), nn.ModuleList(decoder)
+
+
+class FairseqTransformer(nn.Module):
+    """An encoder and a decoder of fairseq's layers, between embeddings of a fixed dimension.
+
+    Layers, embeddings, their initialisation and the names of their weights are fairseq's; what it computes is too,
+    which a test holds it to. Its own forward asks the data whether there is padding, and its attention takes the
+    layers' width for that of all heads together: here layers are called in plain form, whatever their widths.
+
+    The embeddings' dimension stays; one linear map leads from it into the layers' width and one back out (Yuan et al.
+    2023, Section 4.1). Positions are added before the first, so that nothing that is not learned has that width.
+
+    Args:
+        num_source_tokens: size of the source's dictionary.
+        num_target_tokens: size of the target's dictionary.
+        same_tokens: whether they are one dictionary.
+        padding: number of the token that fills up sentences, on the right.
+        embedding_features: dimension of embeddings.
+        share_embeddings: "none"; "decoder": its output layer is its embedding; "all": the encoder's as well.
+        layers: fields of `Layers`.
+
+    Raises:
+        UserError: arguments that do not fit together, or fairseq is not installed.
+        TypeError: layers have no such setting.
+    """
+
+    SETTINGS = (Layers,)
+
+    def __init__(
+        self,
+        num_source_tokens: int,
+        num_target_tokens: int,
+        same_tokens: bool,
+        padding: int,
+        embedding_features: int = 512,
+        share_embeddings: str = "decoder",
+        **layers: Any,
+    ) -> None:
+        super().__init__()
+        if share_embeddings not in SHARINGS:
+            raise UserError(
+                f"model.share_embeddings={share_embeddings} is unknown; choose one of {', '.join(SHARINGS)}."
+            )
+        if share_embeddings == "all" and not same_tokens:
+            raise UserError(
+                "model.share_embeddings=all needs one dictionary for both languages; set data.joined_dictionary=true."
+            )
+        if embedding_features % 2:
+            raise UserError(f"model.embedding_features={embedding_features} must be even.")
+        (kind,) = sorted_into(self.SETTINGS, layers, "FairseqTransformer")
+        self.padding, self.share_embeddings = padding, share_embeddings
+        self.num_heads, self.dropout, self.normalize_before = (
+            kind.num_heads,
+            kind.dropout,
+            kind.normalize_before,
+        )
+        features, library = kind.features, fairseq_module("fairseq.models.transformer")
+        self.target_tokens = library.Embedding(num_target_tokens, embedding_features, padding)
+        if share_embeddings == "all":
+            self.source_tokens = self.target_tokens
+        else:
+            self.source_tokens = library.Embedding(num_source_tokens, embedding_features, padding)
+        self.source_in = library.Linear(embedding_features, features, bias=False)
+        self.target_in = library.Linear(embedding_features, features, bias=False)
+        self.encoder, self.decoder = kind.made()
+        self.encoder_norm = nn.LayerNorm(features) if kind.normalize_before else None
+        self.decoder_norm = nn.LayerNorm(features) if kind.normalize_before else None
+        self.target_out = library.Linear(features, embedding_features, bias=False)
+        self.output = nn.Linear(embedding_features, num_target_tokens, bias=False)
+        if share_embeddings == "none":
+            nn.init.normal_(self.output.weight, std=embedding_features**-0.5)
+        else:
+            self.output.weight = self.target_tokens.weight
+
+    def forward(self, source_BS: Tensor, previous_BT: Tensor) -> Tensor:
+        """Logits [B, T, V] of the next target token behind each of the previous ones."""
+        memory_BSC, real_B11S = self.encode(source_BS)
+        return self.output(self.decode(previous_BT, memory_BSC, real_B11S))
+
+    def encode(self, source_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """What the decoder attends to [B, S, C], and which of it is no padding [B, 1, 1, S]."""
+        real_B11S = source_BS.ne(self.padding)[:, None, None]
+        x = self._embedded(source_BS, self.source_tokens, self.source_in)
+        for layer in self.encoder:
+            norm = layer.self_attn_layer_norm
+            y = self._before(norm, x)
+            x = self._after(norm, x + layer.dropout_module(_attend(layer.self_attn, y, y, real_B11S)))
+            x = self._transformed(layer, x)
+        return x if self.encoder_norm is None else self.encoder_norm(x), real_B11S
+
+    def decode(self, previous_BT: Tensor, memory_BSC: Tensor, real_B11S: Tensor) -> Tensor:
+        """Features [B, T, E] that the output layer makes logits of.
+
+        Padding of the target lies behind all that is real, and nothing looks ahead.
+        """
+        x = self._embedded(previous_BT, self.target_tokens, self.target_in)
+        for layer in self.decoder:
+            norm = layer.self_attn_layer_norm
+            y = self._before(norm, x)
+            x = self._after(norm, x + layer.dropout_module(_attend(layer.self_attn, y, y, None)))
+            norm = layer.encoder_attn_layer_norm
+            y = _attend(layer.encoder_attn, self._before(norm, x), memory_BSC, real_B11S)
+            x = self._after(norm, x + layer.dropout_module(y))
+            x = self._transformed(layer, x)
+        return self.target_out(x if self.decoder_norm is None else self.decoder_norm(x))
+
+    def _embedded(self, tokens_BT: Tensor, embedding: nn.Embedding, into: nn.Linear) -> Tensor:
+        features = embedding.embedding_dim
+        x = math.sqrt(features) * embedding(tokens_BT)
+        # Computed here, not kept: a number for each feature that no weight makes holds the embeddings' dimension.
+        x = into(x + sinusoids(tokens_BT.shape[1], features, self.padding + 1, x))
+        return F.dropout(x, self.dropout, self.training)
+
+    def _transformed(self, layer: Any, x: Tensor) -> Tensor:
+        y = layer.activation_fn(layer.fc1(self._before(layer.final_layer_norm, x)))
+        y = layer.fc2(layer.activation_dropout_module(y))
+        return self._after(layer.final_layer_norm, x + layer.dropout_module(y))
+
+    def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return norm(x) if self.normalize_before else x
+
+    def _after(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return x if self.normalize_before else norm(x)
+
+
+def sinusoids(length: int, features: int, first: int, like: Tensor) -> Tensor:
+    """Encodings of positions [T, E] as fairseq's `SinusoidalPositionalEmbedding` has them.
+
+    Args:
+        length: T, number of positions.
+        features: E.
+        first: number of the first position; fairseq begins behind the padding token's number.
+        like: gives device and precision.
+    """
+    half = features // 2
+    # float32 as fairseq computes them, whatever the network's precision.
+    rates = torch.exp(torch.arange(half, device=like.device).float() * (-math.log(10000) / max(half - 1, 1)))
+    angles = torch.arange(first, first + length, device=like.device).float()[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], 1).to(like.dtype)
+
+
+def _attend(attention: Any, x_BTC: Tensor, memory_BSC: Tensor, real_B11S: Tensor | None) -> Tensor:
+    """Fairseq's multi-head attention, of heads as wide as its weights are; without a mask it is causal."""
+    q, k, v = (
+        projection(y).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
+        for projection, y in (
+            (attention.q_proj, x_BTC),
+            (attention.k_proj, memory_BSC),
+            (attention.v_proj, memory_BSC),
+        )
+    )
+    dropped = attention.dropout_module.p if attention.training else 0.0
+    heads = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=real_B11S, dropout_p=dropped, is_causal=real_B11S is None
+    )
+    return attention.out_proj(heads.transpose(1, 2).flatten(2))

@@ -1,0 +1,105 @@
+"""Translation as an objective: smoothed cross-entropy, and BLEU of what beam search finds."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from growlab.base.errors import UserError
+from growlab.base.ranks import gather
+from growlab.lab.training.objective import TokenPrediction
+from growlab.recipes.translation.bleu import bleu
+from growlab.recipes.translation.data import TranslationData
+from growlab.recipes.translation.export import fairseq_checkpoint
+from growlab.recipes.translation.network import FairseqTransformer
+from growlab.recipes.translation.search import make_generator, translations
+
+
+class Translation(TokenPrediction):
+    """What a translating network is trained for and judged by.
+
+    Args:
+        label_smoothing: as in `TokenPrediction`.
+        beam_size: hypotheses that are followed.
+        length_penalty: below 1 favours short translations, above 1 long ones.
+        max_len_a: a translation ends at the latest behind `max_len_a * source + max_len_b` tokens.
+        max_len_b: likewise.
+        bleu_every_n_epochs: translate the validation set too, behind every so many epochs; None: only the test set,
+            behind the run.
+
+    Raises:
+        UserError: a value that cannot be used.
+    """
+
+    evaluated_names = ("bleu", "tokenised_bleu")
+
+    def __init__(
+        self,
+        label_smoothing: float = 0.1,
+        beam_size: int = 5,
+        length_penalty: float = 1.0,
+        max_len_a: float = 1.2,
+        max_len_b: int = 10,
+        bleu_every_n_epochs: int | None = None,
+    ) -> None:
+        super().__init__(label_smoothing)
+        for key, value in (("beam_size", beam_size), ("bleu_every_n_epochs", bleu_every_n_epochs or 1)):
+            if value < 1:
+                raise UserError(f"objective.{key}={value} must be at least 1.")
+        self.bleu_every_n_epochs = bleu_every_n_epochs
+        self._settings = {
+            "beam_size": beam_size,
+            "len_penalty": length_penalty,
+            "max_len_a": max_len_a,
+            "max_len_b": max_len_b,
+        }
+        self._data: TranslationData | None = None
+        self._tested: list[str] = []
+
+    def bind(self, data: Any) -> None:
+        """Learn what padding is, and how numbers become text.
+
+        Raises:
+            UserError: the data are not sentence pairs.
+        """
+        if not isinstance(data, TranslationData):
+            raise UserError(
+                "objective=translation is for sentence pairs; choose data=iwslt14 or data=multi30k."
+            )
+        self.padding, self._data = data.padding, data
+
+    def evaluate(self, task: Any, split: str, epoch: int | None) -> dict[str, Any]:
+        """BLEU of the test set, and every n epochs of the validation set."""
+        every = self.bleu_every_n_epochs
+        if epoch is not None and (every is None or (epoch + 1) % every):
+            return {}
+        found = self.translate(task.network, split, task.growth_state.output_factor)
+        scores = bleu(found, self._data.references(split), self._data.preparation.target)
+        if epoch is None:
+            self._tested = found
+        return scores if epoch is None else {name: scores[name] for name in self.evaluated_names}
+
+    def translate(self, network: FairseqTransformer, split: str, output_factor: float = 1.0) -> list[str]:
+        """Translations of "val" or "test", in the order of its sentences; every rank makes its share and gets all."""
+        data = self._data
+        generator = make_generator(network, data.pairs.target_dictionary, output_factor, **self._settings)
+        device = next(network.parameters()).device
+        loader = data.evaluation(split)
+        mine: dict[int, str] = {}
+        for positions, (source_BS, *_) in zip(loader.plan.batches(), loader, strict=True):
+            hypotheses: list[Tensor] = translations(generator, source_BS.to(device), data.padding, data.end)
+            mine.update(zip(positions.tolist(), map(data.text, hypotheses), strict=True))
+        everyone = {index: text for part in gather(mine) for index, text in part.items()}
+        return [everyone[index] for index in range(len(everyone))]
+
+    def exports(self, network: nn.Module) -> dict[str, Any]:
+        """The network as a checkpoint of fairseq's own Transformer, and the test set's translations to read."""
+        if not isinstance(network, FairseqTransformer):
+            return {}
+        columns = (self._data.sources("test"), self._data.references("test"), self._tested)
+        rows = [("source", "reference", "translation"), *zip(*columns, strict=True)]
+        return {
+            "fairseq.pt": fairseq_checkpoint(network, self._data.pairs, self.label_smoothing),
+            "translations.tsv": "".join(
+                "\t".join(cell.replace("\t", " ") for cell in row) + "\n" for row in rows
+            ),
+        }

@@ -1,0 +1,309 @@
+"""Sentence pairs of two languages: what a folder holds, and its binarised form, made by fairseq."""
+
+import contextlib
+import gzip
+import hashlib
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from growlab.base.errors import UserError
+from growlab.lab.data.cache import cache_dir, files_fingerprint, locked
+from growlab.recipes.translation.library import fairseq_module
+from growlab.recipes.translation.subwords import KINDS, Subwords, Words, learn_subwords, open_subwords
+
+log = logging.getLogger(__name__)
+
+# Beginnings of the names of files, by split; fairseq calls the second one valid.
+SPLITS = {"train": ("train",), "valid": ("valid", "val", "dev"), "test": ("test",)}
+# Of a folder that growlab has prepared: what with; the sign that it is whole.
+_MADE = "growlab.json"
+# Another way of preparing makes other folders.
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How raw text becomes numbers.
+
+    Attributes:
+        source: language that is translated, two letters.
+        target: language that it is translated to.
+        subwords: one of `growlab.recipes.translation.subwords.KINDS`.
+        subword_size: number of pieces (sentencepiece) or merges (subword_nmt), of both languages together.
+        lowercase: put all text into lower case first.
+        joined_dictionary: one dictionary for both languages.
+        least_count: words that are rarer become unknown.
+
+    Raises:
+        UserError: there are no such subwords.
+    """
+
+    source: str = "de"
+    target: str = "en"
+    subwords: str = "sentencepiece"
+    subword_size: int = 8000
+    lowercase: bool = False
+    joined_dictionary: bool = True
+    least_count: int = 0
+
+    def __post_init__(self) -> None:
+        if self.subwords not in KINDS:
+            raise UserError(f"data.subwords={self.subwords} is unknown; choose one of {', '.join(KINDS)}.")
+
+
+@dataclass(frozen=True)
+class Side:
+    """Sentences of one language as numbers, end to end.
+
+    Attributes:
+        tokens: int32 [sum of lengths]; every sentence ends with the dictionary's end of sentence.
+        starts: int64 [sentences + 1].
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sentence, the end of sentence among them; int64 [sentences]."""
+        return np.diff(self.starts)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.tokens[self.starts[index] : self.starts[index + 1]]
+
+
+@dataclass(frozen=True)
+class SentencePairs:
+    """Binarised text, in a folder as fairseq-preprocess writes it.
+
+    Attributes:
+        folder: of the files, which fairseq's own commands read too.
+        source: language.
+        target: language.
+        source_dictionary: fairseq's.
+        target_dictionary: fairseq's; the same object if there is one for both.
+        subwords: of the target.
+    """
+
+    folder: Path
+    source: str
+    target: str
+    source_dictionary: Any
+    target_dictionary: Any
+    subwords: Subwords
+
+    def has(self, split: str) -> bool:
+        """Whether there is such a split: train, valid or test."""
+        return (self.folder / f"{split}.{self.source}-{self.target}.{self.source}.idx").exists()
+
+    def read(self, split: str) -> tuple[Side, Side]:
+        """The sentences of a split, source and target."""
+        return self._side(split, self.source), self._side(split, self.target)
+
+    def references(self, split: str) -> list[str] | None:
+        """The target's sentences as they were before they were taken apart; None if nobody kept them."""
+        path = self.folder / f"{split}.{self.target}.txt"
+        return path.read_text(encoding="utf-8").splitlines() if path.exists() else None
+
+    def _side(self, split: str, language: str) -> Side:
+        prefix = self.folder / f"{split}.{self.source}-{self.target}.{language}"
+        data = fairseq_module("fairseq.data.data_utils").load_indexed_dataset(str(prefix), None)
+        if data is None:
+            raise UserError(f"{self.folder} lacks {prefix.name}.bin and .idx; run fairseq-preprocess anew.")
+        starts = np.concatenate([[0], np.cumsum(np.asarray(data.sizes, dtype=np.int64))])
+        tokens = np.empty(starts[-1], dtype=np.int32)
+        for index in range(len(data)):
+            tokens[starts[index] : starts[index + 1]] = data[index].numpy()
+        return Side(tokens, starts)
+
+
+def open_pairs(root: Path, name: str, preparation: Preparation) -> SentencePairs:
+    """Open a folder of binarised data, or of raw text, which is prepared once and kept in the cache folder.
+
+    Args:
+        root: holds `dict.xx.txt` and `train.xx-yy.xx.bin`, or text: `train*.xx`, `val*.xx`, `test*.xx`, each of them
+            gzipped or not, and likewise for the other language.
+        name: of the data, for messages.
+        preparation: of raw text; of a binarised folder only the languages.
+
+    Raises:
+        UserError: nothing usable is there, or fairseq is not installed.
+    """
+    # First of all: without it no data help.
+    fairseq_module("fairseq.data")
+    if not root.is_dir():
+        raise UserError(f"found no {name} data: there is no folder {root}; {_looked_for(preparation)}.")
+    if (folder := _binarised(root, preparation)) is not None:
+        return _opened(folder, preparation)
+    texts = {split: text_files(root, split, (preparation.source, preparation.target)) for split in SPLITS}
+    missing = [
+        f"{split}*.{language}"
+        for split in ("train", "test")
+        for language, path in texts[split].items()
+        if path is None
+    ]
+    if missing:
+        raise UserError(f"{root} holds no {' and no '.join(missing)}; {_looked_for(preparation)}.")
+    found = {split: paths for split, paths in texts.items() if None not in paths.values()}
+    files = [path for paths in found.values() for path in paths.values()]
+    key = f"{_VERSION}\n{files_fingerprint(files)}\n{json.dumps(asdict(preparation), sort_keys=True)}"
+    folder = cache_dir() / "translation" / hashlib.sha256(key.encode()).hexdigest()[:24]
+    with locked(folder):
+        if not (folder / _MADE).exists():
+            _prepare(folder, found, preparation)
+    return _opened(folder, preparation)
+
+
+def _looked_for(preparation: Preparation) -> str:
+    source, target = preparation.source, preparation.target
+    return (
+        f"point data.root=FOLDER at raw text (train.{source}, train.{target}, likewise val and test; .gz or not) or at "
+        f"what fairseq-preprocess made of it (dict.{source}.txt, train.{source}-{target}.{source}.bin ...)"
+    )
+
+
+def _binarised(root: Path, preparation: Preparation) -> Path | None:
+    pair = f"{preparation.source}-{preparation.target}"
+    for folder in (root, *(child for child in sorted(root.iterdir()) if child.is_dir())):
+        if (folder / f"train.{pair}.{preparation.source}.idx").exists():
+            return folder
+    return None
+
+
+def text_files(root: Path, split: str, languages: tuple[str, str]) -> dict[str, Path | None]:
+    """The file of each language of a split: the first two that are called alike, else the first of each.
+
+    Args:
+        root: the folder.
+        split: train, valid or test.
+        languages: endings of the names.
+    """
+    found = [_texts(root, split, each) for each in languages]
+    both = [stem for stem in found[0] if stem in found[1]]
+    chosen = [paths[both[0]] if both else next(iter(paths.values()), None) for paths in found]
+    return dict(zip(languages, chosen, strict=True))
+
+
+def _texts(root: Path, split: str, language: str) -> dict[str, Path]:
+    """Files of a split in one language, the likeliest first, by their names without it."""
+    found: dict[str, Path] = {}
+    for start in SPLITS[split]:
+        for pattern in (f"{start}.{language}", f"{start}*.{language}"):
+            for ending in ("", ".gz"):
+                for path in sorted(root.glob(pattern + ending)):
+                    found.setdefault(path.name.removesuffix(".gz").removesuffix(f".{language}"), path)
+    return found
+
+
+def _opened(folder: Path, preparation: Preparation) -> SentencePairs:
+    dictionary = fairseq_module("fairseq.data").Dictionary
+    source, target = (
+        dictionary.load(str(folder / f"dict.{language}.txt"))
+        for language in (preparation.source, preparation.target)
+    )
+    own = (folder / _MADE).exists()
+    return SentencePairs(
+        folder,
+        preparation.source,
+        preparation.target,
+        source,
+        source if source == target else target,
+        open_subwords(folder, preparation.target) if own else Words(),
+    )
+
+
+def _prepare(folder: Path, texts: dict[str, dict[str, Path]], preparation: Preparation) -> None:
+    """Make the folder, whole or not at all."""
+    log.info("preparing %s for translation, once, into %s", texts["train"][preparation.source], folder)
+    lines = {
+        split: {language: _lines(path, preparation.lowercase) for language, path in paths.items()}
+        for split, paths in texts.items()
+    }
+    for split, sides in lines.items():
+        counts = {language: len(sentences) for language, sentences in sides.items()}
+        if len(set(counts.values())) > 1 or 0 in counts.values():
+            told = ", ".join(f"{texts[split][language].name} {count}" for language, count in counts.items())
+            raise UserError(f"a split needs lines, and as many in both languages: {told}.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        _binarise(made, lines, preparation)
+        (made / _MADE).write_text(json.dumps(asdict(preparation), indent=2))
+        # What lies there is no whole folder, else it would have been taken.
+        shutil.rmtree(folder, ignore_errors=True)
+        made.rename(folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _lines(path: Path, lowercase: bool) -> list[str]:
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8") as file:
+            # Only at line feeds: sentences may hold other separators, such as U+2028.
+            lines = [" ".join(line.split()) for line in file]
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path} ({error}); give text in UTF-8.") from error
+    return [line.lower() for line in lines] if lowercase else lines
+
+
+def _binarise(folder: Path, lines: dict[str, dict[str, list[str]]], preparation: Preparation) -> None:
+    """Subwords, dictionaries and indexed files, by the names that fairseq's commands know."""
+    learn_subwords(folder, preparation.subwords, lines["train"], preparation.subword_size)
+    pair = f"{preparation.source}-{preparation.target}"
+    with _text_files(folder, lines) as files:
+        dictionaries = _dictionaries(folder, files["train"], preparation)
+        binarizer = fairseq_module("fairseq.binarizer")
+        for split, sides in files.items():
+            for language, path in sides.items():
+                binarizer.FileBinarizer.multiprocess_dataset(
+                    str(path),
+                    "mmap",
+                    binarizer.VocabularyDatasetBinarizer(dictionaries[language], append_eos=True),
+                    str(folder / f"{split}.{pair}.{language}"),
+                    vocab_size=len(dictionaries[language]),
+                )
+    for split, sides in lines.items():
+        text = "".join(f"{line}\n" for line in sides[preparation.target])
+        (folder / f"{split}.{preparation.target}.txt").write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _text_files(folder: Path, lines: dict[str, dict[str, list[str]]]) -> Iterator[dict[str, dict[str, Path]]]:
+    """Files of subwords, which fairseq reads; they go afterwards."""
+    with tempfile.TemporaryDirectory() as made:
+        files: dict[str, dict[str, Path]] = {}
+        for split, sides in lines.items():
+            for language, sentences in sides.items():
+                subwords = open_subwords(folder, language)
+                path = Path(made) / f"{split}.{language}"
+                path.write_text("".join(f"{subwords.encode(line)}\n" for line in sentences), encoding="utf-8")
+                files.setdefault(split, {})[language] = path
+        yield files
+
+
+def _dictionaries(folder: Path, files: dict[str, Path], preparation: Preparation) -> dict[str, Any]:
+    def counted(paths: Iterable[Path]) -> Any:
+        dictionary = fairseq_module("fairseq.data").Dictionary()
+        tokenise = fairseq_module("fairseq.tokenizer").tokenize_line
+        for path in paths:
+            dictionary.add_file_to_dictionary(str(path), dictionary, tokenise, num_workers=1)
+        dictionary.finalize(threshold=preparation.least_count)
+        return dictionary
+
+    if preparation.joined_dictionary:
+        both = counted(files.values())
+        dictionaries = dict.fromkeys(files, both)
+    else:
+        dictionaries = {language: counted([path]) for language, path in files.items()}
+    for language, dictionary in dictionaries.items():
+        dictionary.save(str(folder / f"dict.{language}.txt"))
+    return dictionaries

@@ -1,6 +1,0 @@
-"""Translation with fairseq: its Transformer as a network that grows, beam search and BLEU, its checkpoints."""
-
-from growlab.translation.network import FairseqTransformer
-from growlab.translation.objective import Translation
-
-__all__ = ["FairseqTransformer", "Translation"]
