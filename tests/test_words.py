@@ -80,7 +80,7 @@ FEATURES = {
             "lab/analysis/layer_figures.py": "draws the figures of their paper",
             "growth/method.py": "any method may draw new weights as hyperfan-initialised networks emit them",
             "lab/planner/probes.py": "says which weights cannot be probed",
-            "lab/training/run_plan.py": "says what to take in place of a network whose weights are computed from others",
+            "lab/training/run_plan.py": "says what to take in place of networks whose weights are computed from others",
             "recipes/papers/studies/continual_regression.py": "a study with them",
             "recipes/papers/studies/continual_regression_figure.py": "draws it",
         },

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from growlab.base.errors import WriteError
 
@@ -21,7 +21,7 @@ FAILURE = "failure.json"
 
 
 def write_atomically(
-    path: str | os.PathLike[str], write: Callable[[BinaryIO], Any], previous: Path | None = None
+    path: str | os.PathLike[str], write: Callable[[IO[bytes]], Any], previous: Path | None = None
 ) -> None:
     """Call `write(file)` on a temporary file beside `path`, then rename it over `path`.
 

@@ -15,7 +15,7 @@ _NOT_TAKEN = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 class _Messages(io.FileIO):
     """What is not taken is lost: hours of training are worth more than a line about them."""
 
-    def write(self, content: Any, /) -> int | None:
+    def write(self, content: Any, /) -> int:
         try:
             return super().write(content)
         except OSError as error:
@@ -29,7 +29,7 @@ class _Output(io.FileIO):
 
     _told = False
 
-    def write(self, content: Any, /) -> int | None:
+    def write(self, content: Any, /) -> int:
         try:
             return super().write(content)
         except OSError as error:

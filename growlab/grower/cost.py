@@ -47,7 +47,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     In torch 2.11 also attention on a CPU, and shared keys and values on any device.
     """
     known: dict[Any, Callable[..., int]] = dict(FlopCounterMode(display=False).flop_registry)
-    formulas = {
+    formulas: dict[Any, Callable[..., int]] = {
         **{op: known[op] for op in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)},
         **dict.fromkeys((aten.mv, aten.dot, aten.vdot), _by_vector),
         **{aten.addmv: _by_vector_added, aten.addbmm: _sum_of_products, aten._trilinear: _trilinear},
@@ -61,7 +61,9 @@ def _formulas() -> dict[Any, Callable[..., int]]:
             _attention,
         ),
     }
-    found = {op: partial(_complex, formula) for op, formula in formulas.items()}
+    found: dict[Any, Callable[..., int]] = {
+        op: partial(_complex, formula) for op, formula in formulas.items()
+    }
     for formula in found.values():
         # The counter then hands tensors on, not their shapes.
         formula._get_raw = True  # type: ignore[attr-defined]
