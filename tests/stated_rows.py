@@ -83,6 +83,32 @@ def ends(values: Iterable[float], digits: int = 1) -> tuple[str, str]:
     return f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
 
 
+# Multipliers of variance transfer under Adam ----------------------------------------------------------------
+
+TRANSLATED, SHORT_LLAMA = "adam_multipliers_multi30k", "adam_multipliers_llama_text"
+TREATMENTS = ("keep", "compensate", "fold")
+
+
+def held_out(part: str, *names: str) -> tuple[str, ...]:
+    """Losses of seed 0, of validation or test."""
+    return tuple(f"{runs(f'{TRANSLATED}/{name}_s0')[0].results[f'{part}_loss']:.3f}" for name in names)
+
+
+def treated(folder: str, rate: str, key: str) -> tuple[str, ...]:
+    """Means over seeds, then paired differences with their 95 % intervals."""
+    found = {
+        name: {seed: run.results[key] for seed, run in runs(f"{folder}/{name}_lr{rate}_s*").items()}
+        for name in TREATMENTS
+    }
+    told = [f"{statistics.fmean(found[name].values()):.3f}" for name in TREATMENTS]
+    for first, second in (("fold", "keep"), ("compensate", "keep"), ("fold", "compensate")):
+        by_seed = [found[first][seed] - found[second][seed] for seed in sorted(found[first])]
+        bounds = interval(by_seed)
+        assert bounds is not None
+        told += [f"{statistics.fmean(by_seed):.3f}", "{:.3f} to {:.3f}".format(*bounds)]
+    return tuple(told)
+
+
 # Isotropic networks ----------------------------------------------------------------------------------------
 
 
@@ -561,6 +587,25 @@ def table_10() -> list[tuple[str, str, Callable[[], tuple[str, ...]]]]:
 
 MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     *table_10(),
+    (
+        ROWS,
+        "with seed 0 the loss of validation is {} kept at 0.0015, {} at 0.003 and {} at 0.006, folded {} at 0.003 and "
+        "{} at 0.006.",
+        lambda: held_out(
+            "val", "keep_lr0.0015", "keep_lr0.003", "keep_lr0.006", "fold_lr0.003", "fold_lr0.006"
+        ),
+    ),
+    (
+        ROWS,
+        "The mean test loss is {} kept, {} compensated and {} folded; folded less kept {} (95 % interval of the "
+        "paired difference {}), compensated less kept {} ({}), folded less compensated {} ({}).",
+        lambda: treated(TRANSLATED, "0.003", "test_loss"),
+    ),
+    (
+        ROWS,
+        "With seed 0 it ends at {} bits per byte kept, {} compensated and {} folded.",
+        lambda: tuple(mean(f"{SHORT_LLAMA}/{name}_lr0.008_s0", 3) for name in TREATMENTS),
+    ),
     (
         ROWS,
         "(published for fixed size, `ours` and Net2Net: {}, {} and {}, on the original images",
