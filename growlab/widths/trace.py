@@ -298,6 +298,7 @@ def _exported(
             _masks_as_given(),
             _exportable(model),
             corrected_shapes(),
+            _DrawsFromGlobal(),
         ):
             warnings.simplefilter("ignore")
             for log in _TORCH_LOGS:
@@ -453,6 +454,15 @@ def _line_of(error: BaseException) -> str:
     """The line of the user's code that an error has come from, for messages."""
     line = next(filter(None, map(own_line, _causes(error))), "")
     return f" at `{line}`" if line else ""
+
+
+class _DrawsFromGlobal(TorchFunctionMode):
+    """Draws from torch's own generator: programs of torch 2.11 have no place for others."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **{name: x for name, x in (kwargs or {}).items() if name != "generator"})
 
 
 class _Packing(TorchFunctionMode):

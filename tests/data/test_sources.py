@@ -204,9 +204,9 @@ def test_images_of_every_mode_become_coloured(pictures, tmp_path, mode):
     root = pictures.as_folders(tmp_path)
     picture = PIL.Image.new("RGB", (12, 10), (255, 255, 255)).convert(mode)
     options = {"transparency": b"\0" * 9} if mode == "P" else {}
-    picture.save(
-        root / "train" / "ant" / "00001.png", "TIFF" if mode in ("CMYK", "YCbCr") else "PNG", **options
-    )
+    # Pillow 11 does not read back the YCbCr that it writes into a TIFF.
+    kinds = {"CMYK": "TIFF", "YCbCr": "JPEG"}
+    picture.save(root / "train" / "ant" / "00001.png", kinds.get(mode, "PNG"), **options)
     images = _arrays("insects", root)[0][0]
     assert (images[1] == 255).all() and np.array_equal(images[0], pictures.images["train"][0])
 
