@@ -218,6 +218,7 @@ def main_output(output: Any) -> Tensor:
 
 
 _ROUNDED = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_PRODUCTS = frozenset({Tensor.matmul, Tensor.__matmul__, Tensor.bmm, torch.matmul, torch.bmm})
 
 
 class _DoublesKept(TorchFunctionMode):
@@ -233,6 +234,9 @@ class _DoublesKept(TorchFunctionMode):
                 return args[0].double()
             args = [torch.float64 if arg is torch.float32 else arg for arg in args]
             kwargs = {n: torch.float64 if arg is torch.float32 else arg for n, arg in kwargs.items()}
+        if func in _PRODUCTS and torch.float64 in {x.dtype for x in args}:
+            # Such as float32 frequencies by positions; torch multiplies matrices of one type alone.
+            args = [x.double() if x.dtype == torch.float32 else x for x in args]
         return func(*args, **kwargs)
 
 
