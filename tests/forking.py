@@ -119,7 +119,6 @@ def _import_everything(traces: Path) -> None:
     from growlab.lab.data import sources
     from growlab.lab.networks import mlp8, resnet20
     from growlab.lab.training import run as experiment
-    from growlab.optim.native import library
     from growlab.recipes.translation.library import fairseq_module
     from growlab.widths import trace
 
@@ -131,9 +130,6 @@ def _import_everything(traces: Path) -> None:
         "sympy.tensor.tensor",
     ):
         importlib.import_module(name)
-    # Compiled once instead of once a run: more than a second of gcc each.
-    for dtype in (torch.float32, torch.float64):
-        library(dtype)
     # A second for every run; tests/analysis looks at figures.
     experiment.write_run_report = lambda run_dir: None
     # Read once. Hydra composes everything an extra time to read `hydra.mode`, which no file in conf/ gives.

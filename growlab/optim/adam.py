@@ -115,16 +115,7 @@ class _Aged(Regional):
         keys = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]
         tensors = [self._gradients(params)]
         tensors += [[self._aligned_state(p, key) for p in params] for key in keys]
-        settings = {
-            "beta1": beta1,
-            "beta2": beta2,
-            "decay": 0.0 if group["decoupled_weight_decay"] else group["weight_decay"],
-            "decoupled": decoupled,
-            "maximize": group["maximize"],
-        }
-        self._advance(
-            "adam", settings, params, tensors, values, lambda *pieces: _update(group, decoupled, *pieces)
-        )
+        self._sweep(params, tensors, values, lambda *pieces: _update(group, decoupled, *pieces))
 
     def _starts(self, params: list[Tensor], num_regions: int, device: torch.device) -> Tensor:
         """The step at which each region was born, [P, K]; the padding takes 0."""

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from growlab.optim import native
-from growlab.optim.blocks import Pieces, add_squares, aligned, batches, handed_over, layout_key
+from growlab.optim.blocks import Pieces, add_squares, aligned, batches, handed_over
 from growlab.optim.rates import BaseRate, RateRule
 from growlab.optim.regions import Regions
 from growlab.optim.settings import check_settings
@@ -52,10 +51,7 @@ class Regional(torch.optim.Optimizer):
         self._regions: dict[Tensor, Regions] = {}
         self._scales: dict[Tensor, float] = {}
         self._pieces: dict[Tensor, Pieces] = {}
-        self._tables: dict[Tensor, tuple[Any, native.Table | None]] = {}
         self._square_sums: dict[Tensor, tuple[int, int, Tensor]] = {}
-        # Those of weights that were stepped together, with the weights and their versions and storages then.
-        self._joint_sums: dict[tuple[int, ...], tuple[list[Tensor], list[tuple[int, int]], Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         own = (
@@ -68,7 +64,7 @@ class Regional(torch.optim.Optimizer):
             "_step_supports_amp_scaling",
         )
         state = {name: self.__dict__[name] for name in own if name in self.__dict__}
-        caches: dict[str, Any] = {"_pieces": {}, "_tables": {}, "_square_sums": {}, "_joint_sums": {}}
+        caches: dict[str, Any] = {"_pieces": {}, "_square_sums": {}}
         return {**super().__getstate__(), **state, **caches}
 
     @property
@@ -118,7 +114,7 @@ class Regional(torch.optim.Optimizer):
                 raise ValueError("complex parameters have no regional rates; leave them out of the regions")
         self._regions = {p: region.to(p.device) for p, region in regions.items() if not p.is_complex()}
         self._scales = dict(scales or {})
-        self._pieces, self._tables, self._square_sums, self._joint_sums = {}, {}, {}, {}
+        self._pieces, self._square_sums = {}, {}
 
     def factors(self, param: Tensor) -> Tensor | None:
         """Rate factor of each region of a weight now, [K]; None for vectors and others at the base rate."""
@@ -151,11 +147,10 @@ class Regional(torch.optim.Optimizer):
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
         plain: list[Tensor] = []
-        regional: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
+        regional: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for param in params:
             if self._is_regional(param):
-                key = (param.device, param.dtype, self._table(param) is None)
-                regional.setdefault(key, []).append(param)
+                regional.setdefault((param.device, param.dtype), []).append(param)
             else:
                 plain.append(param)
         if plain:
@@ -218,44 +213,7 @@ class Regional(torch.optim.Optimizer):
 
     def _norms_of_all(self, params: Sequence[Tensor]) -> Tensor:
         """Norms of regions, [P, K], padded with 0."""
-        _, state, sums_PK = self._joint_sums.get(_key_of(params), ([], [], None))
-        if sums_PK is not None and state == _state_of(params):
-            return sums_PK.sqrt()
         return pad_sequence([self._squares(p) for p in params], batch_first=True).sqrt_()
-
-    def _advance(
-        self,
-        name: str,
-        settings: dict[str, float],
-        params: Sequence[Tensor],
-        tensors: Sequence[Sequence[Tensor]],
-        values_PK: Sequence[Tensor],
-        update: Update,
-    ) -> None:
-        """One step, natively where that is possible.
-
-        Args:
-            name: of the kernel in `kernels.c` that does what `update` does.
-            settings: for the kernel.
-            params: weights with regions, alike in dtype, device and in whether a kernel takes them.
-            tensors: gradients, then state, each a list in the order of `params`.
-            values_PK: numbers that differ between regions.
-            update: see `_sweep`.
-        """
-        tables = [table for table in map(self._table, params) if table is not None]
-        dtype = params[0].dtype
-        if not tables or not all(t.dtype is dtype for entries in tensors for t in entries):
-            self._sweep(params, tensors, values_PK, update)
-            return
-        watched = not isinstance(self._rule, BaseRate)
-        values_VPK = torch.stack(list(values_PK))
-        sums = native.step(name, settings, params, tensors[0], tensors[1:], values_VPK, tables, watched)
-        if sums is not None:
-            sums = sums.to(_sums_dtype(params[0]))
-            for param, sums_K in zip(params, sums.unbind(0), strict=True):
-                known = sums_K[: self._regions[param].num_regions]
-                self._square_sums[param] = (param._version, param.data_ptr(), known)
-            self._joint_sums[_key_of(params)] = list(params), _state_of(params), sums
 
     def _sweep(
         self,
@@ -303,17 +261,6 @@ class Regional(torch.optim.Optimizer):
         state[key] = aligned(state[key], param)
         return state[key]
 
-    def _table(self, param: Tensor) -> native.Table | None:
-        """How a kernel takes this parameter; None where none does."""
-        if self.defaults.get("differentiable", False):
-            return None
-        key = (param.dtype, *layout_key(param))
-        known = self._tables.get(param)
-        if known is None or known[0] != key:
-            regions = self._regions[param].to(param.device)
-            known = self._tables[param] = key, native.Table.of(param, regions)
-        return known[1]
-
     def _cut(self, param: Tensor) -> Pieces:
         pieces = self._pieces.get(param)
         if pieces is None or not pieces.matches(param):
@@ -334,24 +281,12 @@ class Regional(torch.optim.Optimizer):
         known = self._square_sums.get(param)
         if known is not None and known[0] == param._version and known[1] == param.data_ptr():
             return known[2]
-        table = self._table(param)
-        if table is not None:
-            sums = native.square_sums(param, table, self._regions[param].num_regions)
-            return sums.to(_sums_dtype(param))
         return self._cut(param).square_sums(param.detach())
 
     def _norms(self, param: Tensor) -> Tensor:
         with torch.no_grad():
             regions = self._regions[param]
             return regions.norms(param)
-
-
-def _key_of(params: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(map(id, params))
-
-
-def _state_of(params: Sequence[Tensor]) -> list[tuple[int, int]]:
-    return [(param._version, param.data_ptr()) for param in params]
 
 
 def _sums_dtype(param: Tensor) -> torch.dtype:

@@ -91,14 +91,7 @@ class SGD(Regional, torch.optim.SGD):
             and not any(self._cut(p).whole for p in params)
         )
         update = _fused_update if fused else _update
-        settings = {
-            "momentum": group["momentum"],
-            "undamped": 1 - group["dampening"],
-            "decay": group["weight_decay"],
-            "nesterov": group["nesterov"],
-            "maximize": group["maximize"],
-        }
-        self._advance("sgd", settings, params, tensors, [rates_PK], lambda *pieces: update(group, *pieces))
+        self._sweep(params, tensors, [rates_PK], lambda *pieces: update(group, *pieces))
 
 
 def _update(group: dict[str, Any], weights: Any, grads: Any, *rest: Any) -> None:

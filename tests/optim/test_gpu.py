@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from growlab.optim import NormRatio
-from tests.optim.test_native import SETTINGS, start
+from tests.optim.test_regional_steps import SETTINGS, start
 
 
 @pytest.mark.gpu

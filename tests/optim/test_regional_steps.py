@@ -1,21 +1,14 @@
-"""The compiled steps against the same steps in torch's operations, whatever the weights' shapes."""
+"""Steps with a rate per region, whatever the weights' shapes, layouts and precisions."""
 
 import copy
-import os
-import shutil
 
 import pytest
 import torch
 from torch import nn
 
-from growlab.optim import LARS, SGD, Adam, AdamW, AvaGrad, BaseRate, MaxOne, Muon, NormRatio, Regions, native
+from growlab.optim import LARS, SGD, Adam, AdamW, AvaGrad, BaseRate, MaxOne, Muon, NormRatio, Regions
 
-pytestmark = pytest.mark.skipif(
-    not (os.environ.get("CC") or shutil.which("cc")) or os.environ.get("GROWLAB_NATIVE") == "0",
-    reason="no C compiler, or compiled steps are switched off",
-)
-
-# Shapes of one row, of one column, of runs shorter and longer than a vector of the machine, of many blocks.
+# Shapes of one row, of one column, of short and long runs, of many blocks.
 SHAPES = [(7, 5), (6, 4, 3, 3), (1, 3), (9, 1), (33, 17, 1, 1), (40, 70, 3, 3), (150, 1000)]
 SETTINGS = {
     "sgd": (SGD, {}),
@@ -57,27 +50,44 @@ def start(dtype, channels_last=False, interleaved=False, offset=0):
     return params, regions
 
 
-def trained(make, compiled, monkeypatch, dtype=torch.float32, steps=4, threads=1, **how):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with monkeypatch.context() as patch:
-            if not compiled:
-                patch.setattr(native, "library", lambda dtype: None)
-            params, regions = start(dtype, **how)
-            optimizer = make(params)
-            optimizer.set_regions(regions)
-            source = torch.Generator().manual_seed(1)
-            for _ in range(steps):
-                for param in params:
-                    gradient = torch.randn(param.shape, generator=source).to(dtype)
-                    param.grad = torch.empty_like(param).copy_(gradient)
-                optimizer.step()
-    finally:
-        torch.set_num_threads(before)
-    used = [optimizer._table(param) is not None for param in params]
-    assert used == [compiled] * len(params) or not compiled
+def train(make, dtype=torch.float32, steps=4, **how):
+    params, regions = start(dtype, **how)
+    optimizer = make(params)
+    optimizer.set_regions(regions)
+    source = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for param in params:
+            gradient = torch.randn(param.shape, generator=source).to(dtype)
+            param.grad = torch.empty_like(param).copy_(gradient)
+        optimizer.step()
     return params, optimizer
+
+
+def regions_apart(cls, options, lr, dtype, steps=4, **how):
+    """The same training by torch's optimizers, each region a parameter of its own with its own rate."""
+    params, regions = start(dtype, **how)
+    masks = [
+        (params[i], regions[params[i]].spread(torch.arange(regions[params[i]].num_regions), params[i].dim()))
+        for i in range(len(params))
+    ]
+    parts = [(p, (m == k).expand(p.shape)) for p, m in masks for k in range(int(m.max()) + 1)]
+    factors = [
+        float(Fixed().factors(torch.ones(regions[p].num_regions))[k])
+        for p, m in masks
+        for k in range(int(m.max()) + 1)
+    ]
+    own = [nn.Parameter(p.detach()[part].clone()) for p, part in parts]
+    groups = [{"params": [each], "lr": lr * factor} for each, factor in zip(own, factors, strict=True)]
+    optimizer = getattr(torch.optim, cls.__name__)(groups, lr=lr, **options)
+    source = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        gradients = {param: torch.randn(param.shape, generator=source).to(dtype) for param in params}
+        for each, (param, part) in zip(own, parts, strict=True):
+            each.grad = gradients[param][part]
+        optimizer.step()
+    for each, (param, part) in zip(own, parts, strict=True):
+        param.data[part] = each.data
+    return params
 
 
 def assert_same(ours, theirs, **tolerance):
@@ -94,36 +104,26 @@ def assert_same(ours, theirs, **tolerance):
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_weights_and_state_are_those_of_torchs_operations(setting, dtype, channels_last, monkeypatch):
+def test_a_region_moves_as_torch_moves_it_at_its_own_rate(setting, dtype, channels_last):
     cls, options = SETTINGS[setting]
-
-    def make(params):
-        return cls(params, lr=0.03, rule=Fixed(), **options)
-
     how = {"dtype": dtype, "channels_last": channels_last, "interleaved": channels_last}
-    if cls is SGD:
-        assert_same(trained(make, True, monkeypatch, **how), trained(make, False, monkeypatch, **how))
-        return
-    # torch takes square roots from a library that rounds some otherwise; the moments know none at first.
-    once = [trained(make, compiled, monkeypatch, steps=1, **how) for compiled in (True, False)]
-    moments = [[o.state[p][key] for p in ps for key in ("exp_avg", "exp_avg_sq")] for ps, o in once]
-    assert all(torch.equal(a, b) for a, b in zip(*moments, strict=True))
-    ours, theirs = (trained(make, compiled, monkeypatch, **how) for compiled in (True, False))
+    ours, _ = train(lambda params: cls(params, lr=0.03, rule=Fixed(), **options), **how)
+    theirs = regions_apart(cls, options, 0.03, **how)
     eps = torch.finfo(dtype).eps
-    assert_same(ours, theirs, rtol=100 * eps, atol=100 * eps)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=100 * eps, atol=100 * eps)
 
 
 @pytest.mark.parametrize("options", [{"weight_decay": 0.1, "dampening": 0.3}, {"maximize": True}])
-def test_without_a_compiler_fused_steps_are_the_others_up_to_rounding(options, monkeypatch):
+def test_fused_steps_are_the_others_up_to_rounding(options):
     """Also where the parameters have become float64 and their momentum has not."""
-    monkeypatch.setattr(native, "library", lambda dtype: None)
 
     def make(params, fused):
         return SGD(params, lr=0.03, momentum=0.9, rule=Fixed(), fused=fused, **options)
 
     both = []
     for fused in (True, None):
-        params, optimizer = trained(lambda p, fused=fused: make(p, fused), False, monkeypatch)
+        params, optimizer = train(lambda p, fused=fused: make(p, fused))
         for param in params:
             param.data, param.grad = param.data.double(), None
             param.grad = torch.ones_like(param)
@@ -132,14 +132,11 @@ def test_without_a_compiler_fused_steps_are_the_others_up_to_rounding(options, m
     assert_same(*both, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_weight_may_change_its_layout_between_steps(compiled, monkeypatch):
+def test_a_weight_may_change_its_layout_between_steps():
     """As `network.to(memory_format=...)` has it."""
-    if not compiled:
-        monkeypatch.setattr(native, "library", lambda dtype: None)
     both = []
     for layout in (torch.contiguous_format, torch.channels_last):
-        params, optimizer = trained(lambda p: SGD(p, 0.03, 0.9, rule=Fixed()), compiled, monkeypatch)
+        params, optimizer = train(lambda p: SGD(p, 0.03, 0.9, rule=Fixed()))
         for param in params:
             if param.dim() == 4:
                 param.data, param.grad = param.data.contiguous(memory_format=layout), None
@@ -150,32 +147,28 @@ def test_a_weight_may_change_its_layout_between_steps(compiled, monkeypatch):
 
 
 @pytest.mark.parametrize("rule", [NormRatio(), MaxOne(1e6), BaseRate()], ids=lambda rule: type(rule).__name__)
-def test_rates_from_norms_agree_up_to_the_rounding_of_sums(rule, monkeypatch):
+def test_blocks_are_whole_weights_up_to_the_rounding_of_sums(rule, monkeypatch):
     def make(params):
         return AdamW(params, lr=0.03, rule=rule)
 
-    ours, theirs = (trained(make, compiled, monkeypatch, dtype=torch.float64) for compiled in (True, False))
-    assert_same(ours, theirs, rtol=1e-9, atol=1e-9)
+    ours = train(make, dtype=torch.float64)
+    monkeypatch.setattr("growlab.optim.blocks._MAX_RUNS", 0)
+    assert_same(ours, train(make, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("threads", [2, 5])
-def test_neither_threads_nor_alignment_change_a_bit(threads, monkeypatch):
+def test_alignment_changes_no_bit_of_the_rates_rule():
     def make(params):
-        return SGD(params, lr=0.03, momentum=0.9, rule=NormRatio())
+        return SGD(params, lr=0.03, momentum=0.9, rule=BaseRate())
 
-    alone = trained(make, True, monkeypatch)
-    assert_same(trained(make, True, monkeypatch, threads=threads), alone)
-    assert_same(
-        trained(make, True, monkeypatch, offset=1), trained(make, True, monkeypatch, offset=1, threads=2)
-    )
+    assert_same(train(make, offset=1), train(make))
 
 
-def test_norms_left_by_a_step_are_those_of_the_weights(monkeypatch):
-    params, optimizer = trained(lambda p: SGD(p, 0.03, rule=NormRatio()), True, monkeypatch)
+def test_norms_left_by_a_step_are_those_of_the_weights():
+    params, optimizer = train(lambda p: SGD(p, 0.03, rule=NormRatio()))
     for param in params:
         left = optimizer._square_sums[param][2]
-        anew = native.square_sums(param, optimizer._table(param), len(left))
-        assert torch.equal(left, anew.to(left.dtype)), "a resumed run would take other rates"
+        again = optimizer._cut(param).square_sums(param.detach())
+        assert torch.equal(left, again), "a resumed run would take other rates"
         torch.testing.assert_close(left, optimizer._regions[param].sums(param.detach().square()))
 
 
@@ -192,8 +185,7 @@ def test_autograd_notices_a_step():
         loss.backward()
 
 
-def test_weights_that_no_kernel_takes_are_left_to_torchs_operations(monkeypatch):
-    """bfloat16, and a weight that lies neither row by row nor channels last."""
+def test_bfloat16_and_transposed_weights_take_steps():
     transposed = nn.Parameter(torch.randn(6, 8).T)
     half = nn.Parameter(torch.randn(8, 6).bfloat16())
     optimizer = SGD([transposed, half], 0.1, 0.9, rule=NormRatio())
@@ -201,28 +193,8 @@ def test_weights_that_no_kernel_takes_are_left_to_torchs_operations(monkeypatch)
     for param in (transposed, half):
         before = param.detach().clone()
         param.grad = torch.ones_like(param)
-        assert optimizer._table(param) is None
         optimizer.step()
         assert not torch.equal(before, param)
-
-
-def test_a_compiler_that_fails_leaves_torchs_operations(monkeypatch):
-    native.library.cache_clear()
-    monkeypatch.setenv("CC", "false")
-    try:
-        assert native.library(torch.float32) is None
-        monkeypatch.setenv("CC", "no-such-compiler --flag")
-        native.library.cache_clear()
-        assert native.library(torch.float64) is None
-    finally:
-        native.library.cache_clear()
-
-
-def test_it_can_be_switched_off(monkeypatch):
-    native.library.cache_clear()
-    monkeypatch.setenv("GROWLAB_NATIVE", "0")
-    assert native.library(torch.float32) is None
-    native.library.cache_clear()
 
 
 def test_copies_do_not_share_what_was_cut():
@@ -240,16 +212,13 @@ def test_copies_do_not_share_what_was_cut():
     assert torch.equal(weight, theirs) and weight is not theirs
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("cls", [SGD, AdamW, AvaGrad, LARS, Muon], ids=lambda cls: cls.__name__)
-def test_columns_over_several_axes_are_those_of_the_flattened_tensor(cls, compiled, monkeypatch):
+def test_columns_over_several_axes_are_those_of_the_flattened_tensor(cls):
     """[O, I, K, 2] whose second and third axis have grown, against the matrix [O, 2 I K]."""
     rows, columns = torch.tensor([0, 0, 1, 2]), torch.tensor([[0, 0, 1], [2, 2, 2]]).flatten()
     deep = Regions(rows, columns, (2, 3))
     flat = Regions(rows, columns.repeat_interleave(2))
     value = torch.randn(4, 2, 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    if not compiled:
-        monkeypatch.setattr(native, "library", lambda dtype: None)
     found = []
     for shape, regions, last in (
         (value.shape, deep, False),
