@@ -178,7 +178,9 @@ def tensors_of(model: nn.Module, graph: WidthGraph) -> dict[str, Tensor]:
         UserError: the model has lost one since it was traced.
     """
     places = dict(_named_tensor_places(model))
-    if lost := [name for name in graph.axes if name not in places]:
+    # What prunes or parametrises a weight leaves a plain tensor of its name.
+    plain = {name for name, (module, attribute) in places.items() if attribute in vars(module)}
+    if lost := [name for name in graph.axes if name not in places or name in plain - graph.constants.keys()]:
         raise UserError(
             f"{lost[0]}, which grows, is no parameter or buffer of the network any more; prune, parametrise or replace "
             "modules before growlab traces the network, or once growth has ended."

@@ -66,12 +66,14 @@ def test_every_published_table_has_an_entry() -> None:
 
 @needs()
 def test_every_prepared_sweep_has_an_entry() -> None:
-    """Those of the papers; the frontier and the digits are none of theirs."""
+    """Those of the papers: the frontier, multipliers under Adam and the digits are not in them."""
     presets = {
         path.stem for path in (config_dir() / "experiment").glob("*.yaml") if "sweeper:" in path.read_text()
     }
     named = {command.split()[0].removeprefix("experiment=") for command in COMMANDS}
-    assert {name for name in presets - named if not name.startswith("frontier_")} == {"digits_methods"}
+    assert {name for name in presets - named if not name.startswith(("frontier_", "multipliers_"))} == {
+        "digits_methods"
+    }
 
 
 @needs()
@@ -164,7 +166,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 
 def test_an_entry_is_in_one_file() -> None:
-    folder = ROOT / "growlab" / "reproduce" / "papers"
+    folder = ROOT / "growlab" / "recipes" / "papers" / "papers"
     files = [yaml.safe_load(path.read_text()) for path in folder.iterdir()]
     known = {"paper", "title", "note", "gpu", "gpu_runs", "cpu_bfloat16", "items"}
     assert all(set(file) <= known for file in files)
