@@ -394,10 +394,10 @@ def test_ctrl_c(cli: CommandLine, tmp_path: Path) -> None:
             "growlab starts the processes of DDP itself",
             marks=pytest.mark.slow,
         ),
-        (("data.batch_size=33",), "a batch of 33 images does not divide among 2 processes"),
+        (("data.batch_size=33",), "a batch of 33 does not divide among 2 processes"),
         pytest.param(
             ("schedule.batch_sizes=[34,33,32]",),
-            "a batch of 33 images does not divide among 2 processes",
+            "a batch of 33 does not divide among 2 processes",
             marks=pytest.mark.slow,
         ),
     ],

@@ -256,7 +256,7 @@ def test_arguments_that_cannot_be_used(arguments, words):
 
 
 def test_ranks_must_divide_the_batch():
-    with pytest.raises(UserError, match="batch of 100 images does not divide among 3 processes"):
+    with pytest.raises(UserError, match="batch of 100 does not divide among 3 processes"):
         _placed(_digits(), world_size=3).train_dataloader()
 
 

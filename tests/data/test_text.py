@@ -94,7 +94,7 @@ def test_ranks_share_a_batch(path: str, monkeypatch: pytest.MonkeyPatch) -> None
         parts.append(next(iter(text.train_dataloader()))[0])
     assert torch.equal(torch.cat(parts), whole)
     text.batch_size_at_epoch = lambda epoch: 9
-    with pytest.raises(UserError, match="9 windows does not divide among 2"):
+    with pytest.raises(UserError, match="9 does not divide among 2"):
         text.train_dataloader()
 
 

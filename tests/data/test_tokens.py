@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from growlab.base.errors import UserError
-from growlab.lab.data import TokenData, token_store
+from growlab.lab.data import TextData, TokenData, token_store
 from growlab.lab.data.token_store import PARTS
 from growlab.lab.training import SubwordPrediction
 
@@ -369,7 +369,7 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Path, folder: Path) -> Non
 
 def test_bits_per_byte_need_data_that_know_bytes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="objective=tokens needs data that know the bytes of their tokens"):
-        SubwordPrediction().bind(object())
+        SubwordPrediction().bind(TextData(None))
 
 
 def test_a_folder_below_that_may_not_be_read_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def test_held_out_data_sees_the_statistics_of_the_weights_and_training_is_the_sa
     first = next(m for m in network.modules() if isinstance(m, nn.BatchNorm1d))
     seen = []
     first.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    batches = list(data.training_images(5, 5))[:2]
+    batches = list(data.training_loader(5, 5))[:2]
     network.train()
     own = first.running_mean.clone()
     for x, _ in batches:

@@ -4,6 +4,7 @@ from growlab.lab.data.custom import CustomData, Split
 from growlab.lab.data.folder import FolderData
 from growlab.lab.data.incremental import Incremental
 from growlab.lab.data.module import ImageData
+from growlab.lab.data.run_data import RunData
 from growlab.lab.data.samples import Columns
 from growlab.lab.data.text import TextData
 from growlab.lab.data.tokens import TokenData
@@ -14,6 +15,7 @@ __all__ = [
     "FolderData",
     "ImageData",
     "Incremental",
+    "RunData",
     "Split",
     "TextData",
     "TokenData",

@@ -1,7 +1,7 @@
 """A user's own data in growlab's runs: split, ordered and batched as growing and exact resuming need it."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from growlab.lab.data.arguments import check_numbers
 from growlab.lab.data.augment import Augmentation
 from growlab.lab.data.order import COLLATE, draws
 from growlab.lab.data.readers import Readers
+from growlab.lab.data.run_data import RunData
 from growlab.lab.data.sample_loaders import SampleLoader, SamplePlan, sizes
 from growlab.lab.data.samples import Columns, Part, SampleBatches, classes_of, random_state_kept, seed_all
 from growlab.lab.data.split import first_balanced, stratified_split
@@ -55,7 +56,7 @@ class Split:
             )
 
 
-class CustomData(LightningDataModule):
+class CustomData(RunData):
     """A user's own data: a LightningDataModule, DataLoader, Dataset or data set of Hugging Face's `datasets`.
 
     Samples are (inputs..., target), or mappings of which `columns` tells the parts. A batch is (inputs..., target):
@@ -82,9 +83,6 @@ class CustomData(LightningDataModule):
         "data of your own go with model=custom and the objective of their targets: classification, multilabel, "
         "regression, segmentation or custom"
     )
-    #: All data are there from the start.
-    incremental = None
-    watched = "val"
 
     def __init__(
         self,
@@ -97,15 +95,13 @@ class CustomData(LightningDataModule):
         num_workers: int | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size or _BATCH_SIZE, seed)
         check_numbers(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
         check_numbers(0, num_workers=num_workers)
-        self._source, self._network, self.seed = source, dict(network or {}), seed
+        self._source, self._network = source, dict(network or {})
         self._module = source if isinstance(source, LightningDataModule) else None
         self.split, self.columns = split or Split(), columns or Columns()
         self._batch_size, self._eval_batch_size, self._num_workers = batch_size, eval_batch_size, num_workers
-        #: Global batch size of an epoch, set by the experiment from the growth schedule; None = `batch_size`.
-        self.batch_size_at_epoch: Callable[[int], int] | None = None
         self._parts: dict[str, Part] = {}
         self._readers: dict[str, Readers] = {}
         self._classes: np.ndarray | None = None
@@ -147,15 +143,7 @@ class CustomData(LightningDataModule):
 
     # Batches -------------------------------------------------------------------------------------------
 
-    def train_dataloader(self) -> SampleLoader:
-        """Return the batches of the trainer's current epoch (0 without a trainer).
-
-        Raises:
-            UserError: the number of processes does not divide the batch size.
-        """
-        return self.training_images(self._now, self._now)
-
-    def training_images(self, epoch: int, draw: int) -> SampleLoader:
+    def training_loader(self, epoch: int, draw: int) -> SampleLoader:
         """Return batches of the training samples in the sizes of an epoch, ordered and drawn as those of another."""
         return self._loader("train", self._training_plan(epoch, draw))
 
@@ -180,10 +168,6 @@ class CustomData(LightningDataModule):
     def test_dataloader(self) -> SampleLoader:
         """Return the test samples in order."""
         return self._evaluation("test")
-
-    def global_batch_size(self, epoch: int) -> int:
-        """Return the number of samples in a training batch of this epoch, over all ranks."""
-        return self.batch_size if self.batch_size_at_epoch is None else self.batch_size_at_epoch(epoch)
 
     def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
         """Return the number of samples in each training batch of an epoch that has batches of this size."""
@@ -312,7 +296,7 @@ class CustomData(LightningDataModule):
 
     def _finish(self, name: str, epoch: int | None, batch: Any, number: int) -> tuple[Tensor, ...]:
         """A collated batch on the device, through the source's hooks, as (inputs..., target)."""
-        module, device, (rank, _) = self._module, self._device(), self._place()
+        module, device, (rank, _) = self._module, self._device, self._place()
         if module is None:
             return self._parts[name].inputs_and_target(move_data_to_device(batch, device))
         if self.trainer is not None:
@@ -326,12 +310,8 @@ class CustomData(LightningDataModule):
         return self._parts[name].inputs_and_target(batch)
 
     def _training_plan(self, epoch: int, draw: int) -> SamplePlan:
-        size, (rank, world_size) = self.global_batch_size(epoch), self._place()
-        if size % world_size:
-            raise UserError(
-                f"a batch of {size} samples does not divide among {world_size} processes; choose a data.batch_size "
-                f"that {world_size} divides, or another number of devices."
-            )
+        size = self.global_batch_size(epoch)
+        rank, world_size = self._place_for(size)
         part = self._parts["train"]
         return SamplePlan(len(part), size, self.seed, draw, Augmentation(), rank, world_size, part=part)
 
@@ -344,20 +324,10 @@ class CustomData(LightningDataModule):
         part = self._parts[name]
         if name not in self._readers:
             workers = part.num_workers if self._num_workers is None else self._num_workers
-            pinned = self._device().type == "cuda"
+            pinned = self._device.type == "cuda"
             self._readers[name] = Readers(SampleBatches(part, self.seed), workers, pinned)
 
         def finish(batch: Any, number: int) -> tuple[Tensor, ...]:
             return self._finish(name, None if plan.augmentation is None else plan.epoch, batch, number)
 
         return SampleLoader(plan, self._readers[name], finish)
-
-    @property
-    def _now(self) -> int:
-        return self.trainer.current_epoch if self.trainer is not None else 0
-
-    def _place(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
-
-    def _device(self) -> torch.device:
-        return self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning import LightningDataModule
 from torch import Tensor
 
 from growlab.base.errors import UserError
@@ -21,6 +20,7 @@ from growlab.lab.data.crops import Views
 from growlab.lab.data.images import EncodedImages, ImageArray, Images
 from growlab.lab.data.loaders import EpochPlan, MemoryLoader, StreamLoader
 from growlab.lab.data.readers import ImageBatches, Readers, Reading, workers_of_rank
+from growlab.lab.data.run_data import RunData
 from growlab.lab.data.sources import open_images
 from growlab.lab.data.split import Sets, first_balanced
 from growlab.lab.data.statistics import Standardisation
@@ -29,7 +29,7 @@ from growlab.parts import Part
 log = logging.getLogger(__name__)
 
 
-class ImageData(LightningDataModule):
+class ImageData(RunData):
     """Labelled images, by name or from a folder, as augmented and normalised batches.
 
     A batch is (x float32 [B, C, H, W], y int64 [B]). Order and augmentation are functions of (seed, epoch,
@@ -69,10 +69,10 @@ class ImageData(LightningDataModule):
         seed: int = 0,
         **settings: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, seed)
         check_numbers(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
         self.name, self.root, self.download = name, root, download
-        self.batch_size, self.eval_batch_size, self.seed = batch_size, eval_batch_size, seed
+        self.eval_batch_size = eval_batch_size
         kinds = sorted_into(self.SETTINGS, settings, type(self).__name__)
         self.sets, self.views, self.augmentation, self._standards, self._arrival, self._reading = kinds
         if self.views.crop is not None and self._reading.in_memory:
@@ -83,8 +83,6 @@ class ImageData(LightningDataModule):
         self.channels_last = self._reading.channels_last
         self.mean, self.std = self._standards.mean, self._standards.std
         self.incremental, self.epoch_parts = self._arrival.incremental, self._arrival.epoch_parts
-        #: Global batch size of an epoch, set by the experiment from the growth schedule; None = `batch_size`.
-        self.batch_size_at_epoch: Callable[[int], int] | None = None
         self._images: dict[str, Images] = {}
         self._readers: dict[str, Readers] = {}
         # Part of the data, what it was chosen by, and the images themselves.
@@ -160,14 +158,6 @@ class ImageData(LightningDataModule):
             readers.close()
         self._readers.clear()
 
-    def train_dataloader(self) -> MemoryLoader | StreamLoader:
-        """Return the batches of the trainer's current epoch (0 without a trainer).
-
-        Raises:
-            UserError: the number of processes does not divide the batch size.
-        """
-        return self.training_images(self._now, self._now)
-
     def training_batches(
         self, count: int, epoch: int | None = None, augmented: bool = False
     ) -> list[tuple[Tensor, Tensor]]:
@@ -192,7 +182,7 @@ class ImageData(LightningDataModule):
             batches.append((self._normalisation.apply(images, self.channels_last), labels[part]))
         return batches
 
-    def training_images(self, epoch: int, draw: int) -> MemoryLoader | StreamLoader:
+    def training_loader(self, epoch: int, draw: int) -> MemoryLoader | StreamLoader:
         """Return batches of the training images of an epoch, in the order and augmented as those of another.
 
         Args:
@@ -206,12 +196,7 @@ class ImageData(LightningDataModule):
 
     def _training_plan(self, epoch: int, draw: int) -> EpochPlan:
         batch_size = self.global_batch_size(epoch)
-        rank, world_size = self._place()
-        if batch_size % world_size:
-            raise UserError(
-                f"a batch of {batch_size} images does not divide among {world_size} processes; choose a "
-                f"data.batch_size that {world_size} divides, or another number of devices."
-            )
+        rank, world_size = self._place_for(batch_size)
         train = self._current("train", epoch)
         blocks_N = train.blocks_N if isinstance(train, EncodedImages) else None
         return EpochPlan(
@@ -228,10 +213,6 @@ class ImageData(LightningDataModule):
     def test_dataloader(self) -> MemoryLoader | StreamLoader:
         """Return the test images in order."""
         return self._evaluation("test")
-
-    def global_batch_size(self, epoch: int) -> int:
-        """Return the number of images in a training batch of this epoch, over all ranks."""
-        return self.batch_size_at_epoch(epoch) if self.batch_size_at_epoch is not None else self.batch_size
 
     def num_train_at(self, epoch: int, batch_size: int | None = None) -> int:
         """Return the number of training images in this epoch, with batches of this size if it is given."""
@@ -304,13 +285,6 @@ class ImageData(LightningDataModule):
             self._of_task[part] = (key, self._images[part].select(positions()))
         return self._of_task[part][1]
 
-    @property
-    def _now(self) -> int:
-        return self.trainer.current_epoch if self.trainer is not None else 0
-
-    def _place(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
-
     def _evaluation(self, part: str) -> MemoryLoader | StreamLoader:
         rank, world_size = self._place()
         length = len(self._current(part, self._now))
@@ -319,7 +293,7 @@ class ImageData(LightningDataModule):
 
     def _loader(self, part: str, plan: EpochPlan, epoch: int) -> MemoryLoader | StreamLoader:
         images = self._current(part, epoch)
-        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        device = self._device
         training = plan.augmentation is not None
         if isinstance(images, ImageArray) and self._is_held(images, part):
             images = images.to(device)

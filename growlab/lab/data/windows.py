@@ -2,13 +2,12 @@
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from lightning import LightningDataModule
 from torch import Tensor
 
 from growlab.base.errors import UserError
@@ -16,6 +15,7 @@ from growlab.lab.data.arguments import check_numbers
 from growlab.lab.data.augment import Augmentation
 from growlab.lab.data.loaders import EpochPlan, ResumableLoader, part_of_pass
 from growlab.lab.data.order import OFFSET, draws
+from growlab.lab.data.run_data import RunData
 
 #: Stands in targets where there is no token to predict.
 NO_TOKEN = -100
@@ -61,7 +61,7 @@ def windows_at(tokens_N: np.ndarray, starts_B: np.ndarray, length: int) -> np.nd
     return windows_BT
 
 
-class WindowData(LightningDataModule):
+class WindowData(RunData):
     """Sequences of tokens to train, validate and test on; subclasses read them in `_sequences`.
 
     Args:
@@ -85,13 +85,10 @@ class WindowData(LightningDataModule):
     def __init__(
         self, context: int, batch_size: int, eval_batch_size: int, epoch_parts: int = 1, seed: int = 0
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, seed)
         check_numbers(1, context=context, batch_size=batch_size, eval_batch_size=eval_batch_size)
         check_numbers(1, epoch_parts=epoch_parts)
-        self.context, self.batch_size, self.eval_batch_size = context, batch_size, eval_batch_size
-        self.epoch_parts, self.seed = epoch_parts, seed
-        #: Global batch size of an epoch, set by the experiment from the growth schedule; None = `batch_size`.
-        self.batch_size_at_epoch: Callable[[int], int] | None = None
+        self.context, self.eval_batch_size, self.epoch_parts = context, eval_batch_size, epoch_parts
         self._tokens: dict[str, np.ndarray] = {}
         self._digest: str | None = None
 
@@ -179,27 +176,12 @@ class WindowData(LightningDataModule):
             )
         return batches[part_of_pass(len(batches), epoch, self.epoch_parts)]
 
-    def train_dataloader(self) -> WindowLoader:
-        """Return the batches of the trainer's current epoch (0 without a trainer).
-
-        Raises:
-            UserError: the number of processes does not divide the batch size.
-        """
-        return self._loader("train", self._training_plan(self._now))
-
-    def training_batches(
-        self, count: int, epoch: int | None = None, augmented: bool = False
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Return the first batches of an epoch, this rank's part of each, on the CPU.
-
-        Args:
-            count: number of batches; as many as there are, if there are fewer.
-            epoch: None: the trainer's current one.
-            augmented: changes nothing: windows are drawn as in training anyway.
-        """
-        plan = self._training_plan(self._now if epoch is None else epoch)
-        loader = WindowLoader(plan, self._tokens["train"], self.context, torch.device("cpu"))
-        return [batch for _, batch in zip(range(count), loader, strict=False)]
+    def training_loader(self, epoch: int, draw: int) -> WindowLoader:
+        """Return the training windows in batches of an epoch's size, in the order of another."""
+        size = self.global_batch_size(epoch)
+        place = self._place_for(size)
+        plan = EpochPlan(self.num_train, size, self.seed, draw, _TRAINING, *place, parts=self.epoch_parts)
+        return self._loader("train", plan)
 
     def val_dataloader(self) -> WindowLoader:
         """Return the windows of the validation part in order."""
@@ -214,29 +196,9 @@ class WindowData(LightningDataModule):
         starts = np.arange(n) % self.num_train * self.context
         return torch.from_numpy(windows_at(self._tokens["train"], starts, self.context))
 
-    def _training_plan(self, epoch: int) -> EpochPlan:
-        size = self.batch_size if self.batch_size_at_epoch is None else self.batch_size_at_epoch(epoch)
-        rank, world_size = self._place()
-        if size % world_size:
-            raise UserError(
-                f"a batch of {size} windows does not divide among {world_size} processes; choose a data.batch_size "
-                f"that {world_size} divides, or another number of devices."
-            )
-        return EpochPlan(
-            *(self.num_train, size, self.seed, epoch, _TRAINING, rank, world_size), parts=self.epoch_parts
-        )
-
     def _evaluation(self, part: str) -> WindowLoader:
         plan = EpochPlan(self._windows[part], self.eval_batch_size, self.seed, 0, None, *self._place())
         return self._loader(part, plan)
 
     def _loader(self, part: str, plan: EpochPlan) -> WindowLoader:
-        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
-        return WindowLoader(plan, self._tokens[part], self.context, device)
-
-    @property
-    def _now(self) -> int:
-        return self.trainer.current_epoch if self.trainer is not None else 0
-
-    def _place(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+        return WindowLoader(plan, self._tokens[part], self.context, self._device)

@@ -1,6 +1,6 @@
 """A plan's problem as the configuration of a run says it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import inf
 from typing import Any
@@ -97,13 +97,13 @@ def problem_of(cfg: DictConfig) -> tuple[Problem, Any]:
         enable_checkpointing=False,
         _convert_="all",
     )
-    parts = getattr(data, "epoch_parts", 1)
+    parts = data.epoch_parts
     samples = sum(sum(data.samples_in_batches(part, data.batch_size)) for part in range(parts))
     samples += held
     problem = Problem(
         make_network=partial(make_network, cfg.model, data),
         make_optimizer=partial(_optimizer, cfg),
-        batches=partial(_batches, data),
+        batches=lambda epoch: data.training_loader(epoch, epoch),
         loss=lambda output, target: objective(output, target)[0],
         held_out=_held_out(data),
         example=data.probe_batch(probe_size(cfg.probe_size, data)),
@@ -149,14 +149,9 @@ def _data(cfg: DictConfig) -> tuple[int, Any]:
         settings.validation = "split"
     data = make_data(settings, cfg.seed)
     data.setup()
-    if getattr(data, "watched", "val") != "val":
+    if data.watched != "val":
         raise UserError("a plan never looks at the test set, and these data hold out nothing else.")
     return 0 if own else data.num_val, data
-
-
-def _batches(data: Any, epoch: int) -> Iterable[Batch]:
-    images = getattr(data, "training_images", None)
-    return images(epoch, epoch) if images is not None else data.train_dataloader()
 
 
 def _held_out(data: Any) -> Sequence[Batch]:

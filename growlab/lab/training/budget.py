@@ -8,7 +8,7 @@ from growlab.base.errors import UserError
 from growlab.grower.triggers import Demand
 from growlab.growth import GrowthMethod, Schedule, WidthDecision
 from growlab.growth.schedule import MOST_EPOCHS
-from growlab.lab.data import ImageData
+from growlab.lab.data import RunData
 
 # Of sums of decimal fractions.
 _ROUNDING = 1 + 1e-9
@@ -54,7 +54,7 @@ def epochs_within(
     make: Callable[[int], Schedule],
     flops: Sequence[int],
     full_flops: int,
-    data: ImageData,
+    data: RunData,
     samples: Callable[[int, int], int],
 ) -> int:
     """The most epochs whose training costs no more than a budget.
@@ -72,11 +72,11 @@ def epochs_within(
     Raises:
         UserError: the budget is below the cost of the shortest schedule, or data arrives with the stages.
     """
-    if getattr(data, "incremental", None) is not None:
+    if data.incremental is not None:
         raise UserError(
             "schedule.budget goes with data that is all there from the start: set schedule.total_epochs."
         )
-    parts = getattr(data, "epoch_parts", 1)
+    parts = data.epoch_parts
     known: dict[int, list[int]] = {}
 
     def until(epoch: int, size: int) -> int:

@@ -2,9 +2,8 @@
 
 import lightning
 
-from growlab.base.errors import UserError
 from growlab.grower import Grower
-from growlab.lab.data import ImageData
+from growlab.lab.data import RunData
 from growlab.lab.training import RunRecorder, Task
 from growlab.lab.training.recorder import metric_columns
 from growlab.lab.training.run_plan import Planned
@@ -21,7 +20,7 @@ def near_zero(precision: str) -> float:
 def tell_training(
     grower: Grower,
     task: Task,
-    data: ImageData,
+    data: RunData,
     planned: Planned,
     recorder: RunRecorder,
     trainer: lightning.Trainer,
@@ -31,23 +30,18 @@ def tell_training(
     Raises:
         UserError: trigger, method or parts do not go with the data.
     """
-    batches = getattr(data, "training_batches", None)
+    batches = data.training_batches
     arriving = any(part.groups for part in grower.parts)
 
     def known_batches(number: int) -> list[tuple]:
         # Of the stage that ends, whose classes the network has outputs for.
         return batches(number, max(0, trainer.current_epoch - 1))
 
-    if grower.method.batches and batches is None:
-        raise UserError(
-            f"{grower.method.name} looks at training data, of which this run's data module gives none "
-            "(`training_batches`); choose other data, or another growth method."
-        )
     unfilled = () if data.num_val else f"{task.watched}_"
     columns = metric_columns(task.objective, watched=task.watched)
     grower.trigger.check_records([name for name in columns if not name.startswith(unfilled)])
     grower.look_at(
-        known_batches if arriving and batches is not None else batches,
+        known_batches if arriving else batches,
         task.loss,
         weight=lambda output, target: task.objective(output, grower.targets(target))[1][-1],
         near_zero=near_zero(trainer.precision),
@@ -56,6 +50,6 @@ def tell_training(
         records=lambda: recorder.rows,
         reference_flops=planned.plan.reference_flops,
         flops=planned.cost,
-        epoch_batches=getattr(data, "training_images", None),
+        epoch_batches=data.training_loader,
         seed_draws=task.seed_step,
     )

@@ -11,14 +11,14 @@ from torch.nn.parameter import is_lazy
 
 from growlab.base.errors import UserError
 from growlab.base.settings import parameters
-from growlab.lab.data import CustomData
+from growlab.lab.data import CustomData, RunData
 from growlab.lab.training.custom_objective import CustomObjective
 from growlab.lab.training.objective import Objective
 
 _OF_AN_OBJECTIVE = ("metric_names", "evaluated_names", "uneven", "bind", "metrics", "evaluate", "exports")
 
 
-def make_network(model: DictConfig, data: Any) -> nn.Module:
+def make_network(model: DictConfig, data: RunData) -> nn.Module:
     """The network at full width.
 
     Args:
@@ -53,7 +53,7 @@ def make_network(model: DictConfig, data: Any) -> nn.Module:
     return network
 
 
-def make_data(settings: DictConfig, seed: int) -> Any:
+def make_data(settings: DictConfig, seed: int) -> RunData:
     """The data module; what is no data module of growlab's becomes the source of one.
 
     Args:
@@ -61,10 +61,10 @@ def make_data(settings: DictConfig, seed: int) -> Any:
         seed: of the order, where the data are a user's own.
     """
     made = hydra.utils.instantiate(settings)
-    return made if hasattr(made, "samples_in_batches") else CustomData(made, seed=seed)
+    return made if isinstance(made, RunData) else CustomData(made, seed=seed)
 
 
-def make_objective(objective: DictConfig, data: Any) -> Objective:
+def make_objective(objective: DictConfig, data: RunData) -> Objective:
     """The objective, bound to the data.
 
     Args:
@@ -91,17 +91,14 @@ def make_objective(objective: DictConfig, data: Any) -> Objective:
     return made
 
 
-def _offered(model: DictConfig, data: Any) -> dict[str, Any]:
+def _offered(model: DictConfig, data: RunData) -> dict[str, Any]:
     """Arguments that the network has, the configuration leaves open and the data tell."""
-    offer = getattr(data, "offer", None)
-    if offer is None:
-        return {}
     try:
         taken = parameters(get_object(model._target_))
     except Exception:  # Making the network tells what is wrong.
         return {}
     known = (*model, *data.network_arguments)
-    found = {name: offer(name) for name in taken if name not in known}
+    found = {name: data.offer(name) for name in taken if name not in known}
     for name, value in found.items():
         parameter = taken[name]
         open_ended = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
@@ -122,6 +119,5 @@ def _takes(target: str, name: str) -> bool:
     return name in taken or any(p.kind == p.VAR_KEYWORD for p in taken.values())
 
 
-def _advice(data: Any) -> str:
-    goes_with = getattr(data, "goes_with", "")
-    return f": {goes_with}." if goes_with else "."
+def _advice(data: RunData) -> str:
+    return f": {data.goes_with}." if data.goes_with else "."

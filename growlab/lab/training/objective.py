@@ -73,7 +73,7 @@ class SumObjective:
 
     def bind(self, data: Any) -> None:
         """Learn what the data go with, for an error message."""
-        self.goes_with = getattr(data, "goes_with", "")
+        self.goes_with = data.goes_with
 
     def observe(self, output: Any, target: Tensor) -> None:
         """See a batch of validation or test, for what `evaluate` tells behind all of them."""

@@ -11,7 +11,7 @@ from growlab.grower.cost import train_cost_percent
 from growlab.grower.part import Part
 from growlab.grower.triggers import Decided, Demand, Never, OnDemand, Scheduled, Trigger, Widths, climb
 from growlab.growth import FixedSize, GrowthMethod, Schedule, WidthDecision, make_schedule
-from growlab.lab.data import ImageData, Incremental
+from growlab.lab.data import RunData
 from growlab.lab.training.budget import epochs_within
 from growlab.lab.training.stage_cost import StageCost
 from growlab.widths import WidthGraph
@@ -135,7 +135,7 @@ def make_plan(
     trigger: Trigger,
     graph: WidthGraph,
     cost: StageCost,
-    data: ImageData,
+    data: RunData,
     loop: Loop = Loop(),
     parts: Sequence[Part] = (),
     fit: Callable[[Sequence[Widths]], Sequence[int]] | None = None,
@@ -169,7 +169,7 @@ def make_plan(
     schedule = trigger.schedule if isinstance(trigger, Scheduled) else _one_stage(epochs, base, loop)
     reference_epochs: float = schedule.total_epochs if isinstance(trigger, Scheduled) else total
     if budget := settings.get("budget"):
-        whole = budget * getattr(data, "epoch_parts", 1)
+        whole = budget * data.epoch_parts
         reference_epochs = int(whole) if whole == int(whole) else whole
     if fit is not None:
         if not knows_stages(trigger, parts):
@@ -179,7 +179,7 @@ def make_plan(
             )
         schedule = replace(schedule, batch_sizes=tuple(fit(widths)))
     reference_samples = None
-    if _incremental(data) is not None:
+    if data.incremental is not None:
         stages, reference = _schedule(settings, base, loop), _one_stage(int(reference_epochs), base, loop)
         reference_samples = _let_arrive(data, stages, schedule, reference, loop)
     batches, samples = _batches(data, schedule, loop.limit_batches)
@@ -193,9 +193,7 @@ def make_plan(
     return plan
 
 
-def _let_arrive(
-    data: ImageData, stages: Schedule, schedule: Schedule, reference: Schedule, loop: Loop
-) -> int:
+def _let_arrive(data: RunData, stages: Schedule, schedule: Schedule, reference: Schedule, loop: Loop) -> int:
     """Let data arrive with the stages, also of a run that does not grow; samples of the fixed-size run so."""
     data.follow_stages(stages.starts, stages.total_epochs, reference.total_epochs)
     samples = sum(_batches(data, reference, loop.limit_batches)[1])
@@ -208,7 +206,7 @@ def epochs_of_budget(
     trigger: Trigger,
     graph: WidthGraph,
     cost: StageCost,
-    data: ImageData,
+    data: RunData,
     loop: Loop = Loop(),
     parts: Sequence[Part] = (),
 ) -> int:
@@ -272,22 +270,17 @@ def _one_stage(epochs: int, batch_size: int, loop: Loop) -> Schedule:
     return make_schedule(epochs, batch_size, num_stages=1, num_processes=loop.num_processes)
 
 
-def _incremental(data: ImageData) -> Incremental | None:
-    """How data arrives with the stages; other data than images is there from the start."""
-    return getattr(data, "incremental", None)
-
-
-def _epochs_worth(stages: Schedule, flops: Sequence[int], data: ImageData) -> float:
+def _epochs_worth(stages: Schedule, flops: Sequence[int], data: RunData) -> float:
     """FLOPs of a grown run for each training image of a mean epoch."""
     images = [1] * stages.num_stages
-    if _incremental(data) is not None:
+    if data.incremental is not None:
         data.follow_stages(stages.starts, stages.total_epochs, stages.total_epochs)
         images = [data.num_train_at(start) for start in stages.starts]
     spent = sum(e * f * n for e, f, n in zip(stages.epochs, flops, images, strict=True))
     return spent * stages.total_epochs / sum(e * n for e, n in zip(stages.epochs, images, strict=True))
 
 
-def _batches(data: ImageData, schedule: Schedule, limit: float | None) -> tuple[list[int], list[int]]:
+def _batches(data: RunData, schedule: Schedule, limit: float | None) -> tuple[list[int], list[int]]:
     """Batches and samples of each epoch."""
     samples = [data.samples_in_batches(e, schedule.batch_size_at(e)) for e in range(schedule.total_epochs)]
     batches = [_limited(len(epoch), limit) for epoch in samples]

@@ -25,7 +25,7 @@ from growlab.base.errors import Stopped, UserError
 from growlab.base.files import remove_unfinished, write_json, write_text
 from growlab.lab.analysis.report import write_run_report
 from growlab.lab.analysis.run_table import print_results
-from growlab.lab.data import ImageData
+from growlab.lab.data import RunData
 from growlab.lab.training import GrowthCallback, GrowthProgress, RunRecorder, Task
 from growlab.lab.training.anneal import check_part
 from growlab.lab.training.checkpoints import (
@@ -126,7 +126,7 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
     run_id = header.get("run_id") or secrets.token_hex(4)
     task = _task(cfg, data, planned, run_id, begins=checkpoint is None)
     recorder = RunRecorder(run_dir, plan.samples, cfg.log_rates_every_n_steps)
-    fresh = FreshStatistics(cfg.statistics_images, getattr(data, "training_batches", None))
+    fresh = FreshStatistics(cfg.statistics_images, data.training_batches)
     with _loggers(cfg, run_id) as loggers:
         writer, records = AtomicCheckpointIO(), WandbRecords(loggers)
         progress = GrowthProgress(plan.batches, plan.samples, plan.flops_in_epoch)
@@ -181,15 +181,15 @@ def _begin(
         write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
 
 
-def _data(cfg: DictConfig, ending: contextlib.ExitStack) -> ImageData:
+def _data(cfg: DictConfig, ending: contextlib.ExitStack) -> RunData:
     """The data, set up; those that have something to tell about themselves do."""
-    data: ImageData = make_data(cfg.data, cfg.seed)
+    data = make_data(cfg.data, cfg.seed)
     # Lightning does so only for a run that succeeds.
     ending.callback(data.teardown, "test")
     announce("reading data")
     data.setup()
-    if is_first() and hasattr(data, "describe"):
-        print(data.describe(), file=sys.stderr)
+    if is_first() and (line := data.describe()):
+        print(line, file=sys.stderr)
     return data
 
 
@@ -204,7 +204,7 @@ def _carried_out(plan: Plan, planned: Planned, task: Task, recorder: RunRecorder
 
 
 def _save(
-    run_dir: Path, weights: dict[str, nn.Module], task: Task, results: dict[str, Any], data: ImageData
+    run_dir: Path, weights: dict[str, nn.Module], task: Task, results: dict[str, Any], data: RunData
 ) -> None:
     for name, network in weights.items():
         save(run_dir / name, {key: t.detach().cpu() for key, t in network.state_dict().items()})
@@ -217,7 +217,7 @@ def _save(
     write_run_report(run_dir)
 
 
-def _save_pretrained(folder: Path, network: Any, data: ImageData) -> None:
+def _save_pretrained(folder: Path, network: Any, data: RunData) -> None:
     """The network in its own library's format, with the tokenizer if there is one."""
     try:
         network.save_pretrained(folder)
@@ -225,18 +225,17 @@ def _save_pretrained(folder: Path, network: Any, data: ImageData) -> None:
         # Everything else of the run is there.
         print(f"{folder.name}/ is not written: {error}", file=sys.stderr)
         return
-    if hasattr(data, "copy_tokenizer"):
-        data.copy_tokenizer(folder)
+    data.copy_tokenizer(folder)
 
 
-def _task(cfg: DictConfig, data: ImageData, planned: Planned, run_id: str, begins: bool) -> Task:
+def _task(cfg: DictConfig, data: RunData, planned: Planned, run_id: str, begins: bool) -> Task:
     plan, maker = planned.plan, optimizer_maker(cfg)
     if cfg.start_from is not None and begins:
         maker = continuing(maker, start_from(planned.grower, cfg.start_from))
     objective = make_objective(cfg.objective, data)
     settings = (learning_rate(cfg, planned.grower.knows_stages), objective, deciding_settings(cfg), run_id)
     task = Task(planned.grower, plan.schedule, plan.steps, maker, *settings)
-    task.batch_fit, task.watched = planned.batch_fit, getattr(data, "watched", "val")
+    task.batch_fit, task.watched = planned.batch_fit, data.watched
     task.flops_in_epoch = plan.flops_in_epoch if planned.grower.knows_stages else None
     if any(isinstance(module, _BATCH_NORMS) for module in task.network.modules()):
         task.statistics_ranks = 1 if cfg.trainer.get("sync_batchnorm") else world_size(cfg.trainer)
@@ -260,13 +259,13 @@ def _trainer(
     callbacks: list[lightning.Callback],
     plugins: list[Any],
     plan: Plan,
-    data: ImageData,
+    data: RunData,
 ) -> lightning.Trainer:
     plugins = [*plugins, *cluster_environment(not started_elsewhere())]
     if cfg.trainer.get("sync_batchnorm"):
         on_cpu = cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available()
         plugins.append(SynchroniseBatchNorm(on_cpu))
-    validates = data.num_val > 0 and getattr(data, "watched", "val") == "val"
+    validates = data.num_val > 0 and data.watched == "val"
     trainer = hydra.utils.instantiate(
         for_lightning(cfg.trainer),
         max_epochs=plan.schedule.total_epochs,

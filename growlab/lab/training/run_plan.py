@@ -20,7 +20,7 @@ from growlab.base.settings import left_out
 from growlab.grower import Grower, no_widths, prepared
 from growlab.grower.triggers import Never, Trigger
 from growlab.growth import GrowthMethod
-from growlab.lab.data import ImageData
+from growlab.lab.data import ImageData, RunData
 from growlab.lab.training.anneal import anneal_steps
 from growlab.lab.training.argument_types import check_types
 from growlab.lab.training.batch_fit import fit_batch_sizes
@@ -43,7 +43,6 @@ from growlab.lab.training.trial_steps import TrialRun, TrialSteps
 from growlab.parts import Part
 from growlab.widths import WidthGraph
 
-_PROBE = 32  # samples
 _MANY_EPOCHS = 10**6
 # Of `conf/schedule` what is not about stages.
 _OTHERS = ("learning_rate", "demand", "batch_size", "max_memory_gib_per_device")
@@ -71,7 +70,7 @@ class Planned:
     batch_fit: list[dict[str, int]] | None
 
 
-def plan_run(cfg: DictConfig, data: ImageData, known_sizes: list[dict[str, int]] | None) -> Planned:
+def plan_run(cfg: DictConfig, data: RunData, known_sizes: list[dict[str, int]] | None) -> Planned:
     """Make the network, find its widths, work out the run and plant the seed.
 
     Args:
@@ -145,7 +144,7 @@ def _graph(
     return prepared(network, example, method, parts, cfg.seed, list(cfg.opaque), trigger.resizes)
 
 
-def probe_size(given: int | None, data: ImageData) -> int:
+def probe_size(given: int | None, data: RunData) -> int:
     """Training samples that parity is checked on; where none are given as many as the data say, or 32.
 
     Raises:
@@ -156,7 +155,7 @@ def probe_size(given: int | None, data: ImageData) -> int:
             f"probe_size={given} is more than the {data.num_train} training samples that there are; set "
             f"probe_size={data.num_train} or less."
         )
-    return max(2, min(getattr(data, "probe_size", _PROBE), data.num_train)) if given is None else given
+    return max(2, min(data.probe_size, data.num_train)) if given is None else given
 
 
 def check_settings(cfg: DictConfig) -> None:
@@ -195,14 +194,14 @@ def _check_ranges(cfg: DictConfig) -> None:
         )
 
 
-def make_parts(settings: DictConfig, data: ImageData, trigger: Trigger) -> list[Part]:
+def make_parts(settings: DictConfig, data: RunData, trigger: Trigger) -> list[Part]:
     """The parts of `conf/parts` and of the user's own that are not left out, and those that the data need.
 
     Raises:
         UserError: an entry is no part, or a depth is given to a network without blocks that come in.
     """
     given = [_make_part(str(name), part) for name, part in settings.items() if not left_out(part)]
-    of_data = getattr(data, "parts", list)()
+    of_data = data.parts()
     if isinstance(trigger, Never) and trigger.depth < 1 and not any(part.grows for part in given):
         raise UserError(
             f"growth.depth_multiple={trigger.depth:g} is a part of the blocks that come in as a network "
@@ -251,7 +250,7 @@ class _FoundSizes:
         graph: WidthGraph,
         trigger: Trigger,
         parts: Sequence[Part],
-        data: ImageData,
+        data: RunData,
         known: list[dict[str, int]] | None,
     ) -> None:
         self._cfg, self._network, self._graph, self._data = cfg, network, graph, data

@@ -20,7 +20,7 @@ class SubwordPrediction(TokenPrediction):
     Examples:
         >>> import types
         >>> objective = SubwordPrediction()
-        >>> objective.bind(types.SimpleNamespace(bytes_of_tokens=torch.tensor([0.0, 1.0, 2.0, 3.0])))
+        >>> objective.bind(types.SimpleNamespace(goes_with="", bytes_of_tokens=torch.tensor([0.0, 1.0, 2.0, 3.0])))
         >>> loss, sums = objective(torch.zeros(1, 3, 4), torch.tensor([[3, 1, 2]]))
         >>> round(objective.metrics(sums.tolist())["bits_per_byte"], 3)  # three tokens of two bits each, six bytes
         1.0
@@ -36,7 +36,7 @@ class SubwordPrediction(TokenPrediction):
             UserError: the data do not know.
         """
         super().bind(data)
-        found: Tensor | None = getattr(data, "bytes_of_tokens", None)
+        found: Tensor | None = data.bytes_of_tokens
         if found is None:
             advice = f": {self.goes_with}" if self.goes_with else ""
             raise UserError(

@@ -1,6 +1,6 @@
 """The Lightning data module for sentence pairs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning import LightningDataModule
 from torch import Tensor
 
 from growlab.base.errors import UserError
 from growlab.base.settings import sorted_into
 from growlab.lab.data.arguments import check_numbers
 from growlab.lab.data.loaders import ResumableLoader
+from growlab.lab.data.run_data import RunData
 from growlab.lab.data.sources import default_root
 from growlab.recipes.translation.sentence_pairs import Preparation, Side, open_pairs
 from growlab.recipes.translation.token_batches import TokenPlan
@@ -88,7 +88,7 @@ class Selection:
         return self.validation in (True, "split")
 
 
-class TranslationData(LightningDataModule):
+class TranslationData(RunData):
     """Sentence pairs for translation, in batches by a budget of tokens or sentences.
 
     Order and batches are functions of (seed, epoch) alone, so a resumed run and a run on another number of ranks see
@@ -123,19 +123,16 @@ class TranslationData(LightningDataModule):
         seed: int = 0,
         **settings: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_tokens or batch_sentences or 0, seed)
         if (batch_tokens is None) == (batch_sentences is None):
             raise UserError("give one of data.batch_tokens and data.batch_sentences, and null for the other.")
         check_numbers(
             1, batch_tokens=batch_tokens, batch_sentences=batch_sentences, eval_batch_tokens=eval_batch_tokens
         )
-        self.name, self.root, self.seed = name, root, seed
+        self.name, self.root = name, root
         self.preparation, self.selection = sorted_into(self.SETTINGS, settings, "TranslationData")
-        #: Budget of a training batch, in what `in_tokens` says; the growth schedule may scale it.
-        self.batch_size = batch_tokens or batch_sentences
+        # `batch_size` is the budget of a training batch in either unit.
         self.in_tokens, self.eval_batch_tokens = batch_tokens is not None, eval_batch_tokens
-        #: Budget of an epoch's batches, set by the experiment from the growth schedule; None = `batch_size`.
-        self.batch_size_at_epoch: Callable[[int], int] | None = None
         self._sides: dict[str, tuple[Side, Side]] = {}
 
     def prepare_data(self) -> None:
@@ -166,21 +163,9 @@ class TranslationData(LightningDataModule):
             if len(chosen):
                 sides[split] = (_chosen(side[0], chosen), _chosen(side[1], chosen))
         self.pairs, self._sides = pairs, sides
-
-    @property
-    def num_train(self) -> int:
-        """Training pairs."""
-        return self._count("train")
-
-    @property
-    def num_val(self) -> int:
-        """Validation pairs."""
-        return self._count("valid")
-
-    @property
-    def num_test(self) -> int:
-        """Test pairs."""
-        return self._count("test")
+        self.num_train, self.num_val, self.num_test = (
+            len(sides[split][0].lengths) if split in sides else 0 for split in ("train", "valid", "test")
+        )
 
     @property
     def padding(self) -> int:
@@ -202,10 +187,9 @@ class TranslationData(LightningDataModule):
             "padding": self.padding,
         }
 
-    def train_dataloader(self) -> PairLoader:
-        """Return the batches of the trainer's current epoch (0 without a trainer)."""
-        epoch = self.trainer.current_epoch if self.trainer is not None else 0
-        return self._loader("train", self._plan(epoch, self.global_batch_size(epoch), *self._place()))
+    def training_loader(self, epoch: int, draw: int) -> PairLoader:
+        """Return the training pairs in batches of an epoch's budget, in the order of another."""
+        return self._loader("train", self._plan(draw, self.global_batch_size(epoch), *self._place()))
 
     def val_dataloader(self) -> PairLoader | list:
         """Return the validation pairs; an empty list without validation."""
@@ -246,10 +230,6 @@ class TranslationData(LightningDataModule):
         tokens = torch.as_tensor(tokens)
         return self.pairs.subwords.decode(dictionary.string(tokens[tokens != self.padding]))
 
-    def global_batch_size(self, epoch: int) -> int:
-        """Return the budget of a training batch of this epoch, over all ranks."""
-        return self.batch_size_at_epoch(epoch) if self.batch_size_at_epoch is not None else self.batch_size
-
     def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
         """Return the number of sentence pairs in each training batch of an epoch that has batches of this budget."""
         return [len(batch) for batch in self._plan(epoch, batch_size).global_batches()]
@@ -264,12 +244,6 @@ class TranslationData(LightningDataModule):
     @cached_property
     def _train_lengths_N(self) -> np.ndarray:
         return _longer(self._sides["train"])
-
-    def _count(self, split: str) -> int:
-        return len(self._sides[split][0].lengths) if split in self._sides else 0
-
-    def _place(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
 
     def _plan(self, epoch: int, budget: int, rank: int = 0, world_size: int = 1) -> TokenPlan:
         return TokenPlan(

@@ -1,0 +1,161 @@
+"""The interface between data and runs: everything that the runner and the planner ask of a data module."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning import LightningDataModule
+from torch import Tensor
+
+from growlab.base.errors import UserError
+from growlab.parts import Part
+
+if TYPE_CHECKING:
+    from growlab.lab.data.incremental import Incremental
+
+Batch = tuple[Tensor, ...]
+
+
+class RunData(LightningDataModule, ABC):
+    """Data of a run. Batches are (inputs..., target), and functions of (seed, epoch) alone.
+
+    Args:
+        batch_size: samples in a training batch over all ranks.
+        seed: of the order.
+
+    Attributes:
+        batch_size_at_epoch: global batch size of an epoch, set by the run from the growth schedule; None: `batch_size`.
+        num_train: number of training samples; known after `setup()`, as `num_val` and `num_test` are.
+        epoch_parts: epochs that a pass over the training samples is divided into.
+        incremental: the part of the data that each stage of the run has; None: all data from the start.
+        goes_with: networks and objectives that the data suit, for messages.
+    """
+
+    goes_with = ""
+    epoch_parts = 1
+    incremental: "Incremental | None" = None
+    num_train: int
+    num_val: int
+    num_test: int
+
+    def __init__(self, batch_size: int, seed: int) -> None:
+        super().__init__()
+        self.batch_size, self.seed = batch_size, seed
+        self.batch_size_at_epoch: Callable[[int], int] | None = None
+
+    # Batches -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def training_loader(self, epoch: int, draw: int) -> Iterable[Batch]:
+        """Return the training batches of an epoch.
+
+        Args:
+            epoch: decides which samples there are, and the batch size.
+            draw: order and augmentation are functions of the seed and this number.
+
+        Raises:
+            UserError: the number of processes does not divide the batch size.
+        """
+
+    @abstractmethod
+    def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
+        """Return the number of samples in each training batch of an epoch with global batches of this size."""
+
+    @abstractmethod
+    def probe_batch(self, n: int) -> Any:
+        """Return the inputs of n training samples on the CPU, always the same ones."""
+
+    def train_dataloader(self) -> Any:
+        """Return the batches of the trainer's current epoch (0 without a trainer)."""
+        return self.training_loader(self._now, self._now)
+
+    def training_batches(self, count: int, epoch: int | None = None, augmented: bool = False) -> list[Any]:
+        """Return the first batches of an epoch, this rank's part of each.
+
+        Args:
+            count: number of batches; as many as there are, if there are fewer.
+            epoch: None: the trainer's current one.
+            augmented: augment images as training does.
+        """
+        epoch = self._now if epoch is None else epoch
+        return list(islice(self.training_loader(epoch, epoch), count))
+
+    def global_batch_size(self, epoch: int) -> int:
+        """Return the number of samples in a training batch of this epoch, over all ranks."""
+        return self.batch_size if self.batch_size_at_epoch is None else self.batch_size_at_epoch(epoch)
+
+    @property
+    def watched(self) -> str:
+        """The set that `val_dataloader` reads: "val" or "test"."""
+        return "val"
+
+    # Data that arrives with the stages -------------------------------------------------------------------
+
+    def num_train_at(self, epoch: int, batch_size: int | None = None) -> int:
+        """Return the number of training samples in this epoch, with batches of this size if it is given."""
+        return self.num_train
+
+    def follow_stages(self, starts: Sequence[int], of: int, epochs: int) -> None:
+        """Let incremental data arrive with stages that start so in a run `of` epochs, stretched to this run's `epochs`.
+
+        Until it is called all of the data is there.
+        """
+
+    # Facts for networks, objectives and reports ----------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def network_arguments(self) -> dict[str, Any]:
+        """Arguments that every network for this data takes."""
+
+    def offer(self, name: str) -> Any:
+        """Return the value of an argument that a network may take, or None if the data do not know it."""
+        return None
+
+    def parts(self) -> list[Part]:
+        """Return features beside growing that the data need."""
+        return []
+
+    @property
+    def probe_size(self) -> int:
+        """Training samples that growth is checked on unless the configuration says otherwise."""
+        return 32
+
+    @property
+    def bytes_of_tokens(self) -> Tensor | None:
+        """Bytes of text that each token stands for, float32 [vocabulary]; None for other data than tokens."""
+        return None
+
+    def describe(self) -> str:
+        """Return one line about the data to print at the start of a run, or ""."""
+        return ""
+
+    def copy_tokenizer(self, folder: Path) -> None:
+        """Put the tokenizer's files, if there is a tokenizer, into a folder for `from_pretrained`."""
+
+    # The trainer -----------------------------------------------------------------------------------------
+
+    @property
+    def _now(self) -> int:
+        return self.trainer.current_epoch if self.trainer is not None else 0
+
+    def _place(self) -> tuple[int, int]:
+        """Rank of this process and number of processes."""
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+
+    def _place_for(self, batch_size: int) -> tuple[int, int]:
+        """`_place()`, for batches that the number of processes divides."""
+        rank, world_size = self._place()
+        if batch_size % world_size:
+            raise UserError(
+                f"a batch of {batch_size} does not divide among {world_size} processes; choose a data.batch_size that "
+                f"{world_size} divides, or another number of devices."
+            )
+        return rank, world_size
+
+    @property
+    def _device(self) -> torch.device:
+        return self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
