@@ -1,4 +1,4 @@
-"""Can a network grow, how much of it, and how exactly: one network's report and the matrix over whole libraries."""
+"""Report which parts of a network can grow and how exactly, for one network or for whole libraries."""
 
 from growlab.inspect.examine import METHODS, USUAL, Report, examine
 from growlab.inspect.matrix import matrix, matrix_table

@@ -1,4 +1,4 @@
-"""`python -m growlab widths MODEL`: what of a network can grow, what cannot and why, and how exactly.
+"""`python -m growlab widths MODEL`: report which parts of a network can grow, which cannot and why, and how exactly.
 
 MODEL is `growlab/NAME`, `torchvision/NAME`, `timm/NAME`, `transformers/MODEL_TYPE` (a small network made from a
 configuration), or `package.module:factory` with `--input-shape C,H,W`.
@@ -23,7 +23,7 @@ _SHOWN_NAMES = 3
 
 
 def describe(report: Report) -> str:
-    """The report as text for a person."""
+    """Format a report as text."""
     if report.error is not None and not report.full_params:
         return f"{report.model}: refused\n  {report.error}"
     number = f"{len(report.groups)} width group{'' if len(report.groups) == 1 else 's'}"
@@ -75,12 +75,12 @@ def describe(report: Report) -> str:
 
 
 def _width(width: int, step: int) -> str:
-    """Number of channels; where they come so many at a time, such as a head, that too."""
+    """Format the number of channels, with the number per head or group where they come in such units."""
     return str(width) if step == 1 else f"{width * step} = {width} x {step} (heads or groups of channels)"
 
 
 def _alike(named: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Names that differ in numbers alone, of one content, on one line: `layer1.*.conv2 (3 times)`."""
+    """Merge names that differ only in numbers and have the same content: `layer1.*.conv2 (3 times)`."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, content in named:
         alike.setdefault((re.sub(r"\d+(?=\.|#|$)", "*", name), content), []).append(name)
@@ -92,7 +92,7 @@ def _alike(named: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+    """Run the command line; returns the exit code."""
     parser = CommandParser(
         prog="growlab widths",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""Trace one network, grow it on random data, and measure how exactly."""
+"""Trace one network, grow it on random data, and measure the parity of its outputs."""
 
 import copy
 import time
@@ -44,44 +44,44 @@ METHODS: Mapping[str, type[GrowthMethod]] = {
     "lemon": Lemon,
     "random": RandomGrowth,
 }
-#: Those that are tried where none are named.
+#: Methods that are tried by default.
 USUAL = ("ours", "pairs", "net2net", "random")
 # Sides that parity is tried at before the network's own image size: the statement is about weights, and float64
 # convolutions over whole images would take most of the time.
 _SMALL_SIDES = (96, 128)
-# Share of the parameters that has to lie in growing tensors for a network to count as growing.
+# Share of the parameters that has to be in growing tensors for a network to count as growing.
 ENOUGH = 0.5
-# Share at which all of it but a part that has a reason grows.
+# Share from which a network counts as growing nearly completely.
 NEARLY_ALL = 0.9
 EXACT = 1e-10
 _QUIET = 0.3
-# Relative difference above which a row computed alone is another one, in float32.
+# Relative difference in float32 above which a row computed alone counts as different.
 _ALIKE = 1e-2
 
 
 @dataclass
 class Report:
-    """What is known of one network.
+    """Result of examining one network.
 
     Attributes:
-        model: as it was named.
+        model: name of the network, as given.
         error: why it was refused or what went wrong; None if it grows to full width.
         groups: name -> full width.
-        steps: name -> channels of the layer that a group is named after for one of its width: those of a head, or
-            one for every group of a grouped convolution. Left out where it is 1.
+        steps: name -> number of channels that the group's first layer gains per unit of width: those of a head, or one
+            for every group of a grouped convolution. Left out if it is 1.
         fixed: module path -> reason why its channels keep their width.
-        last: modules of the last affine layers, such as the classifier -> the scale of what they put out may change.
-        tied: modules of embeddings whose tables end the network, where they are no layer of the rules for last ones.
+        last: modules of the last affine layers, such as the classifier -> True if the scale of their output may change.
+        tied: modules of embeddings whose tables are output layers too; rules for last layers do not apply to them.
         growing_share: parameters in tensors that grow, over all parameters.
         seed_params: number of parameters of the seed.
-        full_params: and at full width.
+        full_params: number of parameters at full width.
         seed_flops: forward FLOPs of the seed per sample, or of the example where its rows are not samples.
-        full_flops: and at full width.
-        samples: rows of the example that are a sample each; 1 where its first row alone is not the first sample.
+        full_flops: the same at full width.
+        samples: number of samples in the example; 1 if its rows are not samples.
         trace_sec: CPU seconds of tracing.
-        event_sec: CPU seconds of the longest growth event, its checks in float64 included.
+        event_sec: CPU seconds of the longest growth event, including its checks in float64.
         probe: shapes of the inputs that parity was measured on.
-        parts: what parts find in it, in lines, by the part's name.
+        parts: part's name -> lines that it reports about the network.
         parity: method -> largest relative output error over the stages, in eval and train mode, and of the
             network as the library builds it once the grown state_dict is loaded into it ("loaded").
     """
@@ -107,7 +107,7 @@ class Report:
 
     @property
     def grows(self) -> bool:
-        """Most of the network grows, exactly, into what the library builds."""
+        """True if most of the network grows, exactly, and its state_dict loads into the library's network."""
         exact = all(
             errors["loaded"] <= EXACT and (errors["eval"] <= EXACT or not METHODS[method].preserves)
             for method, errors in self.parity.items()
@@ -127,11 +127,11 @@ def examine(
 
     Args:
         name: see `load`.
-        input_shape: of one sample, [C, H, W].
-        stages: from a quarter of the width to all of it.
+        input_shape: shape of one sample, [C, H, W].
+        stages: number of stages to the full width.
         opaque: operations that growth need not pass.
         methods: names in `METHODS`.
-        parts: ask parts too what they find.
+        parts: also collect what parts report about the network.
     """
     torch.manual_seed(0)
     network, inputs = load(name, input_shape)
@@ -157,7 +157,7 @@ def examine(
     _count(report, network, graph, widths[0], inputs)
     if not graph.groups:
         return report
-    # Samples meet in batch statistics only: without them one will do.
+    # Samples interact in batch statistics only: without them one is enough.
     inputs = sample if all(norm.per_sample for norm in graph.norms) else inputs
     double = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
     probe = _probe(network, graph, widths[0], double)
@@ -174,7 +174,7 @@ def examine(
 
 
 def _channels_at_a_time(graph: WidthGraph, name: str) -> int:
-    """Channels that the layer that a group is named after gets when the group's width grows by one."""
+    """Number of channels that a group's first layer gains when the group's width grows by one."""
     tensors = [
         tensor for tensor in graph.axes if (tensor.rpartition(".")[0] or tensor) == name.partition("#")[0]
     ]
@@ -191,7 +191,7 @@ def _channels_at_a_time(graph: WidthGraph, name: str) -> int:
 
 
 def _one_sample(network: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, tuple[Any, ...]]:
-    """Number of samples, and the inputs of the first one; 1 and all inputs where first rows are no sample.
+    """Return the number of samples and the inputs of the first one; 1 and all inputs if rows are not samples.
 
     An input has a row for each sample if it has as many rows as the output (edges [2, E] of a graph have not).
     """
@@ -228,7 +228,7 @@ def _count(
 def _probe(
     network: nn.Module, graph: WidthGraph, seed_widths: Mapping[str, int], inputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """The inputs, or smaller images if the network takes them at its full and at its seed's widths."""
+    """Return the inputs, or smaller images if the network runs on them at its full width and at that of its seed."""
     image = next(iter(inputs), None)
     if len(inputs) > 1 or named_in(inputs) or not isinstance(image, Tensor) or image.dim() != 4:
         return inputs
@@ -282,11 +282,11 @@ def _parity(
 
 
 def _roughen(network: nn.Module, probe: tuple[Any, ...]) -> None:
-    """Stand in for training: what starts at 0 or 1 (biases, norms, layer scales, statistics) moves off it.
+    """Imitate training: perturb what starts at 0 or 1 (biases, norms, layer scales, statistics).
 
-    Weights that start so small that their layer would not be heard beside the others are drawn at full size.
-    Running statistics of batch normalisation become the probe's: where they are off, activations grow from layer
-    to layer, and a hundred layers of that turn rounding into errors of 1e-9.
+    Weights that start so small that their layer would hardly affect the output are drawn at full size. Running
+    statistics of batch normalisation become the probe's: with wrong ones activations grow from layer to layer, and a
+    hundred such layers turn rounding into errors of 1e-9.
     """
     source = torch.Generator().manual_seed(1)
 

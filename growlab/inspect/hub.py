@@ -1,4 +1,4 @@
-"""Networks of torchvision and timm, made as the experiment's data asks for, with pretrained weights if wanted."""
+"""Create networks of torchvision and timm for the shape and classes of the data, with pretrained weights on request."""
 
 import logging
 import pickle
@@ -13,7 +13,7 @@ from growlab.base.errors import UserError, how_to_install
 
 log = logging.getLogger(__name__)
 
-# Under these keys training scripts keep the network's part of what they save.
+# Keys under which training scripts save a network's state_dict.
 _NESTED = ("state_dict", "model")
 
 
@@ -24,14 +24,14 @@ def torchvision_network(
     pretrained: bool | str = False,
     weights: str | None = None,
 ) -> nn.Module:
-    """A classification network of torchvision with `num_classes` outputs.
+    """Create a classification network of torchvision with `num_classes` outputs.
 
     Args:
         image_shape: [3, H, W]; torchvision's networks take colour images.
         num_classes: number of logits.
         name: as torchvision lists it, e.g. resnet50.
         pretrained: download weights: True for torchvision's default ones, or their name. A classifier for another
-            number of classes starts anew.
+            number of classes is not loaded.
         weights: a file to load instead; see `load_weights`.
 
     Raises:
@@ -76,13 +76,13 @@ def timm_network(
     pretrained: bool = False,
     weights: str | None = None,
 ) -> nn.Module:
-    """A network of timm with `num_classes` outputs and the data's number of channels.
+    """Create a network of timm with `num_classes` outputs and the data's number of channels.
 
     Args:
         image_shape: [C, H, W].
         num_classes: number of logits.
         name: as timm lists it, e.g. resnet50.
-        pretrained: download weights. A classifier for another number of classes starts anew, and a first layer for
+        pretrained: download weights. A classifier for another number of classes is not loaded, and a first layer for
             other channels is adapted by timm.
         weights: a file to load instead; see `load_weights`.
 
@@ -110,12 +110,12 @@ def timm_network(
 def load_weights(network: nn.Module, path: str, num_classes: int) -> None:
     """Load a full-width network's state_dict from a file, such as a run's `model.pt`.
 
-    A classifier for another number of classes is left out and starts anew.
+    A classifier for another number of classes is not loaded and keeps its initial weights.
 
     Args:
         network: loaded in place.
-        path: written by `torch.save` (the state_dict, or a dictionary that holds it as `state_dict` or `model`)
-            or with the ending .safetensors.
+        path: file written by `torch.save` (a state_dict, or a dictionary with one as `state_dict` or `model`), or
+            one with the ending .safetensors.
         num_classes: number of logits of the network.
 
     Raises:
@@ -126,20 +126,20 @@ def load_weights(network: nn.Module, path: str, num_classes: int) -> None:
 
 
 def read_weights(path: str, what: str) -> Mapping[str, Tensor]:
-    """A state_dict from a file that `torch.save` wrote, or with the ending .safetensors.
+    """Read a state_dict from a file that `torch.save` wrote, or from one with the ending .safetensors.
 
     Args:
-        path: of the file.
-        what: the file as an error message calls it.
+        path: path of the file.
+        what: name of the file in error messages.
 
     Raises:
-        UserError: the file cannot be read, or holds no state_dict.
+        UserError: the file cannot be read, or contains no state_dict.
     """
     return weights_in(read_saved(path, what), what)
 
 
 def read_saved(path: str, what: str) -> Any:
-    """What a file holds that `torch.save` wrote, or with the ending .safetensors; arguments as `read_weights`.
+    """Load the content of a file that `torch.save` wrote or of a .safetensors file; arguments as `read_weights`.
 
     Raises:
         UserError: the file cannot be read.
@@ -165,10 +165,10 @@ def read_saved(path: str, what: str) -> Any:
 
 
 def weights_in(content: Any, what: str) -> Mapping[str, Tensor]:
-    """The state_dict that a file's content is, or has as `state_dict` or `model`.
+    """Return the state_dict in the content of a file: the content itself, or its entry `state_dict` or `model`.
 
     Raises:
-        UserError: it holds none.
+        UserError: it contains no state_dict.
     """
     for key in _NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
@@ -179,13 +179,13 @@ def weights_in(content: Any, what: str) -> Mapping[str, Tensor]:
 
 
 def fit_weights(network: nn.Module, state: Mapping[str, Tensor], num_classes: int, what: str) -> None:
-    """Load a state_dict; a classifier for another number of classes is left out and starts anew.
+    """Load a state_dict; a classifier for another number of classes is not loaded and keeps its initial weights.
 
     Args:
         network: loaded in place.
-        state: by name.
+        state: tensors by name.
         num_classes: number of logits of the network.
-        what: the weights as an error message calls them.
+        what: name of the weights in error messages.
 
     Raises:
         UserError: they are of another network.
@@ -193,7 +193,7 @@ def fit_weights(network: nn.Module, state: Mapping[str, Tensor], num_classes: in
     own = network.state_dict()
     missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()
     other = sorted(name for name in own.keys() & state.keys() if own[name].shape != state[name].shape)
-    # A layer that gives a logit a row, and differs in the number of rows alone.
+    # A layer with a row for each logit, which differs only in the number of rows.
     classifier = [
         name
         for name in other
@@ -209,7 +209,7 @@ def fit_weights(network: nn.Module, state: Mapping[str, Tensor], num_classes: in
         )
     if classifier:
         log.info("%s: %s start anew, for %d classes", what, " and ".join(classifier), num_classes)
-    # Not a plain dictionary: some classes look up the version that their state_dict carries beside its tensors.
+    # Not a plain dictionary: some classes read the version in their state_dict's metadata.
     own.update((name, state[name]) for name in own.keys() - set(classifier))
     network.load_state_dict(own)
 

@@ -1,4 +1,4 @@
-"""Many networks, each in a process of its own with a limit on its CPU time, and the table that comes of it."""
+"""Examine many networks, each in a process with a CPU time limit, and write the results as a table."""
 
 import importlib.metadata
 import json
@@ -23,7 +23,7 @@ from growlab.base.errors import UserError
 from growlab.base.files import write_json, write_text
 from growlab.inspect.examine import ENOUGH, EXACT, NEARLY_ALL, Report, examine
 
-# A process that computes gets some of the machine: one that has not come to its CPU limit by then hangs.
+# Wall time limit as a multiple of the CPU limit: a process that has not used up its CPU time by then hangs.
 _WALL_PER_CPU = 30
 _PRELOAD = ["growlab.inspect.examine", "torchvision.models", "timm", "transformers"]
 
@@ -37,13 +37,13 @@ def matrix(
     memory_limit_gb: float | None = None,
     jobs: int = 1,
 ) -> list[Report]:
-    """Examine many networks and write FILE.json and FILE.md after each one; go on where such a file ends.
+    """Examine many networks and write FILE.json and FILE.md after each one; resume from such a file.
 
     Args:
-        names: networks; those that FILE.json holds already are not examined again.
+        names: networks; those that are in FILE.json already are not examined again.
         file: path of the two files without suffix.
         methods: growth methods that parity is measured for.
-        input_shape: of one sample; by default each library's own.
+        input_shape: shape of one sample; by default that of each library.
         time_limit_sec: CPU seconds of one network (building, tracing, growing; not importing libraries).
         memory_limit_gb: private memory of one network's process; None: no limit.
         jobs: processes at a time.
@@ -52,7 +52,7 @@ def matrix(
         The reports in the order of the names.
 
     Raises:
-        UserError: FILE.json is there and holds something else.
+        UserError: FILE.json exists and is not a matrix.
     """
     done = {report.model: report for report in _read(file.with_suffix(".json"))}
     context = multiprocessing.get_context("forkserver")
@@ -62,7 +62,7 @@ def matrix(
     def one(name: str) -> None:
         report = _examine_apart(context, name, input_shape, methods, time_limit_sec, memory_limit_gb)
         if report.error is not None:
-            # Where this machine keeps its packages is nobody's business.
+            # Leave out this machine's path of installed packages.
             report.error = re.sub(r'"[^"]*/site-packages/', '"', report.error)
         with lock:
             done[name] = report
@@ -157,7 +157,7 @@ def _write(file: Path, reports: Sequence[Report], time_limit_sec: float) -> None
 
 
 def matrix_table(reports: Sequence[Report]) -> str:
-    """The matrix as Markdown: what counts per library, then a row a network."""
+    """Format the matrix as Markdown: counts per library, then one row per network."""
     lines = [
         f"A network counts when at least {ENOUGH:.0%} of its parameters lie in tensors that grow, the relative change "
         f"of its output in eval mode is at most {EXACT:.0e} (float64) at every event, and the full-width state_dict "
@@ -199,7 +199,7 @@ def _row(report: Report, methods: Sequence[str] | None = None) -> str:
 
 
 def _reasons(report: Report) -> str:
-    """The reasons why layers stay at full width in short, the most frequent first; the output's is no news."""
+    """Summarise why layers stay at full width by the most frequent reasons, except that they are the output."""
     counts: dict[str, int] = {}
     for reason in (told.partition(": ")[0] for told in report.fixed.values()):
         if reason != "the network's output":

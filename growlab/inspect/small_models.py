@@ -1,4 +1,4 @@
-"""Small untrained networks of every model type that transformers knows, from their configurations alone."""
+"""Create small untrained networks of any model type of transformers, from their configurations alone."""
 
 import importlib
 import warnings
@@ -39,7 +39,7 @@ TYPES = (
 )
 _TOKENS, _LENGTH, _IMAGE = 64, 12, 32
 _SAMPLES = 800
-# Sizes by the names that configurations give them. What a configuration does not have is left out.
+# Sizes by their names in configurations. Names that a configuration does not have are left out.
 _SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("vocab_size", "entity_vocab_size"), _TOKENS),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "embed_dim"), 64),
@@ -73,7 +73,7 @@ _SIZES: Mapping[str, Any] = {
     "use_cache": False,
     "num_labels": 10,
 }
-# Small tokens that mean something lie beside those that are drawn.
+# Ids of special tokens, below those of tokens that are drawn.
 _SPECIAL = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
 _SEVERAL_WIDTHS = {"depths": [1, 2], "hidden_sizes": [32, 64]}
 _WINDOWS = {"depths": [1, 2], "embed_dim": 32, "num_heads": [2, 4], "window_size": 4, "patch_size": 2}
@@ -86,7 +86,7 @@ _AUDIO = {
     "apply_spec_augment": False,
     "mask_time_prob": 0.0,
 }
-# What a model type needs beside.
+# Other settings that single model types need.
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "albert": {"embedding_size": 32},
     "gptj": {"rotary_dim": 8},
@@ -131,7 +131,7 @@ _CLASSES = {
     "siglip_text_model": "SiglipTextModel",
     "siglip_vision_model": "SiglipVisionModel",
 }
-# Of types that several tasks are known for, the one that they are made for.
+# Task to choose for model types that support several.
 _TASK_OF = {
     **dict.fromkeys(("bert", "electra", "roberta", "camembert", "xlm-roberta", "rembert"), "MASKED_LM"),
     **dict.fromkeys(("ernie", "data2vec-text", "megatron-bert", "roformer", "big_bird"), "MASKED_LM"),
@@ -141,15 +141,15 @@ _TASK_OF = {
 
 
 def small_model(model_type: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Make a small untrained network of a model type of transformers, and two samples.
+    """Create a small untrained network of a model type of transformers, and two samples.
 
-    It is the one with a language modelling head, or with a classifier, where transformers has such a one.
+    It has a language modelling head or a classifier if transformers has such a class.
 
     Args:
         model_type: as in a configuration's `model_type`: `llama`, `bert`, `clip_text_model`.
 
     Returns:
-        The network, of which only the first output is left, and its positional inputs.
+        The network, which returns only its main output, and its positional inputs.
 
     Raises:
         UserError: transformers is not installed, does not know the type, or cannot make it small.
@@ -164,7 +164,7 @@ def small_model(model_type: str) -> tuple[nn.Module, tuple[Any, ...]]:
     except UserError:
         raise
     except Exception as error:
-        # Whatever a configuration of sizes that are not its own may end in.
+        # Any error that a configuration with unusual sizes may raise.
         told = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
             f"growlab knows no small sizes for the model type {model_type!r} ({told}); write a factory that makes the "
@@ -174,7 +174,7 @@ def small_model(model_type: str) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 def automatic_classes(model_type: str) -> Any:
-    """`transformers.models.auto`, which maps a model type to its classes.
+    """Import `transformers.models.auto`, which maps a model type to its classes.
 
     Raises:
         UserError: transformers is not installed, or does not know the type.
@@ -193,11 +193,11 @@ def automatic_classes(model_type: str) -> Any:
 
 
 class FirstOutput(nn.Module):
-    """Logits or the like: what else a network of transformers returns, such as its encoder's stream, is left out.
+    """Wrapper of a network of transformers that returns its main output alone, such as logits.
 
     Args:
-        network: of transformers.
-        names: of the inputs, in the order in which they are given.
+        network: network of transformers.
+        names: names of the inputs, in the order in which they are given.
     """
 
     def __init__(self, network: nn.Module, names: Sequence[str]) -> None:
@@ -205,10 +205,10 @@ class FirstOutput(nn.Module):
         self.network, self.input_names = network, tuple(names)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Logits, embeddings of a projection, or the last hidden state."""
+        """Return logits, embeddings of a projection, or the last hidden state."""
         experts = vars(self.network.config).get(_EXPERTS)
         if experts is not None and self.network.dtype == torch.float64:
-            # The kernel for all experts at once is for lower precision alone.
+            # The kernel for all experts at once does not support float64.
             self.network.set_experts_implementation("eager")
         outputs = self.network(**dict(zip(self.input_names, inputs, strict=True)))
         if experts is not None and self.network.dtype == torch.float64:
@@ -217,7 +217,7 @@ class FirstOutput(nn.Module):
 
 
 def small_config(kind: Any, model_type: str) -> Any:
-    """A configuration of small sizes; what is not a size, or a list of sizes, stays as the type has it."""
+    """Create a configuration of small sizes; settings that are not sizes, or lists of them, keep the type's values."""
     usual = kind()
     known, own = {*usual.to_dict(), *usual.attribute_map}, _OWN.get(model_type, {})
     aliases = {alias for alias, name in usual.attribute_map.items() if name in own}
@@ -235,7 +235,7 @@ def small_config(kind: Any, model_type: str) -> Any:
         elif (
             isinstance(value, (list, tuple)) and value and len(value) == layers and isinstance(value[0], str)
         ):
-            # Kinds of layers, one for each: one of every kind, and two at least.
+            # A kind for each layer: keep one layer of every kind, and two at least.
             kinds = list(dict.fromkeys(value))
             wanted[name] = kinds if len(kinds) > 1 else kinds * 2
             wanted["num_hidden_layers"] = len(wanted[name])
@@ -243,17 +243,17 @@ def small_config(kind: Any, model_type: str) -> Any:
 
 
 def _sizes_of(known: Collection[str]) -> dict[str, Any]:
-    """Small sizes for a configuration that knows these names."""
+    """Return small sizes for a configuration that has these names."""
     sizes = {**_SIZES, **_SPECIAL}
     if "qk_rope_head_dim" in known:
-        # Of latent attention: what it rotates is the size that `head_dim` stands for, and all heads have keys.
+        # Latent attention: `head_dim` is the size that is rotated, and all heads have keys.
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
         del sizes["head_dim"]
     return sizes
 
 
 def _like(usual: Any, size: Any) -> Any:
-    """A size where the type has one size; None, the type's own, where it has one for each of several stages."""
+    """Return a size in the form of the usual one: repeated for a list of equal sizes, None for different ones."""
     if not isinstance(usual, (list, tuple)) or isinstance(size, (list, tuple)):
         return size
     return [size] * len(usual) if len(set(map(str, usual))) == 1 else None
@@ -276,7 +276,7 @@ def _class_of(auto: Any, model_type: str, config: type) -> Any:
 
 
 def _pixels(config: Any, source: torch.Generator) -> Tensor:
-    """Two images, or two films of several frames."""
+    """Draw two images, or two videos of several frames."""
     side = getattr(config, "image_size", _IMAGE)
     sides = tuple(side) if isinstance(side, (list, tuple)) else (side, side)
     frames = (config.num_frames,) if hasattr(config, "num_frames") else ()
@@ -284,13 +284,13 @@ def _pixels(config: Any, source: torch.Generator) -> Tensor:
 
 
 def _has_two_towers(config: Any) -> bool:
-    """Whether texts and images are embedded beside each other and compared, as by CLIP."""
+    """Return True if texts and images are embedded separately and compared, as by CLIP."""
     auto = importlib.import_module("transformers.models.auto").modeling_auto
     return type(config) in auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING
 
 
 def inputs_of(network: nn.Module) -> dict[str, Tensor]:
-    """Two samples for a network of transformers, by the names of its inputs."""
+    """Draw two samples for a network of transformers, by the names of its inputs."""
     source = torch.Generator().manual_seed(0)
     config = network.config
     text = getattr(getattr(config, "text_config", config), "vocab_size", None)

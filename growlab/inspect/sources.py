@@ -1,4 +1,4 @@
-"""Networks by name: growlab's own, torchvision's, timm's, small ones of transformers, and any factory."""
+"""Create networks by name: growlab's, torchvision's, timm's, small ones of transformers, and any factory's."""
 
 import importlib
 import inspect
@@ -15,21 +15,21 @@ from growlab.inspect.small_models import TYPES, small_model
 from growlab.widths.inputs import inputs_of
 
 _NUM_CLASSES = 1000
-# In train mode its auxiliary head has a kernel larger than what 224 pixels leave.
+# In train mode the kernel of its auxiliary head is too large for 224 pixels.
 _SIDES = {"inception_v3": 299}
 
 
 def load(
     name: str, input_shape: Sequence[int] | None, num_classes: int = 10
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Make a network and example inputs from its name.
+    """Create a network and example inputs from its name.
 
     Args:
         name: `growlab/NAME`, `torchvision/NAME`, `timm/NAME`, `transformers/MODEL_TYPE` (see `small_model`) or
             `package.module:factory`. A factory takes no arguments, or `image_shape` and `num_classes` as in
             `python -m growlab model=custom`; it returns a module, or (module, inputs).
-        input_shape: of one sample.
-        num_classes: of growlab's own networks and of factories that ask for it.
+        input_shape: shape of one sample.
+        num_classes: number of classes, for growlab's networks and for factories that have this argument.
 
     Raises:
         UserError: there is no such network, or its package is not installed.
@@ -73,12 +73,12 @@ def load(
             f"{name!r} is no network's name; write growlab/NAME, torchvision/NAME, timm/NAME, "
             "transformers/MODEL_TYPE or package.module:factory."
         )
-    # Behind installed packages: a `torch.py` here is not torch.
+    # After installed packages: a `torch.py` here must not replace torch.
     sys.path.append("")
     try:
         made = _made(getattr(importlib.import_module(module), factory_name), input_shape, num_classes)
     except (Exception, SystemExit) as error:
-        # Where the user's own code has ended, so that the sentence is of use.
+        # The line of the user's code that has raised.
         file = getattr(sys.modules.get(module), "__file__", None)
         lines = [
             place.lineno for place in traceback.extract_tb(error.__traceback__) if place.filename == file
@@ -101,7 +101,7 @@ def _of_torchvision(model: str) -> nn.Module:
     models = importlib.import_module("torchvision.models")
     try:
         taken = inspect.signature(models.get_model_builder(model)).parameters
-        # Networks of segmentation and detection would load a backbone that is trained.
+        # Networks for segmentation and detection would download a pretrained backbone.
         untrained = {"weights_backbone": None} if "weights_backbone" in taken else {}
         network: nn.Module = models.get_model(model, weights=None, **untrained)
     except ValueError as error:
@@ -118,7 +118,7 @@ def _made(factory: Any, input_shape: Sequence[int] | None, num_classes: int) -> 
 def expand(names: Sequence[str]) -> list[str]:
     """Replace `torchvision/*` by its classification networks and `timm/*` by the smallest of each of its families.
 
-    Of timm only networks that take 3x224x224 images count. `transformers/*` are the model types of `TYPES`.
+    Of timm only networks for images of 3x224x224 are considered. `transformers/*` becomes the model types of `TYPES`.
     """
     expanded: list[str] = []
     for name in names:

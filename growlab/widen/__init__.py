@@ -1,4 +1,4 @@
-"""Take a trained network past its size, computing what it computed: of transformers, torchvision or timm."""
+"""Widen and deepen trained networks of transformers, torchvision or timm without changing their outputs."""
 
 from growlab.widen.folder import widen_folder
 from growlab.widen.sizes import PARTS

@@ -1,6 +1,6 @@
-"""`python -m growlab widen FOLDER --width 1.5 --depth 2 -o OUT`: a saved model past its declared size.
+"""`python -m growlab widen FOLDER --width 1.5 --depth 2 -o OUT`: enlarge a saved model without changing its outputs.
 
-FOLDER is what `save_pretrained` of transformers wrote; OUT is loaded by `from_pretrained` and computes the same. A
+FOLDER was written by `save_pretrained` of transformers; OUT is loaded by `from_pretrained` and computes the same. A
 name and a state_dict's file, `torchvision/resnet18 weights.pt` or `timm/NAME weights.safetensors`, are widened too; OUT
 is then loaded by `growlab.widen.load_widened`. Exit code 2: the model cannot be read, or cannot be widened so.
 """
@@ -19,7 +19,7 @@ from growlab.widen.weights import METHODS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+    """Run the command line; returns the exit code."""
     parser = CommandParser(
         prog="growlab widen",
         description=__doc__,

@@ -1,6 +1,6 @@
-"""A saved model's tensors by the names that its class gives them, and a model's tensors by the keys of files.
+"""Map the names of a transformers model's tensors to the keys in its files, and back.
 
-transformers keeps some tensors in files under other names, or in pieces: the experts of a mixture one by one.
+transformers stores some tensors under other names, or in pieces: the experts of a mixture one by one.
 """
 
 import importlib
@@ -19,11 +19,11 @@ from growlab.widen.tensors import Rows, Saved
 
 @dataclass(frozen=True)
 class Unit:
-    """Tensors of a model that become tensors in a file together.
+    """Smallest set of a model's tensors that are converted together into tensors of a file.
 
     Attributes:
-        names: the model's.
-        shapes: of those in the file, by key.
+        names: names in the model.
+        shapes: shapes in the file, by key.
     """
 
     names: tuple[str, ...]
@@ -31,21 +31,21 @@ class Unit:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """For each name in a model's state_dict the first name of the same tensor: tied weights have several."""
+    """Map each name in a model's state_dict to the first name of the same tensor: tied weights have several."""
     first: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     return {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
 
 
 def reverted(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as `save_pretrained` has them in files. transformers has no public function for it."""
+    """Convert a model's tensors to those that `save_pretrained` writes; transformers has no public function for it."""
     loading = importlib.import_module("transformers.core_model_loading")
     found: dict[str, Tensor] = loading.revert_weight_conversion(model, dict(tensors))
     return found
 
 
 def units(model: nn.Module) -> list[Unit]:
-    """Split a model's file into the smallest pieces that can be made one by one."""
+    """Split a model's file into the smallest pieces that can be computed one by one."""
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     state = model.state_dict(keep_vars=True)
     names = [name for name, first in first_names(model).items() if name == first and name not in ignored]
@@ -65,18 +65,18 @@ def units(model: nn.Module) -> list[Unit]:
 
 
 class Checkpoint:
-    """Reads the tensors of a saved model one at a time.
+    """Read the tensors of a saved model one at a time.
 
-    Where its files keep them in another form than its class, transformers reads them all.
+    If its files store them in another form than its class does, transformers loads all of them.
 
     Args:
-        folder: what `save_pretrained` wrote.
+        folder: folder that `save_pretrained` wrote.
         saved: its tensors.
-        model: of the same class and sizes; of its tensors shapes count alone.
+        model: model of the same class and sizes; only the shapes of its tensors are used.
 
     Attributes:
-        dtypes: of each tensor in the file, by the model's names.
-        shard_bytes: size of the largest file where there are several by an index, else None.
+        dtypes: dtype of each tensor in the file, by its name in the model.
+        shard_bytes: size of the largest file if an index lists several, else None.
 
     Raises:
         UserError: the files cannot be read, or do not fit the model.
@@ -106,7 +106,7 @@ class Checkpoint:
         return self._first.get(name) in self._keys
 
     def __call__(self, name: str, rows: Rows = ...) -> Tensor:
-        """A tensor by the model's name, or some of its rows."""
+        """Read a tensor by its name in the model, or some of its rows."""
         return self._read(self._keys[self._first[name]], rows)
 
 

@@ -1,4 +1,4 @@
-"""Layers that come into a trained network and begin as nothing: their branches write zeros to the stream."""
+"""Layers inserted into a trained network that start as the identity: their branches add zeros to the stream."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -10,13 +10,14 @@ from growlab.widths import WidthGraph
 
 
 class Deeper:
-    """Layers of a deeper network of the same class as a shallower one, and which of its tensors begin as zeros.
+    """Map the layers of a deeper network to those of a shallower one, and find the tensors that start as zeros.
 
-    Each old layer is followed by the new ones, which are copies of it but for what writes to the stream: that is zero.
+    Each old layer is followed by its new ones, which are copies of it except for the tensors that write to the
+    stream: those are zero.
 
     Args:
         network: the deeper network.
-        old: the shallower one.
+        old: the shallower network of the same class.
 
     Attributes:
         new: paths of the new layers.
@@ -26,7 +27,7 @@ class Deeper:
         self._origin, self.new = _origins(network, old)
 
     def source(self, name: str) -> str:
-        """Name in the shallower network of the tensor that one is or copies."""
+        """Return the name of the tensor in the shallower network that a tensor corresponds to or copies."""
         for match in re.finditer(r"\.\d+(?=\.)", name):
             path = name[: match.end()]
             if path in self._origin:
@@ -34,7 +35,7 @@ class Deeper:
         return name
 
     def zeros(self, graph: WidthGraph, writing: Collection[str]) -> set[str]:
-        """Names of the tensors that are zero at first.
+        """Return the names of the new layers' tensors that start as zeros.
 
         Args:
             graph: layouts of the deeper network.
@@ -47,7 +48,7 @@ class Deeper:
 
 
 def _origins(network: nn.Module, old: nn.Module) -> tuple[dict[str, str], list[str]]:
-    """For each layer of the deeper network the path of the old one that it is or copies; paths of the new ones."""
+    """Return the old layer that each layer of the deeper network is or copies; and the paths of the new ones."""
     origin, new = {}, []
     before = {path: module for path, module in old.named_modules() if isinstance(module, nn.ModuleList)}
     for path, layers in network.named_modules():
@@ -66,7 +67,7 @@ def _inside(name: str, paths: Sequence[str]) -> bool:
 
 
 def _streams(graph: WidthGraph, new: list[str]) -> set[str]:
-    """Groups whose channels are written inside of new layers and outside of them."""
+    """Return the groups whose channels are written both inside of new layers and outside of them."""
 
     def groups(inside: bool) -> set[str]:
         return {
@@ -82,9 +83,9 @@ def _streams(graph: WidthGraph, new: list[str]) -> set[str]:
 
 
 def _writes(graph: WidthGraph, name: str, streams: set[str], writing: Collection[str]) -> bool:
-    """Whether a tensor writes to a stream.
+    """Return True if a tensor writes to a stream.
 
-    Normalisations before a branch do not; behind one they write nothing but their bias where they read zeros.
+    Normalisations before a branch do not; after a branch of zeros only their bias does.
     """
     path, _, own = name.rpartition(".")
     if any(norm.name == path for norm in graph.channel_norms):

@@ -1,4 +1,4 @@
-"""Sizes in configurations of transformers, and the same times a factor."""
+"""Read sizes in configurations of transformers, and multiply them by a factor."""
 
 import copy
 from collections.abc import Collection, Iterator, Mapping
@@ -9,9 +9,9 @@ from typing import Any
 
 from growlab.base.errors import UserError
 
-#: What can become wider: the residual stream, the number of heads, the hidden layers of MLPs.
+#: Parts that can be widened: the residual stream, the number of heads, the hidden layers of MLPs.
 PARTS = ("stream", "heads", "mlp")
-#: The names that configurations give these sizes.
+#: Names of these sizes in configurations.
 NAMES: Mapping[str, Collection[str]] = {
     "stream": ("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim"),
     "heads": (
@@ -23,35 +23,35 @@ NAMES: Mapping[str, Collection[str]] = {
         *("encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size"),
     ),
 }
-#: And the number of layers.
+#: Names of the number of layers.
 LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
     *("encoder_layers", "decoder_layers"),
 )
 _HEAD_DIMENSIONS = ("head_dim", "d_kv")
-# Sizes of inputs, which may be as many as there are layers.
+# Lists that may be as long as there are layers but have no entry per layer.
 _NOT_OF_LAYERS = ("image_size", "patch_size", "tubelet_size", "image_mean", "image_std", "architectures")
 
 
 def sizes(config: Any, names: Collection[str]) -> dict[str, int]:
-    """The sizes that a configuration keeps under any of these names."""
+    """Return the integer sizes that a configuration has under any of these names."""
     known = config.to_dict()
     return {name: known[name] for name in names if type(known.get(name)) is int}
 
 
 def widened(config: Any, width: float, parts: Collection[str]) -> Any:
-    """A configuration with wider parts.
+    """Return a configuration with wider parts.
 
-    There are more heads of the same dimension, or, with a wider stream that is divided among as many of them, wider
-    ones.
+    The number of heads grows and their dimension stays. If the stream is divided among the heads and grows alone, the
+    heads become wider.
 
     Args:
-        config: of transformers; left as it is.
+        config: configuration of transformers; not changed.
         width: factor on sizes.
-        parts: of `PARTS`.
+        parts: parts to widen, of `PARTS`.
 
     Raises:
-        UserError: a size would not be whole, or heads and stream cannot be widened one without the other.
+        UserError: a size would not be whole, or heads and stream cannot be widened separately.
     """
     if width < 1:
         raise UserError(f"--width {width:g} would make the network narrower; it must be 1 or more.")
@@ -70,10 +70,10 @@ def widened(config: Any, width: float, parts: Collection[str]) -> Any:
 
 
 def _times(known: Mapping[str, int], by: float, kind: str) -> dict[str, int]:
-    """Sizes times a factor.
+    """Multiply sizes by a factor.
 
     Raises:
-        UserError: one would not be whole; the message tells the nearest factors of this kind that fit.
+        UserError: a size would not be whole; the message names the nearest factors that fit.
     """
     factor, step = Fraction(by).limit_denominator(4096), Fraction(1, gcd(*known.values()))
     broken = next((name for name, size in known.items() if (size * factor).denominator != 1), None)
@@ -92,7 +92,7 @@ def _keep_head_dimension(config: Any, target: Any, parts: Collection[str]) -> No
     for name in _HEAD_DIMENSIONS:
         if name in known:
             if known[name] is None and heads and stream:
-                # Else the code would compute it from the new sizes.
+                # Otherwise the model would compute it from the new sizes.
                 setattr(target, name, next(iter(stream.values())) // next(iter(heads.values())))
             return
     if heads and "heads" in parts and "stream" not in parts:
@@ -103,15 +103,15 @@ def _keep_head_dimension(config: Any, target: Any, parts: Collection[str]) -> No
 
 
 def divides_its_stream(config: Any) -> bool:
-    """Whether the dimension of a head is the stream's over the number of heads: as many heads may become wider."""
+    """Return True if the head dimension is the stream's width over the number of heads, and grows with the stream."""
     return not any(name in config.to_dict() for name in _HEAD_DIMENSIONS)
 
 
 def deepened(config: Any, depth: float) -> Any:
-    """A configuration with more layers; lists that say something of each layer say it of more.
+    """Return a configuration with more layers; its lists with an entry per layer become longer.
 
     Args:
-        config: of transformers; left as it is.
+        config: configuration of transformers; not changed.
         depth: factor on the number of layers.
 
     Raises:
@@ -134,17 +134,17 @@ def deepened(config: Any, depth: float) -> Any:
 
 
 def _for_more_layers(name: str, entries: Any, counts: Mapping[int, int]) -> list[Any] | None:
-    """What a list that speaks of layers is for more of them; None for other things.
+    """Extend a list with entries for layers to more layers; None for any other value.
 
     Args:
-        name: in the configuration.
+        name: name in the configuration.
         entries: its value.
-        counts: number of layers after, by that before.
+        counts: number of layers before -> number after.
     """
     if not isinstance(entries, (list, tuple)) or not entries or name in _NOT_OF_LAYERS:
         return None
     if all(isinstance(e, (list, tuple)) and len(e) == 2 and isinstance(e[0], (list, tuple)) for e in entries):
-        # Kinds and how often they come one after the other: GPT-Neo's [[["global", "local"], 6]].
+        # Kinds of layers with the number of repetitions: GPT-Neo's [[["global", "local"], 6]].
         spelled = [kind for kinds, times in entries for _ in range(times) for kind in kinds]
         more = _for_more_layers(name, spelled, counts)
         return None if more is None else [[more, 1]]
@@ -157,7 +157,7 @@ def _for_more_layers(name: str, entries: Any, counts: Mapping[int, int]) -> list
             and entries[-1] < before
             and (len(entries) < before or before > 2)
         ):
-            # Numbers of some layers.
+            # Indices of some layers.
             return [place for place, source in enumerate(places) if source in entries]
         if len(entries) == before:
             return [entries[place] for place in places]
@@ -165,12 +165,12 @@ def _for_more_layers(name: str, entries: Any, counts: Mapping[int, int]) -> list
 
 
 def sources(before: int, after: int) -> list[int]:
-    """Of each of so many layers, the one of fewer that it is or is made from: each is followed by those new of it."""
+    """Return the index of the old layer that each of `after` layers is or copies; copies follow their original."""
     return [place * before // after for place in range(after)]
 
 
 def changed(config: Any, target: Any) -> Iterator[tuple[str, int, int]]:
-    """Names, old and new numbers of the sizes in which two configurations differ."""
+    """Yield name, old and new number of the sizes in which two configurations differ."""
     names = [*(name for part in PARTS for name in NAMES[part]), *LAYERS]
     before, after = sizes(config, names), sizes(target, names)
     yield from ((name, size, after[name]) for name, size in before.items() if after.get(name) != size)

@@ -1,4 +1,4 @@
-"""Models without weights in memory: built for their shapes, and run with tensors that are given as they are needed."""
+"""Models without weights in memory: built for their shapes, and run with tensors that are read when needed."""
 
 import copy
 import warnings
@@ -17,10 +17,10 @@ from growlab.base.errors import UserError
 from growlab.growth.outputs import main_output, quietly
 from growlab.inspect.small_models import FirstOutput
 
-#: Gives a tensor by its name in blocks of rows, from the first to the last.
+#: Yields a tensor of a given name in blocks of rows, from the first to the last.
 Blocks = Callable[[str], Iterator[Tensor]]
 
-# Names of what asks for a shape or a type.
+# Names of functions that read a shape or a type.
 _ABOUT = (
     *("__get__", "is_floating_point", "is_complex", "size", "dim", "ndimension"),
     *("numel", "nelement", "stride", "is_contiguous"),
@@ -28,18 +28,18 @@ _ABOUT = (
 
 
 def skeleton(kind: Any, config: Any) -> nn.Module:
-    """A model of transformers in eval mode, of which buffers alone have values: parameters take no memory.
+    """Build a model of transformers in eval mode whose parameters take no memory; only buffers have values.
 
     Args:
         kind: its class.
-        config: its sizes; left as it is.
+        config: its sizes; not changed.
 
     Raises:
-        UserError: transformers builds no such model.
+        UserError: transformers cannot build such a model.
     """
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        # One that is there already is tied to another.
+        # A parameter that is on device meta already is tied to another one.
         if parameter is None or parameter.is_meta:
             return None
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -71,7 +71,7 @@ def skeleton(kind: Any, config: Any) -> nn.Module:
 
 
 def set_precision(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let parameters be of a type, still without memory: it is taken where something is written; and buffers."""
+    """Set the type of parameters and buffers; parameters are not written, so that they take no memory."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -94,17 +94,17 @@ def output_of(
     blocks: Blocks,
     watched: Collection[str] = (),
 ) -> tuple[Tensor, set[str]]:
-    """What a skeleton puts out in float64, its weights made as its forward asks for them.
+    """Run a skeleton in float64, with weights that are read when its forward asks for them.
 
     Args:
-        network: around the skeleton.
+        network: wrapper around the skeleton.
         probe: its positional inputs.
-        names: for each name of the skeleton's tensors that are given, the name that they are given under.
-        blocks: gives them.
-        watched: paths of modules.
+        names: name of a tensor in the skeleton -> its name for `blocks`.
+        blocks: yields the tensors.
+        watched: paths of modules to watch.
 
     Returns:
-        The output, and the paths of those watched modules whose own outputs are summands of a sum.
+        The output, and the paths of those watched modules whose outputs are added to something.
     """
     set_precision(network, torch.float64)
     tensors = network.network.state_dict(keep_vars=True)
@@ -114,7 +114,7 @@ def output_of(
         network.get_submodule(path).register_forward_hook(partial(given.watch, path)) for path in watched
     ]
     try:
-        # The other modes inside of it: weights are made without them.
+        # This mode is the outermost, so that weights are computed without the others.
         with given, quietly(network):
             return main_output(network(*inputs)), given.summands
     finally:
@@ -123,7 +123,7 @@ def output_of(
 
 
 class _Given(TorchFunctionMode):
-    """Calls functions with tensors that are made now, in the place of those without values."""
+    """Replace tensors without values by those that `blocks` yields, in every call of a function."""
 
     def __init__(self, names: Mapping[int, str], blocks: Blocks) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class _Given(TorchFunctionMode):
         self.summands: set[str] = set()
 
     def watch(self, path: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Note whether what a module has put out is added to something."""
+        """Remember a module's output, to record if it is added to something."""
         if isinstance(output, Tensor):
             self._watched[id(output)] = (path, output)
 
@@ -151,7 +151,7 @@ class _Given(TorchFunctionMode):
             return out if bias is None else out + self._value(bias)
         if getattr(func, "__name__", "") in _ABOUT:
             found = func(*args, **kwargs)
-            # `weight.T` has values.
+            # `weight.T` is a tensor and needs values.
             if not isinstance(found, Tensor):
                 return found
         args, kwargs = tree_map_only(Tensor, self._value, (tuple(args), kwargs))

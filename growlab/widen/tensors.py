@@ -1,4 +1,4 @@
-"""Tensors of saved models by name, read one at a time, and written one at a time as safetensors."""
+"""Read tensors of saved models one at a time by name, and write them one at a time as safetensors."""
 
 import json
 import pickle
@@ -17,9 +17,9 @@ from growlab.base.files import write_atomically, write_json
 
 #: Rows of a tensor's first dimension, or all of it.
 Rows = slice | EllipsisType
-#: Gives a tensor by its name, or some of its rows.
+#: Returns a tensor by its name, or some of its rows.
 Source = Callable[[str, Rows], Tensor]
-# In the order in which transformers looks for them.
+# In the order in which transformers searches for them.
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _FILES = (_SAFE, f"{_SAFE}.index.json", _PICKLED, f"{_PICKLED}.index.json")
 _TYPES = {
@@ -41,10 +41,10 @@ class Saved:
     """The tensors in a folder that `save_pretrained` wrote, by the keys of its files.
 
     Attributes:
-        files: for each key the file and the first byte of it there, or the tensors of a pickled file.
-        shapes: of each tensor.
-        dtypes: of each tensor.
-        shard_bytes: size of the largest file where there are several by an index, else None.
+        files: key -> the file and the tensor's first byte in it, or the tensors of a pickled file.
+        shapes: shape of each tensor.
+        dtypes: dtype of each tensor.
+        shard_bytes: size of the largest file if an index lists several, else None.
     """
 
     files: Mapping[str, tuple[Path, int] | Mapping[str, Tensor]]
@@ -53,7 +53,7 @@ class Saved:
     shard_bytes: int | None
 
     def __call__(self, key: str, rows: Rows = ...) -> Tensor:
-        """A tensor, or some of its rows, read from its file."""
+        """Read a tensor, or some of its rows, from its file."""
         place = self.files[key]
         if isinstance(place, Mapping):
             return place[key][rows]
@@ -64,7 +64,7 @@ class Saved:
             offset += start * _numel(shape[1:]) * dtype.itemsize
             shape = (stop - start, *shape[1:])
         tensor = torch.empty(shape, dtype=dtype)
-        # Not mapped: what is read of a mapped file stays in memory.
+        # Not memory-mapped: what is read of a mapped file stays in memory.
         with path.open("rb") as file:
             file.seek(offset)
             if file.readinto(_bytes(tensor)) != tensor.nbytes:
@@ -73,10 +73,10 @@ class Saved:
 
 
 def read_folder(folder: Path) -> Saved:
-    """Find the tensors that `save_pretrained` left in a folder, without reading them.
+    """Find the tensors that `save_pretrained` wrote to a folder, without reading them.
 
     Raises:
-        UserError: there are none, or a file is missing, damaged, or holds objects other than tensors.
+        UserError: there are no weights, or a file is missing, damaged, or contains objects other than tensors.
     """
     main = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if main is None:
@@ -103,7 +103,7 @@ def read_folder(folder: Path) -> Saved:
 
 
 def _header(path: Path) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
-    """First byte, shape and type of each tensor in a safetensors file."""
+    """Return the first byte, shape and type of each tensor in a safetensors file."""
     types = {name: dtype for dtype, name in _TYPES.items()}
     found = {}
     try:
@@ -136,7 +136,7 @@ def _unpickled(path: Path) -> Mapping[str, Tensor]:
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:
-            # Files of the oldest kind cannot be mapped.
+            # Files in torch's oldest format cannot be memory-mapped.
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(
@@ -159,12 +159,12 @@ def write_folder(
     made: Iterable[Mapping[str, Tensor]],
     shard_bytes: int | None,
 ) -> None:
-    """Write tensors as they are made, as `from_pretrained` reads them.
+    """Write tensors in the files that `from_pretrained` reads, one unit in memory at a time.
 
     Args:
-        folder: to write to.
-        units: shapes by key, of those tensors together that are made together.
-        dtypes: by key.
+        folder: folder to write to.
+        units: shapes by key, of the tensors in each unit.
+        dtypes: dtypes by key.
         made: the tensors of one unit after the other.
         shard_bytes: begin another file rather than write more than this into one; None: one file.
 
@@ -215,9 +215,9 @@ def write_folder(
 def _write_header(
     file: BinaryIO, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, int]:
-    """Write where each tensor will be; returns their offsets behind the header.
+    """Write the header of a safetensors file; returns the offset of each tensor in the data after it.
 
-    The largest numbers first, so that all are aligned.
+    Tensors are sorted by the size of their numbers, the largest first, so that all are aligned.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0

@@ -1,4 +1,4 @@
-"""Widen a trained network of torchvision or timm: a state_dict and a name become a folder that loads again."""
+"""Widen a trained network of torchvision or timm, given its name and state_dict, and save it in a folder."""
 
 import importlib.metadata
 import json
@@ -22,11 +22,11 @@ from growlab.widen.weights import METHODS, Widening
 from growlab.widths import UnsupportedOperation, WidthGraph, replace_tensors, resize, tensors_of, trace
 
 SOURCES = {"torchvision": torchvision_network, "timm": timm_network}
-#: Name of the state_dict in the folder that is written.
+#: File name of the state_dict in the folder that is written.
 WEIGHTS = "model.pt"
 _SHAPE = (3, 224, 224)
 _NUM_CLASSES = 1000
-# In place of the number of classes of a classifier that would start anew: what is widened computes the same.
+# Number of classes for `fit_weights` that no classifier has: all layers must be loaded, to compute the same.
 _NONE_ANEW = 0
 
 
@@ -39,10 +39,10 @@ def widen_weights(
     seed: int = 0,
     image_shape: tuple[int, int, int] = _SHAPE,
 ) -> dict[str, Any]:
-    """Write a wider network that computes what a trained one computes.
+    """Write a wider network with the same outputs as a trained one.
 
-    All channels that can grow become wider, by copies where a stream under layer, RMS or group normalisation grows by a
-    whole factor. Odd numbers are rounded up.
+    All width groups become wider, by copies where a stream under layer, RMS or group normalisation grows by a whole
+    factor. Fractional widths are rounded up.
 
     Args:
         name: `torchvision/NAME` or `timm/NAME`.
@@ -50,14 +50,14 @@ def widen_weights(
         out: a new folder, which `load_widened` reads.
         width: factor on the width of every group of channels.
         method: a name in `METHODS`.
-        seed: of everything that is drawn.
-        image_shape: [C, H, W] of the images that sameness is checked on.
+        seed: seed of all random draws.
+        image_shape: [C, H, W] of the images on which the outputs are compared.
 
     Returns:
         The receipt.
 
     Raises:
-        UserError: the weights are not of that network, or it cannot be widened so exactly.
+        UserError: the weights are not of that network, or it cannot be widened exactly by this factor.
     """
     if method not in METHODS:
         raise UserError(f"there is no method {method!r} for --method; there are {', '.join(METHODS)}.")
@@ -92,7 +92,7 @@ def widen_weights(
     out.mkdir(parents=True, exist_ok=True)
     wider = network.state_dict()
     for key, tensor in wider.items():
-        # In the precision that it came in.
+        # In the precision of the given weights.
         if key in state and tensor.is_floating_point():
             wider[key] = tensor.to(state[key].dtype)
     torch.save(wider, out / WEIGHTS)
@@ -101,13 +101,13 @@ def widen_weights(
 
 
 def load_widened(folder: str | Path) -> nn.Module:
-    """The network in a folder that `widen_weights` wrote: of its library's class, with wider layers.
+    """Load the network in a folder that `widen_weights` wrote: its library's class, with wider layers.
 
     Args:
-        folder: with the state_dict and the receipt.
+        folder: folder with the state_dict and the receipt.
 
     Raises:
-        UserError: it is no such folder.
+        UserError: it is not such a folder.
     """
     folder = Path(folder)
     try:
@@ -130,7 +130,7 @@ def load_widened(folder: str | Path) -> nn.Module:
 
 
 def is_named(name: str) -> bool:
-    """Whether it is a network's name and not a folder's."""
+    """Return True if a name is that of a network, LIBRARY/NAME, and not a path."""
     return name.partition("/")[0] in SOURCES and "/" in name and not Path(name).exists()
 
 
@@ -142,7 +142,7 @@ def _network(name: str, image_shape: tuple[int, ...], num_classes: int) -> nn.Mo
 
 
 def _made_for(name: str, image_shape: tuple[int, ...], state: Mapping[str, Tensor]) -> tuple[nn.Module, int]:
-    """The network with as many outputs as its weights have, and their number."""
+    """Create the network with as many classes as its weights have; return both."""
     network = _network(name, image_shape, _NUM_CLASSES)
     own = network.state_dict()
     rows = {
@@ -178,7 +178,7 @@ def _widen(
     seed: int,
     probe: tuple[Tensor, ...],
 ) -> float:
-    """Widen in place, by the first way that is exact; returns the relative change of the output."""
+    """Widen in place by the first way that is exact; returns the relative change of the output."""
     expected, old = evaluate(network, probe), tensors_of(network, graph)
     groups = {group: replace(one, full_width=after[group]) for group, one in graph.groups.items()}
     wide = Widening(

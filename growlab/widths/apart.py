@@ -1,4 +1,4 @@
-"""Code in a module's forward whose backward pass is its own: functions with one, and activation checkpoints."""
+"""Detect code with a custom backward pass in a module's forward: autograd.Functions and activation checkpointing."""
 
 import inspect
 import sys
@@ -9,18 +9,18 @@ from torch import nn
 from torch.utils import checkpoint
 
 _CALL = nn.Module._call_impl.__code__
-# It calls its function again in the backward pass.
+# It runs its function a second time in the backward pass.
 _CHECKPOINT = inspect.unwrap(checkpoint.checkpoint).__code__
 
 
 def called_apart(module: nn.Module | None = None) -> tuple[nn.Module | None, str]:
-    """Name the code with a backward pass of its own that the caller runs in, inside of a module's forward.
+    """Name the custom-backward code on the call stack between the caller and the forward of a module.
 
     Args:
-        module: whose forward runs; None: the innermost one's.
+        module: module at whose forward the search ends; None: the innermost one on the stack.
 
     Returns:
-        The module, and the code; "": there is none.
+        That module, None if the stack has no such call; and a description of the code, "" if none was found.
     """
     frame: FrameType | None = sys._getframe(1)
     apart = ""
@@ -34,7 +34,7 @@ def called_apart(module: nn.Module | None = None) -> tuple[nn.Module | None, str
 
 
 def _function_of(frame: FrameType) -> str:
-    """Names the function with a backward pass of its own whose forward this is; "": none."""
+    """Return a description of the autograd.Function whose forward runs in this frame, or ""."""
     if frame.f_code.co_name != "forward" or "self" in frame.f_locals:
         return ""
     kinds = [torch.autograd.Function]

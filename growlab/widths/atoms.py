@@ -1,7 +1,7 @@
 """Union of axes during tracing: which runs of positions must carry the same channels.
 
-While a network is traced every axis is a list of runs over *atoms*, the smallest sets of channels told apart so
-far. Meeting axes are unified: atoms are bound to one another, split where one axis shows a finer structure, or
+While a network is traced every axis is a list of runs over *atoms*, the smallest sets of channels distinguished so
+far. Axes that meet are unified: atoms are bound to each other, split where one axis shows a finer structure, or
 frozen where the structures cannot be reconciled.
 """
 
@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 class Run:
     """`outer x size(atom) x inner` positions of one atom, or `outer` fixed positions where atom is None.
 
-    `root` says where fixed positions come from: the atom that was frozen first of all that stay for its sake, or a
-    reason.
+    `root` is the origin of fixed positions: the atom whose freezing caused theirs, or a reason.
     """
 
     atom: int | None
@@ -24,49 +23,49 @@ class Run:
 
     @property
     def unrooted(self) -> bool:
-        """The positions are fixed and do not say where they come from."""
+        """True if the positions are fixed and their origin is unknown."""
         return self.atom is None and self.outer > 1 and self.root is None
 
     @property
     def bare(self) -> bool:
-        """The run is exactly its atom's channels, neither repeated nor stretched."""
+        """True if the run is exactly its atom's channels, neither repeated nor stretched."""
         return self.atom is not None and self.outer == 1 and self.inner == 1
 
 
 Runs = tuple[Run, ...]
 
 
-#: How a reason ends that holds where the other axis is fixed.
+#: Last words of a reason for freezing an axis because the other one is fixed.
 STAYING = "that keep their full width"
 
 
 def fixed(size: int, root: int | str | None = None) -> Runs:
-    """An axis that never changes."""
+    """Return an axis of `size` positions that never changes; empty for size 0."""
     return (Run(None, size, root=root),) if size else ()
 
 
 @dataclass
 class Atoms:
-    """The atoms of one trace and what they have been bound to."""
+    """Atoms of one trace, and the runs that they are bound to."""
 
     sizes: list[int] = field(default_factory=list)
     below: list[int] = field(default_factory=list)
     _bound: dict[int, Runs] = field(default_factory=dict)
     frozen_because: dict[int, str] = field(default_factory=dict)
-    # Of frozen atoms; see `Run`.
+    # Origin of each frozen atom; see `Run`.
     _roots: dict[int, int | str] = field(default_factory=dict)
     _origin: dict[int, Runs] = field(default_factory=dict)
-    # Atoms that only constants have met so far.
+    # Atoms that have been unified with constants only so far.
     _constant: set[int] = field(default_factory=set)
 
     def new(self, size: int, below: int = 0) -> Runs:
-        """An axis of `size` channels of which nothing is known yet."""
+        """Return a new axis of `size` channels: a single atom without constraints."""
         self.sizes.append(size)
         self.below.append(below)
         return (Run(len(self.sizes) - 1),)
 
     def of_constants(self, size: int) -> Runs:
-        """An axis of so many equal numbers (zeros, a repeated value): it takes on what it meets, or stays fixed."""
+        """Return an axis of equal entries (zeros, a repeated value), which adopts the layout of axes that it meets."""
         if size <= 1:
             return fixed(size)
         axis = self.new(size)
@@ -74,7 +73,7 @@ class Atoms:
         return axis
 
     def settle(self, runs: Runs | None = None) -> None:
-        """Fix what only constants have met: on an axis, or everywhere."""
+        """Freeze atoms that have been unified with constants only: those of one axis, or all."""
         atoms = (
             set(self._constant) if runs is None else {run.atom for run in self.resolve(runs)} & self._constant
         )
@@ -87,7 +86,7 @@ class Atoms:
         return sum(self._run_length(run) for run in runs)
 
     def resolve(self, runs: Runs) -> Runs:
-        """The same axis in terms of atoms that are not bound to anything."""
+        """Rewrite an axis in terms of atoms that are not bound to anything."""
         result: list[Run] = []
         for run in runs:
             if run.atom is None or run.atom not in self._bound:
@@ -106,7 +105,13 @@ class Atoms:
         return tuple(result)
 
     def freeze(self, runs: Runs, reason: str, root: int | str | None = None) -> None:
-        """Make every atom on the axis fixed, for the reason given, or in the end for what another one was."""
+        """Make every atom of an axis fixed: its channels keep their full width.
+
+        Args:
+            runs: an axis.
+            reason: why, for messages.
+            root: origin of the constraint, see `Run`; None: each atom itself.
+        """
         for run in self.resolve(runs):
             if run.atom is not None:
                 self.frozen_because[run.atom] = reason
@@ -114,15 +119,15 @@ class Atoms:
                 self._bound[run.atom] = fixed(self.sizes[run.atom], self._roots[run.atom])
 
     def freeze_single(self) -> None:
-        """Make atoms of one channel fixed: they cannot be narrower."""
+        """Freeze atoms of a single channel, which cannot be narrower."""
         for atom, size in enumerate(self.sizes):
             if size == 1 and atom not in self._bound:
                 self.freeze((Run(atom),), "a single channel")
 
     def frozen_whole(self, runs: Runs) -> bool:
-        """Whether the axis was frozen as it is, as what it stretches, or in all the parts that it was cut into.
+        """Return True if an axis was frozen as such, as the axis that it stretches, or in all parts it was cut into.
 
-        Not as a larger one that it is a part of, or in some of its parts alone.
+        Repetitions of a frozen atom do not count, nor does an axis of which only some parts were frozen.
         """
         while len(runs) == 1 and runs[0].outer == 1 and runs[0].atom is not None:
             atom = runs[0].atom
@@ -132,12 +137,12 @@ class Atoms:
         return len(runs) > 1 and all(self.frozen_whole((run,)) for run in runs)
 
     def why_fixed(self, runs: Runs) -> str:
-        """The reason why an axis was frozen, or an empty string."""
+        """Return the reason why an axis was frozen, or an empty string."""
         atom = next(self._frozen(runs), None)
         return "" if atom is None else self.frozen_because[atom]
 
     def root(self, runs: Runs) -> int | str | None:
-        """For whose sake an axis was frozen, if not for its own; see `Run`."""
+        """Return the origin of an axis's freezing, see `Run`; None if it was the origin itself or is not frozen."""
         atom = next(self._frozen(runs), None)
         return None if atom is None or self._roots[atom] == atom else self._roots[atom]
 
@@ -149,19 +154,19 @@ class Atoms:
                 yield from self._frozen(self._origin.get(run.atom, ()))
 
     def parts(self, runs: Runs) -> Iterator[int]:
-        """All atoms that an axis was ever made of."""
+        """Yield every atom of an axis, and recursively the atoms that each was bound to."""
         for run in runs:
             if run.atom is not None:
                 yield run.atom
                 yield from self.parts(self._origin.get(run.atom, ()))
 
     def unify(self, left: Runs, right: Runs, reason: str) -> None:
-        """Let two axes of equal length carry the same channels.
+        """Unify two axes of equal length, which then carry the same channels.
 
         Args:
             left: an axis.
             right: an axis of the same length.
-            reason: what to say of atoms that have to be frozen because the structures differ.
+            reason: reason of atoms that have to be frozen because the structures differ.
 
         Raises:
             ValueError: the lengths differ.
@@ -173,7 +178,7 @@ class Atoms:
             pass
 
     def cut(self, runs: Runs, sizes: Sequence[int]) -> list[Runs]:
-        """Cut an axis into pieces of the given sizes, which split the atoms that they cut through."""
+        """Cut an axis into consecutive pieces of the given sizes, splitting atoms at the cuts."""
         pieces = [self.new(size) for size in sizes]
         self.unify(runs, tuple(run for piece in pieces for run in piece), "cut into parts")
         return [self.resolve(piece) for piece in pieces]
@@ -202,7 +207,7 @@ class Atoms:
                 rest = self.new(length_b - length_a, below + length_a if below else 0)
                 self._bind(b.atom, first + rest, split=True)
             elif b.outer > 1:
-                # Whole repetitions are cut off; inside one, the next round looks at a single repetition.
+                # Whole repetitions are cut off; inside one, the next round handles a single repetition.
                 whole = max(1, length_a // (length_b // b.outer))
                 left, right = (
                     left,
@@ -220,7 +225,7 @@ class Atoms:
     def _join(self, a: Run, b: Run, reason: str) -> None:
         if a.atom is not None and b.atom is not None and a.atom != b.atom:
             for fine, coarse, atom in ((b, a, a.atom), (a, b, b.atom)):
-                # The coarse run's atom is so many repetitions of the fine one's, stretched so far.
+                # The coarse run's atom is the fine run's atom, repeated and stretched.
                 if fine.outer % coarse.outer == 0 and fine.inner % coarse.inner == 0:
                     repeated = Run(fine.atom, fine.outer // coarse.outer, fine.inner // coarse.inner)
                     self._bind(atom, (repeated,))
@@ -242,7 +247,7 @@ class Atoms:
         self._origin[atom] = runs
 
     def nest(self, runs: Runs, outer: int, inner: int) -> Runs:
-        """The axis repeated `outer` times, every position stretched to `inner`."""
+        """Repeat an axis `outer` times, with every position stretched to `inner`."""
         return self._nest(self.resolve(runs), outer, inner)
 
     def _nest(self, inside: Runs, outer: int, inner: int) -> Runs:
@@ -268,21 +273,21 @@ class ScaleClasses:
     _unit: set[int] = field(default_factory=set)
 
     def new(self, unit: bool = False) -> int:
-        """A class of its own; `unit` if its scale must not change."""
+        """Create a scale class; `unit` if its scale must not change."""
         self._parent.append(len(self._parent))
         if unit:
             self._unit.add(len(self._parent) - 1)
         return len(self._parent) - 1
 
     def find(self, scale: int) -> int:
-        """The representative of the class."""
+        """Return the representative of a class."""
         while self._parent[scale] != scale:
             self._parent[scale] = self._parent[self._parent[scale]]
             scale = self._parent[scale]
         return scale
 
     def union(self, left: int, right: int) -> int:
-        """Make two classes one."""
+        """Merge two classes and return the representative."""
         left, right = self.find(left), self.find(right)
         if left != right:
             self._parent[right] = left
@@ -291,9 +296,9 @@ class ScaleClasses:
         return left
 
     def pin(self, scale: int) -> None:
-        """The scale of this class must not change."""
+        """Mark a class as one whose scale must not change."""
         self._unit.add(self.find(scale))
 
     def units(self) -> frozenset[int]:
-        """Representatives of all classes whose scale must not change."""
+        """Return the representatives of all classes whose scale must not change."""
         return frozenset(self.find(scale) for scale in self._unit)

@@ -30,7 +30,7 @@ def applied(
         consuming: other maps for axes that consume the channels; None for the same.
 
     Returns:
-        The tensor at the new widths in its own dtype; the very same one if no axis carries such a group.
+        The tensor at the new widths in its dtype; the same object if no axis carries such a group.
     """
     result = tensor
     for dim, axis in enumerate(axes):
@@ -46,7 +46,7 @@ def applied(
             if part.group is not None and part.group in chosen:
                 matrix = chosen[part.group].to(piece)
                 split = piece.unflatten(dim, (part.outer, matrix.shape[1], part.inner))
-                # One product of two matrices, where `matrix @ ...` would make one of every other position.
+                # A single matrix product; `matrix @ ...` would compute one for every other position.
                 turned = torch.tensordot(split, matrix, dims=([dim + 1], [1])).movedim(-1, dim + 1)
                 piece = turned.flatten(dim, dim + 2)
             pieces.append(piece)
@@ -60,7 +60,7 @@ def rotate(
     rotations: Mapping[str, Tensor],
     widths: Mapping[str, int] | None = None,
 ) -> None:
-    """Turn the basis of isotropic groups in place: parameters stay the same objects, outputs stay the same.
+    """Rotate the channels of isotropic groups in place; parameters stay the same objects, outputs do not change.
 
     Args:
         model: the network that `graph` was traced from.
@@ -69,7 +69,7 @@ def rotate(
         widths: width of each group; None for full widths.
 
     Raises:
-        ValueError: the channels of a group are told apart by something.
+        ValueError: a group is not isotropic: some operation distinguishes its channels.
     """
     for group in rotations:
         if group not in graph.isotropic:

@@ -1,4 +1,4 @@
-"""How tensors that are like gradients move to new widths: what optimizer state needs at a growth event."""
+"""Carry gradients and the moments of optimizers over to new widths at a growth event."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from growlab.widths.resize import grid
 
 @dataclass(frozen=True)
 class Carry:
-    """How the gradient of a grown network follows from the gradient g of the network before.
+    """Rule that computes the gradient of a grown network from the gradient g of the network before.
 
         g'[i, j, ...] = every * scale * rows[i] * g[sources(i), sources(j), ...]
 
@@ -25,17 +25,17 @@ class Carry:
     preserve the function and leave old entries alone.
 
     Attributes:
-        sources: for each group, the channel before that each channel's gradient follows from, or -1 for none,
+        sources: for each group, the old channel whose gradient each channel takes over, or -1 for none,
             int64 [new width]; a group that is left out keeps its first channels, new ones have no source.
         rows: for each group, the factor on entries that produce a channel, [new width]; left out: 1.
         scales: by name of a tensor, a factor on its old gradient: a number, or a tensor that broadcasts with it.
         bases: for each group whose basis was turned, the old channels that make up each new one, [new width, old
             width] with orthonormal rows or rows of zeros; such a group needs no source. Gradients turn with it.
-            Second moments are no function of the old ones alone: they are what they were if the gradients of
-            different channels were uncorrelated, the squares of the matrix applied to them. New channels, which
+            Second moments are not determined by the old ones alone: they are computed as if the gradients of
+            different channels were uncorrelated, by applying the squared entries of the matrix. New channels, which
             have no gradient yet, take the mean of the old ones' instead of 0, which would make their first steps
             too long.
-        every: a factor on the gradients of all parameters, those that the event leaves alone included.
+        every: a factor on the gradients of all parameters, including those that the event does not change.
     """
 
     sources: Mapping[str, Tensor] = field(default_factory=dict)
@@ -53,14 +53,14 @@ class Carry:
         widths_after: Mapping[str, int],
         power: int = 1,
     ) -> Tensor:
-        """A tensor of the old parameter's shape, at the new widths.
+        """Carry a gradient or a moment of a parameter over to the new widths.
 
         Args:
             old: a gradient, or a moment of it.
-            name: of the parameter.
+            name: name of the parameter.
             graph: the network's width graph.
-            widths_before: width of each group before.
-            widths_after: and after.
+            widths_before: width of each group before the event.
+            widths_after: width of each group after it.
             power: how the tensor scales with the gradient: 1, 2 for second moments, 0 for neither.
         """
         tensor = old if self.every == 1.0 else old * self.every**power
@@ -89,10 +89,10 @@ class Carry:
         return result
 
     def extended(self, widths_after: Mapping[str, int]) -> "Carry":
-        """The same rule for groups that have got more channels since, behind the others: those have no gradient.
+        """Return the rule extended to channels that were appended since, which have no gradient.
 
         Args:
-            widths_after: width of each group then.
+            widths_after: width of each group including them.
         """
 
         def longer(found: Mapping[str, Tensor], fill: float) -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ class Carry:
         )
 
     def source(self, group: str, before: Mapping[str, int], after: Mapping[str, int]) -> Tensor:
-        """The channel before that each channel of a group follows from, or -1 for none: int64 [new width]."""
+        """Return the old channel whose gradient each channel of a group takes over, or -1: int64 [new width]."""
         if group in self.sources:
             return self.sources[group]
         channels = torch.arange(after[group])
@@ -115,7 +115,7 @@ class Carry:
 
 
 def _moment_map(basis: Tensor, power: int) -> Tensor:
-    """What a change of basis does to first moments (1), second moments (2) and other state (0)."""
+    """Return the matrix that a change of basis applies to first moments (1), second moments (2) or other state (0)."""
     if power == 1:
         return basis
     squares = basis.square()

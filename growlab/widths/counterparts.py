@@ -1,4 +1,4 @@
-"""The programs of one network at two sizes, beside each other; and where the entries of activations come from."""
+"""Compare the exported programs of a network at two sizes; trace entries of activations back to rows of weights."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +9,12 @@ import torch
 from growlab.widths.places import module_of
 from growlab.widths.program import operation_of, shapes_of
 
-#: Operations that put entries into other shapes.
+#: Operations that change nothing but the shape.
 RESHAPING = (
     *("flatten", "view", "reshape", "reshape_as", "_unsafe_view", "unflatten"),
     *("squeeze", "unsqueeze", "view_as", "squeeze_"),
 )
-# They put entries into other places, and change none.
+# Operations that move entries without changing their values.
 _MOVING = frozenset(
     (
         *(*RESHAPING, "permute", "transpose", "swapaxes", "t", "slice", "select", "narrow", "split", "chunk"),
@@ -25,7 +25,7 @@ _LAYERS = frozenset(("linear", "matmul", "mm", "addmm"))
 
 
 def spans(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
-    """The shortest runs of dimensions with as many entries in two shapes of the same entries."""
+    """Yield the shortest runs of dimensions with equal numbers of entries in two shapes of the same entries."""
     old = new = 0
     while old < len(before) or new < len(after):
         old_end, new_end = min(old + 1, len(before)), min(new + 1, len(after))
@@ -43,12 +43,15 @@ def spans(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, 
 def growing_dimensions(
     wide: torch.export.ExportedProgram, narrow: torch.export.ExportedProgram, source: Callable[[str], str]
 ) -> dict[str, int]:
-    """Dimensions that reshapes make larger in a wider network: how many lie to the right of each, by node.
+    """Find the dimension that each reshape makes larger in a wider network than in a narrower one.
 
     Args:
-        wide: the program of the wider network.
-        narrow: that of a narrower one of the same class.
-        source: for the path of each module of the wider network, that of its counterpart.
+        wide: exported program of the wider network.
+        narrow: exported program of a narrower network of the same class.
+        source: maps the path of a module of the wider network to that of its counterpart.
+
+    Returns:
+        By node name, how many dimensions split from the same one are to the right of it, sizes of 1 not counted.
     """
     own, others = _reshapes(wide), _reshapes(narrow)
     found = {}
@@ -75,7 +78,7 @@ def _reshapes(program: torch.export.ExportedProgram) -> dict[str, list[Any]]:
 
 
 def rows_of(node: Any) -> tuple[int, ...] | None:
-    """Rows of the linear layer's weight that the entries of a node are made by; None if they cannot be followed."""
+    """Return the rows of the linear layer's weight that a node's entries come from; None if they cannot be followed."""
     path = []
     while operation_of(node) not in _LAYERS:
         if node.op != "call_function" or not node.all_input_nodes:

@@ -1,4 +1,4 @@
-"""What tracing has found, and the width graph that it amounts to."""
+"""Collect what tracing finds (axes of parameters, layers, norms), and build the width graph from it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ _TABLE = [None, "out"]
 
 
 def layer_name(weight: str) -> str:
-    """The module's path if it is the module's weight; of bare parameters their own name."""
+    """Return the path of the module that a weight belongs to; for a bare parameter its name."""
     path, _, own = weight.rpartition(".")
     return path if path and (own.endswith("weight") or ".parametrizations." in weight) else weight
 
@@ -30,9 +30,9 @@ class NormCall:
     """A call that takes statistics over channels.
 
     Attributes:
-        path: of the module that calls it.
-        operation: its name.
-        axis: the channels; None: growth does not weigh them.
+        path: path of the module that calls it.
+        operation: name of the operation.
+        axis: the channels; None: growth does not reweight its statistics.
         names: tensor names of weight and bias.
         mean_over: see `ChannelNorm`.
         summed: see `ChannelNorm`.
@@ -57,17 +57,18 @@ class Findings:
         self.atoms = Atoms()
         self.scales = ScaleClasses()
         self._model = model
-        #: Names of buffers, and of plain tensors of modules that stay as they are, which are not learned.
+        #: Names of tensors that are not learned: buffers, and plain tensors of modules that the forward does not write.
         self.buffers = {name for name, _ in model.named_buffers()}
         trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-        # What training leaves as it is; of a network that is frozen as a whole, nobody knows.
+        # Tensors that training does not change; in a network that is frozen as a whole, only the buffers.
         self._still = self.buffers | {n for n, t in trained.items() if not t and any(trained.values())}
         self._parameters: dict[str, list[Runs]] = {}
-        # Of these, what any operation reads.
+        # Names of those that any operation reads.
         self._used: set[str] = set()
         self._roles: dict[str, list[Role | None]] = {}
         self._layers: list[Layer] = []
-        # By weight: paths of modules that apply it. Weights that another layer follows, and those behind the output.
+        # Paths of the modules that apply each weight; weights that another layer follows; weights that the output
+        # depends on with no other layer in between.
         self._callers: dict[str, dict[str, None]] = {}
         self._followed: set[str] = set()
         self._reaching: set[str] = set()
@@ -82,37 +83,37 @@ class Findings:
         self._groups_by_atom: Mapping[int, str] = {}
 
     def is_table(self, weight: Value) -> bool:
-        """Whether a weight [V, C] is an embedding's table: its columns put channels out."""
+        """Return True if a weight [V, C] is an embedding's table, whose columns produce the channels."""
         return weight.name is not None and self._roles[weight.name] == _TABLE
 
     def consume(self, name: str, dimension: int | None = None) -> None:
-        """A parameter that multiplies channels or is added to them consumes them, along one dimension or along all."""
+        """Turn role "out" of a parameter into "in", along one dimension or all: it consumes the channels."""
         roles = self._roles[name]
         chosen = range(len(roles)) if dimension is None else [dimension % len(roles)]
         self._roles[name] = ["in" if role == "out" and i in chosen else role for i, role in enumerate(roles)]
 
     def note_offset(self, value: Value, offset: float) -> None:
-        """The forward adds a constant to a parameter [C] before it applies it, as to gains that are kept less 1."""
+        """Record a constant that the forward adds to a parameter [C] before applying it, as the 1 of a gain 1 + w."""
         if value.name is not None and value.name not in self.buffers and len(value.shape) == 1:
             self._offsets[value.name] = offset
 
     def follow(self, x: Value, weight: Value, result: Value) -> Value:
-        """The output of a layer that is none of the graph's: nothing before it is a last layer."""
+        """Record a layer that is not part of the graph and return its output: layers before it are not last ones."""
         assert weight.name is not None
         self._followed |= x.made_by | {weight.name}
         return replace(result, made_by=frozenset((weight.name,)))
 
     def has_no_parts(self, node: Any) -> bool:
-        """Whether the node lies in a module of its own, which growth can weigh the statistics of."""
+        """Return True if a module without submodules runs the node, so that growth can reweight its statistics."""
         path = module_of(node)
         return bool(path) and not any(self._model.get_submodule(path).children())
 
     def _named(self, axis: Runs, role: Role) -> Axis:
-        """The axis in terms of groups."""
+        """Express an axis in terms of groups."""
         return Axis(tuple(_part(run, self._groups_by_atom) for run in self.atoms.resolve(axis)), role)
 
     def _is_nameless(self, axis: Runs) -> bool:
-        """Whether no parameter produces the channels."""
+        """Return True if some channels of an axis are not produced by any parameter."""
         atoms = (run.atom for run in self.atoms.resolve(axis))
         return any(atom is not None and atom not in self._groups_by_atom for atom in atoms)
 
@@ -145,9 +146,9 @@ class Findings:
             if not rows_grow and name.endswith("weight") and self._roles[name][:1] == ["out"]:
                 fixed_because[name.rpartition(".")[0]] = self._why(runs[0]) or "a single channel"
         for name, runs in self._parameters.items():
-            # Weights of other names than `weight`: of recurrent layers, of parameters without a module.
+            # Weights that are not called `weight`: those of recurrent layers, and bare parameters.
             path = name.rpartition(".")[0] if "weight" in name and name not in self.buffers else name
-            # Channels that it makes come first: there is more to say of them than of what it takes.
+            # Channels that it produces come first: their reason explains more than that of its inputs.
             made = sorted(zip(self._roles[name], runs, strict=True), key=lambda entry: entry[0] != "out")
             reason = next(filter(None, (self._why(axis) for _, axis in made)), "") if len(runs) > 1 else ""
             if reason and path not in fixed_because and not any(a.groups for a in axes.get(name, ())):
@@ -197,7 +198,7 @@ class Findings:
         )
 
     def _why(self, axis: Runs) -> str:
-        """The reason why an axis was frozen; where it stays for the sake of others, with theirs."""
+        """Return the reason why an axis was frozen, followed by that of the axis which caused it."""
         reason, root = self.atoms.why_fixed(axis), self.atoms.root(axis)
         if root is None or isinstance(root, str):
             return f"{reason}: {root}" if root else reason
@@ -206,14 +207,14 @@ class Findings:
 
     @cached_property
     def _owners(self) -> dict[int, str]:
-        """Layers by the atoms that their tensors were ever made of, once all has been visited."""
+        """Layer by each atom that its tensors were ever made of, once the whole program has been visited."""
         named = [(layer_name(name), axis) for name, runs in self._parameters.items() for axis in runs]
         return {atom: name for name, axis in reversed(named) for atom in self.atoms.parts(axis)}
 
     def _in_parts(
         self, sizes: Iterable[tuple[str, int, Runs]], names: Mapping[int, str]
     ) -> list[tuple[str, int, tuple[Part, ...]]]:
-        """Sizes that grow, of channels that a parameter produces: others have no name."""
+        """Select the sizes that grow and whose channels parameters produce, with their axes in terms of groups."""
         resolved = [(module, size, self.atoms.resolve(axis)) for module, size, axis in sizes]
         return [
             (module, size, tuple(_part(run, names) for run in axis))
@@ -222,9 +223,9 @@ class Findings:
         ]
 
     def _pin_what_is_more_than_an_output(self, output_class: int) -> None:
-        """Outputs beside others are scaled where modules put them out.
+        """Pin the scale of the outputs unless it can be changed at the modules that produce them.
 
-        A bare parameter's cannot be, nor what another layer or norm reads: a factor would reach its output twice.
+        It cannot for a bare parameter, nor if another layer or norm reads them: a factor would reach its output twice.
         """
         read = [*(layer.scale_in for layer in self._layers), *(norm.scale_in for norm in self._norms)]
         if self._scale(output_class) in set(map(self._scale, read)):
@@ -251,7 +252,11 @@ class Findings:
         )
 
     def _freeze_norms_that_need_several_weights(self) -> None:
-        """Growth weighs all statistics that a module and its parts take alike: they must be of the same channels."""
+        """Freeze channels whose statistics growth cannot reweight.
+
+        It applies the same weights to all statistics that a module and its submodules take, so these must run over the
+        same channels.
+        """
         for call in self._channel_norms:
             inside = f"{call.path}." if call.path else ""
             for other in self._channel_norms:
@@ -270,7 +275,7 @@ class Findings:
         if one.axis is None or other.axis is None:
             return one.axis is other.axis
         axes = [self.atoms.resolve(call.axis) for call in (one, other) if call.axis is not None]
-        # A mean over another dimension, which does not grow, is left alone.
+        # A mean over another dimension, which does not grow, needs no weights.
         apart = None not in (one.mean_over, other.mean_over) and one.mean_over != other.mean_over
         return axes[0] == axes[1] or (apart and not all(map(self._grows, axes)))
 
@@ -315,16 +320,16 @@ class Findings:
                         self.atoms.freeze((run,), f"{name} consumes channels that no layer produces")
 
     def _freeze_what_constants_consume(self) -> None:
-        """New columns of what is no layer and not learned could not begin at zero."""
+        """Freeze channels that untrained tensors outside of layers consume: new columns could not start at zero."""
         for name in self._still & self._parameters.keys() - {layer.weight for layer in self._layers}:
             for axis, role in zip(self._parameters[name], self._roles[name], strict=True):
                 if role == "in":
                     self.atoms.freeze(axis, f"{name} takes these channels and is not trained")
 
     def _kept_constants(self) -> list[str]:
-        """Constants that grow and only stand beside channels; what they scale keeps its scale.
+        """Return tensors that grow but are not trained and only accompany channels; pin the scale of what they scale.
 
-        Neither running statistics, nor a frozen layer that takes channels which grow.
+        Running statistics do not count, nor does a frozen layer whose inputs grow.
         """
         consumes = {
             name
@@ -354,7 +359,7 @@ class Findings:
         return found
 
     def _told_apart_by(self, name: str, axes: Sequence[Axis]) -> tuple[str, ...]:
-        """Groups in whose channels the entries of a tensor differ; on device meta they may."""
+        """Return the groups along whose channels the entries of a tensor differ; all of its groups on device meta."""
         path, _, own = name.rpartition(".")
         tensor, found = getattr(self._model.get_submodule(path), own), dict[str, None]()
         for dim, axis in enumerate(axes):
@@ -364,7 +369,7 @@ class Findings:
 
     def _group_names(self) -> dict[int, str]:
         names: dict[int, str] = {}
-        # Layers as they run, then what else produces channels.
+        # Layers in forward order, then other tensors that produce channels.
         order = dict.fromkeys([layer.weight for layer in self._layers] + list(self._parameters))
         for name in order:
             for axis, role in zip(self._parameters[name], self._roles[name], strict=True):

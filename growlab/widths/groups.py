@@ -1,4 +1,4 @@
-"""What tracing finds: width groups, the tensors they run through, and how activation scales depend on weights."""
+"""The width graph that tracing returns: width groups, axes of tensors, layers, norms, and scale classes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ class Group:
     Attributes:
         name: module path of the first layer that produces the channels.
         full_width: number of channels in the network as the user wrote it.
-        below: channels that lie beneath this group in the stream it completes. Zero-padding a stream of 16
+        below: number of channels below this group in the stream it completes. Zero-padding a stream of 16
             channels to 32 (an option-A shortcut) gives a group of 16 with `below = 16`: at any stage its
             width is what the wider stream has and the narrower one lacks.
     """
@@ -24,14 +24,14 @@ class Group:
     below: int = 0
 
 
-#: Of weights that make gates, relative to the gain over the fan-in: torch draws them with variance 1 / (3 H), and a
-#: gain of 2, which suits ReLU, would saturate gates.
+#: Variance of a recurrent layer's weights relative to gain over fan-in: torch draws them with variance 1 / (3 H), and a
+#: gain of 2, which suits ReLU, would saturate the gates.
 VARIANCE_OF_GATES = 1 / 6
 
 
 @dataclass(frozen=True)
 class Layer:
-    """An affine map: a linear layer, a convolution, or what a recurrent layer makes its gates of.
+    """An affine map: a linear layer, a convolution, or the part of a recurrent layer that computes its gates.
 
     Attributes:
         name: module path, or the name of a weight that is a bare parameter.
@@ -43,16 +43,16 @@ class Layer:
         scale_in: scale class of the input.
         scale_out: scale class of the output.
         offset: name of a tensor of the weight's axes that is added to what the weight emits, or None. Like the
-            following, only for weights that are computed from others.
-        emitters: names of tensors with the weight's leading axes that say what an entry emits, not how large.
-        inputs_per_entry: inputs that one entry of a row of `weight` stands for; 1/d if d of them emit one.
-        outputs_per_entry: likewise outputs, for an entry of a column.
+            next four, only for weights that are computed from others.
+        emitters: names of tensors with the weight's leading axes that determine what an entry emits, not its scale.
+        inputs_per_entry: number of inputs that one entry of a row of `weight` stands for; 1/d if d of them emit one.
+        outputs_per_entry: number of outputs that one entry of a column stands for.
         variance_per_entry: variance of a drawn entry relative to that of what it emits, or to gain over fan-in.
         transposed: the weight is [in, out, ...] instead: a transposed convolution.
-        is_output: the network's output depends on it, and no other affine layer does: a last layer, such as the
-            classifier, whatever functions stand behind it.
+        is_output: True if the output depends on it with no other affine layer in between: a last layer, such as the
+            classifier, whatever functions follow it.
         callers: paths of the modules whose forwards apply the weight.
-        gates: gates of a recurrent layer that the rows are for, one gate behind the other; 0: it is none.
+        gates: number of gates whose rows are stacked in the weight of a recurrent layer; 0 for other layers.
     """
 
     name: str
@@ -74,11 +74,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Written:
-    """An integer, or an entry of a tuple, list or dict of them, that a module's forward takes a size from.
+    """A module's attribute (an integer, or an entry of a tuple, list or dict) from which its forward takes a size.
 
     Attributes:
         module: module path.
-        attribute: name of the attribute, with dots where objects hold it (`config.num_heads`).
+        attribute: name of the attribute, with dots for attributes of objects (`config.num_heads`).
         index: index or key of the entry, or None where the attribute is the integer itself.
     """
 
@@ -89,17 +89,17 @@ class Written:
 
 @dataclass(frozen=True)
 class Norm:
-    """A normalisation by statistics of each channel's own: batch normalisation, or instance normalisation.
+    """A normalisation with statistics per channel: batch normalisation, or instance normalisation.
 
     Attributes:
         name: module path.
-        weight: name of the tensor, or None where the module has none.
-        bias: likewise.
-        running_mean: likewise.
-        running_var: likewise.
+        weight: name of the weight, or None if the module has none.
+        bias: name of the bias, or None.
+        running_mean: name of the running mean, or None.
+        running_var: name of the running variance, or None.
         eps: added to the variance.
         scale_in: scale class of the input. The output's scale never depends on it.
-        per_sample: statistics are of each sample, as those of instance normalisation; else they are of the batch.
+        per_sample: True if statistics are taken per sample, as in instance normalisation; False: over the batch.
     """
 
     name: str
@@ -119,12 +119,12 @@ class ChannelNorm:
     Attributes:
         name: path of the module that normalises, and takes statistics over no other channels.
         axis: the channels.
-        weight: name of the tensor, or None where the module has none.
-        bias: likewise.
-        mean_over: the dimension that a normalisation takes means, variances or deviations over which is written out,
-            -1 for the last; None: it calls torch's.
-        summed: over that dimension it takes a Euclidean norm or a sum of squares instead.
-        counted: the forward multiplies that by a power of the number of channels, which follows their width.
+        weight: name of the weight, or None if the module has none.
+        bias: name of the bias, or None.
+        mean_over: dimension over which a hand-written normalisation takes means, variances or standard deviations, -1
+            for the last; None: it calls torch's function.
+        summed: True if it takes a Euclidean norm or a sum of squares over that dimension instead.
+        counted: True if the forward multiplies that by a power of the number of channels, which follows their width.
     """
 
     name: str
@@ -138,14 +138,14 @@ class ChannelNorm:
 
 @dataclass(frozen=True)
 class Attention:
-    """Scaled dot-product attention that takes 1 / sqrt(d) of a head dimension d which grows.
+    """Scaled dot-product attention whose head dimension d grows, and with it the scale 1 / sqrt(d).
 
     Attributes:
         axis: the head dimension.
         queries: names of the tensors that the queries are linear in.
-        fused: where one layer puts out queries and keys, the names of its tensors; `queries` is empty then.
-        query_rows: rows of these that queries are made by, at full width.
-        key_rows: those that keys are made by.
+        fused: names of the tensors of a layer that computes both queries and keys; `queries` is empty then.
+        query_rows: rows of these that produce queries, at full width.
+        key_rows: rows of these that produce keys.
     """
 
     axis: Axis
@@ -157,14 +157,14 @@ class Attention:
 
 @dataclass(frozen=True)
 class Radius:
-    """A Euclidean norm over channels, as isotropic activations take it.
+    """A Euclidean norm over channels, as taken by isotropic activations.
 
     Attributes:
         name: path of the module that takes it.
         groups: the groups whose channels it runs over.
-        length: name of the parameter that holds ln o (`log_length`) or o (`length`), where the module adds an
-            intrinsic length o to the square of the norm; or None.
-        gain_channel: whether the module puts out what it multiplies vectors by as one more channel, behind them.
+        length: name of the parameter for the intrinsic length o that the module adds to the square of the norm:
+            ln o (`log_length`) or o (`length`); or None.
+        gain_channel: True if the module appends the factor that it multiplies vectors by as one more channel.
     """
 
     name: str
@@ -175,7 +175,7 @@ class Radius:
 
 @dataclass(frozen=True)
 class WidthGraph:
-    """How a network's tensors depend on its widths.
+    """Width groups of a network, and how its tensors depend on their widths.
 
     Two activations are in one scale class if multiplying one by a constant multiplies the other by the same
     constant (through ReLU, pooling, addition). Layers and norms lead from class to class.
@@ -189,21 +189,21 @@ class WidthGraph:
         unit_classes: scale classes that must keep their scale (inputs, outputs of norms, operands of
             functions that are not positively homogeneous).
         output_class: scale class of the network's output.
-        fixed: why the channels that a layer or norm puts out do not grow: module path -> reason.
-        radii: norms over channels, where `trace` was told to follow them.
-        individuated: groups whose channels something tells apart -> what; the others may be rotated.
-        written: sizes that modules keep in attributes of their own (`num_heads`), by what they count.
+        fixed: module path of a layer or norm -> reason why its output channels do not grow.
+        radii: norms over channels, if traced with `follow_norms`.
+        individuated: groups whose channels an operation distinguishes -> that operation; the others may be rotated.
+        written: sizes that modules keep in attributes (`num_heads`) -> the axis whose length they are.
         channel_norms: normalisations whose statistics run over channels that grow.
-        tied_outputs: weights that end the network and are embeddings' tables too. None of `layers`: growth leaves the
-            scale of their rows alone, and rates of output layers are not theirs.
-        attentions: attention whose head dimension grows. What produces the keys has there the role "in": products
-            of queries and keys are sums over the head dimension, in which the keys are like the weights.
+        tied_outputs: weights of output layers that are embeddings' tables too. They are not in `layers`: growth does
+            not change the scale of their rows, and learning rates of output layers do not apply to them.
+        attentions: attention whose head dimension grows. Tensors that produce the keys have role "in" there: products
+            of queries and keys are sums over the head dimension, in which the keys act as the weights.
         offsets: constants that the forward adds to parameters [C] before it applies them, by the parameter's name: 1
             where it multiplies channels by 1 + w.
-        recomputed: code with a backward pass of its own that takes a parameter in a module's forward, by the
-            parameter's name: a `torch.autograd.Function` of the user's, or activation checkpointing.
-        constants: buffers, frozen parameters and plain tensors of modules that only stand beside channels, such as a
-            table of positions -> the groups whose channels their entries tell apart. Training does not change them,
+        recomputed: parameter's name -> code with a custom backward pass that reads it in a module's forward: a
+            `torch.autograd.Function` of the user's, or activation checkpointing.
+        constants: buffers, frozen parameters and plain tensors of modules that only accompany channels, such as a
+            table of positions -> the groups along whose channels their entries differ. Training does not change them,
             so growth must not.
     """
 
@@ -226,16 +226,16 @@ class WidthGraph:
 
     @cached_property
     def emitters(self) -> frozenset[str]:
-        """Tensors that say what is emitted, not how large: see `Layer.emitters`."""
+        """Tensors that determine what is emitted, not its scale: see `Layer.emitters`."""
         return frozenset(name for layer in self.layers for name in layer.emitters)
 
     @property
     def last_layers(self) -> dict[str, bool]:
-        """Module paths of the last affine layers -> whether the scale of what they put out may change."""
+        """Module paths of the last affine layers -> True if the scale of their output may change."""
         return {x.name: x.scale_out not in self.unit_classes for x in self.layers if x.is_output}
 
     def fan_in(self, layer: Layer, widths: Mapping[str, int]) -> int:
-        """Number of inputs that one output of the layer sums, the receptive field included."""
+        """Number of inputs that one output of the layer sums, including the receptive field."""
         shape = self.shape(layer.weight, widths)
         entries = shape[0] if layer.transposed else shape[1]
         for length in shape[2:]:
@@ -243,7 +243,7 @@ class WidthGraph:
         return round(entries * layer.inputs_per_entry)
 
     def fan_out(self, layer: Layer, widths: Mapping[str, int]) -> int:
-        """Number of outputs that one input of the layer enters, the receptive field included."""
+        """Number of outputs that one input of the layer contributes to, including the receptive field."""
         shape = self.shape(layer.weight, widths)
         entries = 1 if layer.depthwise else shape[1] if layer.transposed else shape[0]
         for length in shape[2:]:
@@ -257,16 +257,16 @@ class WidthGraph:
 
     @property
     def isotropic(self) -> tuple[str, ...]:
-        """Groups whose channels may be rotated, and whose norm is taken somewhere: in forward order."""
+        """Groups whose channels may be rotated and whose norm some module takes, in forward order."""
         measured = {group for radius in self.radii for group in radius.groups}
         return tuple(name for name in self.groups if name in measured and name not in self.individuated)
 
     def grows(self, name: str) -> bool:
-        """Whether a tensor changes shape with the widths."""
+        """Return True if the shape of a tensor depends on any width."""
         return any(axis.groups for axis in self.axes.get(name, ()))
 
     def changes(self, name: str, widths: Mapping[str, int], new_widths: Mapping[str, int]) -> bool:
-        """Whether a tensor is another one at the new widths."""
+        """Return True if any group on a tensor's axes has another width in `new_widths`."""
         return any(widths[group] != new_widths[group] for axis in self.axes[name] for group in axis.groups)
 
     def shape(self, name: str, widths: Mapping[str, int]) -> tuple[int, ...]:
@@ -274,10 +274,13 @@ class WidthGraph:
         return tuple(axis.length(widths) for axis in self.axes[name])
 
     def widths_of(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """Width of each group, read off the shapes of tensors.
+        """Infer the width of each group from the shapes of tensors.
 
         Args:
-            shapes: of tensors in `axes`, by name.
+            shapes: shape by tensor name; names that are not in `axes` are ignored.
+
+        Returns:
+            Width by group. Groups that the shapes do not determine are missing.
         """
         widths: dict[str, int] = {}
         known = (name for name in self.axes if name in shapes)

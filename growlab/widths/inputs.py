@@ -1,4 +1,4 @@
-"""What a network is called with: a tuple of positional inputs, or one that holds inputs by name beside them."""
+"""Inputs of a network: a tuple of positional inputs, or `Inputs` if some are passed by keyword."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 class Inputs(tuple[Any, ...]):
-    """Positional inputs of a forward, and beside them those that it takes by name alone.
+    """Positional inputs of a forward as a tuple, with its keyword inputs in `named`.
 
     Attributes:
         named: inputs by name.
@@ -22,7 +22,7 @@ class Inputs(tuple[Any, ...]):
     named: dict[str, Any]
 
     def __new__(cls, positional: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None) -> "Inputs":
-        """Hold both."""
+        """Create the tuple of positional inputs and attach the keyword inputs."""
         made = super().__new__(cls, positional)
         made.named = dict(named or {})
         return made
@@ -37,15 +37,15 @@ pytree.register_pytree_node(
 
 
 def inputs_of(example: Any, network: nn.Module) -> tuple[Any, ...]:
-    """The inputs that an example stands for.
+    """Convert an example into the inputs of a forward.
 
     Args:
-        example: an input, the tuple of positional inputs, or a mapping. One whose keys are names that the forward takes
-            is of inputs by name, any other one is an input.
-        network: that is called with them.
+        example: an input, the tuple of positional inputs, or a mapping. A mapping whose keys are names of the forward's
+            arguments gives inputs by name, any other one is a single input.
+        network: network that is called with them.
 
     Returns:
-        A tuple of positional inputs; `Inputs` where some can be given by name alone.
+        A tuple of positional inputs; `Inputs` if some can only be passed by keyword.
     """
     if isinstance(example, Mapping) and _are_names(network, example):
         return arguments(network, (), example)
@@ -54,12 +54,15 @@ def inputs_of(example: Any, network: nn.Module) -> tuple[Any, ...]:
 
 
 def arguments(network: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a forward, as many as can be as positional ones, defaults between them filled in.
+    """Convert the arguments of a forward to positional ones where possible, filling in the defaults between them.
 
     Args:
-        network: whose forward is called.
+        network: network whose forward is called.
         args: its positional arguments.
-        named: its other arguments.
+        named: its keyword arguments.
+
+    Returns:
+        A tuple; `Inputs` if keyword arguments remain.
     """
     values, left = list(args), dict(named)
     for parameter in list(inspect.signature(network.forward).parameters.values())[len(args) :]:
@@ -71,7 +74,7 @@ def arguments(network: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any
 
 
 def by_name_alone(network: nn.Module) -> list[str]:
-    """Names of the inputs that a forward takes by name alone, and not without."""
+    """Return the names of a forward's required keyword-only arguments."""
     return [
         parameter.name
         for parameter in inspect.signature(network.forward).parameters.values()
@@ -80,28 +83,28 @@ def by_name_alone(network: nn.Module) -> list[str]:
 
 
 def named_in(inputs: tuple[Any, ...]) -> dict[str, Any]:
-    """Those of the inputs that are given by name."""
+    """Return the keyword inputs by name; an empty dict if there are none."""
     return inputs.named if isinstance(inputs, Inputs) else {}
 
 
 def call_with(network: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """What a network puts out."""
+    """Call a network with positional and keyword inputs and return its output."""
     return network(*inputs, **named_in(inputs))
 
 
 def call_on(network: nn.Module, given: Sequence[Any]) -> Any:
-    """What a network puts out for the inputs of a batch, given by position or as one mapping of those by name."""
+    """Call a network with the inputs of a batch: positional ones, or a single mapping of inputs by name."""
     by_name = len(given) == 1 and isinstance(given[0], Mapping)
     return call_with(network, inputs_of(given[0], network) if by_name else tuple(given))
 
 
 def values_of(inputs: tuple[Any, ...]) -> list[Any]:
-    """All inputs, those by name last."""
+    """List all inputs, keyword inputs last."""
     return [*inputs, *named_in(inputs).values()]
 
 
 def listed(inputs: tuple[Any, ...]) -> str:
-    """What inputs are, for messages."""
+    """Format the shapes or types of inputs for messages."""
 
     def told(x: Any) -> str:
         return str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__
@@ -110,7 +113,7 @@ def listed(inputs: tuple[Any, ...]) -> str:
 
 
 def changed(change: Callable[[Any], Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Inputs with each of them changed, those by name too."""
+    """Apply a function to every input, including keyword inputs."""
     values, named = tuple(map(change, inputs)), named_in(inputs)
     return Inputs(values, {name: change(value) for name, value in named.items()}) if named else values
 
@@ -119,7 +122,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def _are_names(network: nn.Module, example: Mapping[Any, Any]) -> bool:
-    """Whether the keys of a mapping are names that a forward takes."""
+    """Return True if the keys of a mapping are argument names of the network's forward."""
     taken = inspect.signature(network.forward).parameters.values()
     names = {parameter.name for parameter in taken if parameter.kind is not parameter.VAR_POSITIONAL}
     try:

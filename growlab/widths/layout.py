@@ -1,4 +1,4 @@
-"""Layouts: how the channels of width groups lie along one dimension of a tensor, for any width.
+"""Layouts: the order of width groups' channels along one dimension of a tensor, for any width.
 
 An axis is a concatenation of parts. A growing part repeats the channels of one group: position
 `(o * width + c) * inner + i` belongs to channel `c`, for `o < outer` and `i < inner`. A flattened image of C
@@ -45,7 +45,7 @@ class Axis:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The groups whose channels lie on this axis, each once, in order."""
+        """Groups with channels on this axis, each once, in order."""
         return tuple(dict.fromkeys(part.group for part in self.parts if part.group is not None))
 
     def length(self, widths: Mapping[str, int]) -> int:
@@ -86,7 +86,7 @@ class Axis:
         """
         match self.parts:
             case (Part(group=str(group), outer=1, inner=1),):
-                # A position a channel, as on nearly all axes.
+                # One position per channel, as on nearly all axes.
                 return maps[group].clone()
         pieces, start = [], 0
         for part in self.parts:
@@ -103,7 +103,7 @@ class Axis:
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
 
     def kept(self, widths: Mapping[str, int], new_widths: Mapping[str, int]) -> Tensor:
-        """Where each position goes when groups keep their first channels: int64 [length], -1 for dropped."""
+        """Map each position to its new one when groups keep their first channels: int64 [length], -1 for dropped."""
         maps = {}
         for group in self.groups:
             channels = torch.arange(widths[group])

@@ -1,8 +1,8 @@
-"""Keep narrow convolutions away from a kernel of torch that writes outside its buffers.
+"""Work around a oneDNN kernel that writes outside its buffers in narrow 1x1 convolutions on CPUs.
 
 oneDNN 3.13.3 (torch 2.15) has a 1x1 convolution for CPUs with AVX2 but no AVX-512 whose weight gradient, in float32
 and channels_last, overruns its buffer: at a stride above 1 that divides the image and up to 7 input channels (fewer
-than a vector register holds). The process then dies of a segmentation fault or `double free`. Found by a scan with a
+than fit a vector register). The process then dies of a segmentation fault or `double free`. Found by a scan with a
 guard page on each side of every buffer over 1 to 40 input and 1 to 16 output channels, kernels of 1, 3 and 5, strides
 of 1 to 4, groups, depthwise, padding, one to three dimensions, transposed convolutions, float32, bfloat16 and float16,
 with SSE4.1, AVX2, AVX-VNNI, AVX-512 and AMX: nothing else overruns, and in torch's default layout nothing at all. A
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# float32 in a register of AVX2.
+# Number of float32 in an AVX2 register.
 _VECTOR = 8
 
 
 def avoid_unsafe_kernels(model: nn.Module) -> None:
-    """Let narrow strided 1x1 convolutions on a CPU without AVX-512 read their input in torch's default layout.
+    """Make narrow strided 1x1 convolutions on CPUs without AVX-512 use torch's default memory layout.
 
     Everything else keeps its layout, and what is computed stays the same. `resize` and `growlab.growth.plant` call it;
     it may be called any number of times, and does nothing where the CPU has AVX-512.
 
     Args:
-        model: a hook is put on its strided 1x1 convolutions; parameters, buffers and classes stay as they are.
+        model: gets a forward pre-hook on its strided 1x1 convolutions; parameters, buffers and classes do not change.
     """
     if not _affected():
         return
@@ -47,7 +47,7 @@ def _in_default_layout(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if module.in_channels >= _VECTOR:
         return inputs, named
-    # torch goes by the strides of either, which `network.to(memory_format=torch.channels_last)` changes.
+    # torch derives the layout from the strides of either; `network.to(memory_format=torch.channels_last)` changes them.
     if module.weight.device.type == "cpu" and module.weight.stride() != _default(module.weight).stride():
         module.weight.data = _default(module.weight.data)
     return tuple(map(_default, inputs)), {name: _default(value) for name, value in named.items()}

@@ -1,7 +1,7 @@
-"""Running a network on device meta for its shapes alone.
+"""Run a network on device meta, for the shapes of its tensors alone.
 
-There torch works out most shapes by programs in Python that cost more than the arithmetic would on a small network.
-For the functions that networks call most, their own rule is told here.
+torch computes most shapes there in Python, which takes longer than the arithmetic of a small network. The functions
+that networks call most often have faster shape rules here.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 
 
 class Shapes(TorchFunctionMode):
-    """Notes which functions are called with which parameters, and spares the dearest their arithmetic on device meta.
+    """Record function calls and the parameters they read; on device meta, compute common output shapes by faster rules.
 
     Args:
-        detailed: also note what they are called with, sizes in the place of tensors.
+        detailed: also record all arguments, with shapes in place of tensors.
     """
 
     def __init__(self, detailed: bool = False) -> None:
@@ -30,7 +30,7 @@ class Shapes(TorchFunctionMode):
         self._detailed = detailed
 
     def __enter__(self) -> "Shapes":
-        # A compiled module would hold guards on what is noted here.
+        # A compiled module would get guards on what is recorded here.
         self._stance = torch.compiler.set_stance("force_eager")
         self._stance.__enter__()
         return super().__enter__()
@@ -56,7 +56,7 @@ class Shapes(TorchFunctionMode):
 
 @contextmanager
 def corrected_shapes() -> Iterator[None]:
-    """Correct shapes that older versions of torch work out wrongly in Python, or refuse to.
+    """Patch shape functions that older versions of torch get wrong or lack.
 
     torch before 2.13 leaves a dimension of 1 in front of an LSTM's last states of each layer, in exported programs
     among others; torch 2.11 takes `F.grouped_mm` in bfloat16 alone.
@@ -126,14 +126,14 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _transposed_convolution(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Any:
-    # On device meta torch takes any number of channels here, and runs into the wrong ones elsewhere.
+    # On device meta torch accepts any number of channels here, while other devices raise.
     if input.dim() >= weight.dim() - 1 and input.shape[1 - weight.dim()] != weight.shape[0]:
         raise ValueError(f"a transposed weight of {tuple(weight.shape)} for {tuple(input.shape)}")
     return NotImplemented
 
 
 def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, **_: Any) -> Any:
-    # As above: sizes beside that of `dim` are not compared.
+    # As above: sizes of dimensions other than `dim` are not compared.
     if input.dim() == source.dim() and any(
         one != other and axis != dim % input.dim()
         for axis, (one, other) in enumerate(zip(input.shape, source.shape, strict=True))

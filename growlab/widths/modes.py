@@ -1,4 +1,4 @@
-"""What a network does in train mode and not in eval mode, such as auxiliary heads and terms of the loss."""
+"""Detect differences between train and eval mode, such as auxiliary heads and terms of the loss."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from growlab.widths.trials import lightened, tensors_in
 
 @dataclass(frozen=True)
 class Modes:
-    """How a network's forward in train mode differs from that in eval mode.
+    """Differences between a network's forward in train mode and in eval mode.
 
     Attributes:
-        apart: it reads parameters that the other does not, or returns more or fewer tensors.
-        several: in one of them it returns something else than a tensor.
-        own_backward: code with a backward pass of its own that operations of a module run in, by the module's path.
-        recomputed: the same by the name of a parameter that such operations take.
+        apart: True if the modes read different parameters or return different numbers of tensors.
+        several: True if the output in either mode is not a single tensor.
+        own_backward: module path -> code with a custom backward pass that the module's operations run in.
+        recomputed: parameter name -> code with a custom backward pass that reads the parameter.
         updated: names of buffers, and of plain tensors of modules, that the forward writes to, such as running
             statistics.
     """
@@ -37,14 +37,14 @@ class Modes:
 
 
 def modes_of(model: nn.Module, inputs: tuple[Any, ...]) -> Modes:
-    """Compare both, without memory (device meta) where the network runs there.
+    """Compare a network's train and eval modes, on device meta if it runs there.
 
     Args:
-        model: left as it is.
+        model: restored at the end.
         inputs: positional inputs of the forward.
 
     Raises:
-        UnsupportedOperation: it does not run in both modes.
+        UnsupportedOperation: the network does not run in both modes.
     """
     seen, several, own_backward, recomputed = [], False, dict[Any, str](), dict[int, str]()
     updated = set[str]()
@@ -75,7 +75,7 @@ def _unlearned(model: nn.Module) -> dict[str, Tensor]:
 
 
 class _Readers(TorchFunctionMode):
-    """Notes functions that read parameters, and which; and code with a backward pass of its own that they run in."""
+    """Record functions that read parameters, and code with a custom backward pass that they run in."""
 
     def __init__(self) -> None:
         super().__init__()

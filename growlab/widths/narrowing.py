@@ -1,8 +1,8 @@
-"""Does a network still run when it is narrowed? What its own code fixes keeps its full width.
+"""Test whether a network runs at narrow widths; groups whose width its code fixes keep their full width.
 
-A forward may have a width written into it (`x.view(b, 12, 64)`), which no graph tells from a size that follows the
-channels. So every graph is tried: the network is narrowed without memory (device meta) and run; groups
-whose narrowing breaks it are left at full width.
+A forward may contain a width as a constant (`x.view(b, 12, 64)`), which in the graph cannot be distinguished from a
+size that follows the channels. So every graph is tested: the network is narrowed without memory (device meta) and run;
+groups whose narrowing breaks it are left at full width.
 """
 
 import re
@@ -23,7 +23,7 @@ _MOST_ATTEMPTS = 32
 
 
 def without(graph: WidthGraph, reasons: Mapping[str, str]) -> WidthGraph:
-    """The graph without these groups, which keep their full width for the reasons given."""
+    """Return the graph without some groups, which keep their full width for the given reasons (group -> reason)."""
     names = graph.groups.keys() - reasons.keys()
     widths = graph.full_widths
 
@@ -55,19 +55,22 @@ def without_what_breaks(
     training: bool = False,
     any_rows: bool = False,
 ) -> WidthGraph:
-    """Leave out groups whose narrowing the network's forward does not survive, or answers with another function.
+    """Remove groups whose narrowing makes the network's forward fail or compute something else.
 
     Args:
-        model: at full width; left as it is.
+        model: network at full width; restored at the end.
         graph: its width graph.
         inputs: positional inputs of the forward.
         calls: operations that tracing has visited.
-        training: it has visited those of train mode.
-        any_rows: how many rows the network puts out may depend on what it computes, such as boxes in an image.
+        training: True if they are those of train mode.
+        any_rows: True if the number of output rows may depend on the data, such as boxes in an image.
+
+    Returns:
+        The graph without these groups; `written` has only attributes that have to follow the widths.
     """
     if not graph.groups:
         return graph
-    # An attribute can follow widths that the shapes of tensors tell.
+    # An attribute can only follow widths that tensor shapes determine.
     told = graph.widths_of({name: graph.shape(name, graph.full_widths) for name in graph.axes})
     known = {place: axis for place, axis in graph.written.items() if set(axis.groups) <= set(told)}
     graph = replace(graph, written=known)
@@ -85,7 +88,7 @@ def without_what_breaks(
         and modules[place.module].weight is None
         and set(axis.groups) <= set(working.groups)
     }
-    # Nothing depends on it, but torch warns where it is not what the channels are.
+    # No result depends on it, but torch warns if it is not the number of channels.
     return replace(working, written={**told_alone, **working.written})
 
 
@@ -102,7 +105,7 @@ def _without_what_breaks(model: nn.Module, graph: WidthGraph, trials: Trials) ->
     found = _attributes_that_work(trials, graph, everything, list(graph.groups), {})
     if found is not None:
         return replace(graph, written=found)
-    # First the groups that have to do with no attribute.
+    # First the groups that no attribute counts.
     written = {group for axis in graph.written.values() for group in axis.groups}
     kept = _largest_working([name for name in graph.groups if name not in written], trials)
     attributes = dict(graph.written)
@@ -129,9 +132,9 @@ def _attributes_that_work(
     groups: Sequence[str],
     others: Mapping[Written, Axis],
 ) -> dict[Written, Axis] | None:
-    """Of attributes that the forward reads, most that let these groups be narrow; None if none do.
+    """Find the largest set of attributes that makes these groups narrowable by following them; None if no set does.
 
-    One that is as large as a width by chance (a stride of 4 beside 4 heads) must not follow it.
+    An attribute that equals a width by chance (a stride of 4 in a network of 4 heads) must not follow it.
     """
     names = list(dict.fromkeys(map(_alike, places)))
     attempts = (chosen for size in range(len(names), -1, -1) for chosen in combinations(names, size))
@@ -143,7 +146,7 @@ def _attributes_that_work(
 
 
 def _read(places: Sequence[Written], trials: Trials) -> list[Written]:
-    """Those of the places that the forward takes something from."""
+    """Return those of the places that the forward reads."""
     alike: dict[Written, list[Written]] = {}
     for place in places:
         alike.setdefault(_alike(place), []).append(place)
@@ -151,12 +154,12 @@ def _read(places: Sequence[Written], trials: Trials) -> list[Written]:
 
 
 def _alike(place: Written) -> Written:
-    """One for all places that are the same in each of many like blocks."""
+    """Replace the numbers in a place's module path, to get one key for the same place in repeated blocks."""
     return replace(place, module=re.sub(r"\d+", "*", place.module))
 
 
 def _by_class(model: nn.Module, graph: WidthGraph) -> list[list[Written]]:
-    """Attributes of modules of one class: they are read by the same code."""
+    """Sort attributes by the class of their module: the same code reads them."""
     modules = dict(model.named_modules())
     classes: dict[type[nn.Module], list[Written]] = {}
     for place in graph.written:
@@ -165,9 +168,9 @@ def _by_class(model: nn.Module, graph: WidthGraph) -> list[list[Written]]:
 
 
 def _largest_working(names: list[str], trials: Trials, working: tuple[str, ...] = ()) -> list[str]:
-    """Groups that can be narrowed together, beside those that are known to."""
+    """Return as many of the groups as can be narrowed together and with those in `working`."""
     found = _largest(names, trials, trials.run, working)
-    # To compare all operations costs many times as much as to run them.
+    # Comparing all operations takes many times as long as running them.
     same = trials.compute_the_same([*working, *found])
     return found if same else _largest(found, trials, trials.work, working)
 
@@ -175,7 +178,7 @@ def _largest_working(names: list[str], trials: Trials, working: tuple[str, ...] 
 def _largest(
     names: list[str], trials: Trials, work: Callable[[Sequence[str]], bool], working: tuple[str, ...]
 ) -> list[str]:
-    """Of names, most that work together: halves are tried until what breaks is found, and the trials note why."""
+    """Find the names that work together by bisection; `trials.failures` records why the others fail."""
     if not names or work([*working, *names]):
         return names
     if len(names) == 1:

@@ -1,4 +1,4 @@
-"""Where in the user's code an operation stands, and where its module keeps the sizes that it asks for."""
+"""Source line of a traced operation; module attributes with hard-coded sizes."""
 
 import copy
 import os
@@ -13,23 +13,23 @@ from torch import Tensor, nn
 from growlab.widths.groups import Written
 from growlab.widths.layout import Axis, Part
 
-# Attributes that hold a module's own bookkeeping.
+# Attributes for torch's bookkeeping in every module.
 _TORCHS = frozenset(vars(nn.Module()))
-# Objects in attributes of objects: `self.attention.config.heads`.
+# Most dots in the path of an attribute; `attention.config.heads` has two.
 _DEEPEST = 3
-# Code of torch and of tracing, which calls the user's.
+# Folders of torch and of this package, whose code is not the user's.
 _NOT_THE_USERS = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
 
 
 def module_of(node: Any) -> str:
-    """Path of the module whose forward calls the node's operation; empty for the network itself."""
+    """Path of the module whose forward calls a node's operation; empty for the network itself."""
     stack = node.meta.get("nn_module_stack") or {}
     # A module that is called again has `@1` behind its path.
     return next((entry[0].partition("@")[0] for entry in reversed(stack.values())), "")
 
 
 def place_of(node: Any) -> str:
-    """` in module PATH (File "...", line N, in FUNCTION)`, as much of it as is known."""
+    """` in module PATH (File "...", line N, in FUNCTION)` of a node's operation, as much of it as is known."""
     module = module_of(node)
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
     where = next((line for line in reversed(lines) if line.startswith("File ")), "")
@@ -37,7 +37,7 @@ def place_of(node: Any) -> str:
 
 
 def line_of(frames: Iterable[tuple[str, int | None]]) -> str:
-    """`FILE:LINE` of the innermost call in the user's code; empty if there is none.
+    """`FILE:LINE` of the innermost call in the user's code; empty if not found.
 
     Args:
         frames: file and line of calls, outermost first.
@@ -47,13 +47,13 @@ def line_of(frames: Iterable[tuple[str, int | None]]) -> str:
 
 
 def line_of_node(node: Any) -> str:
-    """`FILE:LINE` in the user's code that runs a node's operation; empty if it is not known."""
+    """`FILE:LINE` of the user's code that runs a node's operation; empty if unknown."""
     frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
     return line_of((path, int(line)) for path, line in frames)
 
 
 def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors that modules keep as plain attributes, by name: in no state_dict, and not moved with the network."""
+    """Tensors that modules keep as plain attributes, by name: not in any state_dict, and not moved with the network."""
     modules = model.named_modules(remove_duplicate=False)
     named = ((path, name, content) for path, module in modules for name, content in vars(module).items())
     return {f"{path}.{name}".lstrip("."): held for path, name, held in named if isinstance(held, Tensor)}
@@ -64,18 +64,22 @@ def written_sizes(
     sizes: Iterable[tuple[str, int, tuple[Part, ...]]],
     inside: Iterable[tuple[str, int, tuple[Part, ...]]] = (),
 ) -> dict[Written, Axis]:
-    """Integers that modules keep and that are as large as a size that a forward asks for.
+    """Find attributes of modules whose integer equals a size that a forward asks for.
 
-    Whether the forward really takes the size from there has to be tried: `narrowing` does. Integers are sought on the
-    module that asks; where it keeps none of that size, on those that it lies in and on its parts.
+    `narrowing` tests whether the forward really takes the size from there. Integers are sought on the module that asks;
+    if it has none of that size, on its submodules, then on the modules that contain it.
 
     Args:
         model: the network at full width.
-        sizes: module path, size at full width, and what it is made of.
-        inside: the same of layers. Modules that they lie in may check the size, which no forward asks for.
+        sizes: module path, size at full width, and the parts of the axis it belongs to.
+        inside: the same for inputs of layers. Modules that contain the layer may check such a size without a forward
+            asking for it.
+
+    Returns:
+        The axis that each attribute counts. Attributes that match several axes are left out.
     """
     modules = dict(model.named_modules())
-    # A module that stands in several places is known by the first of its names.
+    # A module that is registered under several names is known by the first one.
     names = {module: path for path, module in reversed(list(model.named_modules()))}
     aliases = {path: names[m] for path, m in model.named_modules(remove_duplicate=False)}
     kept = {path: list(_integers_of(module)) for path, module in modules.items()}
@@ -117,7 +121,7 @@ def _nearest(path: str, modules: Mapping[str, nn.Module]) -> Iterator[list[str]]
 
 
 def _integers_of(module: nn.Module) -> Iterator[tuple[str, int | str | None, int]]:
-    """Path of an attribute, index or key in what it holds, and number: of a module, its class and plain objects."""
+    """Yield (path of the attribute, index or key in it, integer) for a module, its class and plain objects in them."""
     own = {name: content for name, content in vars(module).items() if name not in _TORCHS}
     classes = [kind for kind in type(module).__mro__ if kind.__module__.partition(".")[0] != "torch"]
     inherited = {name: content for kind in reversed(classes) for name, content in vars(kind).items()}
@@ -136,7 +140,7 @@ def _integers_of(module: nn.Module) -> Iterator[tuple[str, int | str | None, int
 
 
 def _is_plain(content: Any) -> bool:
-    """Whether it is an object of a user's class, or settings kept as one."""
+    """Return True for an object with attributes of a user's class or of a settings class."""
     library = type(content).__module__.partition(".")[0]
     return library not in ("torch", "builtins", "typing", "enum", "abc", "collections") and bool(
         _attributes(content)
@@ -150,25 +154,25 @@ def _attributes(content: Any) -> dict[str, Any]:
 
 
 def kept_at(module: nn.Module, place: Written) -> Any:
-    """The size that a module keeps; None: it is not there, since a forward has put another module in the place."""
+    """Return the size stored at a place; None if it cannot be read, as when a forward has replaced a module."""
     content: Any = module
     for name in place.attribute.split("."):
         try:
             content = getattr(content, name)
         except Exception:
-            # Settings that differ from layer to layer may refuse to be read as one.
+            # Configurations may raise for a setting that differs from layer to layer.
             return None
     return content if place.index is None else content[place.index]
 
 
 def write(module: nn.Module, place: Written, size: int) -> None:
-    """Put a size where a module keeps it; objects that hold it are replaced by copies, others may hold them too."""
+    """Store a size at a place of a module; objects on the path are replaced by copies, since they may be shared."""
     first, *rest = place.attribute.split(".")
     setattr(module, first, _with(getattr(module, first), rest, place.index, size))
 
 
 def _with(holder: Any, path: Sequence[str], index: int | str | None, size: int) -> Any:
-    """A copy of what an attribute holds, with another size in it."""
+    """Return a copy of an attribute's value with another size at the given path and index."""
     if isinstance(holder, partial):
         return partial(holder.func, *holder.args, **{**holder.keywords, str(index): size})
     if path:

@@ -1,7 +1,7 @@
-"""Operations that a narrowed network runs, compared with those that tracing predicts for its widths.
+"""Compare the operations that a narrowed network runs with those that tracing predicts for its widths.
 
 A forward may run at narrow widths and yet compute something else: `x.view(B, T, self.h, -1)` divides fewer channels
-among as many heads. No output's shape shows it, the shapes of the tensors on the way do.
+among the same number of heads. The output's shape does not show it, shapes of intermediate tensors do.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ from growlab.widths.inputs import call_with, values_of
 from growlab.widths.layout import Axis
 from growlab.widths.meta import corrected_shapes
 
-# They compute nothing: torch.export leaves some of them out and writes others.
+# Operations without arithmetic, some of which torch.export omits and others it inserts.
 _NO_ARITHMETIC = frozenset(
     (
         *("getitem", "detach", "detach_", "alias", "_set_grad_enabled", "_assert_async"),
@@ -30,9 +30,9 @@ _NO_ARITHMETIC = frozenset(
         *("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_size"),
     )
 )
-# Integers that enter arithmetic; all others are dimensions, sizes and strides, which shapes tell.
+# Integers that enter arithmetic; all others are dimensions, sizes and strides, which shapes show.
 _OPERANDS = frozenset(("self", "other", "exponent", "alpha", "value", "min", "max", "fill_value"))
-# Sizes or numbers in them may be computed from a width, and otherwise than tracing takes them to be.
+# Operations whose sizes or numbers the code may compute from a width in another way than tracing assumes.
 _SIZED = frozenset(
     (
         *(
@@ -50,29 +50,29 @@ _SIZED = frozenset(
         *("constant_pad_nd", "group_norm", "roll", "multi_head_attention_forward"),
     )
 )
-# Integers that no shape shows: into how many parts an operation takes channels apart.
+# Arguments that no shape shows: the number of parts into which an operation divides channels.
 _PARTS = {"group_norm": "num_groups", "channel_shuffle": "groups"}
-# Stands for their number where each channel is a part: such parts become more with the channels.
+# Placeholder for that number if each channel is a part: it then grows with the channels.
 _EACH = -1
 _ARITHMETIC = frozenset(("add", "sub", "rsub", "mul", "div", "pow", "clamp", "scaled_dot_product_attention"))
-# Of the number of channels, as they stand behind Euclidean norms and sums of squares.
+# Powers of the number of channels that Euclidean norms and sums of squares are multiplied by.
 _POWERS = (0.5, -0.5, 1, -1)
-# Makes a tensor of numbers.
+# Creates a tensor from numbers in the code.
 _CONSTANT = "lift_fresh"
-# Constants of more entries are tables, whose shape is enough.
+# Constants with more entries are tables, of which only the shape is compared.
 _FEW = 16
 
 
 @dataclass(frozen=True)
 class Call:
-    """An operation that tracing has visited.
+    """An operation visited by tracing, with the predicted shapes of its outputs.
 
     Attributes:
         operation: name without namespace and overload.
-        numbers: operands that are no tensors.
-        shapes: axes of every tensor that it puts out.
+        numbers: operands that are numbers.
+        shapes: axes of every output tensor.
         norms: Euclidean norms that the same module takes over channels.
-        line: of the user's code that runs it, `FILE:LINE`.
+        line: `FILE:LINE` of the user's code that runs it.
     """
 
     operation: str
@@ -82,15 +82,18 @@ class Call:
     line: str = ""
 
     def has_numbers(self, seen: "Seen") -> bool:
-        """Whether it was given the numbers that it has at full width."""
+        """Return True if the operation was run with the numbers that it has at full width."""
         if self.operation in _PARTS and seen.numbers[:1] == (_EACH,) != self.numbers[:1]:
-            # Parts of one channel as yet.
+            # Each part has a single channel at this width.
             return self.numbers == (seen.shapes[0][1], *seen.numbers[1:])
-        # On device meta constants have no numbers.
+        # On device meta constants have no values.
         return self.numbers == seen.numbers or (self.operation == _CONSTANT and not seen.numbers)
 
     def counts(self, seen: "Seen", widths: Mapping[str, int], full: Mapping[str, int]) -> list[ChannelNorm]:
-        """Norms whose number of channels it was given, or a power of it, in the place of that at full width."""
+        """Return the norms whose number of channels explains the numbers of a run that differ from those at full width.
+
+        The ratio of the numbers must be a power (see `_POWERS`) of the ratio of the numbers of channels.
+        """
         if len(self.numbers) != len(seen.numbers):
             return []
         return [
@@ -104,13 +107,13 @@ class Call:
         ]
 
     def sizes(self, widths: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
-        """Shape of every tensor that it puts out at the given widths."""
+        """Shape of every output tensor at the given widths."""
         return tuple(tuple(axis.length(widths) for axis in axes) for axes in self.shapes)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """An operation that was run: like `Call`, with sizes in the place of axes."""
+    """An operation that was run: like `Call`, with sizes in place of axes."""
 
     operation: str
     numbers: tuple[float, ...]
@@ -118,25 +121,25 @@ class Seen:
 
 
 def computes(operation: str) -> bool:
-    """Whether an operation of this name counts."""
+    """Return True if operations of this name are compared: False for those without arithmetic."""
     return operation not in _NO_ARITHMETIC
 
 
 def name_of(operation: str) -> str:
-    """One name for what torch.export and torch call otherwise."""
+    """Return one name for an operation that torch.export and torch call differently."""
     return operation.removesuffix("_copy") if operation == f"{_CONSTANT}_copy" else operation
 
 
 def numbers_of(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], constants: Mapping[Any, Tensor]
 ) -> tuple[float, ...]:
-    """Numbers that enter the arithmetic of a call.
+    """Return the numbers that enter the arithmetic of a call.
 
     Args:
         target: ATen operation.
         args: its positional arguments.
         kwargs: its other arguments.
-        constants: tensors that the forward makes from numbers, by what stands for them in arguments.
+        constants: tensors that the forward creates from numbers, by the argument (node or tensor) that stands for them.
     """
     schema = getattr(target, "_schema", None)
     if schema is None:
@@ -159,7 +162,7 @@ def numbers_of(
 
 
 def _num_channels(x: Any) -> int:
-    """Of a tensor [B, C, ...] or of what stands for it in a program."""
+    """Number of channels of a tensor [B, C, ...] or of a node that computes one."""
     return int((x if isinstance(x, Tensor) else x.meta["val"]).shape[1])
 
 
@@ -170,9 +173,9 @@ def _entries(constant: Tensor | None) -> tuple[float, ...]:
 
 
 class _Recorder(SchemaCheckMode):
-    """Notes the operations of a forward as torch.export sees them, before any of them is taken apart.
+    """Record the operations of a forward as torch.export sees them, before any of them is decomposed.
 
-    torch lets modes of a few classes of its own in there; this one checks nothing.
+    It inherits from one of the few modes that torch admits there, and does not check schemas.
     """
 
     def __init__(self) -> None:
@@ -194,10 +197,10 @@ class _Recorder(SchemaCheckMode):
 
 
 def run_calls(model: nn.Module, inputs: tuple[Any, ...]) -> list[Seen]:
-    """The operations that a network runs, in order.
+    """Run a network and return its operations in order.
 
     Args:
-        model: in the mode that it is to run in.
+        model: network in the mode that it is to run in.
         inputs: positional inputs of the forward.
     """
     with torch.no_grad(), corrected_shapes(), enable_python_dispatcher(), _Recorder() as recorder:
@@ -206,7 +209,7 @@ def run_calls(model: nn.Module, inputs: tuple[Any, ...]) -> list[Seen]:
         except RuntimeError:
             if not any(isinstance(x, Tensor) and x.is_meta for x in values_of(inputs)):
                 raise
-            # What the forward makes on its own is on the CPU by default.
+            # Tensors that the forward creates are on the CPU by default.
             recorder.seen.clear()
             with torch.device("meta"):
                 call_with(model, inputs)
@@ -214,7 +217,7 @@ def run_calls(model: nn.Module, inputs: tuple[Any, ...]) -> list[Seen]:
 
 
 class Predictions:
-    """What a network should run at any widths.
+    """Operations that a network should run at any widths, to compare with those of a run.
 
     Args:
         calls: operations that tracing has visited.
@@ -223,14 +226,14 @@ class Predictions:
 
     def __init__(self, calls: Sequence[Call], full_widths: Mapping[str, int]) -> None:
         self._calls, self._full_widths = calls, full_widths
-        #: Norms whose number of channels the forward computes with, as far as networks ran as predicted.
+        #: Norms whose number of channels the forward computes with, found in the runs that agreed.
         self.counted: set[ChannelNorm] = set()
-        #: In which operation the last network that did not agree differed first.
+        #: First difference of the last run that did not agree.
         self.difference = ""
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the forward may compute something from a width that the shapes of its outputs do not show."""
+        """True if the forward may compute with a width in a way that the shapes of its outputs do not show."""
         return any(
             call.operation.rstrip("_") in _ARITHMETIC
             or (call.operation in _SIZED and any(axis.groups for axes in call.shapes for axis in axes))
@@ -241,12 +244,12 @@ class Predictions:
     def agree(
         self, narrow: Sequence[Seen], widths: Mapping[str, int], at_full_width: Callable[[], Sequence[Seen]]
     ) -> bool:
-        """Whether a network ran at narrow widths as tracing predicts.
+        """Return True if a run at narrow widths agrees with the predictions.
 
         Args:
-            narrow: operations that it ran.
-            widths: width of each group then.
-            at_full_width: lists the operations at full width, not all of which need be in an exported program.
+            narrow: operations of the run.
+            widths: width of each group in the run.
+            at_full_width: lists the operations at full width, some of which the exported program may lack.
         """
         traced, names = ([one.operation for one in calls] for calls in (self._calls, narrow))
         if traced == names:
@@ -258,7 +261,7 @@ class Predictions:
             )
             self.difference = f"{now} runs where {then} does at full width"
             return False
-        # Results that nothing uses are missing in an exported program: an operation is told by its name and sizes.
+        # Unused results are missing in an exported program: operations are matched by name and sizes.
         keys = [(call.operation, call.sizes(self._full_widths)) for call in self._calls]
         matcher = SequenceMatcher(None, keys, [(one.operation, one.shapes) for one in full], autojunk=False)
         pairs = [(b.a + i, b.b + i) for b in matcher.get_matching_blocks() for i in range(b.size)]

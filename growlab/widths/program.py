@@ -1,4 +1,4 @@
-"""What the program that torch.export makes of a network says of its operations and their tensors."""
+"""Queries on exported programs: operations, shapes, parameters that are read, and dependence on data."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from growlab.widths.places import place_of, plain_tensors
 
 
 class UnsupportedOperation(UserError, ValueError):
-    """The network does something that growlab has no channel rule for; the message names it and its place."""
+    """A network cannot be traced, as for an operation without a channel rule; the message names it and its place."""
 
 
 def operation_of(node: Any) -> str:
@@ -29,7 +29,7 @@ def operation_of(node: Any) -> str:
 
 
 def operations(part: torch.fx.GraphModule) -> Iterator[str]:
-    """Names of all operations of a program, those inside of its parts too."""
+    """Yield the names of all operations of a program, including those of its subprograms."""
     for node in part.graph.nodes:
         if node.op == "call_function":
             yield operation_of(node)
@@ -38,7 +38,7 @@ def operations(part: torch.fx.GraphModule) -> Iterator[str]:
 
 
 def angles_from(node: Any) -> bool:
-    """Whether a sine or a cosine is taken of what is computed from a node."""
+    """Return True if the argument of any sine or cosine depends on a node."""
     seen, waiting = {node}, [node]
     while waiting:
         for user in waiting.pop().users:
@@ -56,16 +56,16 @@ def angles_from(node: Any) -> bool:
 
 
 def is_pointwise(node: Any) -> bool:
-    """Whether a node computes every entry from the entries at the same place, and draws none."""
+    """Return True if a node computes every entry from the entries at the same position, without random numbers."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def parts_of(node: Any) -> torch.fx.GraphModule | None:
-    """The operations that a composite one is made of, over the tensors that enter it; None: it is no composite.
+    """Decompose a composite operation into a graph over its input tensors; None if it is not composite.
 
     Args:
-        node: of an exported program.
+        node: node of an exported program.
     """
     leaves, spec = tree_flatten((node.args, node.kwargs))
     nodes = [leaf for leaf in leaves if isinstance(leaf, torch.fx.Node)]
@@ -86,7 +86,7 @@ def parts_of(node: Any) -> torch.fx.GraphModule | None:
                 *tensors
             )
     except RuntimeError:
-        # What it is made of depends on numbers in the data.
+        # Its decomposition depends on numbers in the data.
         return None
     calls = [each for each in made.graph.nodes if each.op == "call_function"]
     for each in calls:
@@ -111,7 +111,7 @@ def shapes_of(node: Any) -> list[tuple[int, ...]]:
 
 
 def depends_on_data(program: torch.export.ExportedProgram) -> bool:
-    """Whether sizes in a program, or numbers that it computes with, depend on numbers in the data."""
+    """Return True if sizes in a program, or numbers that it computes with, depend on numbers in the data."""
     values = (tree_leaves(node.meta.get("val")) for node in _nodes(program))
     return any(_is_open(value) for leaves in values for value in leaves)
 
@@ -124,7 +124,7 @@ def unread_parameters(program: torch.export.ExportedProgram, model: nn.Module) -
 
 
 class _Settling(torch.fx.Interpreter):
-    """Runs a program on real tensors, and puts sizes and numbers in the place of those that are open."""
+    """Run a program on real tensors and replace symbolic sizes and numbers by those of the run."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         result = super().run_node(n)
@@ -135,12 +135,12 @@ class _Settling(torch.fx.Interpreter):
 
 
 def settle(program: torch.export.ExportedProgram, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    """Put what they are for the example in the place of sizes and numbers that depend on data.
+    """Replace sizes and numbers that depend on data by those of an example.
 
     Args:
         program: changed in place; buffers that it writes to are written to.
-        inputs: positional ones.
-        named: inputs by name.
+        inputs: positional inputs.
+        named: keyword inputs.
     """
     _Settling(program.graph_module).run(*program._graph_module_flat_inputs(inputs, named))
 
@@ -164,13 +164,13 @@ def _settled(value: Any, real: Any) -> Any:
 
 
 def is_dead(node: Any) -> bool:
-    """Whether nothing uses what a node computes: only its sizes were looked at."""
-    # An operation that writes into its operand has a result beside; one that only checks has none.
+    """Return True if nothing uses a node's result: only its sizes were read."""
+    # Operations that write into their operand have another effect; those that only check have no result.
     return not node.users and node.meta.get("val") is not None and not _writes(node)
 
 
 def bases_of(node: Any) -> Iterator[Any]:
-    """The nodes that an in-place operation changes beside its own result: what its first operand is a view of."""
+    """Yield the other nodes whose tensors an in-place operation changes: its operand, and what that is a view of."""
     if not _writes(node):
         return
     viewed = node.args[0] if node.args else None
@@ -192,7 +192,7 @@ def _writes(node: Any) -> bool:
 
 
 def constants_of(program: torch.export.ExportedProgram) -> dict[Any, Tensor]:
-    """Tensors that the forward makes from numbers, by the node that stands for them."""
+    """Tensors that the forward creates from numbers, by the placeholder node for them."""
     lifted = program.graph_signature.inputs_to_lifted_tensor_constants
     return {
         node: program.constants[lifted[node.name]]
@@ -202,7 +202,7 @@ def constants_of(program: torch.export.ExportedProgram) -> dict[Any, Tensor]:
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """The first name of every parameter, buffer and plain tensor, by any of its names."""
+    """Map every name of a parameter, buffer or plain tensor to the first name of the same tensor."""
     first: dict[int, str] = {}
     named = (
         *model.named_parameters(remove_duplicate=False),
@@ -213,10 +213,10 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def name_modules_once(program: torch.export.ExportedProgram, model: nn.Module) -> None:
-    """Let a module that a network keeps in several places be called by its first name in each, as `named_modules` does.
+    """Rename modules that are registered under several names to the first one, as `named_modules` does.
 
     Args:
-        program: of the model; changed in place.
+        program: exported program of the model; changed in place.
         model: the network.
     """
     first = {module: path for path, module in model.named_modules()}

@@ -1,4 +1,4 @@
-"""What the rules of operations ask and record while an exported program is walked through."""
+"""State of a trace that channel rules read and write: layers, norms, attention, sizes and roles."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,16 +22,16 @@ _AS_WIDE = "attention as wide as its stream"
 
 
 class Recorder(Findings):
-    """Takes down layers, norms, attention and sizes, and ties the axes that they tie.
+    """Record layers, norms, attention and sizes during a trace, and unify the axes that they connect.
 
     Args:
         model: the network at full width.
-        moved: see `to_the_left`, by name of a node.
-        heads: what of attention may grow: "dimensions" that queries and keys are multiplied over, where that can be
-            exact; the "number" of heads; or "values", whose channels pass products that are written out; "sizes":
-            dimensions in such products too, for a network whose code computes its scale from them.
-        tied: paths of attention that is taken to have the width of its stream in all its heads.
-        weighted_norms: whether channels grow that normalisations take their statistics over.
+        moved: node name -> result of `to_the_left`.
+        heads: part of attention that may grow: head "dimensions", where that can be exact; the "number" of heads;
+            "values", whose channels pass hand-written products; or "sizes": dimensions in such products too, for a
+            network whose code computes its scale from them.
+        tied: paths of attention modules whose heads together are assumed to have the width of their stream.
+        weighted_norms: True if channels may grow that normalisations take their statistics over.
     """
 
     def __init__(
@@ -45,18 +45,18 @@ class Recorder(Findings):
         super().__init__(model)
         self.moved, self.heads = moved, heads
         self._tied, self._weighted_norms = tied, weighted_norms
-        #: Buffers that angles are computed from: more of them would be others, and those of another layout too.
+        #: Buffers that angles are computed from: at another size or in another order their values would be wrong.
         self.frequencies: set[str] = set()
         self._calls: Counter[str] = Counter()
         self._choices: dict[str, tuple[str, Runs, int]] = {}
-        #: Paths of modules that attend.
+        #: Paths of modules that compute attention.
         self.attending: set[str] = set()
-        #: Whether activations are multiplied with one another outside of attention proper.
+        #: True if activations are multiplied with each other outside of `scaled_dot_product_attention`.
         self.multiplies = False
         self._as_wide: list[tuple[Runs, Runs]] = []
-        #: Parameters of which the rule that runs has said what their dimensions are.
+        #: Parameters to whose dimensions the current rule has assigned roles.
         self.placed: set[str] = set()
-        # Of the part of the program that is being visited, by node.
+        # Values by node of the (sub)program that is being visited.
         self._values: dict[Any, Any] = {}
 
     def shape(self, node: Any) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ class Recorder(Findings):
         return shapes_of(node)
 
     def has_several_outputs(self, node: Any) -> bool:
-        """Whether the node computes a list of tensors."""
+        """Return True if a node computes a list of tensors."""
         return isinstance(node.meta.get("val"), (tuple, list))
 
     def operation(self, node: Any) -> str:
@@ -76,17 +76,17 @@ class Recorder(Findings):
         return operation_of(node)
 
     def value_of(self, node: Any) -> Any:
-        """What a node of the program stands for, if it was visited; of a part that is being visited its own nodes."""
+        """Return the value of a node of the (sub)program that is being visited; None if it was not visited yet."""
         return self._values.get(node)
 
     def note_size(self, node: Any, size: int, axis: Runs, repeated: bool = True) -> None:
-        """The forward asks for this many positions: its module may keep the number.
+        """Record a size that the forward asks for, which its module may keep in an attribute.
 
         Args:
-            node: of the program.
-            size: at full width.
-            axis: the positions.
-            repeated: where a run of channels is repeated on the axis, it may keep their number instead.
+            node: node of the program.
+            size: size at full width.
+            axis: the positions that it counts.
+            repeated: also record the length of one run of channels, if the axis repeats it.
         """
         self._sizes.append((module_of(node), size, axis))
         if not repeated:
@@ -94,24 +94,24 @@ class Recorder(Findings):
         runs = self.atoms.resolve(axis)
         times = sum(run.outer for run in runs)
         if times > 1 and all(replace(run, outer=1) == replace(runs[0], outer=1) for run in runs):
-            # Heads of each sample of a batch, of which the module keeps the number of heads.
+            # Heads of each sample of a batch: the module keeps the number of heads.
             self._sizes.append((module_of(node), size // times, (replace(runs[0], outer=1),)))
 
     def note_attention(self, node: Any) -> None:
-        """The module attends: dimensions that it makes are heads and what a head sums over."""
+        """Record that the node's module computes attention: its reshapes make heads and head dimensions."""
         self.attending.add(module_of(node))
 
     def takes_width_of_stream(self, node: Any) -> bool:
-        """Whether the node lies in attention that is taken to have the width of its stream in all its heads."""
+        """Return True if a node is in attention whose heads together are assumed to have the width of their stream."""
         path = module_of(node)
         return path in self._tied or path.rpartition(".")[0] in self._tied
 
     def note_width_of_stream(self, rows: Runs, columns: Runs) -> None:
-        """A layer in such attention has the stream's channels as its columns, and a multiple of them as its rows."""
+        """Record a layer in such attention: its columns are the stream's channels, its rows a multiple of them."""
         self._as_wide.append((rows, columns))
 
     def _tie_heads_to_streams(self) -> None:
-        """What grows in attention that takes its width from its stream grows in the stream at the same rate."""
+        """Unify the rows of layers in such attention with their stream, so that both grow at the same rate."""
         for rows, columns in self._as_wide:
             own, stream = self.atoms.resolve(rows), self.atoms.resolve(columns)
             if len(own) == len(stream) == 1 and own[0].atom == stream[0].atom:
@@ -119,25 +119,25 @@ class Recorder(Findings):
             length = self.atoms.length(stream)
             times, rest = divmod(self.atoms.length(own), length)
             if rest or not times:
-                # A layer beside the attention, which the same module's forward runs.
+                # Another layer, which the same module's forward runs.
                 continue
             size = self.atoms.sizes[own[0].atom] if len(own) == 1 and own[0].atom is not None else 0
             if times > 1 and size and length % size == 0:
-                # Rows may lie otherwise than channels of the stream: (heads, 3, head dimension).
+                # Rows may have another order than the stream's channels: (heads, 3, head dimension).
                 self.atoms.unify(stream, (Run(own[0].atom, 1, length // size),), _AS_WIDE)
             else:
                 self.atoms.unify(own, self.atoms.nest(stream, times, 1), _AS_WIDE)
 
     def note_choice(self, node: Any, axis: Runs, remaining: int) -> None:
-        """Of several dimensions that a reshape makes this one may grow; so many are left of it."""
+        """Record which output dimension of a reshape grows, and how many candidates remain to the left of it."""
         self._choices[node.name] = (module_of(node), axis, remaining)
 
     def to_the_left(self, node: Any) -> int:
-        """How many dimensions left of the last one the growing one is to be sought."""
+        """Return how many dimensions left of the last one a reshape's growing dimension is sought."""
         return self.moved.get(node.name, 0)
 
     def summed_over(self) -> list[str]:
-        """Reshapes whose growing dimension turned out to be fixed: attention sums over it, a convolution slides."""
+        """Names of reshapes whose growing dimension was frozen: attention sums or a convolution slides over it."""
         return [
             node
             for node, (module, axis, remaining) in self._choices.items()
@@ -149,7 +149,7 @@ class Recorder(Findings):
     def weight_axes(
         self, weight: Value, row_role: Role, column_role: Role, kernel: Sequence[Runs]
     ) -> tuple[Runs, Runs]:
-        """The first two axes of an affine map's weight; the rest is the kernel."""
+        """Set the roles of an affine map's weight and return its first two axes; the rest is the kernel."""
         if weight.rows_of is not None and weight.rows_of.name not in self.buffers:
             self._set_role(weight.rows_of, 0, row_role)
             self._set_role(weight.rows_of, 1, column_role)
@@ -170,15 +170,15 @@ class Recorder(Findings):
         return weight.axes[0], weight.axes[1]
 
     def parameter_axis(self, value: Value, role: Role, axis: Runs, dimension: int = 0) -> Runs:
-        """Let one dimension of a parameter or buffer carry the channels of an axis."""
+        """Unify one dimension of a parameter or buffer with an axis and set its role; return the dimension's axis."""
         self.atoms.unify(value.axes[dimension], axis, f"a parameter beside channels {STAYING}")
         self._set_role(value, dimension, role)
         return value.axes[dimension]
 
     def spread(self, value: Value) -> None:
-        """A parameter that is rearranged or taken entry by entry: any of its dimensions may carry channels.
+        """Let any dimension of a parameter carry channels that the code rearranges or reads entry by entry.
 
-        Where it then serves as a weight, they are fixed, as those of all computed weights are.
+        If the result then serves as a weight, they are frozen, as those of all computed weights are.
         """
         if value.name in self.frequencies:
             for axis in value.axes:
@@ -209,14 +209,14 @@ class Recorder(Findings):
         elif bias is not None:
             self.parameter_axis(bias, "out", axes[channel_axis])
         if weight.name in self.buffers and bias is None:
-            # Numbers of the code, which stay as they are: no layer, and linear in what it is given.
+            # A constant weight does not grow: it is not a layer, and the result is linear in the input.
             return Value(shape, axes, x.scale, made_by=x.made_by)
         self._followed |= x.made_by | weight.made_by
         if weight.name is None or (bias is not None and bias.name is None):
             self.scales.pin(x.scale)
         if weight.name is None:
             return Value(shape, axes, self.scales.new(unit=True))
-        # Biases laid behind one another are parameters beside the layer: what it puts out keeps its scale.
+        # Concatenated biases are not parameters of the layer: its output keeps its scale.
         scale = self.scales.new(unit=bias is not None and bias.name is None)
         bias_name = None if bias is None else bias.name
         # A tensor that is used twice can be rescaled in one way only: both uses have the same scales.
@@ -245,10 +245,10 @@ class Recorder(Findings):
         return Value(shape, axes, scale, linear_in=names, made_by=frozenset((weight.name,)))
 
     def attend(self, query: Value, key: Value, value: Value, nodes: Sequence[Any]) -> bool:
-        """Let the dimension grow over which queries and keys are multiplied and summed, if that can be exact.
+        """Let the head dimension of attention grow if that can be exact; return True if it can.
 
-        It can if queries and keys each come linearly from a layer of their own: new products cancel by the keys'
-        signs, as new channels do by the signs of what consumes them, and the queries take up the scale 1 / sqrt(d).
+        It can if queries and keys are each linear in a separate layer: new products cancel by the keys' signs, as new
+        channels do by the signs of the weights that consume them, and the queries absorb the scale 1 / sqrt(d).
         """
         if self.heads == "sizes":
             return self.multiply(query, key, key.axes[-1], nodes)
@@ -259,19 +259,22 @@ class Recorder(Findings):
             return False
         self.atoms.unify(query.axes[-1], key.axes[-1], "queries and keys laid out otherwise")
         if query.shape[-1] == value.shape[-1]:
-            # One head dimension, as code that asks a module for it will have it.
+            # One head dimension, as code that reads it from a module assumes.
             self.atoms.unify(query.axes[-1], value.axes[-1], "queries and values laid out otherwise")
         self._note_attended(query, key)
         return True
 
     def multiply(self, query: Value, key: Value, summed: Runs, nodes: Sequence[Any]) -> bool:
-        """Let the dimension grow over which any product of queries and keys sums, if both are linear in a layer.
+        """Let the dimension grow that a product of queries and keys sums over, if both are linear in a layer.
 
         Args:
-            query: whose last dimension is summed over.
-            key: what it is multiplied with.
+            query: factor whose last dimension is summed over.
+            key: the other factor.
             summed: the same dimension of the keys.
-            nodes: what stands for both in the program.
+            nodes: nodes of both in the program.
+
+        Returns:
+            True if the dimension may grow.
         """
         shared = query.linear_in & key.linear_in
         if not (query.linear_in and key.linear_in and self._grows(query.axes[-1]) and self._grows(summed)):
@@ -307,7 +310,7 @@ class Recorder(Findings):
             if used and used == theirs - {None}:
                 return
             if used & theirs:
-                # One weight cannot take up the eps of two variances.
+                # One weight cannot compensate for eps in two variances.
                 self.scales.pin(x.scale)
         self._norms.append(Norm(name=name, eps=float(eps), scale_in=x.scale, per_sample=per_sample, **names))
 
@@ -327,7 +330,7 @@ class Recorder(Findings):
         self._channel_norms.append(call)
 
     def record_other_norm(self, node: Any) -> None:
-        """Record a normalisation whose statistics growth does not weigh."""
+        """Record a normalisation whose statistics growth does not reweight."""
         self._channel_norms.append(NormCall(module_of(node), self.operation(node)))
 
     def record_radius(self, node: Any, axis: Runs) -> None:

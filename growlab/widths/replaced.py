@@ -1,7 +1,7 @@
-"""Notice optimizers that step parameters which growing has replaced, so that the network would not train.
+"""Detect optimizers that still step parameters which growing has replaced: the network would not train.
 
-While replaced parameters are alive, each optimizer is looked at once, at its first step. When every new parameter has
-been seen in an optimizer, or is gone, nothing is called in steps any more.
+While replaced parameters are alive, each optimizer is checked once, at its first step. When every new parameter has
+been seen in an optimizer, or no longer exists, the hook on steps is removed.
 """
 
 import weakref
@@ -16,7 +16,7 @@ from growlab.base.errors import UserError
 
 _Named = dict[int, tuple["weakref.ref[Tensor]", str]]
 
-# Parameters that are no longer in their network, and those in their place that no optimizer was seen to step.
+# Parameters that are no longer in their network; those that replace them, until an optimizer steps them.
 _replaced: _Named = {}
 _awaited: _Named = {}
 _seen: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
@@ -24,7 +24,7 @@ _hook: Any = None
 
 
 def note_replaced(tensors: Iterable[tuple[str, Tensor, Tensor]]) -> None:
-    """Watch for optimizers that step old ones of these parameters.
+    """Watch for optimizers that step the old tensors of replaced parameters.
 
     Args:
         tensors: name, old and new tensor. Buffers and frozen parameters are left out.
@@ -41,7 +41,7 @@ def note_replaced(tensors: Iterable[tuple[str, Tensor, Tensor]]) -> None:
 
 
 def note_restored(tensors: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Old ones of these parameters (old and new tensor) are in their network again."""
+    """Stop watching pairs (old and new tensor) whose old tensor is in the network again."""
     for old, new in tensors:
         _replaced.pop(id(old), None)
         _awaited.pop(id(new), None)

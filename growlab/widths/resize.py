@@ -23,7 +23,7 @@ _Places = Mapping[str, tuple[nn.Module, str]]
 _Run = tuple[Tensor, slice | None]
 _Moves = tuple[int, _Run, _Run]
 
-# Module class, attribute that tells its size, the tensor and dimension that it is read from.
+# Module class, its attribute for a size, and the tensor and dimension that determine it.
 _BOOKKEEPING: tuple[tuple[type[nn.Module], str, str, int], ...] = (
     (nn.Linear, "in_features", "weight", 1),
     (nn.Linear, "out_features", "weight", 0),
@@ -38,10 +38,10 @@ _BOOKKEEPING: tuple[tuple[type[nn.Module], str, str, int], ...] = (
     (nn.RNNCellBase, "input_size", "weight_ih", 1),
     (nn.RNNCellBase, "hidden_size", "weight_hh", 1),
 )
-# Where torch keeps what `register_hook` and `register_post_accumulate_grad_hook` were given: no public way to move it.
+# Attributes for the hooks of `register_hook` and `register_post_accumulate_grad_hook`: no public way to move them.
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-# Of layer and RMS normalisations, torch's and others'.
+# Attribute of layer and RMS normalisations, in torch and in other libraries.
 _NORMALISED = "normalized_shape"
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -53,7 +53,7 @@ def replace_tensors(
 
     Parameters become new `nn.Parameter`s (autograd keeps the old shape of an old one), with the old one's class,
     `requires_grad`, attributes, hooks, dtype, device and memory format; a tensor shared by several modules stays
-    shared. An optimizer that goes on with an old one is refused at its next step.
+    shared. An optimizer that still has an old one raises a UserError at its next step.
 
     Args:
         model: changed in place.
@@ -77,12 +77,12 @@ def replace_tensors(
 def restore_tensors(
     model: nn.Module, graph: WidthGraph, replaced: Mapping[str, tuple[Tensor, Tensor]]
 ) -> None:
-    """Undo `replace_tensors`: the very same parameters and buffers as before are in the network again.
+    """Undo `replace_tensors`: put the original parameter and buffer objects back into the network.
 
     Args:
         model: changed in place.
         graph: its width graph.
-        replaced: what `replace_tensors` returned.
+        replaced: the return value of `replace_tensors`.
     """
     places = dict(_named_tensor_places(model))
     _place(model, places, graph, {name: old for name, (old, _) in replaced.items()})
@@ -106,7 +106,7 @@ def resize(
     for name in graph.groups:
         if new_widths[name] < 1:
             raise ValueError(f"width {new_widths[name]} of {name} leaves no channel; take at least 1")
-    # Many tensors lie on the same axes.
+    # Many tensors have the same axes.
     moves = cache(partial(_moves, widths=widths, new_widths=new_widths))
     tensors = {
         name: _moved(tensor, [moves(axis) for axis in graph.axes[name]])
@@ -120,14 +120,14 @@ def resize(
 def resized(
     tensor: Tensor, axes: tuple[Axis, ...], widths: Mapping[str, int], new_widths: Mapping[str, int]
 ) -> Tensor:
-    """A tensor at new widths: entries of kept channels in their new places, zeros elsewhere."""
+    """Resize a tensor to new widths: entries of kept channels move to their new positions, the others are zero."""
     return _moved(tensor, [_moves(axis, widths, new_widths) for axis in axes])
 
 
 def _moves(axis: Axis, widths: Mapping[str, int], new_widths: Mapping[str, int]) -> _Moves:
-    """New length of an axis, the positions that are kept, and where they go."""
+    """Return the new length of an axis, the positions that are kept, and their new positions."""
     if len(axis.parts) == 1 and axis.parts[0].outer == 1:
-        # Those of the first channels are the first ones, as on nearly all axes.
+        # The first channels have the first positions, as on nearly all axes.
         first = min(axis.length(widths), axis.length(new_widths))
         run = torch.arange(first), slice(0, first)
         return axis.length(new_widths), run, run
@@ -143,16 +143,16 @@ def _moved(tensor: Tensor, moves: Sequence[_Moves]) -> Tensor:
 
 
 def grid(positions: Sequence[Tensor], device: torch.device | None = None) -> tuple[Tensor | slice, ...]:
-    """Index of the sub-tensor at the given positions of each dimension, for reading and writing.
+    """Return the index of the sub-tensor at the given positions of each dimension, for reading and writing.
 
-    Runs of consecutive positions are taken as slices, which is many times as fast. What is read may therefore
-    share memory with the tensor that it is read from.
+    Runs of consecutive positions become slices, which are many times faster. What is read may therefore share memory
+    with the indexed tensor.
     """
     return _index([_run(each) for each in positions], device)
 
 
 def _run(positions: Tensor) -> _Run:
-    """Positions, and the slice that they are, if they are one."""
+    """Return positions, and the equivalent slice or None if they are not consecutive."""
     if not len(positions):
         return positions, slice(0, 0)
     first = int(positions[0])
@@ -172,13 +172,13 @@ def _index(runs: Sequence[_Run], device: torch.device | None) -> tuple[Tensor | 
 
 
 def tensors_of(model: nn.Module, graph: WidthGraph) -> dict[str, Tensor]:
-    """The parameters, buffers and plain tensors of modules that depend on a width, by name.
+    """Return the parameters, buffers and plain tensors of modules in `graph.axes`, detached, by name.
 
     Raises:
         UserError: the model has lost one since it was traced.
     """
     places = dict(_named_tensor_places(model))
-    # What prunes or parametrises a weight leaves a plain tensor of its name.
+    # Pruning or parametrising a weight leaves a plain tensor of its name.
     plain = {name for name, (module, attribute) in places.items() if attribute in vars(module)}
     if lost := [name for name in graph.axes if name not in places or name in plain - graph.constants.keys()]:
         raise UserError(
@@ -199,12 +199,12 @@ def _like(content: Tensor, old: Tensor) -> Tensor:
         return new
     parameter = nn.Parameter(new, requires_grad=old.requires_grad)
     if type(old) is not nn.Parameter and issubclass(type(old), nn.Parameter):
-        # Of a class of the user's own, without its constructor.
+        # A subclass of the user's, made without its constructor.
         own: Any = parameter.detach().as_subclass(type(old))
         parameter = own.requires_grad_(old.requires_grad)
     parameter.__dict__.update(old.__dict__)
     for hooks in _HOOKS:
-        # The same dictionary, so that the handle that its user holds removes the hook still.
+        # The same dictionary, so that the handle which the user has kept still removes the hook.
         if registered := getattr(old, hooks):
             setattr(parameter, hooks, registered)
     return parameter
@@ -251,7 +251,7 @@ def _named_tensor_places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Modul
 
 
 def _update_bookkeeping(module: nn.Module, depthwise: bool) -> None:
-    # At width 1 a depthwise convolution looks like any other: only the graph knows.
+    # At width 1 only the graph distinguishes a depthwise convolution from others.
     filters = module.out_channels // module.groups if isinstance(module, nn.modules.conv._ConvNd) else 1
     for kind, attribute, tensor, dim in _BOOKKEEPING:
         if isinstance(module, kind) and getattr(module, tensor) is not None:

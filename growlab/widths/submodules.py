@@ -1,4 +1,4 @@
-"""A part of a network: what it is called with when the whole is called, and itself under the names of the whole."""
+"""Trace a submodule alone: capture its inputs, and wrap it under the names of the whole network."""
 
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -12,22 +12,22 @@ from growlab.widths.program import UnsupportedOperation
 
 
 class _Called(BaseException):
-    """Ends a call once the network's inputs are known; no Exception, which the code called may catch."""
+    """Raised to end a call once the inputs are known; not an Exception, which user code may catch."""
 
 
 def captured(call: Callable[[], Any], network: nn.Module, whole: nn.Module) -> tuple[Any, ...] | None:
-    """Inputs that `network` gets when something is called, which then ends at once.
+    """Capture the inputs of a submodule's first call, which ends the surrounding call at once.
 
     Args:
-        call: calls the network sooner or later.
-        network: a submodule.
-        whole: the module around it, in eval mode meanwhile.
+        call: function that eventually calls the submodule.
+        network: the submodule.
+        whole: the network that contains it; in eval mode during the call.
 
     Returns:
-        The inputs, detached; None where the network was not called.
+        The inputs, detached; None if the submodule was not called.
 
     Raises:
-        Exception: what the call raised before it reached the network.
+        Exception: what the call raised before it reached the submodule.
     """
     found: list[tuple[Any, ...]] = []
 
@@ -51,14 +51,14 @@ def captured(call: Callable[[], Any], network: nn.Module, whole: nn.Module) -> t
 
 
 def as_example(network: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a call as an example of a network's inputs, detached."""
+    """Convert the arguments of a call into example inputs of the network, detached."""
     return changed(
         lambda value: value.detach() if isinstance(value, Tensor) else value, arguments(network, args, named)
     )
 
 
 class Alone(nn.Module):
-    """A network of which one submodule alone is called; modules, parameters and their names are the network's.
+    """Wrapper that calls a single submodule; its modules, parameters and their names are those of the whole network.
 
     Args:
         whole: the network, whose dictionaries this shares.
@@ -70,13 +70,13 @@ class Alone(nn.Module):
         kept = vars(whole)
         vars(self).update({name: kept[name] for name in ("_modules", "_parameters", "_buffers", "training")})
         part = whole.get_submodule(path)
-        # Messages call it by its class, and inputs by name are those that it takes.
+        # For messages, which name its class, and for the names of its forward's arguments.
         self.__class__ = type(type(part).__name__, (Alone,), {})
         vars(self)["forward"] = wraps(part.forward)(lambda *args, **named: part(*args, **named))
 
 
 def path_of(whole: nn.Module, submodule: "str | nn.Module") -> str:
-    """First name of a submodule that is given by any of its names, or itself.
+    """Return the first name of a submodule, given any of its names or the module itself.
 
     Raises:
         UnsupportedOperation: the network has no such submodule.
@@ -91,7 +91,7 @@ def path_of(whole: nn.Module, submodule: "str | nn.Module") -> str:
 
 
 def inputs_to(whole: nn.Module, path: str, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a submodule is called with first when the network is called with these inputs.
+    """Return the inputs of a submodule's first call when the network is called with the given inputs.
 
     Raises:
         UnsupportedOperation: it is not called.

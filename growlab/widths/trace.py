@@ -1,4 +1,4 @@
-"""Find the width groups of any network from the graph that `torch.export` makes of it."""
+"""Find the width groups of any network from its `torch.export` graph."""
 
 import io
 import logging
@@ -51,9 +51,9 @@ from growlab.widths.unchanged import Snapshot, unchanged
 
 # A reshape into (3, heads, head dimension) has three dimensions of which one may grow.
 _PASSES = 3
-# Numbers of rows.
+# Batch sizes to choose from.
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31)
-# torch writes the traceback of a failing operation here before it raises: what is told is one sentence.
+# torch logs the traceback of a failing operation here before it raises; growlab's message is one sentence.
 _TORCH_LOGS = [
     logging.getLogger(f"torch.{name}")
     for name in ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
@@ -73,15 +73,15 @@ def trace(
     of the loss) is traced in train mode, where that can be exported and lets as much grow.
 
     Args:
-        model: the full-width network; left as it is, and so are the generators that it draws from.
+        model: the full-width network; not changed, nor are the generators that it draws from.
         example: an input [B, ...] with B >= 2, the tuple of the forward's positional inputs, or inputs by name.
         opaque: names of operations without a channel rule (`my_op` for `torch.ops.any.my_op`) that growth need not
             pass: channels that enter them keep their full width.
-        follow_norms: let channels change whose Euclidean norm is taken, as isotropic activations do: for growth
-            methods that know what that means (`GrowthMethod.follows_norms`).
-        submodule: name of the part that grows, or the module itself, of a network that cannot be traced as a whole: it
-            is traced with what it is called with first when the network is called with the example. All else, and what
-            it puts out, keeps its widths.
+        follow_norms: let channels grow whose Euclidean norm is taken, as in isotropic activations: for growth methods
+            that allow for it (`GrowthMethod.follows_norms`).
+        submodule: name of the part that grows, or the module itself, for a network that cannot be traced as a whole.
+            It is traced on the inputs of its first call when the network runs on the example. Its outputs and the rest
+            of the network keep their widths.
 
     Returns:
         The groups, the axes of every parameter and buffer they run through, and the scale classes.
@@ -100,7 +100,7 @@ def trace(
             try:
                 other = _traced(model, others, opaque, follow_norms)
             except UnsupportedOperation:
-                # It was no batch, or not all of these are rows of it.
+                # The inputs are not a batch, or not all of them have a row per sample.
                 continue
             return max(graph, other, key=lambda found: _growing(model, found))
         return graph
@@ -109,7 +109,7 @@ def trace(
 def _traced_alone(
     model: nn.Module, path: str, inputs: tuple[Any, ...], opaque: Sequence[str], follow_norms: bool
 ) -> WidthGraph:
-    """The graph of a submodule, in the names of the network, with what the network's code lets grow of it."""
+    """Trace a submodule alone, under the names of the network; remove groups whose width the network's code fixes."""
     with unchanged(model):
         own = inputs_to(model, path, inputs)
     graph = trace(Alone(model, path), own, opaque, follow_norms)
@@ -130,11 +130,11 @@ def _traced_alone(
 
 
 def _other_rows(model: nn.Module, inputs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """The inputs with so many rows that no width is a multiple of their number; none where it is so already.
+    """Return the inputs with a batch size that divides no width, in up to two variants; [] if theirs divides none.
 
-    Attention that works on batch times heads, as many as a stream has channels, cannot be told from one that works on
-    the channels. First all inputs of as many rows as the first one have others, then that one alone: a mask over
-    positions may be as long.
+    Attention over batch times heads, if these are as many as a stream has channels, cannot be distinguished from
+    attention over the channels. The first variant changes all inputs with as many rows as the first one, the second
+    variant the first input alone: a mask over positions may have the same length.
     """
     tensors = [value for value in tree_leaves(inputs) if isinstance(value, Tensor) and value.dim()]
     sizes = {size for _, tensor in model.named_parameters() for size in tensor.shape}
@@ -158,7 +158,7 @@ def _other_rows(model: nn.Module, inputs: tuple[Any, ...]) -> list[tuple[Any, ..
 def _traced(
     model: nn.Module, inputs: tuple[Any, ...], opaque: Sequence[str], follow_norms: bool
 ) -> WidthGraph:
-    """The graph of eval mode, or of train mode where the network does more there, if as much grows in it."""
+    """Trace eval mode, and train mode if it differs, and return the graph in which more grows."""
     evaluated = _exported(model, inputs)
     modes = modes_of(model, inputs)
     settings = {"follow_norms": follow_norms, "several_outputs": modes.several, "updated": modes.updated}
@@ -174,7 +174,7 @@ def _traced(
 
 
 def _without_own_backward(model: nn.Module, graph: WidthGraph, modes: Modes) -> WidthGraph:
-    """Keep channels whose statistics are taken where a backward pass does not see what growth does to them."""
+    """Remove groups that are normalised in code whose custom backward pass ignores growth's change of statistics."""
     for norm in graph.channel_norms:
         if apart := modes.own_backward.get(norm.name):
             reason = (
@@ -212,11 +212,11 @@ def _traced_program(
     try:
         graph, tracer = find()
     except UnsupportedOperation:
-        # Streams under layer normalisation bring channels to operations that know none.
+        # With growing streams under layer normalisation, channels reach operations without a channel rule.
         find(weighted_norms=False)
         return graphs[0]
     if len(graphs[0].attentions) < len(graph.attentions):
-        # Where a head dimension is written into the code, whole heads may grow instead.
+        # Where a head dimension is hard-coded, whole heads may grow instead.
         find(heads="number")
     if tracer.attending and max(len(found.groups) for found in graphs) < len(graph.groups):
         # Where the code takes the stream's width for that of all heads together, heads may grow with the stream.
@@ -224,12 +224,12 @@ def _traced_program(
         tied = frozenset(tracer.attending)
         find(tracer.moved, heads="number", tied=tied)
         if graph.attentions and len(graphs[-1].groups) < len(graph.groups):
-            # The number of heads may be a constant of the code: then what grows with the stream is each head.
+            # The number of heads may be hard-coded: then each head grows with the stream.
             find(tied=tied)
     if tracer.multiplies:
-        # Where neither can grow, as with a single head that is written out, its values may.
+        # Where neither can grow, as with a single hand-written head, its values may.
         with suppress(UnsupportedOperation):
-            # They may come to an operation that knows no channels.
+            # They may reach an operation without a channel rule.
             graph, calls, _ = _best_pass(program, model, {}, {**always, "heads": "values"})
             if _growing(model, graph) > max(_growing(model, found) for found in graphs):
                 graphs.append(without_what_breaks(model, graph, inputs, calls, training))
@@ -239,7 +239,7 @@ def _traced_program(
 def _plain_constants(
     program: torch.export.ExportedProgram, model: nn.Module, inputs: tuple[Any, ...]
 ) -> frozenset[str]:
-    """Names of plain tensors of modules that a program reads, unless they are learned or the forward makes them."""
+    """Names of modules' plain tensors that a program reads, unless they are learned or the forward creates them."""
     known, found = plain_tensors(model), set[str]()
     for name in program.graph_signature.inputs_to_lifted_tensor_constants.values():
         if name not in known or not known[name].is_leaf or known[name].requires_grad:
@@ -251,7 +251,7 @@ def _plain_constants(
             setattr(module, own, None)
             with suppress(*FAILURES):
                 call_with(model, inputs)
-            # A cache is there again.
+            # The forward has created a cache again.
             if getattr(module, own, None) is None:
                 found.add(name)
     return frozenset(found)
@@ -263,16 +263,16 @@ def layouts(
     narrower: nn.Module | None = None,
     source: Callable[[str], str] = str,
 ) -> WidthGraph:
-    """The width graph that a network's operations amount to, whether or not its code runs at other widths.
+    """Derive the width graph from a network's operations alone, without testing its code at other widths.
 
-    It says where channels lie in tensors of networks of the same class that are built at other widths.
+    It gives the layout of tensors in networks of the same class that are built at other widths.
 
     Args:
         model: see `trace`.
         example: see `trace`.
-        narrower: one of these; its program says which dimensions become larger: the number of heads, or each head.
-            None: there are more heads.
-        source: for the path of each of the model's modules, that of its counterpart in the narrower network.
+        narrower: one of these, from which it is inferred whether the number of heads or each head becomes larger.
+            None: the number of heads.
+        source: maps the path of a module of the model to that of its counterpart in the narrower network.
 
     Raises:
         UnsupportedOperation: see `trace`.
@@ -304,7 +304,7 @@ def _exported(
             for log in _TORCH_LOGS:
                 log.addFilter(_never)
             _without_caches(model.train(training))
-            # It prints there as much of the program as it has got.
+            # torch.export prints an incomplete program there.
             with redirect_stderr(io.StringIO()):
                 program = _program(model, inputs)
     except UnsupportedOperation:
@@ -319,7 +319,7 @@ def _exported(
 
 
 def _program(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
-    """What torch.export makes of a network, in which sizes that depend on data are those of the inputs."""
+    """Export a network; sizes that depend on data become those for the given inputs."""
 
     def export() -> torch.export.ExportedProgram:
         return torch.export.export(model, tuple(inputs), named_in(inputs), strict=False)
@@ -330,7 +330,7 @@ def _program(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.Exported
         if not any("data-dependent" in str(each).lower() for each in _causes(error)):
             raise
         try:
-            # As torch.export.draft_export does: numbers are computed along, and code that asks for them gets them.
+            # As in torch.export.draft_export: real values are propagated for code that reads them.
             with functorch_config.patch(fake_tensor_propagate_real_tensors=True):
                 program = export()
         except Exception:
@@ -355,9 +355,9 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextmanager
 def _exportable(model: nn.Module) -> Iterator[None]:
-    """Let torch.export follow a forward that reads attributes of parameters, keeps tensors or returns a dataclass."""
+    """Make a forward exportable that reads attributes of parameters, keeps tensors or returns a dataclass."""
     tensors, kept = named_tensors(model), list[Snapshot]()
-    # torch.export notes here the buffers that a forward puts in the place of others, and stumbles over new ones.
+    # torch.export records here buffers that a forward replaces, and fails on new ones.
     registered: dict[int, Any] = getattr(torch_module, "_global_buffer_registration_hooks", {})
 
     def begin(module: nn.Module, inputs: Any) -> None:
@@ -381,7 +381,7 @@ def _exportable(model: nn.Module) -> Iterator[None]:
 
 
 def _without_caches(model: nn.Module) -> None:
-    """Let models of transformers not put out their keys and values, objects that torch.export does not know."""
+    """Turn off `use_cache` in models of transformers: torch.export does not know the cache objects that they return."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
@@ -390,9 +390,9 @@ def _without_caches(model: nn.Module) -> None:
 
 @contextmanager
 def _masks_as_given() -> Iterator[None]:
-    """Let torch's transformers take a mask for a mask, without a look at its numbers for one of the future alone.
+    """Stop torch's transformers from inspecting whether a mask is causal.
 
-    Where they look, torch.export cannot follow, and what they find chooses a kernel. No public way says so beforehand.
+    torch.export cannot follow the inspection, which only chooses a kernel. There is no public switch for it.
     """
     looks = getattr(transformer, "_detect_is_causal_mask", None)
     if looks is None:
@@ -406,7 +406,7 @@ def _masks_as_given() -> Iterator[None]:
 
 
 def _not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exception) -> UnsupportedOperation:
-    """Why: the network cannot compute such an input at all, or torch.export cannot follow how it does."""
+    """Return the error for a failed export: the network itself fails on the input, or torch.export cannot follow it."""
     name = type(model).__name__
     for path, module in model.named_modules():
         if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
@@ -451,13 +451,13 @@ def _not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exception) -
 
 
 def _line_of(error: BaseException) -> str:
-    """The line of the user's code that an error has come from, for messages."""
+    """Return the line of the user's code that raised an error as " at `LINE`" for messages, or ""."""
     line = next(filter(None, map(own_line, _causes(error))), "")
     return f" at `{line}`" if line else ""
 
 
 class _DrawsFromGlobal(TorchFunctionMode):
-    """Draws from torch's own generator: programs of torch 2.11 have no place for others."""
+    """Drop `generator` arguments, so that torch's global generator is used: torch 2.11 cannot export others."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -466,7 +466,7 @@ class _DrawsFromGlobal(TorchFunctionMode):
 
 
 class _Packing(TorchFunctionMode):
-    """Notes whether sequences are packed, or made padded ones again."""
+    """Set `seen` when a sequence is packed or a packed one is padded."""
 
     seen = False
 
@@ -487,7 +487,7 @@ def _never(record: logging.LogRecord) -> bool:
 
 
 def _growing(model: nn.Module, graph: WidthGraph) -> tuple[int, int]:
-    """Parameters in tensors that grow, and the same once for every dimension that does."""
+    """Count the parameters in tensors that grow, and the same with each counted once per growing dimension."""
     counts = [
         (p.numel(), sum(bool(axis.groups) for axis in graph.axes.get(name, ())))
         for name, p in model.named_parameters()
@@ -501,10 +501,9 @@ def _best_pass(
     moved: Mapping[str, int],
     settings: Mapping[str, Any],
 ) -> tuple[WidthGraph, list[Call], Tracer]:
-    """Where attention sums over the dimension that was to grow, go over the program again with the one before it.
+    """Interpret a program several times, moving growing dimensions that attention sums over one to the left.
 
-    Returns the graph in which most parameters grow, its operations, and the tracer that has seen all that can be
-    moved.
+    Returns the graph in which most parameters grow, its operations, and the tracer of the last complete pass.
     """
     settings = dict(settings)
     about = {name: settings.pop(name) for name in ("several_outputs", "updated") if name in settings}
@@ -515,7 +514,7 @@ def _best_pass(
         try:
             graph = further.run(**about)
         except UnsupportedOperation:
-            # What was moved has come to an operation that knows no channels.
+            # A moved dimension has reached an operation without a channel rule.
             if best is None:
                 raise
             break

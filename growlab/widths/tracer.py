@@ -1,4 +1,4 @@
-"""Walk over an exported program with axes in the place of numbers."""
+"""Interpret an exported program with axes in place of numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,15 +36,27 @@ from growlab.widths.rules import (
 from growlab.widths.rules.elementwise import broadcast
 from growlab.widths.rules.rotation import individuated
 
-#: Why the channels that a network puts out stay.
+#: Reason why a network's output channels keep their width.
 OUTPUT = "the network's output"
 _INPUT = "the network's input"
-# What torch.export wraps around a part of the program that runs under a setting; the part's inputs come last.
+# Operations that run a subprogram under a setting; the subprogram's inputs are their last arguments.
 _SETTINGS = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
 
 
 class Tracer(Recorder):
-    """Interprets an exported program over axes instead of numbers."""
+    """Interpret an exported program over axes instead of numbers.
+
+    Args:
+        program: exported program of the model.
+        model: the network at full width.
+        opaque: names of operations that growth need not pass.
+        moved: see `Recorder`.
+        follow_norms: see `trace`.
+        heads: see `Recorder`.
+        tied: see `Recorder`.
+        weighted_norms: see `Recorder`.
+        plain: names of plain tensors of modules that are constants of the program.
+    """
 
     def __init__(
         self,
@@ -72,16 +84,16 @@ class Tracer(Recorder):
         self._canonical = canonical_names(model)
         self._known: dict[str, Value] = {}
         self._visited: list[tuple[str, tuple[float, ...], list[Value], Any]] = []
-        # How deep the parts of composite operations are that are visited.
+        # Nesting depth of the composite operations that are being visited.
         self._inside = 0
         self._constants = constants_of(program)
 
     def run(self, several_outputs: bool = False, updated: frozenset[str] = frozenset()) -> WidthGraph:
-        """Visit every node once, in forward order, and collect what was found; list the operations in `calls`.
+        """Visit every node once in forward order and return the width graph; `calls` lists the operations.
 
         Args:
-            several_outputs: in another mode the network returns something else than a tensor.
-            updated: buffers that training writes to.
+            several_outputs: True if the output in any mode is not a single tensor.
+            updated: names of buffers and plain tensors that the forward writes to.
         """
         self._still -= updated
         output_class = self.scales.new()
@@ -91,7 +103,7 @@ class Tracer(Recorder):
             for axis in value.axes:
                 self.atoms.freeze(axis, OUTPUT)
         for name in self._plain & {each for x in self._norms for each in (x.running_mean, x.running_var)}:
-            # Training may follow them, and no state_dict has them.
+            # Training may change them, and no state_dict has them.
             for axis in self._parameters[name]:
                 self.atoms.freeze(axis, f"{name} is neither a parameter nor a buffer")
         self._tie_heads_to_streams()
@@ -112,7 +124,7 @@ class Tracer(Recorder):
         return graph
 
     def _visit(self, part: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        """The outputs of the program, or of a part of it that is called with these inputs."""
+        """Visit the program, or a subprogram that is called with these inputs, and return its outputs."""
         values: dict[Any, Any] = {}
         outer, self._values = self._values, values
         given = iter(inputs)
@@ -125,7 +137,7 @@ class Tracer(Recorder):
             elif node.op == "call_function" and is_dead(node):
                 values[node] = self._of_fixed(node)
                 if is_pointwise(node):
-                    # It has no part in what the network computes, but is run: what it adds up must be of one width.
+                    # Its result is not used, but it is run: its operands must fit at any width.
                     operands = list(values_in([values[each] for each in node.all_input_nodes]))
                     broadcast(self, self.shape(node), operands)
             elif node.op == "call_function":
@@ -179,7 +191,7 @@ class Tracer(Recorder):
         return self._known[name]
 
     def numbers(self, node: Any) -> list[int]:
-        """Integers of a tensor that the forward makes from numbers; none of any other."""
+        """Return the integers of a tensor that the forward creates from numbers; [] for any other tensor."""
         while node not in self._constants and self.operation(node).startswith("lift_fresh"):
             node = node.args[0]
         constant = self._constants.get(node)
@@ -188,7 +200,7 @@ class Tracer(Recorder):
         return [int(entry) for entry in constant.flatten().tolist()]
 
     def _origin_of(self, node: Any) -> str:
-        """The origin of a tensor that is no parameter or buffer, for reasons why channels stay."""
+        """Describe the origin of a tensor that is not a parameter or buffer, for reasons why channels stay."""
         lifted = self._program.graph_signature.inputs_to_lifted_tensor_constants.get(node.name)
         if lifted is None:
             return _INPUT
@@ -210,13 +222,13 @@ class Tracer(Recorder):
         if not (is_number or operation in RULES or operation in self._opaque or self._is_fixed(named)):
             if not is_pointwise(node) or self.has_several_outputs(node):
                 return self._taken_apart(node, operation, named)
-            # The rule for what is computed or chosen entry by entry.
+            # The rule for element-wise functions of several operands.
             operation = "where"
         result = self._rooted(operation, named, self._apply(node, operation, named))
         return result if operation in AFFINE else self._with_makers(operation, named, result)
 
     def _rooted(self, operation: str, named: dict[str, Any], result: Any) -> Any:
-        """The same result; its fixed axes say where they come from: an operand's that is as long or alone, or this."""
+        """Set the origin of a result's fixed axes: that of an operand's axis as long, the only one, or this."""
         results = result if isinstance(result, list) else [result]
         if not any(run.unrooted for value in values_in(results) for axis in value.axes for run in axis):
             return result
@@ -237,7 +249,7 @@ class Tracer(Recorder):
         return told if isinstance(result, list) else told[0]
 
     def _apply(self, node: Any, operation: str, named: dict[str, Any]) -> Any:
-        """What the operation's channel rule says of these arguments."""
+        """Apply an operation's channel rule to its arguments and return the result."""
         if _known_number(node) is not node or not (any(True for _ in values_in(named)) or self.shapes(node)):
             # A number made of numbers, or read from a tensor, whose scale stays.
             for value in values_in(named) if operation == "item" else ():
@@ -259,7 +271,7 @@ class Tracer(Recorder):
         return result
 
     def _spread_rearranged(self, operation: str, named: dict[str, Any], results: list[Value]) -> None:
-        """Parameters that go into what a rule has returned without being placed by it carry channels."""
+        """Let parameters carry channels that enter a rule's result without a role assigned by the rule."""
         if operation in AFFINE or operation in MIXING or operation in SIZES_ALONE:
             return
         kept = {
@@ -275,7 +287,7 @@ class Tracer(Recorder):
                 self.spread(value)
 
     def _taken_apart(self, node: Any, operation: str, named: dict[str, Any]) -> Any:
-        """What a composite operation without a rule does: what its parts do one after the other."""
+        """Visit the decomposition of a composite operation that has no channel rule."""
         if (parts := parts_of(node)) is not None:
             self._inside += 1
             result = self._visit(parts, list(values_in(list(named.values()))))
@@ -293,12 +305,12 @@ class Tracer(Recorder):
         )
 
     def _with_makers(self, operation: str, args: Mapping[str, Any], result: Any) -> Any:
-        """The same result, which the layers behind the arguments have made."""
+        """Set the layers that made a result to those that made its operands."""
         operands = list(values_in(args))
         made_by = frozenset[str]().union(*(value.made_by for value in operands))
         mixed = operation in self._opaque or operation in MIXING or operation not in RULES
         if mixed and any(self._is_matrix(value) for value in operands):
-            # An affine map: its rule has told who made the result, if it is a layer of the graph.
+            # An affine map: its rule has set `made_by`, if it is a layer of the graph.
             self._followed |= made_by
             return result
         if isinstance(result, Value):
@@ -317,5 +329,5 @@ class Tracer(Recorder):
 
 
 def _known_number(node: Any) -> Any:
-    """The number that a node stands for, else the node."""
+    """Return the number that a node stands for, or the node itself."""
     return value if isinstance(value := node.meta.get("val"), (int, float)) else node

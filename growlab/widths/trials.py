@@ -1,4 +1,4 @@
-"""Runs a network at narrow widths, without memory (device meta)."""
+"""Run a network at narrow widths, without memory (device meta) where possible."""
 
 import copy
 import os
@@ -25,25 +25,25 @@ from growlab.widths.replaced import note_restored
 from growlab.widths.resize import replace_tensors, resized, tensors_of
 from growlab.widths.unchanged import Snapshot
 
-#: What a network's code may end in at sizes that it is not written for: a layer that it has at others alone, too.
+#: Exceptions that a network may raise at sizes it was not written for, such as for a layer that it lacks there.
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, ArithmeticError, AttributeError)
 
-#: How reasons begin why a group stays whose narrowing the forward does not survive, or answers with another function.
+#: First words of the reason why a group stays: narrowing it makes the forward fail, or compute something else.
 FAILS = "the code fails at narrow widths"
 OTHERWISE = "the code computes something else at narrow widths"
 
 
 class Trials:
-    """Runs a network at narrow widths.
+    """Run a network at narrow widths and compare it with what tracing predicts.
 
     Args:
-        model: at full width, while it is `lightened`.
+        model: network at full width, while it is `lightened`.
         graph: its width graph.
-        inputs: positional inputs of the forward that belong to that.
-        kept: its state then.
+        inputs: inputs that `lightened` has yielded.
+        kept: snapshot that `lightened` has yielded.
         calls: operations that tracing has visited.
-        training: it has visited those of train mode.
-        any_rows: the network's outputs may be of any number of rows.
+        training: True if they are those of train mode.
+        any_rows: True if the number of output rows may vary.
     """
 
     def __init__(
@@ -61,39 +61,39 @@ class Trials:
         self.attributes: Mapping[Written, Axis] = {}
         self._model, self._inputs, self._kept = model, inputs, kept
         self._full = tensors_of(self._model, graph)
-        # Only where train mode does something else than eval mode does it have to be tried as well.
+        # Train mode is tried as well only if it does something else than eval mode.
         self._modes: tuple[bool, ...] = (False, True)
         evaluated, trained = (self._run_at_full_width(training) for training in self._modes)
         if evaluated == trained:
             self._modes = (False,)
         self._expected = [shapes for shapes, _ in (evaluated, trained)][: len(self._modes)]
         self._widths = _trial_widths(graph)
-        # Widths that differ from one another as much as they can, all of them narrow.
+        # Narrow widths that differ from each other as much as possible.
         halves, apart = self._widths[0], self._widths[-1]
         self._apart = {n: w if w < graph.groups[n].full_width else halves[n] for n, w in apart.items()}
         self._reference: list[Any] | None = None
         self._full_calls: list[list[Seen]] | None = None
-        #: Why the last trial that failed did, and by group why it could not be narrowed.
+        #: Reason of the last failure; and the reason why each group could not be narrowed.
         self.failure = ""
         self.failures: dict[str, str] = {}
 
     def work(self, names: Iterable[str], attributes: Mapping[Written, Axis] | None = None) -> bool:
-        """Whether the network runs, and as tracing predicts, while any of these groups are narrow.
+        """Return True if the network runs as tracing predicts while these groups are narrow.
 
         Args:
             names: groups.
-            attributes: sizes kept by modules that follow the widths; by default those that are known to.
+            attributes: attributes of modules that follow the widths; None: `self.attributes`.
         """
         names = list(names)
         return self.run(names, attributes) and self.compute_the_same(names, attributes)
 
     def run(self, names: Iterable[str], attributes: Mapping[Written, Axis] | None = None) -> bool:
-        """Whether the network runs and puts out what it should: the first half of `work`."""
+        """Return True if the network runs and its outputs have the right shapes: the first half of `work`."""
         graph, wanted = self._following(attributes), set(names)
         full = self._graph.full_widths
         for number, widths in enumerate(self._widths):
             if not self._runs(graph, {name: widths[name] if name in wanted else full[name] for name in full}):
-                # What has just failed is the likeliest to fail again.
+                # The widths that have just failed are the likeliest to fail again.
                 self._widths.insert(0, self._widths.pop(number))
                 return False
         return True
@@ -101,7 +101,7 @@ class Trials:
     def compute_the_same(
         self, names: Iterable[str], attributes: Mapping[Written, Axis] | None = None
     ) -> bool:
-        """Whether the operations that run are those that tracing predicts: the other half of `work`."""
+        """Return True if the network runs the operations that tracing predicts: the second half of `work`."""
         if not self._predictions.in_doubt:
             return True
         wanted, full = set(names), self._graph.full_widths
@@ -111,7 +111,7 @@ class Trials:
                 narrow = self._calls()
         except FAILURES as error:
             self.failure = _raised(error)
-            # Some networks cannot be followed so at any width.
+            # Operations of some networks cannot be recorded at any width.
             return self._at_full_width() is None
         agree = self._predictions.agree(narrow, widths, lambda: self._at_full_width() or [])
         if not agree:
@@ -127,7 +127,7 @@ class Trials:
         return replace(self._graph, written=self.attributes if attributes is None else attributes)
 
     def lag_behind(self, places: Iterable[Written]) -> list[Written]:
-        """Places whose size does not follow the widths by itself, as the bookkeeping of torch's modules does."""
+        """Return the places whose size `replace_tensors` does not update, as it does attributes of torch's modules."""
         modules = dict(self._model.named_modules())
         with self._narrow(replace(self._graph, written={}), self._apart):
             return [
@@ -138,7 +138,7 @@ class Trials:
             ]
 
     def reads(self, places: Sequence[Written]) -> bool:
-        """Whether the forward takes anything from any of these places."""
+        """Return True if the forward reads any of these places: other sizes there change its calls or make it fail."""
         self._reference = self._reference or self._sizes()
         modules, full = dict(self._model.named_modules()), self._graph.full_widths
         try:
@@ -185,7 +185,7 @@ class Trials:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Put the network back at the end: its full width, and what it has kept of forwards at other widths."""
+        """Restore the network at the end: its full width, and whatever it has cached in forwards at other widths."""
         try:
             yield
         finally:
@@ -214,7 +214,7 @@ class Trials:
             return self._run(training)
 
     def _run(self, training: bool) -> tuple[list[torch.Size], list[Any]]:
-        """Shapes of the outputs, and the functions that were called on the way."""
+        """Run the network; return the shapes of its outputs and the functions that were called."""
         self._model.train(training)
         with _unwarned(), torch.no_grad(), Shapes() as mode:
             outputs = call_with(self._model, self._inputs)
@@ -229,17 +229,17 @@ def _raised(error: Exception) -> str:
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """Without warnings: of widths that a network is tried at, some of which it is never trained at."""
+    """Suppress warnings: most of the widths that are tried are never trained."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def _trial_widths(graph: WidthGraph) -> list[dict[str, int]]:
-    """All groups at half their width, then widths that have nothing to do with one another.
+    """Return the widths to try: first all groups at half width, then combinations of different ratios.
 
-    A schedule may bring any widths, so any two groups must once differ in the part of their width that they have:
-    that part is a digit of the group's number, on a scale as fine as even widths allow.
+    A schedule may bring any widths, so any two groups must differ at least once in their ratio to full width: that
+    ratio is a digit of the group's number, on a scale as fine as even widths allow.
     """
     sizes = {name: group.full_width for name, group in graph.groups.items()}
     trials = [{name: max(1, size // 2) for name, size in sizes.items()}]
@@ -256,24 +256,25 @@ def _trial_widths(graph: WidthGraph) -> list[dict[str, int]]:
 
 @contextmanager
 def lightened(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Snapshot]]:
-    """Let a network have no memory for a while (device meta), or other tensors where it cannot run without.
+    """Move a network to device meta for a while, or give it copies of its tensors if it cannot run there.
 
-    It is the network itself that runs, since what its forward reaches otherwise than by attributes (modules that a
-    lambda or a decorator closes over, global names) would in a copy be that of the network.
+    The network itself is changed, not a copy of it: in a copy, modules that the forward reaches through closures or
+    global names would still be those of the network.
 
     Args:
-        model: as it was afterwards, whatever is done to it meanwhile.
+        model: restored at the end, whatever is done to it meanwhile.
         inputs: positional inputs of the forward.
 
     Yields:
-        Such inputs without memory, or these where it cannot run without; and the state to go back to after a forward.
+        The inputs on device meta, or the given ones if the network cannot run there; and a snapshot to restore after
+        each forward.
 
     Raises:
-        UnsupportedOperation: it does not run on these inputs at all.
+        UnsupportedOperation: the network does not run on these inputs at all.
     """
     whole, handles = Snapshot(model, "nothing"), _as_exported(model)
     try:
-        # The first runs of a network: what torch has to say of it, it says when it is trained.
+        # torch's warnings about a network's first runs appear when it is trained.
         with _unwarned():
             light, kept = _lightened(model, inputs, whole)
         yield light, kept
@@ -299,7 +300,7 @@ def _lightened(
 
 
 def _exchange(model: nn.Module, other: Callable[[Tensor], Tensor]) -> None:
-    """Put others in the place of all parameters and buffers; what is shared stays shared."""
+    """Replace all parameters and buffers; shared tensors stay shared."""
     known: dict[int, Tensor] = {}
     for module in model.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -315,7 +316,7 @@ def _exchange(model: nn.Module, other: Callable[[Tensor], Tensor]) -> None:
 
 
 def _tried(light: nn.Module, inputs: tuple[Any, ...]) -> Snapshot:
-    """State of a network that runs in both modes, as it is before it does."""
+    """Run a network in both modes; return a snapshot of its state before."""
     kept = Snapshot(light, "all but parameters")
     for training in (False, True):
         try:
@@ -338,7 +339,7 @@ def _tried(light: nn.Module, inputs: tuple[Any, ...]) -> Snapshot:
 
 
 def asks_for_numbers(model: nn.Module, error: BaseException) -> UnsupportedOperation | None:
-    """The reason why a network on device meta does not run, where its own code asks for numbers in a tensor."""
+    """Return the error of a network that fails on device meta because its code reads values of a tensor, or None."""
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     if not on_meta or not any(text in str(error) for text in ("meta tensor", "register_meta")):
         return None
@@ -351,14 +352,14 @@ def asks_for_numbers(model: nn.Module, error: BaseException) -> UnsupportedOpera
 
 
 def own_line(error: BaseException) -> str:
-    """The last line that led to an error in neither torch's code nor this package's; "": there is none."""
+    """Return the last source line of a traceback outside of torch and growlab, or ""."""
     others = tuple(os.path.dirname(os.path.dirname(place)) for place in (torch.nn.__file__, __file__))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
     return (frames[-1].line or "") if frames else ""
 
 
 def _as_exported(light: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-    """Let a network without memory run as torch.export runs it: code that asks skips what depends on numbers."""
+    """Let a network run as under torch.export, where code that asks for it skips what depends on values."""
     # No public way sets what `torch.compiler.is_compiling()` and `is_exporting()` say.
     flags = ("_is_compiling_flag", "_is_exporting_flag")
     kept: list[tuple[bool, ...]] = []
@@ -376,11 +377,11 @@ def _as_exported(light: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
 
 
 def copied(model: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:
-    """A copy of a network: also of one that keeps activations of its last forward, and with its tensors' attributes.
+    """Copy a network, even if it has cached activations, with the attributes of its tensors.
 
     Args:
-        model: left as it is.
-        known: what stands in the copy for tensors of the network, by their id.
+        model: not changed.
+        known: replacements in the copy by the id of a tensor of the network.
     """
     twin = copy.deepcopy(model, {**_computed(model), **(known or {})})
     share_attributes(named_tensors(model), twin)
@@ -388,7 +389,7 @@ def copied(model: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Modul
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by each of their names."""
+    """Parameters and buffers by all of their names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -396,21 +397,21 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def share_attributes(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Give a network's tensors the attributes that those of the same names have: copying a Parameter drops them."""
+    """Copy the attributes of tensors to those of the same names in a network: deepcopy drops a Parameter's."""
     for name, tensor in named_tensors(model).items():
         for attribute, content in vars(tensors[name]).items() if name in tensors else ():
             vars(tensor).setdefault(attribute, content)
 
 
 def _computed(model: nn.Module) -> dict[int, Any]:
-    """By id what modules keep of a forward and deepcopy refuses: activations, weights that hooks have computed."""
+    """Activations and computed weights in modules' attributes, by id: non-leaf tensors, which deepcopy refuses."""
     kept = [value for module in model.modules() for value in vars(module).values()]
     tensors = [leaf for value in kept for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return {id(tensor): tensor for tensor in tensors if not tensor.is_leaf}
 
 
 def tensors_in(outputs: Any) -> list[Tensor]:
-    """All tensors in what a network returns, in containers, dataclasses and what torch's pytrees know as one."""
+    """List all tensors in a network's output: in containers, dataclasses and other pytree nodes."""
     if isinstance(outputs, Tensor):
         return [outputs]
     if isinstance(outputs, Mapping):

@@ -1,4 +1,4 @@
-"""Undo whatever is done to a network while it is only looked at: one snapshot of all that its modules can keep."""
+"""Snapshot and restore everything that a network's modules can keep, so that inspecting it leaves it unchanged."""
 
 import random
 import sys
@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Plain objects of these libraries are no place where a forward keeps something.
+# Libraries in whose plain objects a forward does not store anything.
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {
     *(
         "accelerate",
@@ -36,14 +36,14 @@ _ATOMS = frozenset(
     {bool, bytes, complex, float, int, str, type, type(None), torch.device, torch.dtype, torch.Size}
 )
 _CACHED = type(cache(lambda: None))
-# What is inside of longer containers is data, not a cache.
+# Longer containers are data, not a cache, and not searched.
 _LONGEST = 10_000
 #: Hooks of a tensor have no public names.
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _ABSENT = object()
 
-#: Tensors that a snapshot copies at once. Beside buffers alone, `unchanged` copies others when an operation is about to
-#: write to them.
+#: Tensors that a snapshot copies at once. With "buffers", `unchanged` copies other tensors right before an operation
+#: writes to them.
 Copied = Literal["nothing", "buffers", "all but parameters"]
 
 #: Takes an operation, its positional and named arguments, and its result.
@@ -51,7 +51,7 @@ Listener = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
 
 
 class Snapshot:
-    """State of a network to go back to, any number of times.
+    """Snapshot of a network's state, which can be restored any number of times.
 
     It covers every place where a forward can keep something: attributes of modules and of the plain objects, containers
     and functions (closures, `functools.cache`) that these lead to, of their classes, global variables that their
@@ -59,7 +59,7 @@ class Snapshot:
     random numbers that are kept so.
 
     Args:
-        network: whose state it is.
+        network: network whose state is recorded.
         copied: tensors that are copied at once.
     """
 
@@ -67,9 +67,9 @@ class Snapshot:
         self._copied, self._buffers = copied, {id(buffer) for buffer in network.buffers()}
         self._undo: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
         self._tensors: list[Content] = []
-        #: Called with each operation, its arguments and its result while `writes` is entered.
+        #: Called with each operation, its arguments and its result while the mode of `writes` is active.
         self.listeners: list[Listener] = []
-        # Objects by their dictionaries of attributes.
+        # Id of each object by the id of its attribute dictionary.
         self._owners: dict[int, int] = {}
         self._seen, self._waiting = set[int](), list[Any]([network])
         while self._waiting:
@@ -79,25 +79,25 @@ class Snapshot:
                 self._note(thing, type(thing))
 
     def restore(self) -> None:
-        """Put everything back that has changed."""
+        """Restore everything that has changed."""
         for undo, thing, state in self._undo:
             undo(thing, state)
         for content in self._tensors:
             content.restore()
 
     def accept(self) -> None:
-        """Let the numbers that tensors have now be those to go back to."""
+        """Make the current values of tensors those to restore."""
         for content in self._tensors:
             content.accept()
 
     def writes(self) -> TorchDispatchMode:
-        """A mode to run the network in, which copies tensors before they are written to."""
+        """Return a dispatch mode for running the network, which copies tensors before they are written to."""
         return Writes(self._tensors, self.listeners)
 
     def kept(self) -> "list[Kept]":
-        """Tensors that are now where nothing was: attributes, buffers, and what containers and variables have in them.
+        """Find tensors in places that were empty: attributes, buffers, and entries of containers and variables.
 
-        With attributes of a module or an object come its other ones that have changed.
+        For attributes of a module or an object, its other changed attributes are included.
         """
         found = [Kept(undo, thing, state, self._owners.get(id(thing))) for undo, thing, state in self._undo]
         found = [each for each in found if each.changed]
@@ -106,7 +106,7 @@ class Snapshot:
 
     def _note(self, thing: Any, kind: type) -> None:
         if kind is dict or kind is OrderedDict:
-            # Most of what there is.
+            # The most frequent case.
             self._add(restore_dict, thing, thing.copy(), thing.values())
             return
         if isinstance(thing, Tensor):
@@ -164,7 +164,7 @@ class Snapshot:
     def _note_function(self, function: FunctionType) -> None:
         here = function.__globals__
         if (library := str(here.get("__name__")).partition(".")[0]) == "growlab":
-            # Its hooks note what is seen.
+            # Its hooks record observations, which stay.
             return
         self._follow((*(function.__closure__ or ()), *(function.__defaults__ or ())))
         self._waiting += [function.__dict__] if function.__dict__ else []
@@ -208,13 +208,13 @@ class Snapshot:
 
 
 class Kept:
-    """A place where a forward keeps something that was not there before.
+    """A place where a forward has stored something that was not there before.
 
     Args:
-        undo: puts the place's state back.
+        undo: restores the place's state.
         thing: the place.
-        state: before.
-        owner: the object whose attributes they are; None: the place is a container or a variable of its own.
+        state: its state before.
+        owner: id of the object whose attributes the place has; None: it is a container or a variable.
     """
 
     def __init__(self, undo: Callable[[Any, Any], None], thing: Any, state: Any, owner: int | None) -> None:
@@ -225,22 +225,22 @@ class Kept:
             key
             for key in {**self._before, **now}
             if now.get(key, _ABSENT) is not (before := self._before.get(key, _ABSENT))
-            # What has been there is no cache.
+            # A tensor that replaces another one is not a cache.
             and not any(tensor.numel() for tensor in _tensors_in(before))
             and not isinstance(now.get(key), nn.Parameter)
         ]
 
     def contents(self) -> dict[Any, Any]:
-        """What is there."""
+        """Return the current entries of the place by key."""
         return _entries_of(self._undo, self._thing, None)
 
     def shapes(self) -> list[torch.Size]:
-        """Of the tensors in what has changed."""
+        """Shapes of the tensors in the entries that have changed."""
         now = self.contents()
         return [tensor.shape for key in self.changed for tensor in _tensors_in(now.get(key))]
 
     def leave_out_what_changes_from(self, once: dict[Any, Any]) -> None:
-        """Leave out numbers and the like that are not what they were, such as counters."""
+        """Leave out entries without tensors that differ from those of another forward, such as counters."""
         now = self.contents()
         self.changed = [
             key
@@ -249,7 +249,7 @@ class Kept:
         ]
 
     def forget(self) -> Callable[[], None]:
-        """Put back what was there before; returns a function that undoes it."""
+        """Restore what was there before; returns a function that undoes it."""
         now = self.contents()
         if self.owner is None:
             state = now if isinstance(self._thing, dict) else next(iter(now.values()), _ABSENT)
@@ -261,41 +261,41 @@ class Kept:
 
 
 class Content:
-    """Numbers of a tensor, and the memory that they are in."""
+    """Values of a tensor, and the memory that they are stored in."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.alias = tensor, tensor.detach()
         self._copy: Tensor | None = None
 
     def keep(self) -> None:
-        """Copy them."""
+        """Copy the values, unless they have been copied."""
         if self._copy is None:
             self._copy = self.alias.clone()
 
     def accept(self) -> None:
-        """Copy them anew, if they were."""
+        """Update the copy to the current values, if there is one."""
         if self._copy is not None:
             self._copy.copy_(self.alias)
 
     def restore(self) -> None:
-        """Put them back, into the memory where they were."""
+        """Restore the values in the memory where they were."""
         alone = torch.inference_mode() if self.tensor.is_inference() else torch.no_grad()
         with alone:
             if _memory(self.tensor) != _memory(self.alias) or self.tensor.shape != self.alias.shape:
                 self.tensor.data = self.alias
-            # A copy would count as a change where a graph waits for its backward pass.
+            # Copying increments the version, which fails a backward pass that is still to come.
             if self._copy is not None and not torch.equal(self.tensor, self._copy):
                 self.tensor.copy_(self._copy)
 
 
 class Writes(TorchDispatchMode):
-    """Copies tensors before an operation writes to them."""
+    """Dispatch mode that copies tensors before an operation writes to them."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled while it watches; being left out by torch.compile would triple what a call costs."""
+        """Return False: nothing is compiled under this mode, and being skipped by dynamo triples the cost of a call."""
         return False
 
     def __init__(self, contents: Sequence[Content], listeners: Sequence[Listener] = ()) -> None:
@@ -324,12 +324,12 @@ class Writes(TorchDispatchMode):
 
 @contextmanager
 def unchanged(network: nn.Module, seed: int | None = None, copied: Copied = "buffers") -> Iterator[Snapshot]:
-    """Undo at the end, whatever is raised, all that was done to a network, and to the generators that it draws from.
+    """Restore a network, and the generators that it draws from, at the end of the block or after an exception.
 
     Args:
-        network: left as it is, see `Snapshot`.
-        seed: lets all global generators begin from it; None: from where they are.
-        copied: see `Snapshot`; all but parameters where no mode may see what torch does, as in torch.export.
+        network: network to restore, see `Snapshot`.
+        seed: seed of all global generators in the block; None: they continue from their state.
+        copied: see `Snapshot`; "all but parameters" where dispatch modes are not allowed, as in torch.export.
     """
     snapshot = Snapshot(network, copied)
     with _draws_kept(network, seed):
@@ -337,7 +337,7 @@ def unchanged(network: nn.Module, seed: int | None = None, copied: Copied = "buf
             if copied != "buffers":
                 yield snapshot
                 return
-            # torch compiles nothing under such a mode, and refuses what has to be compiled as a whole.
+            # torch does not compile under such a mode, and raises for code that has to be compiled as a whole.
             with torch.compiler.set_stance("force_eager"), snapshot.writes():
                 yield snapshot
         finally:
@@ -346,7 +346,7 @@ def unchanged(network: nn.Module, seed: int | None = None, copied: Copied = "buf
 
 @contextmanager
 def _draws_kept(network: nn.Module, seed: int | None) -> Iterator[None]:
-    """Put torch's, Python's and numpy's own generators back."""
+    """Restore the global generators of torch, Python and numpy at the end; seed them before if asked."""
     put_back = states_of_draws(network)
     try:
         if seed is not None:
@@ -357,7 +357,7 @@ def _draws_kept(network: nn.Module, seed: int | None) -> Iterator[None]:
 
 
 def seed_draws(network: nn.Module, seed: int) -> None:
-    """Let the generators that a network may draw from, all but its own, begin from a seed."""
+    """Seed the global generators that a network may draw from, of torch, CUDA, Python and numpy."""
     torch.default_generator.manual_seed(seed)
     for device in _cuda_devices(network):
         torch.cuda.default_generators[device].manual_seed(seed)
@@ -366,7 +366,7 @@ def seed_draws(network: nn.Module, seed: int) -> None:
 
 
 def states_of_draws(network: nn.Module) -> Callable[[], None]:
-    """A function that puts the generators a network may draw from, all but its own, back to where they are now."""
+    """Return a function that restores the current state of the global generators of torch, CUDA, Python and numpy."""
     here, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
     there = [(device, torch.cuda.get_rng_state(device)) for device in _cuda_devices(network)]
 
@@ -384,7 +384,7 @@ def _cuda_devices(network: nn.Module) -> list[int]:
     return sorted({p.device.index or 0 for p in network.parameters() if p.device.type == "cuda"})
 
 
-#: Objects whose state has ways of its own to be read and written.
+#: Functions that read and write the state of objects, by their type.
 STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
@@ -412,11 +412,11 @@ def _memory(tensor: Tensor) -> int:
 
 @cache
 def _written_by(operation: Any) -> tuple[int | str, ...]:
-    """Places of the arguments that an operation writes to."""
+    """Positions or names of the arguments that an operation writes to."""
     schema = getattr(operation, "_schema", None)
     if schema is None:
         return ()
-    # The schemas of batch normalisation do not say that it writes to its statistics.
+    # The schemas of batch normalisation do not declare that it writes to its statistics.
     every = "batch_norm" in schema.name
     return tuple(
         argument.name if argument.kwarg_only else place
@@ -433,7 +433,7 @@ def _names_in(code: CodeType) -> tuple[str, ...]:
 
 
 def _entries_of(undo: Callable[[Any, Any], None], thing: Any, state: Any) -> dict[Any, Any]:
-    """What a place has in it, by a key: now, or in its state."""
+    """Return the entries of a place by key: the current ones, or those of its saved state."""
     if undo is restore_dict:
         return dict(_kind_of(thing).items(thing)) if state is None else state
     if undo is restore_list:
@@ -475,12 +475,12 @@ def _read_slot(slot: MemberDescriptorType, thing: Any) -> Any:
 
 
 def _kind_of(content: dict[Any, Any]) -> Any:
-    """Class whose methods read what a dictionary holds: subclasses may read otherwise."""
+    """Return the class whose methods read a dictionary's entries: subclasses may override them."""
     return OrderedDict if isinstance(content, OrderedDict) else dict
 
 
 def restore_dict(content: dict[Any, Any], state: dict[Any, Any]) -> None:
-    """Let a dictionary hold what it held, in the same order."""
+    """Restore the entries of a dictionary, in the same order."""
     if not len(content) and not state:
         return
     kind = _kind_of(content)
@@ -493,13 +493,13 @@ def restore_dict(content: dict[Any, Any], state: dict[Any, Any]) -> None:
 
 
 def restore_list(content: list[Any], state: list[Any]) -> None:
-    """Let a list hold what it held."""
+    """Restore the items of a list."""
     if len(content) != len(state) or not all(map(is_, content, state)):
         list.__setitem__(content, slice(None), state)
 
 
 def restore_filled(content: Any, state: tuple[Any, ...]) -> None:
-    """Let a set or a deque hold what it held."""
+    """Restore the items of a set or a deque."""
     if len(content) != len(state) or not all(map(is_, content, state)):
         content.clear()
         (content.update if isinstance(content, set) else content.extend)(state)
@@ -549,7 +549,7 @@ def _restore_attributes(kind: type, state: dict[str, Any]) -> None:
 
 
 def restore_leaf(tensor: Tensor, state: tuple[bool, Tensor | None, list[Any]]) -> None:
-    """Give a tensor the `requires_grad`, the gradient and the hooks that it had."""
+    """Restore the `requires_grad`, the gradient and the hooks of a leaf tensor."""
     requires_grad, grad, hooks = state
     if tensor.grad is not grad:
         tensor.grad = grad

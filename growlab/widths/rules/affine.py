@@ -19,18 +19,18 @@ AFFINE = frozenset(("linear", *(f"conv{kind}{d}d" for kind in ("", "_transpose")
 
 @rule("conv1d", "conv2d", "conv3d")
 def convolution(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Weight [O, I / groups, ...]; a grouped convolution grows the width within each group."""
+    """Convolution with a weight [O, I / groups, ...]; with groups, the width within each group grows."""
     x, weight, bias, groups = args["input"], args["weight"], args.get("bias"), args.get("groups", 1)
     kernel = [fixed(size) for size in weight.shape[2:]]
     channels = len(x.shape) - len(kernel) - 1  # 0 without a batch dimension
     depthwise = groups > 1 and groups == x.shape[channels]
-    # A window of one position lets the others pass, like a linear layer over another dimension than the last.
+    # With a window of one position the others pass, like a linear layer over another dimension than the last.
     single = set(weight.shape[2:]) <= {1} and _all(args, "stride", 1) and _all(args, "padding", 0)
     if not single:
         freeze_windows(tracer, x, len(kernel))
     rows, columns = tracer.weight_axes(weight, "out", "fixed" if depthwise else "in", kernel)
     if depthwise:
-        # Each channel has filters of its own: one, or as many as a multiplier says.
+        # Each channel has separate filters: one, or several with a channel multiplier.
         filters = tracer.atoms.nest(x.axes[channels], 1, weight.shape[0] // groups)
         tracer.atoms.unify(rows, filters, "depthwise convolution")
     elif groups > 1:
@@ -57,7 +57,7 @@ def _all(args: Arguments, name: str, value: int) -> bool:
 
 @rule("linear")
 def linear(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Weight [O, I] on the last dimension."""
+    """Linear layer with a weight [O, I] on the last dimension."""
     x, weight, bias = args["input"], args["weight"], args.get("bias")
     if tracer.is_table(weight):
         if gains := gains_before(tracer, node):
@@ -75,16 +75,16 @@ def linear(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 
 def are_weights(tracer: "Tracer", node: Any) -> bool:
-    """Whether all pieces that a node cuts are weights of linear layers, or all of them biases."""
+    """Return True if the pieces that a node cuts are all weights of linear layers, or all of them biases."""
     readers = [(piece, reader) for piece in node.users for reader in piece.users]
     places = {place for piece, reader in readers for place, arg in enumerate(reader.args) if arg is piece}
     return len(places) == 1 and places <= {1, 2} and all(tracer.operation(r) == "linear" for _, r in readers)
 
 
 def tied_to_embedding(tracer: "Tracer", node: Any, args: Arguments, gains: Sequence[str]) -> Value:
-    """A layer whose weight E is an embedding's table too: its columns make the channels as the table does.
+    """Layer whose weight E is also the table of an embedding: its columns produce the channels, as the table's do.
 
-    E diag(g) x is a layer of weight g: what consumes the channels are the gain g and the bias of the normalisation
+    E diag(g) x is a layer of weight g: the channels are consumed by the gain g and the bias of the normalisation
     before it.
     """
     x, weight, bias = args["input"], args["weight"], args.get("bias")
@@ -101,7 +101,7 @@ def tied_to_embedding(tracer: "Tracer", node: Any, args: Arguments, gains: Seque
 
 
 _CASTS = frozenset(("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "float"))
-# What does the same to each channel, and linearly: a gain before it is one behind it.
+# Operations that are linear and the same for each channel: a gain may be applied before or after them.
 _PASSING = _CASTS | {
     *("dropout", "mul", "div", "neg", "mean", "sum", "getitem", "view", "reshape", "flatten", "unflatten"),
     *("squeeze", "unsqueeze", "permute", "transpose", "swapaxes", "movedim", "expand", "repeat", "slice"),
@@ -112,9 +112,9 @@ _NORMS = {"layer_norm": (2, 3), "rms_norm": (2, 2)}
 
 
 def gains_before(tracer: "Tracer", node: Any) -> list[str]:
-    """Names of the gain, and of the bias, per channel that are applied to a layer's input last and to nothing else.
+    """Names of the gain and bias per channel that are applied last to a layer's input, and to nothing else.
 
-    An empty list where there is no gain, or where something else sees what it puts out.
+    An empty list if there is no gain, or if something else reads its result.
     """
     names: list[str] = []
     source = node.args[0]
@@ -146,13 +146,13 @@ def _used_once(tracer: "Tracer", node: Any) -> bool:
 
 
 def _carries(tracer: "Tracer", node: Any, channels: Runs) -> bool:
-    """Whether these channels lie along a dimension of a tensor, or of the first of several."""
+    """Return True if these channels are on a dimension of a node's tensor, or of its first of several."""
     value = next(values_in(tracer.value_of(node)), None)
     return value is not None and channels in map(tracer.atoms.resolve, value.axes)
 
 
 def _vector(tracer: "Tracer", node: Any) -> str | None:
-    """Name of the parameter [C] that a node stands for, alone or plus a constant, if nothing else uses it."""
+    """Name of the parameter [C] that a node stands for, alone or plus a constant, if nothing else uses it, or None."""
     while isinstance(node, torch.fx.Node) and _used_once(tracer, node):
         value = tracer.value_of(node)
         if not isinstance(value, Value) or len(value.shape) != 1:
@@ -167,14 +167,14 @@ def _vector(tracer: "Tracer", node: Any) -> str | None:
 
 
 def weight_in_product(factor: Value) -> bool:
-    """Whether what activations are multiplied with from the right is a weight [I, O], or the transpose of one."""
+    """Return True if the right factor of a product is a weight [I, O], or the transpose of a weight [O, I]."""
     return len(factor.shape) == 2 and (factor.turned is not None or factor.name is not None)
 
 
 def product_with_weight(
     tracer: "Tracer", node: Any, x: Value, factor: Value, bias: Value | None = None
 ) -> Value:
-    """Activations [..., I] times such a weight, plus a bias [O]."""
+    """Product of activations [..., I] with a weight [I, O], or the transpose of one, plus a bias [O]."""
     if factor.turned is not None:
         return linear(tracer, node, {"input": x, "weight": factor.turned, "bias": bias})
     columns, rows = tracer.weight_axes(factor, "in", "out", [])
@@ -196,7 +196,7 @@ def product_with_weight(
 
 
 def product_from_left(tracer: "Tracer", node: Any, factor: Value, x: Value) -> Value:
-    """A weight [O, I], or one [I, O] turned, times activations [..., I, N]."""
+    """Product of a weight [O, I], or the transpose of one [I, O], with activations [..., I, N]."""
     weight, transposed = factor.turned or factor, factor.turned is not None
     first, second = tracer.weight_axes(weight, *(("in", "out") if transposed else ("out", "in")), [])
     columns, rows = (first, second) if transposed else (second, first)
@@ -209,7 +209,7 @@ def product_from_left(tracer: "Tracer", node: Any, factor: Value, x: Value) -> V
 
 @rule("_grouped_mm", "grouped_mm_fallback")
 def product_per_expert(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Rows [N, I] sorted by their expert, times that expert's matrix of a weight [E, I, O] or of [E, O, I] turned."""
+    """Product of rows [N, I], sorted by expert, with their expert's matrix in [E, I, O] or a transposed [E, O, I]."""
     x, factor, *rest = values_in(args)
     if x.name is not None or len(factor.shape) != 3 or not is_stack(tracer, factor):
         return keep_full_width(tracer, node, args)
@@ -220,7 +220,7 @@ def product_per_expert(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 
 def is_stack(tracer: "Tracer", factor: Value) -> bool:
-    """Whether activations are multiplied with a weight of several matrices, [..., I, O], or [..., O, I] turned."""
+    """Return True if a factor is a weight of several matrices, [..., I, O], or a transposed [..., O, I]."""
     weight = factor.turned or factor
     return len(weight.shape) > 2 and weight.name is not None and weight.name not in tracer.buffers
 
@@ -228,15 +228,15 @@ def is_stack(tracer: "Tracer", factor: Value) -> bool:
 def product_with_stack(
     tracer: "Tracer", node: Any, x: Value, factor: Value, kept: Sequence[Runs], left: bool = False
 ) -> Value:
-    """Activations times matrices of such a weight, each of which grows as the others do.
+    """Product of activations with a weight of several matrices, which all grow together.
 
     Args:
-        tracer: of the program.
-        node: the product.
+        tracer: tracer of the program.
+        node: node of the product.
         x: activations, [..., I], or [..., I, N] with `left`.
-        factor: the weight, see `is_stack`; with `left` [..., O, I], or [..., I, O] turned.
-        kept: the output's axes but for the channels' one, which is the last, or the last but one with `left`.
-        left: whether the weight stands on the left.
+        factor: the weight, see `is_stack`; with `left` [..., O, I], or a transposed [..., I, O].
+        kept: the output's axes without that of the channels, which is the last, or the last but one with `left`.
+        left: True if the weight is the left factor.
     """
     weight, rank = factor.turned or factor, len(factor.shape)
     columns, rows = (rank - 1, rank - 2) if (factor.turned is not None) != left else (rank - 2, rank - 1)
@@ -251,7 +251,7 @@ def product_with_stack(
 
 @rule("addmm")
 def product_plus_bias(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """A linear layer whose weight is stored as [I, O]."""
+    """Linear layer with a bias [O] and a weight that is stored as [I, O]."""
     bias, x, factor = args["self"], args["mat1"], args["mat2"]
     plain = (
         args.get("beta", 1) == 1
@@ -266,7 +266,7 @@ def product_plus_bias(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def transposed_convolution(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Weight [I, O / groups, ...]; groups pass if every channel is its own, else they keep their width."""
+    """Transposed convolution with a weight [I, O / groups, ...]; of grouped ones only depthwise ones grow."""
     x, weight, bias, groups = args["input"], args["weight"], args.get("bias"), args.get("groups", 1)
     kernel = [fixed(size) for size in weight.shape[2:]]
     channels = len(x.shape) - len(kernel) - 1
@@ -291,7 +291,7 @@ def transposed_convolution(tracer: "Tracer", node: Any, args: Arguments) -> Valu
 
 @rule("bilinear")
 def bilinear(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Weight [O, I, J]: outputs pass; products of channels of both inputs are summed over, which keep their width."""
+    """Bilinear layer with a weight [O, I, J]: its outputs grow; the channels of both inputs keep their width."""
     weight, bias, shape = args["weight"], args.get("bias"), tracer.shape(node)
     for x in (args["input1"], args["input2"]):
         tracer.scales.pin(x.scale)
@@ -310,7 +310,7 @@ def bilinear(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("embedding", "embedding_bag")
 def embedding(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Value]:
-    """Weight [V, C]: a row of channels for each index, or for each bag of them; the number of indices stays."""
+    """Embedding with a weight [V, C]: its channels grow, the number of indices stays."""
     weight = args["weight"]
     tracer.atoms.freeze(weight.axes[0], "one row for each index")
     if weight.name is not None:
@@ -324,14 +324,14 @@ def embedding(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Valu
     channels = Value(found, (*map(fixed, found[:-1]), weight.axes[1]), tracer.scales.new(unit=True))
     if not tracer.has_several_outputs(node):
         return channels
-    # Where bags begin, their sizes and the indices of largest entries: F.embedding_bag keeps them to itself.
+    # Offsets and sizes of bags and the indices of largest entries, which F.embedding_bag does not return.
     rest = [Value(shape, tuple(map(fixed, shape)), tracer.scales.new(unit=True)) for shape in positions]
     return [channels, *rest]
 
 
 @rule("embedding_renorm_")
 def embedding_renorm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Rows [V, C] that `max_norm` shortens where they are too long, in place: more channels would change each norm."""
+    """Renormalisation of an embedding's rows [V, C] in place (`max_norm`): more channels would change the norms."""
     weight = args["self"]
     keep_full_width(tracer, node, args, "rows of an embedding of a largest norm (max_norm)")
     return weight

@@ -1,4 +1,4 @@
-"""Rules for products of activations and attention: heads pass; what a head sums over may grow in attention proper."""
+"""Rules for attention and products of activations: heads pass; in attention the head dimension may grow."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,11 +27,11 @@ _EINSUM = "einsum multiplies or sums over them"
 
 @rule("matmul", "bmm", "mm")
 def matmul(tracer: "Tracer", node: Any, args: Arguments) -> Any:
-    """Leading dimensions (heads) are worked on one by one: they pass. The last two of each operand keep their width.
+    """Matrix product: leading dimensions (heads) pass, the last two of each operand keep their width.
 
-    Where values pass, so do the rows of the first operand and the columns of the second. Activations times a parameter
-    of two dimensions are a linear layer, times a parameter of more dimensions one for each of its matrices, times one
-    of a single dimension a sum that it weighs.
+    If `Tracer.heads` is "values", the rows of the first operand and the columns of the second pass too. Activations
+    times a parameter of two dimensions are a linear layer, times a parameter of more dimensions one for each of its
+    matrices, times a parameter of a single dimension a weighted sum.
     """
     first, second = args["self"], args["other"] if "other" in args else args["mat2"]
     if min(len(first.shape), len(second.shape)) == 1:
@@ -50,7 +50,7 @@ def matmul(tracer: "Tracer", node: Any, args: Arguments) -> Any:
         if not tracer.multiply(first, second, second.axes[-2], node.args[-2:]):
             tracer.atoms.freeze(first.axes[-1] + second.axes[-2], _PRODUCT)
         return replace(result, axes=(*result.axes[:-2], first.axes[-2], second.axes[-1]))
-    # A state space's read-out is no attention: each row is worked on by itself.
+    # The read-out of a state-space model is not attention: rows are independent.
     read_out = second.shape[-1] == 1 and first.name is None and second.name is None
     if not (_of_activations(tracer, [first, second]) or read_out):
         return _product(tracer, node, [first, second], rank)
@@ -61,12 +61,12 @@ def matmul(tracer: "Tracer", node: Any, args: Arguments) -> Any:
 
 @rule("mv")
 def matrix_times_vector(tracer: "Tracer", node: Any, args: Arguments) -> Any:
-    """Likewise."""
+    """Matrix-vector product: with a parameter as the vector a weighted sum of channels."""
     return _with_vector(tracer, node, args, args["self"], args["vec"])
 
 
 def _with_vector(tracer: "Tracer", node: Any, args: Arguments, first: Value, second: Value) -> Any:
-    """Activations [..., I] times a parameter [I], or that times [..., I, N]: channels are summed, weighed by it."""
+    """Sum of activations [..., I] or [..., I, N] over their channels I, weighted by a parameter [I]."""
     vector, x, place = (second, first, -1) if len(second.shape) == 1 else (first, second, -2)
     if not (_is_activation(x) and _is_weight(tracer, vector)):
         return keep_full_width(tracer, node, args, _PRODUCT)
@@ -91,7 +91,7 @@ def _is_activation(value: Value) -> bool:
 
 
 def _beside_matrices(tracer: "Tracer", node: Any, x: Value, factor: Value, positions: Runs) -> list[Runs]:
-    """Axes of a product with a stack of matrices, without the channels': what has a matrix for each keeps its width."""
+    """Axes of a product with a stack of matrices, without the channels; dimensions with a matrix each are frozen."""
     leading = tracer.shape(node)[:-2]
     axes: list[Runs] = [fixed(size) for size in leading]
     for place, axis in enumerate(x.axes[:-2], start=len(leading) - len(x.shape) + 2):
@@ -104,7 +104,7 @@ def _beside_matrices(tracer: "Tracer", node: Any, x: Value, factor: Value, posit
 
 
 def _of_activations(tracer: "Tracer", values: Sequence[Value]) -> bool:
-    """Whether values pass a product of these: activations, and values are what may grow."""
+    """Return True if all factors are activations and `Tracer.heads` lets their values grow."""
     activations = all(value.name is None for value in values)
     tracer.multiplies |= activations
     return activations and tracer.heads == "values"
@@ -112,7 +112,7 @@ def _of_activations(tracer: "Tracer", values: Sequence[Value]) -> bool:
 
 @rule("baddbmm")
 def biased_matmul(tracer: "Tracer", node: Any, args: Arguments) -> Any:
-    """Likewise, plus a bias."""
+    """Batched matrix product plus a bias."""
     x, factor, bias = args["batch1"], args["batch2"], args["self"]
     if _is_activation(x) and is_stack(tracer, factor):
         kept = _beside_matrices(tracer, node, x, factor, x.axes[-2])
@@ -126,10 +126,10 @@ def biased_matmul(tracer: "Tracer", node: Any, args: Arguments) -> Any:
 
 @rule("einsum")
 def einsum(tracer: "Tracer", node: Any, args: Arguments) -> Any:
-    """Letters that stay are worked on one by one: they pass. Those that are summed over keep their width.
+    """Einsum: letters of the output pass, letters that are summed over keep their width.
 
     Activations and a parameter of two dimensions, of which one is summed over, are a linear layer; a parameter of more
-    dimensions is several, and one of a single dimension weighs a sum. Others keep their width.
+    dimensions is several layers, and one of a single dimension weights a sum. Other parameters keep their width.
     """
     operands = args["tensors"]
     equation = _without_dots(args["equation"].replace(" ", ""), [value.shape for value in operands])
@@ -142,9 +142,9 @@ def einsum(tracer: "Tracer", node: Any, args: Arguments) -> Any:
         if (result := layer(tracer, node, terms, output)) is not None:
             return result
     tracer.note_attention(node)
-    # As in a product of matrices of activations: what is not worked on one by one keeps its width.
+    # As in a matrix product of activations: letters that are not in all operands keep their width.
     passing = any(v.name for v in operands) or _of_activations(tracer, operands)
-    # Where one operand has no dimension of its own, each row of the other is worked on by itself: no attention.
+    # If the other operand has all letters of one, its rows are independent: no attention.
     passing |= len(letters) == 2 and (
         set(letters[0]) <= set(letters[1]) or set(letters[1]) <= set(letters[0])
     )
@@ -167,7 +167,7 @@ def einsum(tracer: "Tracer", node: Any, args: Arguments) -> Any:
 
 
 def _without_dots(equation: str, shapes: Sequence[tuple[int, ...]]) -> str:
-    """The equation with letters in the place of dots, if those stand for the same sizes wherever there are any."""
+    """Replace dots in an equation by letters, if they stand for the same sizes in all operands that have them."""
     terms = zip(equation.partition("->")[0].split(","), shapes, strict=True)
     sizes = {
         shape[term.index(".") : len(shape) - len(term) + term.index(".") + 3]
@@ -201,7 +201,7 @@ def _linear_einsum(tracer: "Tracer", node: Any, operands: dict[str, Value], outp
 
 
 def _stacked_einsum(tracer: "Tracer", node: Any, operands: dict[str, Value], output: str) -> Value | None:
-    """Activations times a parameter of three dimensions or more: the sums over some of them, for each of the others."""
+    """Einsum of activations and a parameter of 3 or more dimensions as a stack of linear layers; None if it is not."""
     weights = [(term, v) for term, v in operands.items() if is_stack(tracer, v) and v.turned is None]
     others = [(term, v) for term, v in operands.items() if v.name is None]
     if len(operands) != 2 or len(weights) != 1 or len(others) != 1:
@@ -225,7 +225,7 @@ def _stacked_einsum(tracer: "Tracer", node: Any, operands: dict[str, Value], out
 
 
 def _weighed_einsum(tracer: "Tracer", node: Any, operands: dict[str, Value], output: str) -> Value | None:
-    """Activations times a parameter of one dimension, over which it is summed."""
+    """Einsum of activations and a parameter of one dimension as a weighted sum; None if it is not."""
     weights = [(term, v) for term, v in operands.items() if len(term) == 1 and _is_weight(tracer, v)]
     others = [(term, v) for term, v in operands.items() if v.name is None]
     if len(operands) != 2 or len(weights) != 1 or len(others) != 1:
@@ -239,11 +239,11 @@ def _weighed_einsum(tracer: "Tracer", node: Any, operands: dict[str, Value], out
 
 @rule("scaled_dot_product_attention")
 def scaled_dot_product_attention(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Every head attends by itself; a mask or bias per head belongs to it. See `Tracer.attend` for its dimension."""
+    """Attention: heads pass, with their masks or biases; for the head dimension see `Tracer.attend`."""
     values = [args["query"], args["key"], args["value"]]
     if args.get("attn_mask") is not None:
         values.append(args["attn_mask"])
-    # A scale that is given as a number may follow the dimension or not.
+    # A scale that is given as a number may depend on the head dimension or not.
     grows = args.get("scale") is None and tracer.attend(
         args["query"], args["key"], args["value"], node.args[:2]
     )
@@ -259,7 +259,7 @@ def _product(
     axes: list[Runs] = [fixed(1)] * (rank - 2)
     for position, value in enumerate(values):
         tracer.scales.pin(value.scale)
-        # Of an attention whose dimension grows, only positions are fixed; of its mask, both dimensions.
+        # If the head dimension grows, only positions are fixed; of a mask, both dimensions.
         kept = value.axes[-2:-1] if num_summed == 1 and position < 3 else value.axes[-2:]
         if not num_summed:
             kept = ()
@@ -283,7 +283,7 @@ def _product(
 
 @rule("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumsum_", "cumprod", "cumprod_")
 def over_one_dimension(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Over one dimension, which keeps its width; the others pass."""
+    """Softmax or cumulative sum or product: the dimension that it runs over keeps its width, the others pass."""
     x = args["self"]
     tracer.atoms.freeze(x.axes[args["dim"]], f"{tracer.operation(node)} runs over these channels")
     tracer.scales.pin(x.scale)

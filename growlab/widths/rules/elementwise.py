@@ -16,7 +16,7 @@ _HOMOGENEOUS = """
 relu relu_ leaky_relu leaky_relu_ rrelu dropout dropout_ feature_dropout feature_dropout_ alpha_dropout neg neg_
 positive abs abs_
 """
-# They leave every number as it is, in another type or place.
+# Casts and copies, which keep every value.
 _CASTS = """
 clone contiguous alias detach detach_ detach_copy to _to_copy lift_fresh_copy type_as float double half bfloat16
 """
@@ -37,20 +37,20 @@ logaddexp logaddexp2 xlogy copysign isclose complex polar copy copy_ fill fill_
 
 @rule(*_HOMOGENEOUS.split())
 def homogeneous(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """f(a x) = a f(x) for a > 0: axes and scale pass."""
+    """Positively homogeneous function, f(a x) = a f(x) for a > 0: axes and scale pass."""
     x = first_tensor(args)
     return Value(x.shape, x.axes, x.scale)
 
 
 @rule(*_CASTS.split())
 def cast(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """The same numbers in another type: what is a parameter stays one."""
+    """Cast or copy: everything passes, and a parameter stays one."""
     return first_tensor(args)
 
 
 @rule(*_POINTWISE.split())
 def pointwise(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Axes pass; the scale of the input enters the function and must stay."""
+    """Element-wise function: axes pass, the scale of the input must not change."""
     x = first_tensor(args)
     tracer.scales.pin(x.scale)
     return Value(x.shape, x.axes, tracer.scales.new(unit=True))
@@ -58,7 +58,7 @@ def pointwise(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("prelu", "prelu_", "_prelu_kernel")
 def prelu(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """One slope, or a slope per channel."""
+    """PReLU with one slope, or one slope per channel."""
     x, weight = args["self"], args["weight"]
     if weight.shape and weight.shape[0] > 1:
         tracer.parameter_axis(weight, "out", x.axes[1])
@@ -70,7 +70,7 @@ def prelu(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("add", "add_", "sub", "sub_", "rsub", "maximum", "minimum", "fmax", "fmin")
 def total(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Channels that are added are the same channels, at the same scale."""
+    """Sum, difference, maximum or minimum: operands have the same channels at the same scale."""
     operands = [value for value in args.values() if isinstance(value, Value)]
     result = broadcast(tracer, tracer.shape(node), operands)
     if len(operands) == 1:
@@ -84,7 +84,7 @@ def total(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("mul", "mul_", "multiply", "multiply_", "div", "div_", "divide", "divide_", "true_divide")
 def product(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Channels that are multiplied are the same channels; scales of two tensors must stay."""
+    """Element-wise product or quotient: operands have the same channels; scales of two tensors must not change."""
     operands = [value for value in args.values() if isinstance(value, Value)]
     result = broadcast(tracer, tracer.shape(node), operands)
     if len(operands) == 1 and args.get("rounding_mode") is None:
@@ -96,7 +96,7 @@ def product(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule(*_CHOOSING.split())
 def chosen(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Channels that are compared, chosen by a mask or enter one function are the same; their scales must stay."""
+    """Comparison, mask or other function of several operands: they have the same channels; scales must not change."""
     operands = [value for value in args.values() if isinstance(value, Value)]
     for operand in operands:
         tracer.scales.pin(operand.scale)
@@ -106,7 +106,7 @@ def chosen(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("glu")
 def gated(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """One half of the channels gates the other: both are the same channels."""
+    """Gated linear unit: one half of the channels gates the other, both are the same channels."""
     x, dim = args["self"], args.get("dim", -1) % len(args["self"].shape)
     shape = tracer.shape(node)
     values, gates = tracer.atoms.cut(x.axes[dim], [shape[dim], shape[dim]])
@@ -118,7 +118,7 @@ def gated(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("broadcast_tensors")
 def broadcast_tensors(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
-    """Tensors brought to one shape have the same channels."""
+    """Tensors that are broadcast to one shape: they have the same channels."""
     (shape, *_), operands = tracer.shapes(node), args["tensors"]
     axes = broadcast(tracer, shape, operands).axes
     return [Value(shape, axes, operand.scale) for operand in operands]
@@ -126,7 +126,7 @@ def broadcast_tensors(tracer: "Tracer", node: Any, args: Arguments) -> list[Valu
 
 @rule("normal")
 def normal(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Draws around means: as many random numbers, which keep their number."""
+    """Random draws around given means: all axes keep their width."""
     drawn = chosen(tracer, node, args)
     for axis in drawn.axes:
         tracer.atoms.freeze(axis, DRAWN)
@@ -134,7 +134,7 @@ def normal(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 
 def broadcast(tracer: "Tracer", shape: tuple[int, ...], operands: Sequence[Value]) -> Value:
-    """The channels of several tensors entry by entry, which are the same channels."""
+    """Unify the axes of operands that are broadcast to a shape."""
     axes: list[Runs] = [fixed(1)] * len(shape)
     for operand in operands:
         offset = len(shape) - len(operand.shape)

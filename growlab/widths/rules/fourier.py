@@ -8,7 +8,7 @@ from growlab.widths.rules.registry import Arguments, Value, first_tensor, rule
 if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
 
-# Number of dimensions, from the last one, that are transformed unless others are named.
+# Number of trailing dimensions that are transformed by default.
 _DIMENSIONS = {"": 1, "2": 2}
 
 
@@ -17,7 +17,7 @@ _DIMENSIONS = {"": 1, "2": 2}
     *("_fft_c2c", "_fft_r2c", "_fft_c2r", "fft_fftshift", "fft_ifftshift"),
 )
 def transformed(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Each channel is transformed by itself, over other dimensions; those keep their width."""
+    """Fourier transform: dimensions that are transformed keep their width, channels pass."""
     x, shape = first_tensor(args), tracer.shape(node)
     dims = args.get("dim")
     if dims is None:
@@ -32,21 +32,21 @@ def transformed(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("real", "imag", "_conj", "conj", "conj_physical", "resolve_conj", "resolve_neg")
 def part_of_complex(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Of every entry its real or its imaginary part, or its conjugate."""
+    """Real part, imaginary part or conjugate of every entry."""
     x = first_tensor(args)
     return Value(x.shape, x.axes, x.scale)
 
 
 @rule("view_as_real")
 def as_real(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Real and imaginary parts side by side, in one more dimension."""
+    """View of complex numbers as real ones: real and imaginary parts are one more dimension, the last one."""
     x = first_tensor(args)
     return Value((*x.shape, 2), (*x.axes, fixed(2)), x.scale)
 
 
 @rule("view_as_complex")
 def as_complex(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """The last dimension holds real and imaginary parts."""
+    """View of real numbers as complex ones: the last dimension, of real and imaginary parts, is removed."""
     x = first_tensor(args)
     tracer.atoms.freeze(x.axes[-1], "real and imaginary parts")
     return Value(x.shape[:-1], x.axes[:-1], x.scale)

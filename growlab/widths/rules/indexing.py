@@ -1,4 +1,4 @@
-"""Rules for operations that pick, place or order entries along a dimension: it keeps its width, the others pass."""
+"""Rules for indexing, scattering and sorting along a dimension: it keeps its width, the others pass."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,10 @@ _PICKED = "picked by index"
 
 @rule("repeat", "tile", "repeat_interleave")
 def repeat(tracer: "Tracer", node: Any, args: Arguments) -> Any:
-    """Whole dimensions behind one another, or entries beside one another; single ones take on what they meet."""
+    """Repetition of whole dimensions or of every entry (`repeat_interleave`).
+
+    Dimensions of size 1 adopt the layout of axes that they meet after the repetition.
+    """
     interleaved = tracer.operation(node) == "repeat_interleave"
     if interleaved and (args.get("dim") is None or not isinstance(args.get("repeats"), int)):
         return keep_full_width(tracer, node, args)
@@ -34,7 +37,7 @@ def repeat(tracer: "Tracer", node: Any, args: Arguments) -> Any:
 
 @rule("index")
 def index(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Dimensions that are picked from keep their width (a table of position biases); the others (heads) pass."""
+    """Indexing by tensors: indexed dimensions (of a table of position biases) keep their width; others (heads) pass."""
     x, picked = args["self"], _picked(node, args["indices"])
     if not picked:
         return keep_full_width(tracer, node, args)
@@ -55,7 +58,7 @@ def index(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 
 def _picked(node: Any, indices: Any) -> list[int]:
-    """Dimensions with an index tensor, if they lie beside one another; a mask is one for each of its own."""
+    """Return the indexed dimensions, of which a mask has as many as its own; [] if they are not adjacent."""
     picked, dim = list[int](), 0
     for positions, given in zip(indices, node.args[1], strict=True):
         is_mask = positions is not None and given.meta["val"].dtype in (torch.bool, torch.uint8)
@@ -66,9 +69,9 @@ def _picked(node: Any, indices: Any) -> list[int]:
 
 
 def _counted_to(tracer: "Tracer", node: Any, x: Value, dim: int) -> Runs:
-    """What keeps its width of a dimension from which the code's own numbers pick: from the end that they count from.
+    """Return the part of a dimension that must be frozen because constant indices count through it from one end.
 
-    `x[:, [-2]]` picks the same channel whatever comes before it. Of a parameter, all keeps its width.
+    `x[:, [-2]]` picks the same channel whatever precedes it. A parameter is frozen over the whole dimension.
     """
     numbers, size = tracer.numbers(node.args[1][dim]), x.shape[dim]
     if not numbers or x.name is not None or min(numbers) < 0 <= max(numbers):
@@ -84,7 +87,7 @@ def _axes_of(indices: Any) -> list[Any]:
 
 @rule("index_put", "index_put_")
 def index_put(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Values that take the place of others: their last dimensions are those behind the ones that are picked."""
+    """Assignment by index: the last dimensions of the values are those after the indexed ones."""
     x, values, picked = args["self"], args["values"], _picked(node, args["indices"])
     if not picked or x.name is not None:
         return keep_full_width(tracer, node, args)
@@ -106,7 +109,7 @@ def index_put(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("index_select")
 def index_select(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Rows by their numbers."""
+    """Selection of rows by their indices."""
     x, dim = args["self"], args["dim"] % len(args["self"].shape)
     tracer.atoms.freeze(x.axes[dim], _PICKED)
     shape = tracer.shape(node)
@@ -115,7 +118,7 @@ def index_select(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("gather")
 def gather(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """An index for each entry of the result: other dimensions of both are the same."""
+    """Gathering, with an index for each entry of the result: other dimensions of input and index are the same."""
     x, dim, positions = args["self"], args["dim"] % len(args["self"].shape), args["index"]
     _same_beside(tracer, dim, x, positions)
     return Value(positions.shape, positions.axes, x.scale)
@@ -123,7 +126,7 @@ def gather(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("index_add", "index_add_", "index_copy", "index_copy_")
 def index_add(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Rows that are added to others, by their numbers."""
+    """Addition or copying of rows by index: other dimensions of both tensors are the same."""
     x, dim, source = args["self"], args["dim"] % len(args["self"].shape), args["source"]
     _same_beside(tracer, dim, x, source)
     return Value(x.shape, x.axes, tracer.scales.union(x.scale, source.scale))
@@ -131,7 +134,7 @@ def index_add(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
 def scatter(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Entries that go to others along a dimension, with an index for each."""
+    """Scattering along a dimension: other dimensions of input, index and source are the same."""
     x, dim, positions, source = (
         args["self"],
         args["dim"] % len(args["self"].shape),
@@ -147,7 +150,7 @@ def scatter(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 
 def _same_beside(tracer: "Tracer", dim: int, x: Value, other: Value) -> None:
-    """One dimension of both keeps its width, the others are the same channels where they are of one length."""
+    """Unify all dimensions but `dim` of two tensors where their lengths are equal, and freeze the others."""
     for number, (mine, theirs) in enumerate(zip(x.axes, other.axes, strict=True)):
         if number != dim and x.shape[number] == other.shape[number]:
             tracer.atoms.unify(mine, theirs, f"entries at positions {STAYING}")
@@ -172,7 +175,7 @@ def _same_beside(tracer: "Tracer", dim: int, x: Value, other: Value) -> None:
     *("flip", "roll"),
 )
 def ordered(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Value]:
-    """Entries of a dimension in another order, or some of them."""
+    """Sorting, flipping, rolling and the like along dimensions, which keep their width."""
     x = first_tensor(args)
     over_all = None if tracer.operation(node) in ("median", "nanmedian", "roll") else -1
     dims = args.get("dims", args.get("dim", over_all))
@@ -194,7 +197,7 @@ def ordered(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Value]
 
 @rule("diff")
 def difference(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Of neighbours along a dimension, which keeps its width; what is put before or behind does too."""
+    """Differences of neighbours along a dimension, which keeps its width, as do tensors put before or after it."""
     x, dim = args["self"], args.get("dim", -1) % len(args["self"].shape)
     shape = tracer.shape(node)
     for value in values_in(args):
@@ -208,7 +211,7 @@ def difference(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("argmax", "argmin")
 def position_of_extreme(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Of a dimension, which keeps its width, or of all."""
+    """Position of the maximum or minimum: dimensions that it is taken over keep their width."""
     x, dim, shape = args["self"], args.get("dim"), tracer.shape(node)
     tracer.scales.pin(x.scale)
     reduced = range(len(x.shape)) if dim is None else [dim % len(x.shape)]
@@ -222,7 +225,7 @@ def position_of_extreme(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("tril", "tril_", "triu", "triu_")
 def triangle(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Of the last two dimensions, which keep their widths."""
+    """Upper or lower triangle: the last two dimensions keep their width."""
     x = args["self"]
     for axis in x.axes[-2:]:
         tracer.atoms.freeze(axis, "a triangle of a matrix")
@@ -231,7 +234,7 @@ def triangle(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("unfold")
 def windows(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Windows that slide over one dimension, laid along a new one."""
+    """Sliding windows over one dimension, which keeps its width; positions in a window are a new last dimension."""
     x, dim = args["self"], args["dimension"] % len(args["self"].shape)
     tracer.atoms.freeze(x.axes[dim], "neighbouring channels are taken together")
     shape = tracer.shape(node)
@@ -240,7 +243,7 @@ def windows(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("grid_sampler")
 def grid_sampler(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Each channel is read at the same places."""
+    """Sampling of each channel at the same positions, whose number stays."""
     x, places, shape = args["input"], args["grid"], tracer.shape(node)
     for axis in (*x.axes[2:], *places.axes):
         tracer.atoms.freeze(axis, "places in an image")

@@ -9,12 +9,12 @@ from growlab.widths.rules.registry import Arguments, Value, rule
 if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
 
-# Statistics of a single channel at a single position are no statistics: groups start at half their width or less.
+# Fewest values per group: groups start at half their width or less, and one value has no statistics.
 _FEWEST_VALUES = 4
 
 
 def _of_each_channel(tracer: "Tracer", args: Arguments) -> dict[str, str | None]:
-    """Names of a normalisation's tensors, which have an entry for each channel of its input."""
+    """Unify a normalisation's tensors with the channels of its input; return their names, None for missing ones."""
     names = {}
     for role in ("weight", "bias", "running_mean", "running_var"):
         value = args.get(role)
@@ -25,19 +25,19 @@ def _of_each_channel(tracer: "Tracer", args: Arguments) -> dict[str, str | None]
 
 
 def _over_positions(tracer: "Tracer", node: Any, x: Value) -> None:
-    """Positions, which the statistics of a channel are taken over, keep their number."""
+    """Freeze positions, over which the statistics of a channel are taken."""
     for axis in x.axes[2:]:
         tracer.atoms.freeze(axis, f"{tracer.operation(node)} takes its statistics over them")
 
 
 @rule("batch_norm")
 def batch_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Statistics per channel over the batch: they follow the scale of the input."""
+    """Batch normalisation: statistics per channel over the batch, which follow the scale of the input."""
     x = args["input"]
     _over_positions(tracer, node, x)
     names = _of_each_channel(tracer, args)
     if names["weight"] is None or names["running_var"] is None:
-        # Of a rescaled input, eps would be another part: a weight takes that up where it knows the variance.
+        # eps changes the result of a rescaled input: a weight can compensate for it only if the variance is known.
         tracer.scales.pin(x.scale)
     tracer.record_norm(node, names, args["eps"], x)
     return Value(x.shape, x.axes, tracer.scales.new(unit=True))
@@ -45,7 +45,7 @@ def batch_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("instance_norm")
 def instance_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Statistics per channel and sample."""
+    """Instance normalisation: statistics per channel and sample."""
     x = args["input"]
     _over_positions(tracer, node, x)
     tracer.note_size(node, x.shape[1], x.axes[1])
@@ -56,7 +56,7 @@ def instance_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("layer_norm", "rms_norm")
 def layer_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Statistics over the last dimension, which growth weighs; over several, they keep their width."""
+    """Layer or RMS normalisation: growth reweights statistics over the last dimension; several keep their width."""
     x = args["input"]
     names = {"weight": None, "bias": None}
     if len(args["normalized_shape"]) == 1:
@@ -80,13 +80,13 @@ def layer_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("group_norm")
 def group_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Statistics over groups of channels, whose width grows within each group unless one channel were one value.
+    """Group normalisation: the width within each group grows, unless a group could have a single value.
 
-    Channels that are a group each grow as they are.
+    With one channel per group the channels grow as in instance normalisation.
     """
     x, groups = args["input"], args["num_groups"]
     _over_positions(tracer, node, x)
-    # As many channels as there are groups may lie in each: a module keeps the number of groups.
+    # Each group may have as many channels as there are groups: a module keeps the number of groups.
     tracer.note_size(node, x.shape[1], x.axes[1], repeated=False)
     within = x.shape[1] // groups
     if groups > 1 and within > 1:

@@ -1,7 +1,7 @@
 """Operations that growth cannot pass: whatever enters them keeps its full width.
 
-They are known and safe; an operation that is neither here nor has a rule is refused, because nobody has thought
-about it yet.
+They are known to be safe; an operation that neither is listed here nor has a rule is refused, since it has not been
+examined yet.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -56,7 +56,7 @@ MIXING = frozenset(
         *("_grouped_mm", "grouped_mm_fallback"),
     )
 )
-# They look at a tensor's type or entries and put nothing out.
+# Checks of a tensor's type or entries, without an output.
 CHECKS = (
     "_assert_tensor_metadata",
     "_assert_async",
@@ -68,7 +68,7 @@ CHECKS = (
 
 @rule(*CHECKS)
 def nothing(tracer: "Tracer", node: Any, args: Arguments) -> None:
-    """Channels are left alone."""
+    """Check without an output: channels are not affected."""
 
 
 for name in OPAQUE:

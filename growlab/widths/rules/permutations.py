@@ -1,4 +1,4 @@
-"""Rules for operations that put dimensions in another order."""
+"""Rules for operations that permute dimensions."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @rule("permute")
 def permute(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Dimensions in another order."""
+    """Permutation of dimensions."""
     x, last = args["self"], len(args["dims"]) - 1
     order = [dim % len(x.shape) for dim in args["dims"]]
     axes = tuple(x.axes[dim] for dim in order)
@@ -23,7 +23,7 @@ def permute(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("movedim", "moveaxis")
 def movedim(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Some dimensions in other places."""
+    """Move of some dimensions to other positions."""
     x = args["self"]
     given = (args["source"], args["destination"])
     dims = [list(one) if isinstance(one, (list, tuple)) else [one] for one in given]
@@ -36,7 +36,7 @@ def movedim(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("transpose", "swapaxes", "transpose_")
 def transpose(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Two dimensions exchanged."""
+    """Exchange of two dimensions."""
     x = args["self"]
     first = args["dim0"] if "dim0" in args else args["axis0"]
     second = args["dim1"] if "dim1" in args else args["axis1"]
@@ -49,7 +49,7 @@ def transpose(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("t", "numpy_T")
 def turned(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Dimensions backwards."""
+    """Reversal of the order of dimensions."""
     x = args["self"]
     return Value(tracer.shape(node), x.axes[::-1], x.scale, turned=_turned(x) if len(x.shape) == 2 else None)
 

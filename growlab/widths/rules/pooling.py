@@ -31,7 +31,7 @@ _WEIGHED = frozenset({"mean", "var", "std", "var_mean", "std_mean"})
     ),
 )
 def pool(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Each channel is pooled by itself."""
+    """Pooling or interpolation of each channel; positions keep their number."""
     x, shape = first_tensor(args), tracer.shape(node)
     num_windows = next(int(char) for char in tracer.operation(node) if char.isdigit())
     freeze_windows(tracer, x, num_windows)
@@ -43,18 +43,18 @@ def pool(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     *("max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices"),
 )
 def pool_with_indices(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
-    """Each channel is pooled by itself; the positions of the largest have no scale."""
+    """Max pooling of each channel, with indices, which have no scale."""
     pooled = pool(tracer, node, args)
     return [pooled, Value(pooled.shape, pooled.axes, tracer.scales.new(unit=True))]
 
 
 @rule("mean", "sum", "amax", "amin")
 def reduce(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Dimensions reduced over keep their width: a mean over channels would change with their number.
+    """Reduction: reduced dimensions keep their width, since a mean over channels would change with their number.
 
-    Growth weighs a mean, a variance, a deviation, a sum of squares or its root over one dimension in a module without
-    parts, such as a normalisation that is written out: there the channels may grow. So may those of a product with a
-    parameter that is summed over them, `(x * weight).sum(-1)`: a linear layer that is written out.
+    Growth reweights a mean, a variance, a standard deviation, a sum of squares or its root over one dimension in a
+    module without submodules, such as a hand-written normalisation: there the channels may grow. So may those of a
+    product with a parameter that is summed over them, `(x * weight).sum(-1)`: a hand-written linear layer.
     """
     x, keep, dims = args["self"], args.get("keepdim", False), args.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or range(len(x.shape))
@@ -86,7 +86,7 @@ def reduce(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 
 def _weight_of(tracer: "Tracer", node: Any, x: Value, dim: int) -> Value | None:
-    """The parameter that a sum over channels weighs them by, which nothing else reads; None: there is none."""
+    """Return the parameter that weights a sum over channels and that nothing else reads, or None."""
     product = node.args[0]
     if tracer.operation(node) != "sum" or product.op != "call_function" or tracer.operation(product) != "mul":
         return None
@@ -111,7 +111,7 @@ def _of_squares(tracer: "Tracer", node: Any) -> bool:
 
 @rule("var", "std", "var_mean", "std_mean", "logsumexp", "all", "any", "count_nonzero")
 def reduce_beyond_scale(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Value]:
-    """Dimensions reduced over keep their width, and the input its scale."""
+    """Reduction whose result has another scale: reduced dimensions keep their width, and the input its scale."""
     tracer.scales.pin(args["self"].scale)
     reduced = reduce(tracer, node, args)
     results = [Value(shape, reduced.axes, tracer.scales.new(unit=True)) for shape in tracer.shapes(node)]
@@ -120,13 +120,13 @@ def reduce_beyond_scale(tracer: "Tracer", node: Any, args: Arguments) -> Value |
 
 @rule("_is_all_true", "_is_any_true")
 def checked(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Checks of `torch.distributions` look at all entries, however many there are."""
+    """Check of `torch.distributions` over all entries, whatever their number."""
     return Value((), (), tracer.scales.new(unit=True))
 
 
 @rule("max", "min")
 def extreme(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Value]:
-    """Of two tensors, over a dimension (with its position), or over all."""
+    """Maximum or minimum of two tensors, over a dimension (with indices), or over all entries."""
     if "other" in args:
         return total(tracer, node, args)
     reduced = reduce(tracer, node, args)

@@ -10,7 +10,7 @@ from growlab.widths.rules.registry import Arguments, Value, keep_full_width, rul
 if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
 
-# Gates of each kind of layer, whose rows lie one gate behind the other.
+# Number of gates of each kind of layer, whose rows are stacked in its weights.
 _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 _MODULES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
@@ -21,10 +21,10 @@ RECURRENT = (*_MODULES, *_CELLS)
 
 @rule(*_MODULES)
 def module(tracer: "Tracer", node: Any, args: Arguments) -> Any:
-    """All layers and directions [gates x H, ...] have the same hidden channels: torch knows one size for a module.
+    """Recurrent module: all layers and directions [gates x H, ...] have the same hidden channels (one `hidden_size`).
 
-    An LSTM that projects its hidden state keeps its width: where both happen to be as wide, torch takes it for a plain
-    one.
+    An LSTM that projects its hidden state (`proj_size`) keeps its width: if both had the same width, torch would take
+    it for a plain one.
     """
     weights, states = args["params"], list(values_in(args["hx"]))
     if not _are_parameters(tracer, weights) or "batch_sizes" in args:
@@ -60,7 +60,7 @@ def module(tracer: "Tracer", node: Any, args: Arguments) -> Any:
 
 @rule(*_CELLS)
 def cell(tracer: "Tracer", node: Any, args: Arguments) -> Any:
-    """One step of one layer."""
+    """One step of a recurrent cell."""
     weights = [args[name] for name in ("w_ih", "w_hh", "b_ih", "b_hh") if args.get(name) is not None]
     if not _are_parameters(tracer, weights):
         return _kept(tracer, node, args)
@@ -87,7 +87,7 @@ def _kept(tracer: "Tracer", node: Any, args: Arguments) -> Any:
 
 
 def _enter(tracer: "Tracer", state: Value, axes: Sequence[Runs]) -> None:
-    """A hidden state that a layer begins with has the layer's channels; gates do not let its scale change."""
+    """Unify an initial hidden state with the layer's channels; its scale enters the gates and must not change."""
     tracer.scales.pin(state.scale)
     for dimension, axis in enumerate(axes):
         if state.name is None:
@@ -108,7 +108,7 @@ def _layer(
     hidden: Runs,
     projected: Runs,
 ) -> None:
-    """A layer in one direction: what it reads and its hidden state, each by a weight, together make its gates."""
+    """Record a layer in one direction: the weights of its input and hidden state, which together make its gates."""
     gates = _GATES[_kind(tracer, node)]
     rows_of_gates = tracer.atoms.nest(hidden, gates, 1)
     biases = list(weights[2:4]) if len(weights) >= 4 else [None, None]

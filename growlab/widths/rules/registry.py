@@ -1,6 +1,6 @@
-"""Where channel rules are registered, and what they are given.
+"""Registry of channel rules, and the values that they are given.
 
-A rule says what one ATen operation does to axes and scales. It is called with the tracer, the graph node and the
+A rule defines what one ATen operation does to axes and scales. It is called with the tracer, the graph node and the
 operation's arguments by name, tensors as `Value`s; it returns the output's Value (or a list of them) and records
 layers and norms on the way.
 """
@@ -22,16 +22,16 @@ class Value:
     """A tensor of the traced program.
 
     Attributes:
-        shape: at full width.
-        axes: one axis a dimension.
+        shape: shape at full width.
+        axes: one axis for each dimension.
         scale: its scale class.
         name: parameter or buffer name, or None for activations.
         linear_in: names of the parameters of one layer that it is linear in, if it is a layer's output, scaled,
             rearranged or summed with itself.
         made_by: weights of the affine layers that it is computed from with no other affine layer in between.
         turned: the parameter of which it is the transpose (the last two dimensions exchanged), or None.
-        squeezed: the parameter that this is in another shape, if all that uses it gives it its own again; or None.
-        rows_of: the parameter of which it is some rows, if nothing but linear layers reads them; or None.
+        squeezed: the parameter of which it is a reshape, if everything that uses it restores the shape; or None.
+        rows_of: the parameter of which it is some rows, if only linear layers read them; or None.
     """
 
     shape: tuple[int, ...]
@@ -49,9 +49,9 @@ Rule = Callable[["Tracer", Any, Arguments], Any]
 RULES: dict[str, Rule] = {}
 
 
-# Why dimensions stay that windows slide over.
+# Reason why dimensions stay that windows slide over.
 SLID_OVER = "neighbouring channels are pooled or convolved"
-# Why channels of random numbers stay: twins cancel each other as long as both see the same numbers.
+# Reason why channels of random numbers stay: twins cancel only if both get the same numbers.
 DRAWN = "as many random numbers"
 
 
@@ -67,7 +67,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def values_in(argument: Any) -> Iterator[Value]:
-    """Every Value in an argument, or in the lists and dicts that it holds."""
+    """Yield every Value in an argument, including those in lists and dicts."""
     if isinstance(argument, Value):
         yield argument
     elif isinstance(argument, Mapping):
@@ -78,7 +78,7 @@ def values_in(argument: Any) -> Iterator[Value]:
             yield from values_in(item)
 
 
-# Operations that are linear in their inputs, and those that are so in one of them.
+# Operations that are linear in all of their inputs, and those that are linear in one of them.
 _LINEAR = frozenset(
     (
         *("permute", "transpose", "swapaxes", "t", "view", "reshape", "_unsafe_view", "flatten", "unflatten"),
@@ -113,7 +113,7 @@ def linear_in(operation: str, args: Arguments) -> frozenset[str]:
 
 
 def overwritten(value: Any, written: Any) -> Any:
-    """A tensor of which an operation has written over a part: linear in nothing, made by the part's layers too."""
+    """Return the value of a tensor after an in-place write to a part: not linear, and made by the part's layers too."""
     if not isinstance(value, Value) or value.name is not None:
         return value
     made_by = value.made_by.union(*(part.made_by for part in values_in(written)))
@@ -121,18 +121,18 @@ def overwritten(value: Any, written: Any) -> Any:
 
 
 def first_tensor(args: Arguments) -> Value:
-    """The first argument that is a tensor."""
+    """Return the first argument that is a tensor."""
     return next(values_in(args))
 
 
 def freeze_windows(tracer: "Tracer", x: Value, num_windows: int) -> None:
-    """The last dimensions, over which windows slide, keep their width."""
+    """Freeze the last `num_windows` dimensions, over which windows slide."""
     for axis in x.axes[len(x.axes) - num_windows :]:
         tracer.atoms.freeze(axis, SLID_OVER)
 
 
 def keep_full_width(tracer: "Tracer", node: Any, args: Arguments, reason: str | None = None) -> Any:
-    """The rule for operations that growth cannot pass: everything that enters keeps its full width."""
+    """Rule for operations that growth cannot pass: all operands keep their full width."""
     for value in values_in(args):
         tracer.scales.pin(value.scale)
         for axis in value.axes:

@@ -1,9 +1,9 @@
-"""Which channels may be rotated: norms over channels, and the operations that tell channels apart.
+"""Find the channels that may be rotated: rules for norms over channels, and operations that distinguish channels.
 
 A group is isotropic if everything on the way from the layers that produce its channels to those that consume them
-commutes with every rotation of the channels (Bird, "On De-Individuated Neurons", Eq. 1). Only then has it no basis of
-its own. A norm over channels is such an operation, but growth methods that do not know of it would change it: it is
-followed only where `trace` is told so.
+commutes with every rotation of the channels (Bird, "On De-Individuated Neurons", Eq. 1). Only then does it have no
+preferred basis. A norm over channels is such an operation, but growth methods that do not allow for it would change
+it: it is followed only with `trace(..., follow_norms=True)`.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ from growlab.widths.rules.registry import Arguments, Value, keep_full_width, rul
 if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
 
-# Names of the parameter, in the module that takes the norm, that holds the intrinsic length: its logarithm, or itself.
+# Names of the parameter for the intrinsic length in the module that takes the norm: its logarithm, or itself.
 LOG_LENGTH = "log_length"
 LENGTHS = (LOG_LENGTH, "length")
-# Name of the attribute of that module that says whether it puts out the gain as one more channel, behind the others.
+# Name of that module's attribute which is True if it appends the gain to its output as one more channel.
 GAIN_CHANNEL = "gain_channel"
 
-# They move channels as a whole or combine them linearly with other positions' same channels.
+# Operations that move channels as a whole or combine the same channels of several positions linearly.
 _EQUIVARIANT = frozenset(
     (
         *(
@@ -48,7 +48,7 @@ _EQUIVARIANT = frozenset(
 
 @rule("linalg_vecdot", "linalg_vector_norm", "norm")
 def norm_over_channels(tracer: "Tracer", node: Any, args: Arguments) -> Any:
-    """The Euclidean norm or its square over one dimension: no rotation changes it, nor does a channel of zeros."""
+    """Euclidean norm or its square over one dimension: neither a rotation nor a channel of zeros changes it."""
     x = args.get("x", args.get("self"))
     dims = args.get("dim", -1)
     dims = [dims] if isinstance(dims, int) else dims
@@ -67,12 +67,12 @@ def norm_over_channels(tracer: "Tracer", node: Any, args: Arguments) -> Any:
 
 
 def individuated(operation: str, args: Arguments, shape: tuple[int, ...]) -> Iterator[Runs]:
-    """The axes whose channels an operation tells apart.
+    """Yield the axes whose channels an operation distinguishes.
 
     Args:
         operation: name of the operation.
         args: its arguments by name.
-        shape: of its (first) result.
+        shape: shape of its (first) result.
     """
     values = list(values_in(args))
     if operation in ("conv1d", "conv2d", "conv3d"):
@@ -85,7 +85,10 @@ def individuated(operation: str, args: Arguments, shape: tuple[int, ...]) -> Ite
 
 
 def _broadcast(operation: str, values: list[Value], shape: tuple[int, ...]) -> Iterator[Runs]:
-    """A sum is linear if all operands have the channels, a product if only one has."""
+    """Yield the axes in which a sum or a product is not linear.
+
+    A sum is linear if all operands have the channels, a product if only one has them.
+    """
     for dim, size in enumerate(shape):
         places = [(value, dim - len(shape) + len(value.shape)) for value in values]
         wide = [value.axes[at] for value, at in places if at >= 0 and value.shape[at] == size]

@@ -1,4 +1,4 @@
-"""Rules for operations that rearrange: padding, slicing, splitting, concatenation, reshaping."""
+"""Rules for operations that rearrange entries: padding, slicing, splitting, concatenation, reshaping."""
 
 import math
 import operator
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from growlab.widths.tracer import Tracer
 
 
-# They fill a tensor, or one of its sizes, with random numbers.
+# Operations that fill a tensor, or a new one of the same shape, with random numbers.
 _DRAWS = """
 rand_like randn_like bernoulli bernoulli_ normal_ uniform_ exponential_ log_normal_ cauchy_ geometric_ random_
 """
 _NEW = "new_zeros new_ones new_full new_empty zeros ones full empty rand randn"
 _ALIKE = "zeros_like ones_like full_like empty_like"
-#: They take nothing but sizes and types from their operands.
+#: Operations that take nothing but sizes and types from their operands.
 SIZES_ALONE = frozenset((*_NEW.split(), *_ALIKE.split(), *_DRAWS.split()))
 
 
 @rule("constant_pad_nd", "pad")
 def pad(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Zeros appended to channels are a group of their own: it completes this stream to a wider one."""
+    """Padding: zeros appended to channels are a new group, which completes this stream to a wider one."""
     x, amounts = args["self"], args["pad"]
     value = args.get("value") or 0.0
     plain = value == 0.0 and args.get("mode", "constant") == "constant"
@@ -55,9 +55,9 @@ def pad(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("slice", "narrow")
 def take_slice(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """A part of the channels, which grows for itself as the parts beside it do; every other channel cannot.
+    """Slice of channels, which grows separately from the parts around it; with a step other than 1 all are frozen.
 
-    A parameter keeps its width there, and what is taken of it (rows of a table of positions) is still one.
+    A parameter keeps its width there, and the slice (rows of a table of positions) still counts as the parameter.
     """
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
     shape, size = tracer.shape(node), x.shape[dim]
@@ -80,7 +80,7 @@ def take_slice(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("select")
 def select(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """One position of a dimension, which so keeps its width."""
+    """Selection of one position of a dimension, which is frozen."""
     x, dim = args["self"], args["dim"] % len(args["self"].shape)
     tracer.atoms.freeze(x.axes[dim], "one of the channels is taken")
     return Value(tracer.shape(node), x.axes[:dim] + x.axes[dim + 1 :], x.scale)
@@ -88,7 +88,7 @@ def select(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("unbind")
 def unbind(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
-    """Every position of a dimension, which so keeps its width."""
+    """Split into every position of a dimension, which is frozen."""
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
     tracer.atoms.freeze(x.axes[dim], "the channels are taken apart")
     return [Value(shape, x.axes[:dim] + x.axes[dim + 1 :], x.scale) for shape in tracer.shapes(node)]
@@ -96,9 +96,9 @@ def unbind(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
 
 @rule("chunk", "split", "split_with_sizes", "tensor_split")
 def split(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
-    """Cut channels into parts that grow each for itself.
+    """Split of channels into parts that grow separately.
 
-    Rows of a parameter that linear layers alone read (of queries, of keys and values) are their weights and biases.
+    Rows of a parameter that only linear layers read (for queries, keys and values) are their weights and biases.
     """
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
     shapes = tracer.shapes(node)
@@ -114,9 +114,9 @@ def split(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
 
 @rule("cat", "concat", "concatenate")
 def concatenate(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Channels behind one another, each part growing for itself."""
+    """Concatenation of channels, of which each part grows separately."""
     shape = tracer.shape(node)
-    # torch leaves out an empty tensor of one dimension: a cache that holds nothing yet.
+    # torch leaves out an empty tensor of one dimension: a cache without entries.
     values = [value for value in args["tensors"] if value.shape != (0,) or len(shape) == 1]
     dim = args.get("dim", 0) % len(shape)
     axes: list[Runs] = []
@@ -124,9 +124,9 @@ def concatenate(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     for other in values[1:]:
         scale = tracer.scales.union(scale, other.scale)
     for value in values:
-        # Biases of queries, keys and values behind one another carry channels of their own each.
+        # Concatenated biases of queries, keys and values carry separate channels.
         if value.name is not None and len(shape) > 1:
-            # A parameter laid beside activations (a class token) is placed like them.
+            # A parameter that is concatenated with activations (a class token) has their roles.
             for index in range(len(shape)):
                 role: Role = "out" if index != dim and value.shape[index] > 1 else "fixed"
                 if role == "fixed":
@@ -144,7 +144,7 @@ def concatenate(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("expand", "expand_as", "broadcast_to")
 def expand(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Single positions are repeated; other dimensions pass."""
+    """Expansion: single positions are repeated; other dimensions pass."""
     x, shape = args["self"], tracer.shape(node)
     new = len(shape) - len(x.shape)
     axes = [tracer.atoms.of_constants(size) for size in shape]
@@ -163,7 +163,7 @@ def expand(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule(*RESHAPING)
 def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Match runs of input and output dimensions with equal products; merge or split inside each."""
+    """Reshape: match runs of input and output dimensions with equal products; merge or split inside each."""
     x, shape = args["self"], tracer.shape(node)
     if x.squeezed is not None:
         return x.squeezed
@@ -171,7 +171,7 @@ def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         own = iter([axis for size, axis in zip(x.shape, x.axes, strict=True) if size > 1])
         return Value(shape, tuple(next(own) if size > 1 else fixed(1) for size in shape), x.scale, squeezed=x)
     if 0 in shape:
-        # Of no entries, such as windows that a short sequence does not fill: sizes tell dimensions, from behind.
+        # No entries, such as windows that a short sequence does not fill: match dimensions by size, from the last.
         known = [*zip(x.shape[::-1], x.axes[::-1], strict=True), *[(-1, fixed(0))] * len(shape)]
         found = [
             axis if own == size else fixed(size)
@@ -187,7 +187,7 @@ def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 
 def _is_taken_back(tracer: "Tracer", node: Any, x: Value) -> bool:
-    """Whether a parameter gets its shape back behind this, such as a kernel without its dimension of 1."""
+    """Return True if later reshapes restore a parameter's shape, such as a kernel without its dimension of 1."""
     users, sizes = (
         list(node.users),
         ([size for size in of if size > 1] for of in (x.shape, tracer.shape(node))),
@@ -233,11 +233,11 @@ def _unmerge(tracer: "Tracer", node: Any, merged: Runs, sizes: Sequence[int]) ->
     runs = atoms.resolve(merged)
     if len(runs) == 1:
         run = runs[0]
-        # The growing dimension: behind it lie the run's inner repetitions. Where attention turns out to sum over
-        # it, the next one to the left (the heads) grows instead, and what lies behind belongs to each head.
+        # The growing dimension: the run's inner repetitions follow it. Where attention turns out to sum over it, the
+        # next one to the left (the heads) grows instead, and the dimensions after that belong to each head.
         last = next(i for i in reversed(range(len(sizes))) if math.prod(sizes[i:]) > run.inner)
         if (run.outer, run.inner) == (math.prod(sizes[:last]), math.prod(sizes[last + 1 :])):
-            # Taken apart as it was merged: no other dimension could grow.
+            # Split as it was merged: no other dimension could grow.
             return [(Run(run.atom),) if i == last else fixed(size) for i, size in enumerate(sizes)]
         index = min(last, len(sizes) - 1 - tracer.to_the_left(node))
         before, behind = math.prod(sizes[: max(0, index)]), math.prod(sizes[index + 1 :])
@@ -263,7 +263,7 @@ def _unmerge(tracer: "Tracer", node: Any, merged: Runs, sizes: Sequence[int]) ->
 
 @rule("pixel_shuffle")
 def pixel_shuffle(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """R x r channels beside one another become one channel of r x r times as many pixels."""
+    """Pixel shuffle: r x r adjacent channels become one channel of r x r times as many pixels."""
     x, shape, factor = args["self"], tracer.shape(node), args["upscale_factor"]
     freeze_windows(tracer, x, 2)
     (within,) = tracer.atoms.new(shape[-3])
@@ -274,7 +274,7 @@ def pixel_shuffle(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("pixel_unshuffle")
 def pixel_unshuffle(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Each channel becomes r x r channels beside one another."""
+    """Pixel unshuffle: each channel becomes r x r adjacent channels."""
     x, shape, factor = args["self"], tracer.shape(node), args["downscale_factor"]
     freeze_windows(tracer, x, 2)
     axes = (*x.axes[:-3], tracer.atoms.nest(x.axes[-3], 1, factor * factor), *map(fixed, shape[-2:]))
@@ -283,7 +283,7 @@ def pixel_unshuffle(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("im2col")
 def windows_as_channels(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Each channel becomes one channel for every place in a window."""
+    """Unfolding of images (`im2col`): each channel becomes one channel for every position in a window."""
     x, shape = args["self"], tracer.shape(node)
     freeze_windows(tracer, x, 2)
     places = shape[-2] // x.shape[-3]
@@ -292,7 +292,7 @@ def windows_as_channels(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("col2im")
 def channels_as_windows(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Channels that stand for the places in a window are added up there."""
+    """Folding of windows (`col2im`): channels for the positions in a window are added up there."""
     x, shape = args["self"], tracer.shape(node)
     tracer.atoms.freeze(x.axes[-1], "windows of an image")
     (within,) = tracer.atoms.new(shape[-3])
@@ -303,7 +303,7 @@ def channels_as_windows(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("stack")
 def stack(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """The same channels several times, told apart by a dimension of their own."""
+    """Stack along a new dimension: all operands have the same channels."""
     values, shape = args["tensors"], tracer.shape(node)
     dim = args.get("dim", 0) % len(shape)
     scale = values[0].scale
@@ -317,7 +317,7 @@ def stack(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule(*_NEW.split())
 def new_tensor(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """A tensor of the sizes that are asked for; it has nothing else of its operand's channels."""
+    """New tensor of the given sizes, which shares no channels with its operand."""
     shape = tracer.shape(node)
     axes = tuple(map(tracer.atoms.of_constants, shape))
     for size, axis in zip(shape, axes, strict=True):
@@ -329,7 +329,7 @@ def new_tensor(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule(*_ALIKE.split(), *_DRAWS.split())
 def alike(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """A tensor of the operand's sizes, whose numbers have nothing to do with it."""
+    """New tensor of the operand's shape and channels, whose entries do not depend on it."""
     x = args["self"]
     if tracer.operation(node) in _DRAWS.split():
         for axis in x.axes:
@@ -339,5 +339,5 @@ def alike(tracer: "Tracer", node: Any, args: Arguments) -> Value:
 
 @rule("getitem")
 def getitem(tracer: "Tracer", node: Any, args: Arguments) -> Any:
-    """One of several outputs."""
+    """Selection of one of several outputs."""
     return operator.getitem(args["a"], args["b"])
