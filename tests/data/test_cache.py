@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from growlab.lab.data.cache import decoded
-from growlab.lab.data.images import EncodedImages
+from growlab.lab.data.image_sets import EncodedImages
 from growlab.lab.data.sources import open_images
 
 

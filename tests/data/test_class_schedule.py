@@ -8,15 +8,15 @@ import torch
 
 from growlab.base.errors import UserError
 from growlab.lab.data import ImageData
-from growlab.lab.data.class_schedule import ClassSchedule, positions_of
+from growlab.lab.data.arrival import Arrival, positions_of
 
 
 def test_classes_by_epoch() -> None:
-    schedule = ClassSchedule({0: [1, 0], 5: [2], 3: [0, 1, 2]})
-    assert [schedule.at(epoch) for epoch in (0, 2, 3, 4, 5, 99)] == [
+    schedule = Arrival({0: [1, 0], 5: [2], 3: [0, 1, 2]})
+    assert [schedule.classes_at(epoch) for epoch in (0, 2, 3, 4, 5, 99)] == [
         *((0, 1), (0, 1), (0, 1, 2), (0, 1, 2), (2,), (2,))
     ]
-    assert ClassSchedule(None).at(3) is None
+    assert Arrival().classes_at(3) is None
     labels = np.array([0, 1, 2, 0, 1])
     assert positions_of(labels, [0, 2]).tolist() == [0, 2, 3]
     assert positions_of(labels, [1], 5).tolist() == [1, 4, 1, 4, 1]
@@ -58,5 +58,5 @@ def test_every_input_is_standardised_by_itself() -> None:
     assert 0 < constant.sum() < 20 and torch.equal(x[:, constant], torch.zeros_like(x[:, constant]))
     assert torch.allclose(x.mean(0), torch.zeros(64).double(), atol=1e-5)
     assert torch.allclose(x[:, ~constant].std(0, correction=0), torch.ones(1).double(), atol=1e-5)
-    with pytest.raises(UserError, match=r"data\.standardise must be channel or feature"):
+    with pytest.raises(UserError, match=r"data\.standardise=\w+ is unknown; choose one of channel, feature"):
         ImageData("digits", standardise="pixel")

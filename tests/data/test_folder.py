@@ -10,18 +10,18 @@ import PIL.Image
 import pytest
 
 from growlab.base.errors import UserError
-from growlab.lab.data import FolderData
+from growlab.lab.data import ImageData
 
 USUAL = {"validation": "split", "batch_size": 8, "mean": [0.5] * 3, "std": [0.5] * 3}
 
 
-def _opened(root: Path, **arguments) -> FolderData:
-    data = FolderData(str(root), **{**USUAL, **arguments})
+def _opened(root: Path, **arguments) -> ImageData:
+    data = ImageData("folder", str(root), **{**USUAL, "test_fraction": 0.1, **arguments})
     data.setup()
     return data
 
 
-def _numbers(data: FolderData) -> tuple[int, int, int]:
+def _numbers(data: ImageData) -> tuple[int, int, int]:
     return data.num_train, data.num_val, data.num_test
 
 
@@ -91,7 +91,7 @@ def test_damaged_images_are_left_out_or_named(
         in record.message
     )
     # The second time nothing is decoded for it, until a file changes.
-    monkeypatch.setattr("growlab.lab.data.images.EncodedImages.is_readable", None)
+    monkeypatch.setattr("growlab.lab.data.image_sets.EncodedImages.is_readable", None)
     assert sum(_numbers(_opened(root, on_error="skip"))) == 39
     truncated.write_bytes(next(whole).read_bytes())
     with pytest.raises(TypeError):
@@ -104,13 +104,13 @@ def test_what_is_no_such_folder_is_a_sentence(pictures, tmp_path) -> None:
     for path in (root / "train").rglob("*.png"):
         path.write_bytes(b"no image")
     for arguments, said in (
-        ({"root": tmp_path / "nowhere"}, "is no folder"),
-        ({"root": tmp_path / "file.png"}, "is no folder"),
-        ({"root": root / "test" / "ant"}, "holds no folders of images"),
+        ({"root": tmp_path / "nowhere"}, "found no folder data in"),
+        ({"root": tmp_path / "file.png"}, "is a file; point data.root"),
+        ({"root": root / "test" / "ant"}, "holds no folder data that growlab knows: looked for .*<class>/"),
         ({"root": root / "train", "on_error": "skip"}, "40 of 40 images .* too many for data.on_error=skip"),
         ({"root": root / "test", "test_fraction": 0.01}, "leaves nothing to train or to test on"),
         ({"root": root, "test_fraction": 1.0}, "must lie between 0 and 1"),
-        ({"root": root, "on_error": "ignore"}, "must be raise or skip"),
+        ({"root": root, "on_error": "ignore"}, "data.on_error=ignore is unknown; choose one of raise, skip"),
     ):
         with pytest.raises(UserError, match=said):
             _opened(**arguments)
@@ -131,7 +131,7 @@ def test_parts_are_found_whatever_their_names_case(pictures, tmp_path, names) ->
 def test_a_part_beside_class_folders_is_no_class(pictures, tmp_path) -> None:
     root = _laid_out(pictures, tmp_path / "data", "flat")
     shutil.copytree(root / "ant", root / "Test" / "ant")
-    with pytest.raises(UserError, match=r"holds Test/ beside class folders: is it a class or a part\?"):
+    with pytest.raises(UserError, match=r"holds Test/ among class folders: is it a class or a part\?"):
         _opened(root)
 
 

@@ -372,7 +372,5 @@ def test_decoded_images_are_brought_to_one_size_as_encoded_ones_are():
     assert small.image_shape == (1, 5, 5)
     plain = _digits(limit_train=20, limit_test=10, shift=0, mirror=False)
     fit, images = small._images["test"], plain._images["test"].images_NHWC
-    expected = [
-        np.asarray(small.views.fit(PIL.Image.fromarray(image.squeeze(-1).numpy()))) for image in images
-    ]
+    expected = [np.asarray(small.fit(PIL.Image.fromarray(image.squeeze(-1).numpy()))) for image in images]
     assert np.array_equal(fit.images_NHWC.squeeze(-1).numpy(), np.stack(expected))

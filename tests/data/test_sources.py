@@ -19,7 +19,7 @@ from growlab.base.errors import UserError
 from growlab.lab.data import ImageData
 from growlab.lab.data.cache import decoded
 from growlab.lab.data.crops import Fit
-from growlab.lab.data.images import EncodedImages
+from growlab.lab.data.image_sets import EncodedImages
 from growlab.lab.data.sources import default_root, open_images
 
 

@@ -129,7 +129,7 @@ def test_training_crops_come_from_their_own_images(layout, request):
     for positions, (x, y) in zip(loader.plan.batches(), loader, strict=True):
         seen += positions.tolist()
         assert y.tolist() == LABELS["train"][positions].tolist()
-        views = data.views.crop.views(positions, 0, 0, (16, 16))
+        views = data.crop.views(positions, 0, 0, (16, 16))
         mirrored = data.augmentation.draw(positions, 0, 0)[2]
         for image, position, view, flip in zip(x, positions, views, mirrored, strict=True):
             expected = _normalised(view(_rgb(CONTENTS["train"][position])))

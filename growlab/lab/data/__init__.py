@@ -1,8 +1,7 @@
 """Image data, found by what lies in a folder; text by characters or tokens; one's own data."""
 
+from growlab.lab.data.arrival import Incremental
 from growlab.lab.data.custom import CustomData, Split
-from growlab.lab.data.folder import FolderData
-from growlab.lab.data.incremental import Incremental
 from growlab.lab.data.module import ImageData
 from growlab.lab.data.run_data import RunData
 from growlab.lab.data.samples import Columns
@@ -12,7 +11,6 @@ from growlab.lab.data.tokens import TokenData
 __all__ = [
     "Columns",
     "CustomData",
-    "FolderData",
     "ImageData",
     "Incremental",
     "RunData",

@@ -1,7 +1,8 @@
-"""What each epoch has of the images: all of them, the classes of a task, what has arrived, or a part of a pass."""
+"""The images of each epoch: all of them, the classes of a task, what has arrived by a stage, or part of a pass."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -9,44 +10,138 @@ import numpy as np
 
 from growlab.base.errors import UserError
 from growlab.lab.data.arguments import check_numbers
-from growlab.lab.data.class_schedule import ClassSchedule, positions_of
-from growlab.lab.data.incremental import Incremental
-from growlab.lab.data.loaders import part_of_pass
+from growlab.lab.data.order import APPEARANCE, draws, permutation
+
+MODES = ("classes", "images")
 
 
-@dataclass
-class Arrival:
-    """Which images there are in which epoch.
+@dataclass(frozen=True)
+class Incremental:
+    """The part of the training images that each stage has: D_0 in D_1 in ... D_{N-1} (Yuan et al. 2023, App. H).
+
+    The parts begin with `start` and rise evenly to everything in the last stage: with nine stages of CIFAR-100 and
+    a start of 0.2, 20 classes and 10 more in each stage, or 20 %, 30 %, ..., 100 % of the images.
 
     Attributes:
-        class_schedule: classes by epoch, for tasks that change while a network trains: `{0: [0, 1], 10: [0, 1, 2]}`
-            trains and validates on two classes at first and on three from epoch 10 on, with as many images an
-            epoch (those of fewer classes are repeated); the test takes the last ones. None = all classes.
-        incremental: what part of the classes or images each stage of the run has; see `Incremental`. None = all.
-        epoch_parts: divide each pass over the training images into so many epochs of nearly equal length, so that
-            schedules, budgets and validation are finer than a pass.
+        mode: "classes": classes appear one after the other, in a random order, and validation is on those that have;
+            "images": images of all classes appear.
+        start: the part of the first stage.
+        replacement: with "images", draw them with replacement, as the paper says: the last stage then has as many
+            draws as there are images, and about 63 % of the images among them. False: each image appears once.
+        seed: of the order, whatever the seed of the run.
+
+    Raises:
+        UserError: a value is impossible.
+
+    Examples:
+        >>> Incremental("classes", 0.2).shares(5)
+        [Fraction(1, 5), Fraction(2, 5), Fraction(3, 5), Fraction(4, 5), Fraction(1, 1)]
+    """
+
+    mode: str = "classes"
+    start: float = 0.2
+    replacement: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UserError(f"data.incremental.mode must be {' or '.join(MODES)}, not {self.mode}.")
+        if not 0 < self.start <= 1:
+            raise UserError(f"data.incremental.start={self.start} must lie above 0 and at most at 1.")
+
+    def shares(self, num_stages: int) -> list[Fraction]:
+        """The part of each stage, rising evenly to 1."""
+        first = Fraction(str(self.start))
+        if num_stages == 1:
+            return [Fraction(1)]
+        return [first + (1 - first) * stage / (num_stages - 1) for stage in range(num_stages)]
+
+    def order(self, num_classes: int) -> list[int]:
+        """The classes in the order in which they appear."""
+        return permutation(num_classes, APPEARANCE, self.seed).tolist()
+
+    def num_classes(self, num_classes: int, num_stages: int) -> list[int]:
+        """The number of classes, of so many, that each stage has; at least one."""
+        if self.mode != "classes":
+            return [num_classes] * num_stages
+        return [max(1, round(share * num_classes)) for share in self.shares(num_stages)]
+
+    def classes(self, num_classes: int, stage: int, num_stages: int) -> list[int]:
+        """The classes of a stage."""
+        return sorted(self.order(num_classes)[: self.num_classes(num_classes, num_stages)[stage]])
+
+    def positions(
+        self,
+        part: str,
+        labels_N: np.ndarray,
+        num_classes: int,
+        stage: int,
+        num_stages: int,
+        batch_size: int = 1,
+    ) -> np.ndarray:
+        """Positions of a stage's images; those of the stage before are among them.
+
+        Training images that would make a last batch of less than an eighth of the others wait for the next stage: over
+        a single image batch normalisation has no statistics.
+
+        Args:
+            part: "train"; or "val" or "test", which have all images of the classes that there are.
+            labels_N: of all images of the part.
+            num_classes: of the data.
+            stage: counted from 0.
+            num_stages: of the run.
+            batch_size: of the training batches.
+        """
+        if part != "train":
+            return np.flatnonzero(np.isin(labels_N, self.classes(num_classes, stage, num_stages)))
+        found = self._training(labels_N, num_classes, stage, num_stages)
+        rest = len(found) % batch_size
+        return found[: len(found) - rest] if rest < len(found) and 8 * rest < batch_size else found
+
+    def _training(self, labels_N: np.ndarray, num_classes: int, stage: int, num_stages: int) -> np.ndarray:
+        if self.mode == "classes":
+            return np.flatnonzero(np.isin(labels_N, self.classes(num_classes, stage, num_stages)))
+        count = max(1, round(self.shares(num_stages)[stage] * len(labels_N)))
+        if self.replacement:
+            drawn = draws(np.arange(count), APPEARANCE, self.seed) % np.uint64(len(labels_N))
+            return drawn.astype(np.int64)
+        return permutation(len(labels_N), APPEARANCE, self.seed)[:count]
+
+
+class Arrival:
+    """The images that there are in each epoch.
+
+    Args:
+        class_schedule: classes by epoch, or None for all; see `ImageData`.
+        incremental: the part of the data that each stage of the run has; None = all.
+        epoch_parts: epochs that a pass over the training images is divided into.
 
     Raises:
         UserError: a value is impossible, or two of them do not go together.
     """
 
-    class_schedule: Mapping[int, Sequence[int]] | None = None
-    incremental: Incremental | None = None
-    epoch_parts: int = 1
-
-    def __post_init__(self) -> None:
-        check_numbers(1, epoch_parts=self.epoch_parts)
-        self._classes = ClassSchedule(self.class_schedule)
+    def __init__(
+        self,
+        class_schedule: Mapping[int, Sequence[int]] | None = None,
+        incremental: Incremental | None = None,
+        epoch_parts: int = 1,
+    ) -> None:
+        check_numbers(1, epoch_parts=epoch_parts)
+        given = class_schedule or {}
+        self._tasks = {int(epoch): tuple(sorted(set(classes))) for epoch, classes in given.items()}
+        if self._tasks and (min(self._tasks) != 0 or not all(self._tasks.values())):
+            raise UserError(
+                "data.class_schedule must give classes from epoch 0 on, such as {0:[0,1],10:[0,1,2,3]}, not "
+                f"{dict(given)}."
+            )
+        if incremental is not None and (self._tasks or epoch_parts > 1):
+            other = "data.class_schedule" if self._tasks else "data.epoch_parts"
+            raise UserError(
+                f"{other} goes with data that is all there from the start, not with data.incremental; set one."
+            )
+        self.incremental, self.epoch_parts = incremental, epoch_parts
         # First epoch of each stage, epochs that these are of, and the run's own.
         self._stages: tuple[Sequence[int], int, int] = ((0,), 1, 1)
-        if self.incremental is not None and self.epoch_parts > 1:
-            raise UserError(
-                "data.epoch_parts goes with data that is all there from the start: leave it at 1."
-            )
-        if self.incremental is not None and self._classes.tasks:
-            raise UserError(
-                "data.class_schedule and data.incremental both say what an epoch is about; set one."
-            )
 
     def check(self, num_classes: int) -> None:
         """Refuse classes that the data does not have.
@@ -54,16 +149,25 @@ class Arrival:
         Raises:
             UserError: naming them.
         """
-        self._classes.check(num_classes)
+        unknown = sorted({c for named in self._tasks.values() for c in named if not 0 <= c < num_classes})
+        if unknown:
+            raise UserError(
+                f"data.class_schedule names the classes {unknown}; this data has 0 to {num_classes - 1}."
+            )
 
     def follow_stages(self, starts: Sequence[int], of: int, epochs: int) -> None:
         """Let incremental data arrive with stages that start so in a run `of` epochs, stretched to `epochs`."""
         self._stages = (tuple(starts), of, epochs)
 
+    def classes_at(self, epoch: int) -> tuple[int, ...] | None:
+        """Return the classes of an epoch by the class schedule; None for all."""
+        begun = [start for start in self._tasks if start <= epoch]
+        return self._tasks[max(begun)] if begun else None
+
     def chosen(
         self, part: str, labels_N: np.ndarray, num_classes: int, epoch: int, batch_size: int
     ) -> tuple[Any, Callable[[], np.ndarray]] | None:
-        """What the images of an epoch are chosen by, and how to find their positions; None for all images.
+        """Return a cache key and index function of the epoch's subset of the images; None for all images.
 
         Args:
             part: "train", "val" or "test".
@@ -72,7 +176,7 @@ class Arrival:
             epoch: counted from 0.
             batch_size: of the training batches.
         """
-        classes = self._classes.at(epoch)
+        classes = self.classes_at(epoch)
         if classes is not None:
             length = len(labels_N) if part == "train" else None
             return classes, partial(positions_of, labels_N, classes, length)
@@ -83,17 +187,19 @@ class Arrival:
         key = (stage, len(starts), batch_size)
         return key, partial(self.incremental.positions, part, labels_N, num_classes, *key)
 
-    def batch_sizes(self, num_images: int, batch_size: int, epoch: int) -> list[int]:
-        """Images in each training batch of an epoch whose pass is over so many.
 
-        Raises:
-            UserError: the pass has fewer batches than parts.
-        """
-        whole, rest = divmod(num_images, batch_size)
-        batches = [batch_size] * whole + [rest] * bool(rest)
-        if len(batches) < self.epoch_parts:
-            raise UserError(
-                f"data.epoch_parts={self.epoch_parts} leaves epochs without a batch: a pass over the training images "
-                f"has {len(batches)} batches of {batch_size}."
-            )
-        return batches[part_of_pass(len(batches), epoch, self.epoch_parts)]
+def positions_of(labels_N: np.ndarray, classes: Sequence[int], length: int | None = None) -> np.ndarray:
+    """Positions of the images of some classes, in order.
+
+    Args:
+        labels_N: of all images.
+        classes: those wanted.
+        length: repeat or cut them to so many, so that every epoch has as many steps; None for all, once.
+
+    Raises:
+        UserError: there is no image of them.
+    """
+    found = np.flatnonzero(np.isin(labels_N, classes))
+    if not len(found):
+        raise UserError(f"data.class_schedule: there is no image of the classes {list(classes)}.")
+    return found if length is None else np.resize(found, length)

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from growlab.base.errors import UserError
 from growlab.base.files import write_atomically
 from growlab.lab.data.arguments import cores
-from growlab.lab.data.images import EncodedImages, ImageArray, Images
+from growlab.lab.data.image_sets import EncodedImages, ImageArray, Images
 
 log = logging.getLogger(__name__)
 

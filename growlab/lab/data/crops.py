@@ -1,6 +1,6 @@
-"""How an image of any size becomes one of a fixed size: fitted for evaluation, cropped at random for training."""
+"""Bring images of any size to a fixed one: fitted for evaluation, cropped at random for training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import inf, log
@@ -29,11 +29,26 @@ class Fit:
         size: pixels of the square that comes out; None leaves images as they are.
         resize: pixels of the shorter side before the crop; None = `size`.
         interpolation: one of `INTERPOLATIONS`.
+
+    Raises:
+        UserError: a value is impossible; the message names the setting of `data`.
     """
 
     size: int | None = None
     resize: int | None = None
     interpolation: str = "bicubic"
+
+    def __post_init__(self) -> None:
+        check_numbers(1, image_size=self.size, resize_size=self.resize)
+        if self.interpolation not in INTERPOLATIONS:
+            raise UserError(
+                f"data.interpolation={self.interpolation} is unknown; choose one of {', '.join(INTERPOLATIONS)}."
+            )
+        if self.resize is not None and (self.size is None or self.resize < self.size):
+            raise UserError(
+                f"data.resize_size={self.resize} must be at least data.image_size, which is {self.size}: it is the "
+                "shorter side from whose centre that many pixels are taken."
+            )
 
     def __call__(self, image: PIL.Image.Image) -> PIL.Image.Image:
         """Return the fitted image."""
@@ -60,12 +75,20 @@ class RandomCrop:
         interpolation: one of `INTERPOLATIONS`.
     """
 
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    scale: tuple[float, ...] = (0.08, 1.0)
+    ratio: tuple[float, ...] = (3 / 4, 4 / 3)
     interpolation: str = "bilinear"
 
+    def __post_init__(self) -> None:
+        for key, values, most in (("crop_scale", self.scale, 1.0), ("crop_ratio", self.ratio, inf)):
+            if len(values) != 2 or not 0 < values[0] <= values[1] <= most:
+                raise UserError(
+                    f"data.{key}={list(values)} must be the least and the largest value, above 0"
+                    f"{' and at most 1' if most == 1 else ''}."
+                )
+
     def views(self, indices_B: np.ndarray, seed: int, epoch: int, size: tuple[int, int]) -> list[View]:
-        """Return for each of these images what crops it and scales the crop to `size` (height, width)."""
+        """Return a function for each of these images that crops it and scales the crop to `size` (height, width)."""
         numbers = _ATTEMPTS * _NUMBERS
         counters = indices_B[:, None] * numbers + np.arange(numbers)
         # The upper 53 bits: as many as a float64 holds.
@@ -105,58 +128,3 @@ class RandomCrop:
 
         box = self.box(image.height, image.width, numbers_T4)
         return tvf.resized_crop(image, *box, list(size), InterpolationMode(self.interpolation))
-
-
-@dataclass(frozen=True)
-class Views:
-    """How images come to one size, and how training images are cropped.
-
-    Attributes:
-        image_size: bring images to this many pixels square; None = as they are.
-        resize_size: pixels of the shorter side before the centre is cropped to `image_size`; None = the same.
-        crop_scale: least and largest area, relative to the image, of the random crops that are trained on; None
-            = no random crops.
-        crop_ratio: least and largest width over height of these crops.
-        interpolation: how images and crops are scaled, one of `INTERPOLATIONS`.
-
-    Raises:
-        UserError: a setting is impossible; the message names it.
-    """
-
-    image_size: int | None = None
-    resize_size: int | None = None
-    crop_scale: Sequence[float] | None = None
-    crop_ratio: Sequence[float] = (3 / 4, 4 / 3)
-    interpolation: str = "bicubic"
-
-    def __post_init__(self) -> None:
-        check_numbers(1, image_size=self.image_size, resize_size=self.resize_size)
-        if self.interpolation not in INTERPOLATIONS:
-            raise UserError(
-                f"data.interpolation={self.interpolation} is unknown; choose one of {', '.join(INTERPOLATIONS)}."
-            )
-        if self.resize_size is not None and self.resize_size < (self.image_size or self.resize_size + 1):
-            raise UserError(
-                f"data.resize_size={self.resize_size} must be at least data.image_size, which is {self.image_size}: it "
-                "is the shorter side from whose centre that many pixels are taken."
-            )
-        scale = (1, 1) if self.crop_scale is None else self.crop_scale
-        for key, values, most in (("crop_scale", scale, 1.0), ("crop_ratio", self.crop_ratio, inf)):
-            if len(values) != 2 or not 0 < values[0] <= values[1] <= most:
-                raise UserError(
-                    f"data.{key}={list(values)} must be the least and the largest value, above 0"
-                    f"{' and at most 1' if most == 1 else ''}."
-                )
-
-    @property
-    def fit(self) -> Fit:
-        """How every image is brought to its size."""
-        return Fit(self.image_size, self.resize_size, self.interpolation)
-
-    @property
-    def crop(self) -> RandomCrop | None:
-        """How training images are cropped instead, if they are."""
-        if self.crop_scale is None:
-            return None
-        (low, high), (narrow, wide) = self.crop_scale, self.crop_ratio
-        return RandomCrop((float(low), float(high)), (narrow, wide), self.interpolation)

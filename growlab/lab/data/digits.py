@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from growlab.lab.data.images import ImageArray
+from growlab.lab.data.image_sets import ImageArray
 from growlab.lab.data.split import stratified_split
 
 

@@ -47,12 +47,7 @@ _CHUNK = 1024  # rows of a column that are read at once
 
 @dataclass(frozen=True)
 class TextReading:
-    """Which files are documents, and how they are read.
-
-    Attributes:
-        suffixes: of the files that are taken from a folder, each also gzipped (`.txt.gz`); Parquet files are always.
-        column: of text in Parquet files and data sets of Hugging Face.
-        strip_html: read the text of HTML files, in place of their source.
+    """Files that are documents, and how to read them; see `TokenData`.
 
     Raises:
         UserError: no suffixes, or one without its dot.
@@ -71,7 +66,7 @@ class TextReading:
 
 
 class Documents:
-    """Documents of files, read anew each time that they are iterated over, in the order of their paths.
+    """Documents of files, read again each time that they are iterated over, in the order of their paths.
 
     Args:
         path: a file, a folder (searched with all below it), a pattern with `*`, or a folder that `datasets` saved.

@@ -15,7 +15,7 @@ from growlab.base.files import write_text
 from growlab.lab.data.arguments import cores, refuse_unreadable
 from growlab.lab.data.cache import cache_dir, files_fingerprint, locked
 from growlab.lab.data.crops import Fit
-from growlab.lab.data.images import EncodedImages
+from growlab.lab.data.image_sets import EncodedImages
 
 log = logging.getLogger(__name__)
 
@@ -45,27 +45,20 @@ def split_folders(root: Path) -> dict[str, Path]:
     return {part: folder for part, folder in found.items() if folder is not None}
 
 
-def all_folders(root: Path) -> dict[str, Path]:
-    """Return what `find_folders` does; without `train/<class>/` the class folders lie in `root` itself.
+def has_class_folders(root: Path) -> bool:
+    """True if class folders lie in `root` itself.
 
     Raises:
-        UserError: there are no class folders.
+        UserError: one of them is called as a part.
     """
-    if folders := find_folders(root):
-        return folders
     classes = [path for path in _entries(root) if path.is_dir() and next(_image_names(path), None)]
-    if len(classes) < 2:
-        raise UserError(
-            f"{root} holds no folders of images, one for each of two classes or more: looked for train/<class>/*.png "
-            "(and val/, test/) and for <class>/*.png."
-        )
     parts = [path.name for path in classes if path.name.lower() in _TRAIN + _TEST + _VAL]
-    if parts:
+    if len(classes) > 1 and parts:
         raise UserError(
-            f"{root} holds {parts[0]}/ beside class folders: is it a class or a part? Put the class folders of what is "
-            "trained on below train/, or give that folder another name."
+            f"{root} holds {parts[0]}/ among class folders: is it a class or a part? Put the class folders of the "
+            "training images below train/, or give that folder another name."
         )
-    return {"train": root}
+    return len(classes) > 1
 
 
 def _called(root: Path, names: Sequence[str]) -> Path | None:
@@ -79,22 +72,19 @@ def _called(root: Path, names: Sequence[str]) -> Path | None:
     return order[0][-1] if order else None
 
 
-def open_folders(
-    folders: dict[str, Path], fit: Fit, skip_damaged: bool = False, empty_classes: bool = True
-) -> dict[str, EncodedImages]:
-    """Open the sets; classes are the training set's folders in alphabetical order.
+def open_folders(folders: dict[str, Path], fit: Fit, skip_damaged: bool = False) -> dict[str, EncodedImages]:
+    """Open the sets; classes are the training set's folders with images, in alphabetical order.
 
     Args:
         folders: of each part, of "train" first.
         fit: how images are brought to one size.
         skip_damaged: leave out images that cannot be decoded, with a warning; the whole set is decoded for it once.
-        empty_classes: whether folders without an image are classes too.
 
     Raises:
         UserError: there are no images, or another part has a class that the training set lacks.
     """
     below = [path for path in _entries(folders["train"]) if path.is_dir()]
-    classes = tuple(path.name for path in below if empty_classes or next(_image_names(path), None))
+    classes = tuple(path.name for path in below if next(_image_names(path), None))
     sets: dict[str, EncodedImages] = {}
     for part, folder in folders.items():
         names, labels = _images(folder, classes)

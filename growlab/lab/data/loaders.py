@@ -1,4 +1,4 @@
-"""What the trainer iterates over: finished batches of one epoch, on one rank."""
+"""Loaders: the finished batches of one epoch, on one rank."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from growlab.base.errors import UserError
 from growlab.lab.data.augment import Augmentation, Normalisation
-from growlab.lab.data.images import ImageArray
+from growlab.lab.data.image_sets import ImageArray
 from growlab.lab.data.order import ORDER, evaluation_batches, permutation, rolling_order, training_batches
 from growlab.lab.data.readers import Readers
 
@@ -20,9 +21,32 @@ def part_of_pass(num_batches: int, epoch: int, parts: int) -> slice:
     return slice(part * num_batches // parts, (part + 1) * num_batches // parts)
 
 
+def sizes_in_part(num_samples: int, batch_size: int, epoch: int, parts: int, what: str) -> list[int]:
+    """Samples in each training batch of an epoch.
+
+    Args:
+        num_samples: in a pass over the data.
+        batch_size: global batch size.
+        epoch: counted from 0.
+        parts: epochs that a pass is divided into.
+        what: is passed over, for the message.
+
+    Raises:
+        UserError: the pass has fewer batches than parts.
+    """
+    whole, rest = divmod(num_samples, batch_size)
+    batches = [batch_size] * whole + [rest] * bool(rest)
+    if len(batches) < parts:
+        raise UserError(
+            f"data.epoch_parts={parts} leaves epochs without a batch: a pass over the training {what} has "
+            f"{len(batches)} batches of {batch_size}."
+        )
+    return batches[part_of_pass(len(batches), epoch, parts)]
+
+
 @dataclass
 class EpochPlan:
-    """Which images make the batches of an epoch on this rank, and how each is shifted and mirrored.
+    """The images in each batch of an epoch on this rank, and how each is shifted and mirrored.
 
     Attributes:
         num_images: images in the set.
@@ -77,7 +101,7 @@ class EpochPlan:
 
 @dataclass
 class ResumableLoader:
-    """What all loaders hold, and what Lightning looks for on a loader.
+    """Base of all loaders, with the attributes that Lightning asks a loader for.
 
     A loader is resumable: Lightning puts what `state_dict` returns into checkpoints and gives it back before
     the first batch. Batches are functions of seed, epoch and number, so the number is all there is to keep, and

@@ -1,32 +1,36 @@
-"""The Lightning data module for labelled images."""
+"""The data module of labelled images."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from growlab.base.errors import UserError
-from growlab.base.settings import sorted_into
 from growlab.lab.data.arguments import check_numbers
-from growlab.lab.data.arrival import Arrival
-from growlab.lab.data.augment import Augmentation
+from growlab.lab.data.arrival import Arrival, Incremental
+from growlab.lab.data.augment import Augmentation, Normalisation
 from growlab.lab.data.cache import held
-from growlab.lab.data.crops import Views
-from growlab.lab.data.images import EncodedImages, ImageArray, Images
-from growlab.lab.data.loaders import EpochPlan, MemoryLoader, StreamLoader
-from growlab.lab.data.readers import ImageBatches, Readers, Reading, workers_of_rank
+from growlab.lab.data.crops import Fit, RandomCrop
+from growlab.lab.data.image_sets import EncodedImages, ImageArray, Images
+from growlab.lab.data.loaders import EpochPlan, MemoryLoader, StreamLoader, sizes_in_part
+from growlab.lab.data.readers import ImageBatches, Readers, workers_of_rank
 from growlab.lab.data.run_data import RunData
 from growlab.lab.data.sources import open_images
-from growlab.lab.data.split import Sets, first_balanced
-from growlab.lab.data.statistics import Standardisation
-from growlab.parts import Part
+from growlab.lab.data.split import first_balanced, stratified_split
+from growlab.lab.data.statistics import channel_statistics, feature_statistics
+from growlab.parts import Classes, Part
 
 log = logging.getLogger(__name__)
+
+_VALIDATIONS = ("none", "split", "test")
+# Images of a streamed set from which mean and standard deviation are estimated.
+_SAMPLE = 4096
+_STREAMED = "images in memory; set data.in_memory=true."
 
 
 class ImageData(RunData):
@@ -38,21 +42,50 @@ class ImageData(RunData):
     after `setup()`.
 
     Args:
-        name: digits, cifar10, cifar100, mnist, fashion_mnist, or any name for data that lies in `root`.
+        name: digits, cifar10, cifar100, mnist, fashion_mnist, or any name for data in `root`.
         root: folder with torchvision's files, Hugging Face Parquet files or `train/<class>/*.png`; None =
             `$GROWLAB_DATA/<name>`, else `~/.cache/growlab/<name>`; digits then come from scikit-learn.
         download: fetch the data where nothing is there.
         batch_size: images in a training batch over all ranks; B_base of Eq. 8 of the growth schedule.
         eval_batch_size: most images in a validation or test batch over all ranks.
         seed: of order and augmentation.
-        settings: fields of the classes in `SETTINGS`.
+        validation: "none"; "split": the data's own validation set where it has one as well as a test set, else part of
+            the training set; "test": the test set, watched under this name and not selected on, so that all training
+            images are trained on.
+        validation_fraction: part of the training set that "split" takes, the same part of each class.
+        test_fraction: part of the training set that the test takes where the data have no test set; the images may
+            then also lie in `<class>/` in `root` itself. None: data without a test set are refused.
+        split_seed: decides which images these are, whatever the seed of the run.
+        limit_train: use only so many training images, the first ones of each class.
+        limit_test: likewise of the test set.
+        on_error: "raise" ends the run at an image that cannot be decoded, such as a truncated file; "skip" decodes
+            all images in class folders once, and leaves such ones out with a warning.
+        image_size: bring images to this many pixels square; None = as they are.
+        resize_size: pixels of the shorter side before the centre is cropped to `image_size`; None = the same.
+        crop_scale: least and largest area, relative to the image, of random crops to train on; None = no random crops.
+        crop_ratio: least and largest width over height of these crops.
+        interpolation: of images and crops: nearest, bilinear, bicubic, box, hamming or lanczos.
+        shift: largest random shift of a training image in pixels.
+        mirror: mirror training images left to right with chance 1/2.
+        mean: of each channel on the scale 0..1; None = computed from the training images.
+        std: likewise.
+        standardise: "channel", or "feature": every pixel of every channel by its own mean and deviation over the
+            training images, in the place of `mean` and `std`.
+        class_schedule: classes by epoch, for tasks that change while a network trains: `{0: [0, 1], 10: [0, 1, 2]}`
+            trains and validates on two classes at first and on three from epoch 10 on, with as many images an
+            epoch (those of fewer classes are repeated); the test takes the last ones. None = all classes.
+        incremental: part of the classes or images that each stage of the run has. None = all.
+        epoch_parts: divide each pass over the training images into so many epochs of nearly equal length, so that
+            schedules, budgets and validation are finer than a pass.
+        in_memory: keep decoded images as one tensor on the training device; None = up to 2 GiB.
+        num_workers: processes that read images which are not in memory; None = one a core, at most 16.
+        shuffle_window: images of Parquet files above 2 GiB that are shuffled together; they are read row group
+            by row group, and as many are kept in memory, encoded.
+        channels_last: memory layout of the batches.
 
     Raises:
         UserError: an argument cannot be used; from `setup()` also, the data cannot be found or read.
-        TypeError: there is no such setting.
     """
-
-    SETTINGS = (Sets, Views, Augmentation, Standardisation, Arrival, Reading)
 
     goes_with = (
         "images go with objective=classification and networks that take image_shape and num_classes and return "
@@ -67,25 +100,71 @@ class ImageData(RunData):
         batch_size: int = 128,
         eval_batch_size: int = 1000,
         seed: int = 0,
-        **settings: Any,
+        *,
+        validation: str = "none",
+        validation_fraction: float = 0.1,
+        test_fraction: float | None = None,
+        split_seed: int = 0,
+        limit_train: int | None = None,
+        limit_test: int | None = None,
+        on_error: Literal["raise", "skip"] = "raise",
+        image_size: int | None = None,
+        resize_size: int | None = None,
+        crop_scale: Sequence[float] | None = None,
+        crop_ratio: Sequence[float] = (3 / 4, 4 / 3),
+        interpolation: str = "bicubic",
+        shift: int = 0,
+        mirror: bool = False,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        standardise: str = "channel",
+        class_schedule: Mapping[int, Sequence[int]] | None = None,
+        incremental: Incremental | None = None,
+        epoch_parts: int = 1,
+        in_memory: bool | None = None,
+        num_workers: int | None = 0,
+        shuffle_window: int = 8192,
+        channels_last: bool = True,
     ) -> None:
         super().__init__(batch_size, seed)
-        check_numbers(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
-        self.name, self.root, self.download = name, root, download
-        self.eval_batch_size = eval_batch_size
-        kinds = sorted_into(self.SETTINGS, settings, type(self).__name__)
-        self.sets, self.views, self.augmentation, self._standards, self._arrival, self._reading = kinds
-        if self.views.crop is not None and self._reading.in_memory:
+        check_numbers(
+            1, batch_size=batch_size, eval_batch_size=eval_batch_size, shuffle_window=shuffle_window
+        )
+        check_numbers(1, limit_train=limit_train, limit_test=limit_test)
+        check_numbers(0, num_workers=num_workers)
+        words = {
+            "validation": _VALIDATIONS,
+            "on_error": ("raise", "skip"),
+            "standardise": ("channel", "feature"),
+        }
+        for key, known in words.items():
+            if locals()[key] not in known:
+                raise UserError(f"data.{key}={locals()[key]} is unknown; choose one of {', '.join(known)}.")
+        for key, part in (("validation_fraction", validation_fraction), ("test_fraction", test_fraction)):
+            if part is not None and not 0 < part < 1:
+                raise UserError(f"data.{key}={part} must lie between 0 and 1.")
+        if crop_scale is not None and in_memory:
             raise UserError(
                 "random crops (data.crop_scale) are cut from the images as they lie in their files; leave out "
                 "data.in_memory=true."
             )
-        self.channels_last = self._reading.channels_last
-        self.mean, self.std = self._standards.mean, self._standards.std
-        self.incremental, self.epoch_parts = self._arrival.incremental, self._arrival.epoch_parts
+        self.name, self.root, self.download, self.on_error = name, root, download, on_error
+        self.eval_batch_size, self.channels_last = eval_batch_size, channels_last
+        self.validation, self.split_seed = validation, split_seed
+        self.validation_fraction, self.test_fraction = validation_fraction, test_fraction
+        self.limit_train, self.limit_test = limit_train, limit_test
+        self.fit = Fit(image_size, resize_size, interpolation)
+        # Always made, so that wrong numbers are refused; used if there is a scale.
+        crop = RandomCrop(tuple(crop_scale or (1.0, 1.0)), tuple(crop_ratio), interpolation)
+        self.crop = None if crop_scale is None else crop
+        self.augmentation = Augmentation(shift, mirror)
+        self.mean, self.std, self.standardise = mean, std, standardise
+        self._arrival = Arrival(class_schedule, incremental, epoch_parts)
+        self.incremental, self.epoch_parts = incremental, epoch_parts
+        self.in_memory, self.num_workers, self.shuffle_window = in_memory, num_workers, shuffle_window
         self._images: dict[str, Images] = {}
         self._readers: dict[str, Readers] = {}
-        # Part of the data, what it was chosen by, and the images themselves.
+        # Of each part of the data the images of the current task: the key that they were chosen by, and the images.
         self._of_task: dict[str, tuple[Any, Images]] = {}
 
     def prepare_data(self) -> None:
@@ -94,63 +173,93 @@ class ImageData(RunData):
 
     def setup(self, stage: str | None = None) -> None:
         """Read the data, once, whatever the stage."""
-        validation = self.sets.validation
-        if validation == "none" and self.trainer is not None:
+        if self.validation == "none" and self.trainer is not None:
             # Else Lightning warns of an empty list, and likewise if the method were missing.
             self.trainer.limit_val_batches = 0
         if self._images:
             return
-        images = self._open()
+        skip, held_out = self.on_error == "skip", self.test_fraction is not None
+        images = open_images(self.name, self.root, self.download, self.fit, skip, held_out)
         train = images.pop("train")
-        train = train.select(self.sets.first(train.labels, "train"))
-        if self.views.crop is None or isinstance(train, ImageArray):
+        if "test" not in images:
+            train, images["test"] = self._split(train, "test_fraction", self.test_fraction or 0.0)
+        train = train.select(first_balanced(train.labels, self.limit_train or len(train)))
+        if self.crop is None or isinstance(train, ImageArray):
             train = self._held(train)
-        if validation != "split":
+        if self.validation != "split":
             images.pop("val", None)
         for name, part in images.items():
-            images[name] = self._held(part.select(self.sets.first(part.labels, "test")))
-            frame = images[name].frame
-            if train.frame != frame:
+            part = part.select(first_balanced(part.labels, self.limit_test or len(part)))
+            images[name] = self._held(part)
+            if train.frame != images[name].frame:
                 raise UserError(
-                    f"{name} images have the shape {astuple(frame)}, training images {astuple(train.frame)} "
-                    "(height, width, channels); bring them to one size with data.image_size=N."
+                    f"{name} images have the shape {astuple(images[name].frame)}, training images "
+                    f"{astuple(train.frame)} (height, width, channels); bring them to one size with data.image_size=N."
                 )
-        images["train"], test = train, images["test"]
-        if validation == "split" and "val" not in images:
-            kept, held_out = self.sets.split(train.labels)
-            images["train"], images["val"] = train.select(kept), train.select(held_out)
+        if self.validation == "split" and "val" not in images:
+            train, images["val"] = self._split(train, "validation_fraction", self.validation_fraction)
+        images["train"] = train
         height, width, channels = astuple(train.frame)
         self.image_shape = (channels, height, width)
         self.num_classes = len(train.classes)
         if self.num_classes < 2:
             raise UserError(
-                f"all training images are of one class, {train.classes[0]!r}: there is nothing to tell apart."
+                f"all training images are of one class, {train.classes[0]!r}: there is nothing to classify."
             )
-        self.num_train, self.num_test = len(images["train"]), len(test)
-        self.num_val = {"none": 0, "split": len(images.get("val", ())), "test": len(test)}[validation]
+        self.num_train, self.num_test = len(train), len(images["test"])
+        watched = {"none": 0, "split": len(images.get("val", ())), "test": self.num_test}
+        self.num_val = watched[self.validation]
         self._arrival.check(self.num_classes)
-        self.mean, self.std, self._normalisation = self._standards.of(images["train"], channels)
+        self._normalisation = self._normalisation_by(train, channels)
         self._images = images
-        if self._reading.num_workers and all(self._is_held(part, name) for name, part in images.items()):
+        if self.num_workers and all(self._is_held(part, name) for name, part in images.items()):
             log.warning(
-                "data.num_workers=%d has no effect: the images are held in memory, where nothing is left to read",
-                self._reading.num_workers,
+                "data.num_workers=%d has no effect: the images are in memory, where nothing is left to read",
+                self.num_workers,
             )
+
+    def _split(self, train: Images, key: str, fraction: float) -> tuple[Images, Images]:
+        kept_N, held_out_N = stratified_split(train.labels, fraction, self.split_seed)
+        if not len(kept_N) or not len(held_out_N):
+            raise UserError(
+                f"data.{key}={fraction} of {len(train)} training images leaves nothing to train or to "
+                f"{'validate' if key == 'validation_fraction' else 'test'} on; choose another fraction."
+            )
+        return train.select(kept_N), train.select(held_out_N)
+
+    def _normalisation_by(self, train: Images, channels: int) -> Normalisation:
+        """Set `mean` and `std`, and return the normalisation."""
+        given_std = self.std is not None
+        mean, std = ([float(v) for v in values or ()] for values in (self.mean, self.std))
+        if self.mean is None or self.std is None:
+            held_in_memory = isinstance(train, ImageArray)
+            sample = (
+                train.images_NHWC if held_in_memory else train.read(first_balanced(train.labels, _SAMPLE))
+            )
+            own_mean, own_std = channel_statistics(sample)
+            mean, std = own_mean if self.mean is None else mean, own_std if self.std is None else std
+        for key, values in (("mean", mean), ("std", std)):
+            if len(values) != channels:
+                raise UserError(
+                    f"data.{key} has {len(values)} numbers, but the images have {channels} channels."
+                )
+        if given_std and min(std) <= 0:
+            raise UserError(f"data.std={std} must be above 0: images are divided by it.")
+        self.mean, self.std = mean, std
+        if self.standardise == "channel":
+            return Normalisation(mean, std)
+        if not isinstance(train, ImageArray):
+            raise UserError(f"data.standardise=feature works with {_STREAMED}")
+        return Normalisation(*feature_statistics(train.images_NHWC))
 
     def _is_held(self, images: Images, part: str) -> bool:
-        """Whether batches are made of images in memory; random crops for training are cut as files are read."""
-        cropped = part == "train" and self.views.crop is not None
-        return isinstance(images, ImageArray) and self._reading.in_memory is not False and not cropped
+        """True if batches are made of images in memory; random crops for training are cut as files are read."""
+        cropped = part == "train" and self.crop is not None
+        return isinstance(images, ImageArray) and self.in_memory is not False and not cropped
 
     def _held(self, images: Images) -> Images:
-        """Decoded, if they are to be held in memory, and of one size."""
-        if isinstance(images, ImageArray):
-            return images.fitted(self.views.fit)
-        return held(images, self._reading.in_memory)
-
-    def _open(self) -> dict[str, Images]:
-        """The training and the test set, and a validation set where the data has its own."""
-        return open_images(self.name, self.root, self.download, self.views.fit)
+        """Images of one size, decoded if they are to be kept in memory."""
+        return images.fitted(self.fit) if isinstance(images, ImageArray) else held(images, self.in_memory)
 
     def teardown(self, stage: str | None = None) -> None:
         """End the processes that read images."""
@@ -201,12 +310,12 @@ class ImageData(RunData):
         blocks_N = train.blocks_N if isinstance(train, EncodedImages) else None
         return EpochPlan(
             *(len(train), batch_size, self.seed, draw, self.augmentation, rank, world_size),
-            *(blocks_N, self._reading.shuffle_window, self.epoch_parts),
+            *(blocks_N, self.shuffle_window, self.epoch_parts),
         )
 
     def val_dataloader(self) -> MemoryLoader | StreamLoader | list:
         """Return the validation images in order; an empty list without validation."""
-        if self.sets.validation == "none":
+        if self.validation == "none":
             return []
         return self._evaluation(self.watched)
 
@@ -232,30 +341,29 @@ class ImageData(RunData):
         Raises:
             UserError: a pass over the images has fewer batches than `epoch_parts`.
         """
-        return self._arrival.batch_sizes(self.num_train_at(epoch, batch_size), batch_size, epoch)
+        number = self.num_train_at(epoch, batch_size)
+        return sizes_in_part(number, batch_size, epoch, self.epoch_parts, "images")
 
     @property
     def watched(self) -> str:
-        """What `val_dataloader` gives images of: "val", or "test" with `validation="test"`."""
-        return "test" if self.sets.validation == "test" else "val"
+        """The set that `val_dataloader` reads: "val", or "test" with `validation="test"`."""
+        return "test" if self.validation == "test" else "val"
 
     @property
     def network_arguments(self) -> dict[str, Any]:
-        """What a network has to know of the data."""
+        """`image_shape` [C, H, W] and `num_classes`."""
         return {"image_shape": list(self.image_shape), "num_classes": self.num_classes}
 
     def parts(self) -> list[Part]:
-        """Features beside growing that this data needs: a head that grows with classes that arrive."""
+        """Return a head that grows with classes that arrive, if they do."""
         arriving = self.incremental
         if arriving is None or arriving.mode != "classes":
             return []
-        from growlab.parts import Classes
-
         return [Classes(arriving.order(self.num_classes), partial(arriving.num_classes, self.num_classes))]
 
     def held_bytes(self) -> int:
-        """Return the bytes of all images that a run holds on the training device, besides its batches."""
-        held = [] if self._reading.in_memory is False else self._images.values()
+        """Return the bytes of all images that a run keeps on the training device, besides its batches."""
+        held = [] if self.in_memory is False else self._images.values()
         return sum(images.images_NHWC.nbytes for images in held if isinstance(images, ImageArray))
 
     def probe_batch(self, n: int) -> Tensor:
@@ -303,12 +411,10 @@ class ImageData(RunData):
                 self._images[part] = images
             return MemoryLoader(plan, self._normalisation, self.channels_last, images)
         if part in self._of_task:
-            raise UserError(
-                "data.class_schedule and data.incremental work with images in memory; set data.in_memory=true."
-            )
+            raise UserError(f"data.class_schedule and data.incremental work with {_STREAMED}")
         if part not in self._readers:
-            draws = (self.augmentation, self.views.crop) if training else (None, None)
-            workers = self._reading.num_workers
+            draws = (self.augmentation, self.crop) if training else (None, None)
+            workers = self.num_workers
             if workers is None:
                 workers = workers_of_rank(self.trainer.num_devices if self.trainer is not None else 1)
             batches = ImageBatches(images, self.seed, *draws)

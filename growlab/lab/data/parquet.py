@@ -16,7 +16,7 @@ from growlab.base.errors import UserError
 from growlab.lab.data.cache import files_fingerprint
 from growlab.lab.data.crops import Fit
 from growlab.lab.data.folders import split_folders
-from growlab.lab.data.images import EncodedImages, class_names
+from growlab.lab.data.image_sets import EncodedImages, class_names
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label", "labels")

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from growlab.base.errors import UserError
-from growlab.lab.data.arguments import check_numbers, cores
+from growlab.lab.data.arguments import cores
 from growlab.lab.data.augment import Augmentation
 from growlab.lab.data.crops import RandomCrop
-from growlab.lab.data.images import EncodedImages, ImageArray
+from growlab.lab.data.image_sets import EncodedImages, ImageArray
 
 log = logging.getLogger(__name__)
 
@@ -32,31 +32,6 @@ DIED = "DataLoader worker (pid"
 _MOST_WORKERS = 16
 # How long a worker process that is told to end may take to finish the batch it is reading.
 _GRACE_SEC = 1.0
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Where images are held, and who reads those that are not.
-
-    Attributes:
-        in_memory: hold decoded images as one tensor on the training device; None = up to 2 GiB.
-        num_workers: processes that read images if they are not held in memory; None = one a core, at most 16.
-        shuffle_window: images of Parquet files above 2 GiB that are shuffled together; they are read row group
-            by row group, and as many are held in memory, encoded.
-        channels_last: memory layout of the batches.
-
-    Raises:
-        UserError: a number is impossible.
-    """
-
-    in_memory: bool | None = None
-    num_workers: int | None = 0
-    shuffle_window: int = 8192
-    channels_last: bool = True
-
-    def __post_init__(self) -> None:
-        check_numbers(1, shuffle_window=self.shuffle_window)
-        check_numbers(0, num_workers=self.num_workers)
 
 
 def workers_of_rank(num_ranks: int) -> int:

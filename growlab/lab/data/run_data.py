@@ -4,17 +4,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning import LightningDataModule
 from torch import Tensor
 
 from growlab.base.errors import UserError
+from growlab.lab.data.arrival import Incremental
 from growlab.parts import Part
-
-if TYPE_CHECKING:
-    from growlab.lab.data.incremental import Incremental
 
 Batch = tuple[Tensor, ...]
 
@@ -36,7 +34,7 @@ class RunData(LightningDataModule, ABC):
 
     goes_with = ""
     epoch_parts = 1
-    incremental: "Incremental | None" = None
+    incremental: Incremental | None = None
     num_train: int
     num_val: int
     num_test: int

@@ -7,13 +7,13 @@ from growlab.base.errors import UserError
 from growlab.lab.data.cache import cache_dir
 from growlab.lab.data.crops import Fit
 from growlab.lab.data.digits import load_digits
-from growlab.lab.data.folders import find_folders, open_folders
-from growlab.lab.data.images import Images
+from growlab.lab.data.folders import find_folders, has_class_folders, open_folders
+from growlab.lab.data.image_sets import Images
 from growlab.lab.data.torchvision_files import DATASETS, has_torchvision_files, load_torchvision
 
 _LAYOUTS = (
     "Parquet files (train*.parquet or train/*.parquet, test likewise), folders (train/<class>/*.png, "
-    "test/<class>/*.png)"
+    "test/<class>/*.png; data=folder also takes <class>/*.png)"
 )
 
 
@@ -24,9 +24,14 @@ def default_root(name: str) -> Path:
 
 
 def open_images(
-    name: str, root: str | os.PathLike[str] | None, download: bool = True, fit: Fit | None = None
+    name: str,
+    root: str | os.PathLike[str] | None,
+    download: bool = True,
+    fit: Fit | None = None,
+    skip_damaged: bool = False,
+    without_test: bool = False,
 ) -> dict[str, Images]:
-    """Return the sets of `name`: "train", "test", and "val" where the data has one beside the test set.
+    """Return the sets of `name`: "train", "test", and "val" where the data has one as well as a test set.
 
     Args:
         name: digits, cifar10, cifar100, mnist, fashion_mnist, or any name for data that lies in `root`.
@@ -34,6 +39,8 @@ def open_images(
             `default_root(name)`, but digits come from scikit-learn.
         download: fetch the data (of the names that torchvision knows) where the folder is empty or missing.
         fit: how images in folders and Parquet files are brought to one size; None = as they are.
+        skip_damaged: leave out images in class folders that cannot be decoded, with a warning.
+        without_test: accept data without a test set, such as `<class>/*.png` in `root`.
 
     Raises:
         UserError: nothing usable is there, in a sentence that says what was looked for and where.
@@ -42,7 +49,7 @@ def open_images(
         return _named(load_digits())
     folder = Path(root).expanduser() if root is not None else default_root(name)
     try:
-        return _open_folder(name, folder, download, fit or Fit())
+        return _open_folder(name, folder, download, fit or Fit(), skip_damaged, without_test)
     except OSError as error:
         reason = error.strerror or error
         raise UserError(
@@ -50,7 +57,9 @@ def open_images(
         ) from error
 
 
-def _open_folder(name: str, folder: Path, download: bool, fit: Fit) -> dict[str, Images]:
+def _open_folder(
+    name: str, folder: Path, download: bool, fit: Fit, skip_damaged: bool, without_test: bool
+) -> dict[str, Images]:
     if folder.exists() and not folder.is_dir():
         raise UserError(
             f"data.root={folder} is a file; point data.root=... at the folder that holds the data."
@@ -59,13 +68,17 @@ def _open_folder(name: str, folder: Path, download: bool, fit: Fit) -> dict[str,
         if has_torchvision_files(name, folder):
             return _named(load_torchvision(name, folder, download))
         if folders := find_folders(folder):
-            return {**open_folders(_complete(folders, folder), fit)}
+            return {
+                **open_folders(folders if without_test else _complete(folders, folder), fit, skip_damaged)
+            }
         # pyarrow takes a third of a second to import: only where it may be needed.
         if any(any(folder.glob(depth * "*/" + "*.parquet")) for depth in range(3)):
             from growlab.lab.data.parquet import find_parquet, open_parquet
 
             if splits := find_parquet(folder):
-                return {**open_parquet(_complete(splits, folder), fit)}
+                return {**open_parquet(splits if without_test else _complete(splits, folder), fit)}
+        if without_test and has_class_folders(folder):
+            return {**open_folders({"train": folder}, fit, skip_damaged)}
         if any(folder.iterdir()):
             raise UserError(f"{folder} holds no {name} data that growlab knows: {_looked_for(name)}.")
     if name in DATASETS and download:

@@ -1,66 +1,8 @@
 """Choosing part of a labelled set: class-balanced beginnings and stratified splits."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from growlab.base.errors import UserError
-from growlab.lab.data.arguments import check_numbers
 from growlab.lab.data.order import SPLIT, permutation
-
-VALIDATIONS = ("none", "split", "test")
-
-
-@dataclass(frozen=True)
-class Sets:
-    """Which images are trained on, validated on and tested on.
-
-    Attributes:
-        validation: "none"; "split": the data's own validation set where it has one beside the test set, else part of
-            the training set; "test": the test set, watched under this name and not selected on, so that all training
-            images are trained on.
-        validation_fraction: the part of the training set that "split" takes.
-        split_seed: decides which images "split" takes, whatever the seed of the run.
-        limit_train: use only so many training images, the first ones of each class.
-        limit_test: likewise of the test set.
-
-    Raises:
-        UserError: a value is impossible.
-    """
-
-    validation: str = "none"
-    validation_fraction: float = 0.1
-    split_seed: int = 0
-    limit_train: int | None = None
-    limit_test: int | None = None
-
-    def __post_init__(self) -> None:
-        check_numbers(1, limit_train=self.limit_train, limit_test=self.limit_test)
-        if self.validation not in VALIDATIONS:
-            raise UserError(
-                f"data.validation={self.validation} is unknown; choose one of {', '.join(VALIDATIONS)}."
-            )
-        if not 0 < self.validation_fraction < 1:
-            raise UserError(f"data.validation_fraction={self.validation_fraction} must lie between 0 and 1.")
-
-    def first(self, labels_N: np.ndarray, part: str) -> np.ndarray:
-        """Positions of the images of "train" or "test" that are used at all."""
-        limit = self.limit_train if part == "train" else self.limit_test
-        return first_balanced(labels_N, limit or len(labels_N))
-
-    def split(self, labels_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Positions of the training images that are trained on, and of those that are held out.
-
-        Raises:
-            UserError: one of them would be none.
-        """
-        kept_N, held_out_N = stratified_split(labels_N, self.validation_fraction, self.split_seed)
-        if not len(kept_N) or not len(held_out_N):
-            raise UserError(
-                f"data.validation_fraction={self.validation_fraction} of {len(labels_N)} training images leaves "
-                "nothing to train or to validate on; choose another fraction."
-            )
-        return kept_N, held_out_N
 
 
 def first_balanced(labels_N: np.ndarray, count: int) -> np.ndarray:

@@ -33,14 +33,7 @@ _NAMES = {"val": ("validation", "val", "valid", "dev"), "test": ("test",)}
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Documents that are not trained on.
-
-    Attributes:
-        validation_fraction: part of the text, in bytes, that is watched each epoch.
-        test_fraction: part of it that the result is of.
-        split_seed: decides which documents these are, whatever the seed of the run.
-        validation_path: files to watch in place of a part.
-        test_path: likewise, of the result.
+    """Documents that are not trained on; see `TokenData`.
 
     Raises:
         UserError: nothing would be left to train on.
@@ -63,13 +56,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Tokenization:
-    """How text becomes tokens.
-
-    Attributes:
-        vocab_size: of the byte-level tokenizer that is trained on the training part.
-        tokenizer: a `tokenizer.json`, or the folder of one, to take in its place.
-        end_of_text: of that one, the token behind each document; None: as it says itself.
-    """
+    """The tokenizer of a text; see `TokenData`."""
 
     vocab_size: int = 4096
     tokenizer: str | None = None
@@ -78,7 +65,7 @@ class Tokenization:
 
 @dataclass(frozen=True)
 class Part:
-    """What there is of training, validation or test.
+    """Sizes of the training, validation or test part.
 
     Attributes:
         documents: number of documents.
@@ -176,7 +163,7 @@ def version_of_library() -> str:
 
 
 def _sources(path: str, reading: TextReading, held_out: HeldOut) -> dict[str, Documents]:
-    """What each part is read from; parts that are to be taken from the training text are left out."""
+    """Documents of each part; parts to be taken from the training text are left out."""
     splits = saved_splits(path)
     sources = {"train": Documents(path, reading, "train" if splits else None)}
     given = {"val": held_out.validation_path, "test": held_out.test_path}
@@ -194,7 +181,7 @@ def _dtype(size: int) -> type[np.unsignedinteger[Any]]:
 
 
 def _whole(folder: Path) -> bool:
-    """Whether a folder was written to its end and nothing of it was lost since."""
+    """True if a folder was written to its end and nothing of it was lost since."""
     try:
         made = json.loads((folder / _MADE).read_text())
         sizes = {part: (folder / f"{part}.bin").stat().st_size for part in PARTS}
@@ -243,7 +230,7 @@ def _prepare(folder: Path, sources: dict[str, Documents], held_out: HeldOut, how
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which part each document goes to.
+    """The part that each document goes to.
 
     Attributes:
         sources: of documents.

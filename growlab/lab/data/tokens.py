@@ -1,5 +1,6 @@
 """Text files as packed windows of tokens."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,6 @@ import torch
 from torch import Tensor
 
 from growlab.base.errors import UserError
-from growlab.base.settings import sorted_into
 from growlab.lab.data.documents import TextReading
 from growlab.lab.data.token_store import PARTS, HeldOut, Tokenization, TokenStore, open_store
 from growlab.lab.data.windows import WindowData
@@ -31,14 +31,21 @@ class TokenData(WindowData):
         epoch_parts: divide each pass over the training windows into so many epochs of nearly equal length, so that
             schedules, budgets and validation are finer than a pass.
         seed: of the order.
-        settings: fields of the classes in `SETTINGS`.
+        suffixes: of the files that are taken from a folder, each also gzipped (`.txt.gz`); Parquet files always are.
+        column: of text in Parquet files and data sets of Hugging Face.
+        strip_html: read the text of HTML files, in place of their source.
+        validation_fraction: part of the text, in bytes, that is watched each epoch.
+        test_fraction: part of it that the result is of.
+        split_seed: decides which documents these are, whatever the seed of the run.
+        validation_path: files to watch in place of a part.
+        test_path: likewise, of the result.
+        vocab_size: of the byte-level tokenizer that is trained on the training part.
+        tokenizer: a `tokenizer.json`, or its folder, to take in its place.
+        end_of_text: of that one, the token behind each document; None: as it says itself.
 
     Raises:
         UserError: an argument cannot be used; from `setup()` also, the text or its tokenizer cannot be read.
-        TypeError: there is no such setting.
     """
-
-    SETTINGS = (TextReading, HeldOut, Tokenization)
 
     goes_with = "tokens go with objective=tokens and model=transformers or model=gpt"
     whole_windows = False
@@ -51,11 +58,24 @@ class TokenData(WindowData):
         eval_batch_size: int = 64,
         epoch_parts: int = 1,
         seed: int = 0,
-        **settings: Any,
+        *,
+        suffixes: Sequence[str] = (".txt", ".md", ".rst", ".html"),
+        column: str = "text",
+        strip_html: bool = True,
+        validation_fraction: float = 0.05,
+        test_fraction: float = 0.05,
+        split_seed: int = 0,
+        validation_path: str | None = None,
+        test_path: str | None = None,
+        vocab_size: int = 4096,
+        tokenizer: str | None = None,
+        end_of_text: str | None = None,
     ) -> None:
         super().__init__(context, batch_size, eval_batch_size, epoch_parts, seed)
         self.path = path
-        self._reading, self._held_out, self._how = sorted_into(self.SETTINGS, settings, type(self).__name__)
+        self._reading = TextReading(suffixes, column, strip_html)
+        self._held_out = HeldOut(validation_fraction, test_fraction, split_seed, validation_path, test_path)
+        self._how = Tokenization(vocab_size, tokenizer, end_of_text)
         self._store: TokenStore | None = None
 
     @property
@@ -80,11 +100,11 @@ class TokenData(WindowData):
         return torch.from_numpy(self.store.bytes_of_tokens())
 
     def offer(self, name: str) -> Any:
-        """What a network may take beside the vocabulary and the context: `end_of_text`, the id of that token."""
+        """Return the id of the token `end_of_text`; None for any other name."""
         return self.store.tokenizer.end if name == "end_of_text" else None
 
     def describe(self) -> str:
-        """One line about what is trained on and what is held out."""
+        """Return one line with the sizes of the parts, and how many documents are left out."""
         store = self.store
         sizes = ", ".join(
             f"{name} {part.bytes:,} bytes in {part.tokens:,} tokens of {part.documents:,} documents"

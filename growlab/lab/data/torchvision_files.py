@@ -13,7 +13,7 @@ import torch
 
 from growlab.base.errors import UserError
 from growlab.lab.data.cache import cache_dir, locked
-from growlab.lab.data.images import ImageArray
+from growlab.lab.data.image_sets import ImageArray
 
 log = logging.getLogger(__name__)
 

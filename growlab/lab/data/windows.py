@@ -13,7 +13,7 @@ from torch import Tensor
 from growlab.base.errors import UserError
 from growlab.lab.data.arguments import check_numbers
 from growlab.lab.data.augment import Augmentation
-from growlab.lab.data.loaders import EpochPlan, ResumableLoader, part_of_pass
+from growlab.lab.data.loaders import EpochPlan, ResumableLoader, sizes_in_part
 from growlab.lab.data.order import OFFSET, draws
 from growlab.lab.data.run_data import RunData
 
@@ -167,14 +167,7 @@ class WindowData(RunData):
         Raises:
             UserError: a pass over the windows has fewer batches than `epoch_parts`.
         """
-        whole, rest = divmod(self.num_train, batch_size)
-        batches = [batch_size] * whole + [rest] * bool(rest)
-        if len(batches) < self.epoch_parts:
-            raise UserError(
-                f"data.epoch_parts={self.epoch_parts} leaves epochs without a batch: a pass over the training text "
-                f"has {len(batches)} batches of {batch_size}."
-            )
-        return batches[part_of_pass(len(batches), epoch, self.epoch_parts)]
+        return sizes_in_part(self.num_train, batch_size, epoch, self.epoch_parts, "text")
 
     def training_loader(self, epoch: int, draw: int) -> WindowLoader:
         """Return the training windows in batches of an epoch's size, in the order of another."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from growlab.base.errors import UserError
-from growlab.base.settings import sorted_into
 from growlab.lab.data.arguments import check_numbers
 from growlab.lab.data.loaders import ResumableLoader
 from growlab.lab.data.run_data import RunData
@@ -58,36 +57,6 @@ def _filled(sentences: list[np.ndarray], padding: int) -> Tensor:
     return filled
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Which sentence pairs are used.
-
-    Attributes:
-        max_length: longer sentences (in tokens, of either side) are left out of training.
-        limit_train: use only so many training pairs, the first ones.
-        limit_test: likewise of validation and test.
-        validation: "split", on the validation set, if there is one; or "none". True and False are the same.
-
-    Raises:
-        UserError: a number is too small, or `validation` something else.
-    """
-
-    max_length: int = 175
-    limit_train: int | None = None
-    limit_test: int | None = None
-    validation: bool | str = "split"
-
-    def __post_init__(self) -> None:
-        check_numbers(1, max_length=self.max_length, limit_train=self.limit_train, limit_test=self.limit_test)
-        if self.validation not in (True, False, "split", "none"):
-            raise UserError(f"data.validation={self.validation} is unknown; choose split or none.")
-
-    @property
-    def validates(self) -> bool:
-        """Whether the validation set is used."""
-        return self.validation in (True, "split")
-
-
 class TranslationData(RunData):
     """Sentence pairs for translation, in batches by a budget of tokens or sentences.
 
@@ -102,14 +71,21 @@ class TranslationData(RunData):
         batch_sentences: budget in sentences, if there is none in tokens.
         eval_batch_tokens: likewise for validation, test and beam search.
         seed: of the order.
-        settings: fields of the classes in `SETTINGS`.
+        source: language that is translated, two letters.
+        target: language that it is translated to.
+        subwords: one of `growlab.recipes.translation.subwords.KINDS`.
+        subword_size: number of pieces (sentencepiece) or merges (subword_nmt), of both languages together.
+        lowercase: put all text into lower case first.
+        joined_dictionary: one dictionary for both languages.
+        least_count: words that are rarer become unknown.
+        max_length: longer sentences (in tokens, of either side) are left out of training.
+        limit_train: use only so many training pairs, the first ones.
+        limit_test: likewise of validation and test.
+        validation: "split", on the validation set, if there is one; or "none". True and False are the same.
 
     Raises:
         UserError: an argument cannot be used; from `setup()` also, the data cannot be found or read.
-        TypeError: there is no such setting.
     """
-
-    SETTINGS = (Preparation, Selection)
 
     goes_with = "sentence pairs go with model=fairseq_transformer objective=translation"
 
@@ -121,7 +97,18 @@ class TranslationData(RunData):
         batch_sentences: int | None = None,
         eval_batch_tokens: int = 8192,
         seed: int = 0,
-        **settings: Any,
+        *,
+        source: str = "de",
+        target: str = "en",
+        subwords: str = "sentencepiece",
+        subword_size: int = 8000,
+        lowercase: bool = False,
+        joined_dictionary: bool = True,
+        least_count: int = 0,
+        max_length: int = 175,
+        limit_train: int | None = None,
+        limit_test: int | None = None,
+        validation: bool | str = "split",
     ) -> None:
         super().__init__(batch_tokens or batch_sentences or 0, seed)
         if (batch_tokens is None) == (batch_sentences is None):
@@ -129,8 +116,14 @@ class TranslationData(RunData):
         check_numbers(
             1, batch_tokens=batch_tokens, batch_sentences=batch_sentences, eval_batch_tokens=eval_batch_tokens
         )
+        check_numbers(1, max_length=max_length, limit_train=limit_train, limit_test=limit_test)
+        if validation not in (True, False, "split", "none"):
+            raise UserError(f"data.validation={validation} is unknown; choose split or none.")
         self.name, self.root = name, root
-        self.preparation, self.selection = sorted_into(self.SETTINGS, settings, "TranslationData")
+        words = (subwords, subword_size, lowercase, joined_dictionary, least_count)
+        self.preparation = Preparation(source, target, *words)
+        self.max_length, self.limit_train, self.limit_test = max_length, limit_train, limit_test
+        self.validates = validation in (True, "split")
         # `batch_size` is the budget of a training batch in either unit.
         self.in_tokens, self.eval_batch_tokens = batch_tokens is not None, eval_batch_tokens
         self._sides: dict[str, tuple[Side, Side]] = {}
@@ -145,15 +138,13 @@ class TranslationData(RunData):
             return
         root = default_root(self.name) if self.root is None else Path(self.root).expanduser()
         pairs = open_pairs(root, self.name, self.preparation)
-        splits = ["train", "test", *(["valid"] if self.selection.validates and pairs.has("valid") else [])]
+        splits = ["train", "test", *(["valid"] if self.validates and pairs.has("valid") else [])]
         sides = {split: pairs.read(split) for split in splits}
         lengths_N = _longer(sides["train"])
-        kept_N = np.flatnonzero(lengths_N <= self.selection.max_length)[: self.selection.limit_train]
+        kept_N = np.flatnonzero(lengths_N <= self.max_length)[: self.limit_train]
         if not len(kept_N):
-            raise UserError(
-                f"data.max_length={self.selection.max_length} leaves no sentence pair to train on."
-            )
-        limited = np.arange(self.selection.limit_test or 0)
+            raise UserError(f"data.max_length={self.max_length} leaves no sentence pair to train on.")
+        limited = np.arange(self.limit_test or 0)
         for split, side in sides.items():
             if len(side[0].lengths) != len(side[1].lengths):
                 raise UserError(
@@ -179,7 +170,7 @@ class TranslationData(RunData):
 
     @property
     def network_arguments(self) -> dict[str, Any]:
-        """What a network has to know of the data."""
+        """Numbers of tokens of both languages, whether they share them, and the padding."""
         return {
             "num_source_tokens": len(self.pairs.source_dictionary),
             "num_target_tokens": len(self.pairs.target_dictionary),

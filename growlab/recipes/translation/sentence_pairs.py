@@ -31,16 +31,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Preparation:
-    """How raw text becomes numbers.
-
-    Attributes:
-        source: language that is translated, two letters.
-        target: language that it is translated to.
-        subwords: one of `growlab.recipes.translation.subwords.KINDS`.
-        subword_size: number of pieces (sentencepiece) or merges (subword_nmt), of both languages together.
-        lowercase: put all text into lower case first.
-        joined_dictionary: one dictionary for both languages.
-        least_count: words that are rarer become unknown.
+    """The steps from raw text to numbers; see `TranslationData`.
 
     Raises:
         UserError: there are no such subwords.
