@@ -130,9 +130,12 @@ def told(*arguments: str, mine: Path, cli: CommandLine) -> str:
             "mine.Odd +data.source.kind=alone",
             "samples must be (inputs..., target) or a mapping with a target",
         ),
-        ("mine.Odd +data.source.kind=shapes", "samples differ in shape ([3] and [4])"),
+        (
+            "mine.Odd +data.source.kind=shapes",
+            "to a batch: stack expects each tensor to be equal size, but got [3]",
+        ),
         ("mine.Odd +data.source.kind=words", "input 0 of a batch is a tuple, not a tensor"),
-        ("mine.Odd +data.source.kind=pictures", "samples hold images of PIL"),
+        ("mine.Odd +data.source.kind=pictures", "to a batch: default_collate: batch must contain tensors"),
         (
             "mine.Odd +data.source.kind=unnamed",
             "samples have the entries a, b, none of which is known as a target",

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from growlab.lab.data.digits import load_digits
+from growlab.lab.data.libraries import load_digits
 from growlab.lab.data.split import first_balanced, stratified_split
 
 LABELS = st.lists(st.integers(0, 5), min_size=1, max_size=120).map(np.array)

@@ -1,4 +1,4 @@
-"""Checks of what data modules are told, and what the machine has for them."""
+"""Checks of arguments of data modules, and the number of cores."""
 
 import os
 from typing import NoReturn

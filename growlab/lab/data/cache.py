@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 # Below this many images decoding is as quick as reading a cache.
 _WORTH_CACHING = 2000
-# Decoded images up to this many bytes are held in memory unless somebody says otherwise.
+# Decoded images up to this many bytes are kept in memory by default.
 _IN_MEMORY_BYTES = 2 << 30
 
 
@@ -38,11 +38,11 @@ def files_fingerprint(paths: Sequence[Path]) -> str:
     for path in paths:
         try:
             stat = path.stat()
-            told = f"{stat.st_size}\t{stat.st_mtime_ns}"
+            state = f"{stat.st_size}\t{stat.st_mtime_ns}"
         except FileNotFoundError:
-            # A link to nowhere, which whoever reads it will tell of.
-            told = "missing"
-        lines.append(f"{path.resolve()}\t{told}")
+            # A link to nowhere, which reading it will report.
+            state = "missing"
+        lines.append(f"{path.resolve()}\t{state}")
     return "\n".join(lines)
 
 
@@ -55,7 +55,7 @@ def held(images: Images, in_memory: bool | None) -> Images:
 
 
 def decoded(images: EncodedImages) -> ImageArray:
-    """Return the images decoded, from the cache if it holds them.
+    """Return the images decoded, from the cache if they are there.
 
     A few images of a large set are decoded alone; else the whole set is decoded once and cached. A cache that
     is torn, foreign or unwritable costs time, never the run.

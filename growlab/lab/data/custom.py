@@ -1,7 +1,7 @@
 """A user's own data in growlab's runs: split, ordered and batched as growing and exact resuming need it."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,21 @@ from torch import Tensor
 from growlab.base.errors import UserError
 from growlab.lab.data.arguments import check_numbers
 from growlab.lab.data.augment import Augmentation
-from growlab.lab.data.order import COLLATE, draws
+from growlab.lab.data.loaders import EpochPlan, ResumableLoader
+from growlab.lab.data.order import COLLATE, ORDER, draws, evaluation_batches, permutation, training_batches
 from growlab.lab.data.readers import Readers
 from growlab.lab.data.run_data import RunData
-from growlab.lab.data.sample_loaders import SampleLoader, SamplePlan, sizes
-from growlab.lab.data.samples import Columns, Part, SampleBatches, classes_of, random_state_kept, seed_all
+from growlab.lab.data.samples import (
+    Columns,
+    Part,
+    SampleBatches,
+    classes_of,
+    epoch_order,
+    open_source,
+    random_state_kept,
+    seed_all,
+)
 from growlab.lab.data.split import first_balanced, stratified_split
-from growlab.lab.data.user_sources import open_source
 
 _BATCH_SIZE = 128
 # Samples that are read through for their classes: to split by them, and at most to count them.
@@ -30,7 +38,7 @@ _READ_TOGETHER = 256
 
 @dataclass(frozen=True)
 class Split:
-    """What is held out of the training set, where the source has no validation or test set of its own.
+    """Parts of the training set to hold out where the source has no validation or test set.
 
     Each class gives the same part of its samples where a sample's target is a class; otherwise they are drawn at
     random.
@@ -56,10 +64,59 @@ class Split:
             )
 
 
+@dataclass
+class SamplePlan(EpochPlan):
+    """The samples in each batch of an epoch; `part.sampler`, if there is one, draws them."""
+
+    part: Part | None = None
+
+    def __len__(self) -> int:
+        training = self.augmentation is not None
+        return len(sizes(self.part, self.batch_size) if training else self.batches())
+
+    def batches(self) -> list[np.ndarray]:
+        """Return the places of the samples of each batch."""
+        if self.augmentation is None:
+            return evaluation_batches(self.num_images, self.batch_size, self.rank, self.world_size)
+        if self.part.sampler is None:
+            order = permutation(self.num_images, ORDER, self.seed, self.epoch)
+        else:
+            order = epoch_order(self.part, self.seed, self.epoch)
+        return training_batches(order, self.batch_size, self.rank, self.world_size)[: len(self)]
+
+
+@dataclass
+class SampleLoader(ResumableLoader):
+    """Batches (inputs..., target) of a user's data.
+
+    Attributes:
+        readers: reads what is collated of the samples.
+        finish: makes (inputs..., target) of that, by the number of the batch in its epoch.
+    """
+
+    readers: Readers
+    finish: Callable[[Any, int], tuple[Tensor, ...]]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        batches = self._left()
+        training = self.plan.augmentation is not None
+        for batch in self.readers.read(batches, self.plan.epoch if training else None):
+            finished = self.finish(batch, self._given)
+            self._given += 1
+            yield finished
+
+
+def sizes(part: Part, batch_size: int) -> list[int]:
+    """The number of samples in each training batch."""
+    number = len(part) if part.sampler is None else len(part.sampler)
+    whole, rest = divmod(number, batch_size)
+    return [batch_size] * whole + [rest] * bool(rest and not (part.drop_last and whole))
+
+
 class CustomData(RunData):
     """A user's own data: a LightningDataModule, DataLoader, Dataset or data set of Hugging Face's `datasets`.
 
-    Samples are (inputs..., target), or mappings of which `columns` tells the parts. A batch is (inputs..., target):
+    Samples are (inputs..., target), or mappings, see `columns`. A batch is (inputs..., target):
     numbers in float32, images of bytes ([C, H, W] of uint8) in 0..1, whole targets int64. Order and what transforms
     draw are functions of (seed, epoch, sample), so a resumed run and a run on another number of ranks see the same. Of
     a LightningDataModule its loaders' data sets, `collate_fn`, samplers and `drop_last` are taken, and its hooks around
@@ -69,8 +126,8 @@ class CustomData(RunData):
         source: the data; a folder that `datasets.save_to_disk` wrote; or a mapping of train, val and test to data sets.
         batch_size: samples in a training batch over all ranks; None: the source's loader's, else 128.
         eval_batch_size: likewise of validation and test; None: their loaders', else as in training.
-        split: what is held out of the training set where the source has no validation or test set.
-        columns: what of a sample that is a mapping is what.
+        split: parts of the training set to hold out where the source has no validation or test set.
+        columns: inputs and target of samples that are mappings.
         network: arguments that the network is made with, such as `num_classes`; others are found from the data.
         num_workers: processes that read; None: the source's loader's, else 0.
         seed: of the order and of transforms.
@@ -120,7 +177,7 @@ class CustomData(RunData):
             parts.pop("val", None)
         self.num_train, self.num_test = sum(sizes(parts["train"], self.batch_size)), len(parts["test"])
         self.num_val = len(parts["val"]) if "val" in parts else 0
-        # Of one batch at least, so that what is wrong with samples is told before anything else begins.
+        # Two samples, so that faults in them are reported before anything else begins.
         *inputs, target = self._first(2)
         self._shapes, self._target = [list(x.shape[1:]) for x in inputs], target
 
@@ -181,11 +238,11 @@ class CustomData(RunData):
         *inputs, _ = self._first(n)
         return inputs[0] if len(inputs) == 1 else tuple(inputs)
 
-    # What the network has to know ------------------------------------------------------------------------
+    # Arguments of networks ------------------------------------------------------------------------
 
     @property
     def network_arguments(self) -> dict[str, Any]:
-        """What the user has told of the network's arguments."""
+        """The arguments that the user gives as `network`."""
         return self._network
 
     def offer(self, name: str) -> Any | None:
@@ -238,7 +295,7 @@ class CustomData(RunData):
     # Parts -----------------------------------------------------------------------------------------------
 
     def _complete(self, parts: dict[str, Part]) -> dict[str, Part]:
-        """The parts, with what is missing held out of the training part."""
+        """The parts; those that are missing are held out of the training part."""
         wanted = {"test": self.split.test, "val": self.split.validation}
         wanted = {name: part for name, part in wanted.items() if name not in parts}
         if wanted.get("test") == 0:
@@ -269,7 +326,7 @@ class CustomData(RunData):
         return {**parts, "train": train}
 
     def _classes_of(self, part: Part) -> np.ndarray | None:
-        """The class of each sample, where a target is a class and that costs little to know."""
+        """Class labels if they can be read cheaply, else None."""
         self._parts = {"train": part}
         target = self._read("train", np.arange(1), None, 0)[-1]
         if target.is_floating_point() or target.dim() != 1:

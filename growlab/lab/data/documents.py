@@ -23,7 +23,7 @@ _HTML = (".html", ".htm")
 # Elements whose content nobody reads, and those that end a line.
 _UNSEEN = {"script", "style", "template"}
 _BLOCKS = {
-    *(
+    *[
         "p",
         "div",
         "br",
@@ -39,7 +39,7 @@ _BLOCKS = {
         "section",
         "article",
         "blockquote",
-    ),
+    ],
     *("h1", "h2", "h3", "h4", "h5", "h6"),
 }
 _CHUNK = 1024  # rows of a column that are read at once
@@ -98,7 +98,7 @@ class Documents:
                 yield text
 
     def digest(self) -> str:
-        """A number of the files' content, and of what is made of it; the same wherever they lie."""
+        """Return a hash of the files' content and of how they are read."""
         found = hashlib.sha256(repr((self.reading.column, self.reading.strip_html, self.split)).encode())
         for path in self.files:
             with path.open("rb") as file:
@@ -119,11 +119,10 @@ class Documents:
         return text_of_html(text) if html and self.reading.strip_html else text
 
     def _parquet(self, path: Path) -> Iterator[str]:
+        column = self.reading.column
         try:
             with pq.ParquetFile(path) as file:
-                names, column = file.schema_arrow.names, self.reading.column
-                if column not in names:
-                    raise UserError(_no_column(column, names, str(path)))
+                _check_column(column, file.schema_arrow.names, str(path))
                 for batch in file.iter_batches(_CHUNK, columns=[column]):
                     yield from _strings(batch.column(0).to_pylist(), column, str(path))
         except (OSError, pa.ArrowException) as error:
@@ -132,29 +131,43 @@ class Documents:
 
     def _rows(self, rows: Any, where: str) -> Iterator[str]:
         column = self.reading.column
-        if column not in rows.column_names:
-            raise UserError(_no_column(column, rows.column_names, where))
+        _check_column(column, rows.column_names, where)
         rows = rows.select_columns([column])
         for start in range(0, len(rows), _CHUNK):
             yield from _strings(rows[start : start + _CHUNK][column], column, where)
 
 
-def saved_folder(path: str) -> Path | None:
-    """The folder, if `datasets.save_to_disk` wrote it."""
+def saved_folder(path: str | Path) -> Path | None:
+    """Return the folder, if `datasets.save_to_disk` wrote it."""
     folder = Path(path).expanduser()
     return folder if any((folder / name).is_file() for name in _SAVED) else None
 
 
+def saved_datasets(path: str | Path) -> Any:
+    """Return the data set, or its splits by name, that `datasets.save_to_disk` wrote into a folder; None for others.
+
+    Raises:
+        UserError: `datasets` is not installed.
+    """
+    if (folder := saved_folder(path)) is None:
+        return None
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"{folder} was saved by Hugging Face's datasets, which is not installed: {how_to_install('transformers')}."
+        ) from error
+    return datasets.load_from_disk(str(folder))
+
+
 def saved_splits(path: str) -> list[str]:
-    """Names of the splits of a saved data set; none where it has but one, or the path is something else."""
-    folder = saved_folder(path)
-    if folder is None or not (folder / _SAVED[0]).is_file():
-        return []
-    return sorted(_loaded(folder))
+    """Return the names of the splits of a saved data set; none where it has but one, or the path is something else."""
+    found = saved_datasets(path)
+    return sorted(found) if isinstance(found, dict) else []
 
 
 def text_of_html(source: str) -> str:
-    r"""The text that a page shows, a line for each paragraph.
+    r"""Return the text that a page shows, a line for each paragraph.
 
     Examples:
         >>> text_of_html("<p>a &lt; b<br>c</p><script>x()</script><li>d")
@@ -199,10 +212,10 @@ def _files(path: str, reading: TextReading, split: str | None) -> list[Path]:
             for name in names
             if name.endswith((*endings, ".parquet"))
         )
-        told = f"no file that ends with {', '.join(reading.suffixes)} or .parquet; set data.suffixes"
+        missing = f"no file that ends with {', '.join(reading.suffixes)} or .parquet; set data.suffixes"
     elif glob.has_magic(str(place)):
         found = (Path(name) for name in glob.iglob(str(place), recursive=True))
-        told = "no file of this pattern"
+        missing = "no file of this pattern"
     elif place.is_file():
         return [place]
     else:
@@ -211,28 +224,17 @@ def _files(path: str, reading: TextReading, split: str | None) -> list[Path]:
         )
     files = sorted(file for file in found if file.is_file())
     if not files:
-        raise UserError(f"data.path={path} holds {told}.")
+        raise UserError(f"data.path={path} has {missing}.")
     return files
 
 
 def _split_of(folder: Path, split: str | None) -> Any:
-    rows = _loaded(folder)
-    if not hasattr(rows, "column_names") or isinstance(rows.column_names, dict):
-        name = split or "train"
-        if name not in rows:
-            raise UserError(f"{folder} has the splits {', '.join(rows)} and no {name}.")
-        return rows[name]
-    return rows
-
-
-def _loaded(folder: Path) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"{folder} was saved by Hugging Face's datasets, which is not installed: {how_to_install('transformers')}."
-        ) from error
-    return datasets.load_from_disk(str(folder))
+    rows, name = saved_datasets(folder), split or "train"
+    if not isinstance(rows, dict):
+        return rows
+    if name not in rows:
+        raise UserError(f"{folder} has the splits {', '.join(rows)} and no {name}.")
+    return rows[name]
 
 
 def _strings(values: Sequence[Any], column: str, where: str) -> Iterator[str]:
@@ -246,8 +248,11 @@ def _strings(values: Sequence[Any], column: str, where: str) -> Iterator[str]:
         yield value
 
 
-def _no_column(column: str, names: Sequence[str], where: str) -> str:
-    return f"{where} has no column {column}: its columns are {', '.join(names)}; name one with data.column."
+def _check_column(column: str, names: Sequence[str], where: str) -> None:
+    if column not in names:
+        raise UserError(
+            f"{where} has no column {column}: its columns are {', '.join(names)}; name one with data.column."
+        )
 
 
 def _reason(error: Exception) -> str:

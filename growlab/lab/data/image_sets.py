@@ -4,7 +4,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import PIL.Image
@@ -20,7 +20,7 @@ _MOST_CLASSES = 100_000
 
 @dataclass(frozen=True)
 class Frame:
-    """What every image of a set is brought to: `height` x `width` pixels of `channels` (1 grey, 3 colour)."""
+    """The form of every image of a set: `height` x `width` pixels of `channels` (1 grey, 3 colour)."""
 
     height: int
     width: int
@@ -95,27 +95,15 @@ class ImageArray:
         return replace(self, images_NHWC=self.images_NHWC.to(device), labels_N=self.labels_N.to(device))
 
 
-class Blocks(Protocol):
-    """Encoded images that are read many at a time.
-
-    Attributes:
-        starts: position of each block's first image, ascending from 0.
-    """
-
-    starts: np.ndarray
-
-    def read(self, block: int) -> Sequence[bytes]:
-        """Return the files' bytes of a block."""
-
-
 class Payloads(Protocol):
     """Encoded images, found by position.
 
     Attributes:
-        blocks: how to read them in blocks; None where each can be read alone as quickly.
+        blocks: row groups to read images by, with `starts`, the position of each one's first image, and `read(block)`,
+            its images; None where each can be read alone as quickly.
     """
 
-    blocks: Blocks | None
+    blocks: Any
 
     def __len__(self) -> int: ...
 
@@ -193,7 +181,7 @@ class EncodedImages:
         return replace(self, labels=self.labels[positions], positions=self.positions[positions])
 
     def everything(self) -> "EncodedImages":
-        """Return the set of all payloads, without labels: what a cache of decoded images holds."""
+        """Return the set of all payloads, without labels, for the cache of decoded images."""
         all_positions = np.arange(len(self.payloads))
         return replace(self, labels=np.zeros_like(all_positions), positions=all_positions)
 
@@ -205,7 +193,7 @@ class EncodedImages:
         return np.searchsorted(self.payloads.blocks.starts, self.positions, side="right") - 1
 
     def contents(self, batches: Sequence[np.ndarray]) -> Iterator[list[bytes]]:
-        """Yield the encoded images of each batch, reading each block once, held from first to last use.
+        """Yield the encoded images of each batch, reading each block once, kept from first to last use.
 
         For images in blocks only.
 
@@ -215,17 +203,17 @@ class EncodedImages:
         blocks, blocks_N = self.payloads.blocks, self.blocks_N
         assert blocks is not None and blocks_N is not None
         last_use = {block: step for step, batch in enumerate(batches) for block in blocks_N[batch].tolist()}
-        held: dict[int, Sequence[bytes]] = {}
+        kept: dict[int, Sequence[bytes]] = {}
         for step, batch in enumerate(batches):
             blocks_B = blocks_N[batch].tolist()
             for block in blocks_B:
-                if block not in held:
-                    held[block] = blocks.read(block)
+                if block not in kept:
+                    kept[block] = blocks.read(block)
             rows_B = (self.positions[batch] - blocks.starts[blocks_B]).tolist()
-            yield [held[block][row] for block, row in zip(blocks_B, rows_B, strict=True)]
+            yield [kept[block][row] for block, row in zip(blocks_B, rows_B, strict=True)]
             for block in set(blocks_B):
                 if last_use[block] == step:
-                    del held[block]
+                    del kept[block]
 
     def read(
         self,
@@ -237,7 +225,7 @@ class EncodedImages:
 
         Args:
             positions: int64 [B].
-            views: what brings each image to the frame's size; None = `fit`.
+            views: functions that bring each image to the frame's size; None = `fit`.
             contents: the encoded images, if they have been read already.
 
         Raises:
@@ -252,7 +240,7 @@ class EncodedImages:
         return torch.from_numpy(images_BHWC)
 
     def is_readable(self, position: int) -> bool:
-        """Whether the image at this position of all payloads can be decoded."""
+        """Return True if the image at this position of all payloads can be decoded."""
         try:
             self._plain(position, self._open(position), 3, (0.0, 1.0))
         except UserError:
@@ -293,7 +281,7 @@ class EncodedImages:
         """An image of 8 bits, grey or in three colours."""
         try:
             if _is_deep(image):
-                # One beside images of 8 bits alone that a few of the set showed: as files of 16 bits are mostly used.
+                # The few images that decide the levels had 8 bits: assume the full range of 16 bits.
                 low, high = levels or (0.0, 1.0 if image.mode == "F" else 65535.0)
                 pixels = np.nan_to_num(np.asarray(image, dtype=np.float64), nan=low, posinf=high, neginf=low)
                 scaled = np.clip((pixels - low) * (255 / max(high - low, 1e-30)), 0, 255)
@@ -337,3 +325,31 @@ def class_names(labels: Sequence[np.ndarray], names: Sequence[str] | None, where
 
 
 Images = ImageArray | EncodedImages
+
+
+def channel_statistics(images_NHWC: Tensor) -> tuple[list[float], list[float]]:
+    """Return mean and population standard deviation of each channel on the scale 0..1, of uint8 images."""
+    N, H, W, C = images_NHWC.shape
+    total_C = torch.zeros(C, dtype=torch.float64)
+    squares_C = torch.zeros(C, dtype=torch.float64)
+    # 256 * 255^2 < 2^24: the sums over 256 images are whole numbers that float32 represents exactly.
+    for images in images_NHWC.split(256):
+        x = images.reshape(len(images), -1).float()
+        total_C += x.sum(0).double().view(H * W, C).sum(0).cpu()
+        squares_C += x.square_().sum(0).double().view(H * W, C).sum(0).cpu()
+    mean_C = total_C / (N * H * W)
+    std_C = (squares_C / (N * H * W) - mean_C**2).clamp(min=0).sqrt()
+    return (mean_C / 255).tolist(), (std_C / 255).tolist()
+
+
+def feature_statistics(images_NHWC: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and population standard deviation of each pixel and channel, float64 [H, W, C] on the scale 0..1."""
+    shape = images_NHWC.shape[1:]
+    total, squares = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    for images in images_NHWC.split(1024):
+        x = images.double()
+        total += x.sum(0).cpu()
+        squares += x.square_().sum(0).cpu()
+    mean = total / len(images_NHWC)
+    std = (squares / len(images_NHWC) - mean**2).clamp(min=0).sqrt()
+    return (mean / 255).numpy(), (std / 255).numpy()

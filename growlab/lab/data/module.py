@@ -16,18 +16,22 @@ from growlab.lab.data.arrival import Arrival, Incremental
 from growlab.lab.data.augment import Augmentation, Normalisation
 from growlab.lab.data.cache import held
 from growlab.lab.data.crops import Fit, RandomCrop
-from growlab.lab.data.image_sets import EncodedImages, ImageArray, Images
+from growlab.lab.data.image_sets import (
+    EncodedImages,
+    ImageArray,
+    Images,
+    channel_statistics,
+    feature_statistics,
+)
 from growlab.lab.data.loaders import EpochPlan, MemoryLoader, StreamLoader, sizes_in_part
 from growlab.lab.data.readers import ImageBatches, Readers, workers_of_rank
 from growlab.lab.data.run_data import RunData
 from growlab.lab.data.sources import open_images
 from growlab.lab.data.split import first_balanced, stratified_split
-from growlab.lab.data.statistics import channel_statistics, feature_statistics
 from growlab.parts import Classes, Part
 
 log = logging.getLogger(__name__)
 
-_VALIDATIONS = ("none", "split", "test")
 # Images of a streamed set from which mean and standard deviation are estimated.
 _SAMPLE = 4096
 _STREAMED = "images in memory; set data.in_memory=true."
@@ -132,14 +136,13 @@ class ImageData(RunData):
         )
         check_numbers(1, limit_train=limit_train, limit_test=limit_test)
         check_numbers(0, num_workers=num_workers)
-        words = {
-            "validation": _VALIDATIONS,
-            "on_error": ("raise", "skip"),
-            "standardise": ("channel", "feature"),
-        }
-        for key, known in words.items():
-            if locals()[key] not in known:
-                raise UserError(f"data.{key}={locals()[key]} is unknown; choose one of {', '.join(known)}.")
+        for key, value, known in (
+            ("validation", validation, ("none", "split", "test")),
+            ("on_error", on_error, ("raise", "skip")),
+            ("standardise", standardise, ("channel", "feature")),
+        ):
+            if value not in known:
+                raise UserError(f"data.{key}={value} is unknown; choose one of {', '.join(known)}.")
         for key, part in (("validation_fraction", validation_fraction), ("test_fraction", test_fraction)):
             if part is not None and not 0 < part < 1:
                 raise UserError(f"data.{key}={part} must lie between 0 and 1.")

@@ -20,8 +20,8 @@ from growlab.lab.data.image_sets import EncodedImages, class_names
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
-_SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5}).*\.parquet")
-# Above this, encoded images are read row group by row group instead of held in memory.
+_SHARD = re.compile(r"(?P<split>.+-)(?P<number>\d{5})-of-(?P<count>\d{5}).*|(?P<alone>\d+)")
+# Above this, encoded images are read row group by row group instead of kept in memory.
 _HELD_BYTES = 2 << 30
 # So much of them is kept for those who read one image at a time.
 _RECENT_BYTES = 256 << 20
@@ -74,14 +74,14 @@ def open_parquet(splits: dict[str, list[Path]], fit: Fit) -> dict[str, EncodedIm
 
 
 def _first(names: Sequence[str], others: Sequence[str]) -> str:
-    """The first class that two lists of names number differently."""
+    """Name the first class that two lists number differently."""
     number = next(i for i in range(len(names) + 1) if names[i : i + 1] != others[i : i + 1])
     told = [repr(part[number]) if number < len(part) else "none" for part in (others, names)]
     return f"class {number} is {told[0]} there and {told[1]} here"
 
 
 class ParquetPayloads:
-    """The image column of Parquet files: held in memory from its first use, or read row group by row group.
+    """The image column of Parquet files: in memory from its first use, or read row group by row group.
 
     Args:
         paths: the files of one split, in order.
@@ -158,7 +158,7 @@ class RowGroups:
         """Return the encoded images of a row group.
 
         Raises:
-            UserError: the file cannot be read, or a row holds no bytes.
+            UserError: the file cannot be read, or a row has no bytes.
         """
         path, group, first_row = self.places[block]
 
@@ -196,35 +196,25 @@ def _splits(folder: Path) -> dict[str, list[Path]]:
         within = sorted(inside[split].glob("*.parquet")) if split in inside else []
         splits[split] = [*(path for path in files if path.name.startswith(split)), *within]
         _check_complete(splits[split])
-        _check_numbers(within)
     if not splits["test"]:
         splits["test"] = splits.pop("val")
     return {split: paths for split, paths in splits.items() if paths}
 
 
 def _check_complete(paths: Sequence[Path]) -> None:
-    """Refuse files of which the names say that there are more: `train-00000-of-00002.parquet`."""
-    there: dict[tuple[str, int], set[int]] = defaultdict(set)
+    """Refuse numbered files that lack one: `train-00000-of-00002.parquet`, or `0001.parquet` without `0000.parquet`."""
+    there: dict[tuple[Path, str, int, int], set[int]] = defaultdict(set)
     for path in paths:
-        if shard := _SHARD.fullmatch(path.name):
-            there[shard["split"], int(shard["count"])].add(int(shard["number"]))
-    for (split, count), numbers in there.items():
-        if missing := sorted(set(range(count)) - numbers):
+        if shard := _SHARD.fullmatch(path.stem):
+            number = shard["number"] or shard["alone"]
+            key = (path.parent, shard["split"] or "", len(number), int(shard["count"] or 0))
+            there[key].add(int(number))
+    for (folder, split, width, count), numbers in there.items():
+        if missing := sorted(set(range(count or max(numbers))) - numbers):
+            of = f"-of-{count:05d}" if count else ".parquet"
             raise UserError(
-                f"{paths[0].parent} has {len(numbers)} of {count} {split} files and lacks "
-                f"{split}-{missing[0]:05d}-of-{count:05d}; fetch it too, or rename those that are there."
+                f"{folder} lacks {split}{missing[0]:0{width}d}{of}; fetch it too, or rename those that are there."
             )
-
-
-def _check_numbers(paths: Sequence[Path]) -> None:
-    """Refuse files that are called by their numbers, `0000.parquet`, where one before the last is missing."""
-    numbers = {int(path.stem): path for path in paths if path.stem.isdecimal()}
-    if missing := sorted(set(range(max(numbers, default=-1))) - numbers.keys()):
-        last = numbers[max(numbers)]
-        raise UserError(
-            f"{last.parent} has {last.name} and lacks {missing[0]:0{len(last.stem)}d}.parquet; fetch it too, or rename "
-            "those that are there."
-        )
 
 
 def _columns(path: Path) -> tuple[str, str, list[str] | None]:

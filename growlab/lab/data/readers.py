@@ -1,4 +1,4 @@
-"""Processes that read batches: of images that are not held in memory, or of a user's own samples."""
+"""Worker processes that read batches: of images that are not in memory, or of a user's samples."""
 
 import logging
 import signal
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.util import Finalize
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,17 +25,17 @@ from growlab.lab.data.image_sets import EncodedImages, ImageArray
 log = logging.getLogger(__name__)
 
 Batch = tuple[Tensor, Tensor]
-# How torch begins the RuntimeError that tells of a dead worker process. Its handler of SIGCHLD raises it wherever the
+# First words of torch's RuntimeError about a dead worker process. Its handler of SIGCHLD raises it wherever the
 # main thread is just then, so a whole run has to look out for it.
 DIED = "DataLoader worker (pid"
 # More worker processes than this hardly pay for one training process.
 _MOST_WORKERS = 16
-# How long a worker process that is told to end may take to finish the batch it is reading.
+# Seconds that a worker process which should end may take to finish the batch it is reading.
 _GRACE_SEC = 1.0
 
 
 def workers_of_rank(num_ranks: int) -> int:
-    """Of the cores that this process may use, as many as fall to each of the ranks on this machine."""
+    """Return the number of worker processes for each rank on this machine: its share of the cores, at most 16."""
     return min(_MOST_WORKERS, max(1, cores() // num_ranks))
 
 
@@ -51,16 +51,6 @@ def _at_most(num_workers: int, most: int) -> int:
     return min(num_workers, most)
 
 
-class BatchSource(Protocol):
-    """A set whose items are whole batches."""
-
-    def requests(self, batches: Sequence[np.ndarray], epoch: int | None) -> Iterator[Any]:
-        """Yield what the workers are sent for each batch."""
-
-    def __getitem__(self, request: Any) -> Any:
-        """Return the batch, or a UserError: raised, it would reach the user inside a worker's traceback."""
-
-
 class Readers:
     """Reads batches of one set in worker processes, which are kept from epoch to epoch.
 
@@ -68,22 +58,23 @@ class Readers:
     with this object, and with this process, whatever ends it.
 
     Args:
-        source: reads a batch.
+        source: `ImageBatches` or `SampleBatches`, whose items are whole batches, and whose `requests` yields what the
+            workers are sent for each batch.
         num_workers: processes, of which there are no more than cores that this one may use; 0 reads in this one.
-        pinned: whether batches are copied to page-locked memory, from which a GPU fetches them faster.
+        pinned: copy batches to page-locked memory, from which a GPU fetches them faster.
     """
 
-    def __init__(self, source: BatchSource, num_workers: int = 0, pinned: bool = False) -> None:
+    def __init__(self, source: Any, num_workers: int = 0, pinned: bool = False) -> None:
         self._requests, num_workers = _Requests(source), _at_most(num_workers, cores())
         self._loader = DataLoader(
-            source,  # type: ignore[arg-type]
+            source,
             sampler=self._requests,
             batch_size=None,
             collate_fn=_unchanged,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=pinned,
-            # Without a generator of its own, making the iterator would draw from the global one.
+            # Without its own generator, making the iterator would draw from the global one.
             generator=torch.Generator(),
             worker_init_fn=_finish_what_is_begun,
         )
@@ -169,7 +160,7 @@ def _finish_what_is_begun(worker: int) -> None:
 
 @dataclass
 class _Request:
-    """What a worker is sent: which images, in which epoch, and their bytes where they are read in blocks."""
+    """A batch to read: positions of its images, the epoch, and the images' bytes where they are read in blocks."""
 
     positions: np.ndarray
     epoch: int | None
@@ -178,9 +169,9 @@ class _Request:
 
 @dataclass
 class _Requests:
-    """The sampler: what it yields is sent to the workers one by one, a few ahead of the batches."""
+    """The sampler: each request that it yields is sent to a worker, a few ahead of the batches."""
 
-    source: BatchSource
+    source: Any
     batches: Sequence[np.ndarray] = ()
     epoch: int | None = None
 

@@ -1,4 +1,4 @@
-"""Samples of a user's own data set as batches: read by position, drawn by (seed, epoch, position), told apart.
+"""A user's own samples: the sources they come from, and batches of them read by position.
 
 What transforms draw from the generators of torch, numpy and random is a function of (seed, epoch, position of the
 sample) alone, so that a resumed run, another number of workers or of ranks sees the same samples.
@@ -8,24 +8,49 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from lightning import LightningDataModule
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from growlab.base.errors import UserError
+from growlab.lab.data.cache import cache_dir, locked
+from growlab.lab.data.documents import saved_datasets
 from growlab.lab.data.order import COLLATE, SAMPLE, draws
 
-# Entries of a sample that is a mapping under which its target is looked for.
+# Names under which the target of a sample that is a mapping is searched for.
 TARGETS = ("target", "targets", "label", "labels", "y", "mask", "fine_label", "class")
-_AS_IMAGES = "images of files in class folders are read by data=folder"
+_KINDS = "a LightningDataModule, DataLoader, Dataset or Hugging Face data set, or a mapping of such by train, val, test"
+_NAMES = {
+    "train": ("train", "training"),
+    "val": ("val", "validation", "valid", "dev"),
+    "test": ("test", "testing"),
+}
+# Samplers that an order by (seed, epoch) takes the place of.
+_PLAIN = (SequentialSampler, RandomSampler, DistributedSampler)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which entries of a sample that is a mapping the network is called with, and which one is the target.
+    """Inputs and target of samples that are mappings.
 
     Attributes:
         inputs: their names, in the order of the network's arguments; None: all but the target.
@@ -66,11 +91,11 @@ class Part:
         positions: int64 [N], of those that belong to this part.
         collate: makes a batch of samples.
         columns: what of a sample is what.
-        sampler: draws the positions of an epoch in place of a permutation; None: there is none.
-        drop_last: whether a last, smaller batch of training is left out.
+        sampler: draws the positions of an epoch in place of a permutation; None: a permutation.
+        drop_last: leave out a last, smaller batch of training.
         batch_size: of the loader that the part came from, if it came from one.
         num_workers: likewise.
-        in_rows: whether the data set reads many samples at once, and draws nothing.
+        in_rows: the data set reads many samples at once, and draws nothing.
     """
 
     dataset: Any
@@ -118,7 +143,11 @@ class Part:
         try:
             return default_collate(samples)
         except (TypeError, RuntimeError) as error:
-            raise UserError(_why_not_together(samples, error)) from error
+            reason = str(error).strip().partition("\n")[0].rstrip(".")
+            raise UserError(
+                f"samples cannot be put together to a batch: {reason}; let the data set's transform make tensors of "
+                "one shape, or give a DataLoader with a collate_fn."
+            ) from error
 
     def inputs_and_target(self, batch: Any) -> tuple[Tensor, ...]:
         """A batch as (inputs..., target): numbers in float32, images of bytes ([C, H, W]) in 0..1, classes in int64.
@@ -173,7 +202,7 @@ class SampleBatches(Dataset):
 
 
 def classes_of(part: Part) -> np.ndarray | None:
-    """The class of each of a part's samples, int64 [N], where the data set tells it without reading samples."""
+    """Class labels of a part's samples, int64 [N], if they can be read cheaply, else None."""
     found = _classes_of(part.dataset, part.columns)
     return None if found is None else found[part.positions]
 
@@ -233,26 +262,138 @@ def _as_target(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor.long()
 
 
-def _why_not_together(samples: list[Any], error: Exception) -> str:
-    """A sentence about samples that torch cannot stack."""
-    first = samples[0].values() if isinstance(samples[0], Mapping) else samples[0]
-    parts = list(first) if isinstance(first, (tuple, list)) or hasattr(first, "__iter__") else [first]
-    kinds = next((type(one) for one in parts if type(one).__module__.startswith("PIL.")), None)
-    if kinds is not None:
-        return (
-            "samples hold images of PIL: give the data set a transform that makes tensors, such as "
-            f"torchvision.transforms.ToTensor; {_AS_IMAGES}."
+def open_source(source: Any, columns: Columns) -> dict[str, Part]:
+    """Open the parts of a user's data: "train", and "val" and "test" where the source has them.
+
+    Args:
+        source: a LightningDataModule, a DataLoader, a Dataset, a data set of Hugging Face's `datasets`, the folder of
+            one (`save_to_disk`), or a mapping of train, val and test to such.
+        columns: inputs and target of samples that are mappings.
+
+    Raises:
+        UserError: it is something else, or cannot be used.
+    """
+    if isinstance(source, (str, Path)):
+        source = _from_disk(Path(source).expanduser())
+    if isinstance(source, LightningDataModule):
+        return _of_module(source, columns)
+    if isinstance(source, Mapping):
+        known = {name: part for part, names in _NAMES.items() for name in names}
+        unknown = [str(name) for name in source if name not in known]
+        if unknown:
+            raise UserError(
+                f"data.source has the parts {', '.join(unknown)}, but train, val and test are wanted."
+            )
+        parts = {
+            known[name]: _part(one, columns, str(name)) for name, one in source.items() if one is not None
+        }
+        if "train" not in parts:
+            raise UserError("data.source has no part to train on; name one of its parts train.")
+        return parts
+    return {"train": _part(source, columns, "source")}
+
+
+def epoch_order(part: Part, seed: int, epoch: int) -> np.ndarray:
+    """Draw the positions of an epoch's samples by the part's own sampler, seeded by (seed, epoch).
+
+    Raises:
+        UserError: it yields other things than positions.
+    """
+    sampler = part.sampler
+    with random_state_kept():
+        seed_all(hash((seed, epoch)) & (2**62 - 1))
+        if isinstance(getattr(sampler, "generator", None), torch.Generator):
+            sampler.generator.manual_seed(hash((seed, epoch)) & (2**62 - 1))
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        try:
+            order = np.array([int(position) for position in sampler], dtype=np.int64)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"the sampler {type(sampler).__name__} must yield positions of samples."
+            ) from error
+    return order
+
+
+def _of_module(module: LightningDataModule, columns: Columns) -> dict[str, Part]:
+    # Downloads once a machine; the others wait, and find what is there.
+    with locked(cache_dir() / "prepare" / type(module).__qualname__):
+        module.prepare_data()
+    for stage in ("fit", "test"):
+        module.setup(stage)
+    parts = {}
+    for name in _NAMES:
+        try:
+            loader = getattr(module, f"{name}_dataloader")()
+        except MisconfigurationException:
+            continue  # Lightning's own, which no one has written over.
+        if isinstance(loader, (list, tuple)):
+            if len(loader) > 1:
+                raise UserError(
+                    f"{type(module).__name__}.{name}_dataloader gives {len(loader)} loaders; growlab takes one."
+                )
+            loader = loader[0] if loader else None
+        if loader is not None:
+            parts[name] = _part(loader, columns, f"{type(module).__name__}.{name}_dataloader")
+    if "train" not in parts:
+        raise UserError(f"{type(module).__name__} has no train_dataloader; give it one.")
+    return parts
+
+
+def _part(source: Any, columns: Columns, where: str) -> Part:
+    if isinstance(source, (str, Path)):
+        source = _from_disk(Path(source).expanduser())
+    loader = source if isinstance(source, DataLoader) else None
+    dataset = source if loader is None else loader.dataset
+    named = f"{where} ({type(dataset).__name__})"
+    if isinstance(source, type) or (callable(source) and not hasattr(source, "__getitem__")):
+        raise UserError(
+            f"data: {where} is {source}, not {_KINDS}; call it by its _target_, without _partial_."
         )
-    shapes = {
-        tuple(one[0].shape)
-        for one in samples
-        if isinstance(one, (tuple, list)) and isinstance(one[0], Tensor)
-    }
-    if len(shapes) > 1:
-        listed = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
-        return (
-            f"samples differ in shape ({listed}): bring them to one in the data set's transform, or give a DataLoader "
-            "with a collate_fn."
+    if isinstance(dataset, IterableDataset) or type(dataset).__name__ in (
+        "IterableDataset",
+        "IterableDatasetDict",
+    ):
+        raise UserError(
+            f"data: {named} is iterated over, so epochs have no known length and cannot be resumed in the middle: give "
+            "a Dataset with a length, whose samples are read by position."
         )
-    reason = str(error).strip().partition("\n")[0].rstrip(".")
-    return f"samples cannot be put together to a batch: {reason}; a DataLoader may bring a collate_fn."
+    if isinstance(dataset, Mapping) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise UserError(f"data: {named} is not {_KINDS}.")
+    dataset, in_rows = _as_tensors(dataset)
+    number = len(dataset)
+    if not number:
+        raise UserError(f"data: {named} is empty.")
+    positions = np.arange(number)
+    if loader is None:
+        return Part(dataset, positions, columns=columns, in_rows=in_rows)
+    if type(loader.batch_sampler) not in (BatchSampler, type(None)) or loader.batch_size is None:
+        raise UserError(
+            f"data: {named} has a batch sampler of its own ({type(loader.batch_sampler).__name__}), but batch sizes "
+            "follow the growth schedule: give a sampler of single positions, or none."
+        )
+    sampler = None if isinstance(loader.sampler, _PLAIN) else loader.sampler
+    return Part(
+        *(dataset, positions, loader.collate_fn, columns, sampler, loader.drop_last, loader.batch_size),
+        num_workers=loader.num_workers,
+        in_rows=in_rows,
+    )
+
+
+def _as_tensors(dataset: Any) -> tuple[Any, bool]:
+    """A Hugging Face data set in torch's format unless it has another; True with it if it reads many rows at once."""
+    if not (hasattr(dataset, "with_format") and hasattr(dataset, "column_names")):
+        return dataset, False
+    known = (getattr(dataset, "format", None) or {}).get("type")
+    return (dataset if known is not None else dataset.with_format("torch")), known != "custom"
+
+
+def _from_disk(folder: Path) -> Any:
+    if not folder.exists():
+        raise UserError(f"data.source={folder} is not there.")
+    if (found := saved_datasets(folder)) is None:
+        raise UserError(
+            f"data.source={folder} is no data set that datasets.save_to_disk wrote; images in class folders are read "
+            "by data=folder data.root=FOLDER, anything else by data.source._target_=MODULE.FUNCTION."
+        )
+    return found

@@ -1,4 +1,4 @@
-"""Finding out what kind of data a folder holds, and opening it."""
+"""Find out what kind of images a folder has, and open it."""
 
 import os
 from pathlib import Path
@@ -6,10 +6,9 @@ from pathlib import Path
 from growlab.base.errors import UserError
 from growlab.lab.data.cache import cache_dir
 from growlab.lab.data.crops import Fit
-from growlab.lab.data.digits import load_digits
 from growlab.lab.data.folders import find_folders, has_class_folders, open_folders
 from growlab.lab.data.image_sets import Images
-from growlab.lab.data.torchvision_files import DATASETS, has_torchvision_files, load_torchvision
+from growlab.lab.data.libraries import DATASETS, has_torchvision_files, load_digits, load_torchvision
 
 _LAYOUTS = (
     "Parquet files (train*.parquet or train/*.parquet, test likewise), folders (train/<class>/*.png, "
@@ -18,7 +17,7 @@ _LAYOUTS = (
 
 
 def default_root(name: str) -> Path:
-    """Return where data lies if nothing else is said: `$GROWLAB_DATA/<name>`, else in the cache folder."""
+    """Return the folder of data where none is given: `$GROWLAB_DATA/<name>`, else in the cache folder."""
     base = os.environ.get("GROWLAB_DATA")
     return (Path(base) if base else cache_dir()) / name
 

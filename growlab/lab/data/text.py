@@ -1,13 +1,202 @@
-"""Text, character by character: windows of one long text."""
+"""Windows of long sequences of tokens, in an order that depends on seed and epoch alone; text by characters."""
 
+import hashlib
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from growlab.base.errors import UserError
 from growlab.lab.data.arguments import check_numbers
-from growlab.lab.data.windows import WindowData
+from growlab.lab.data.augment import Augmentation
+from growlab.lab.data.loaders import EpochPlan, ResumableLoader, sizes_in_part
+from growlab.lab.data.order import OFFSET, draws
+from growlab.lab.data.run_data import RunData
+
+#: Stands in targets where there is no token to predict.
+NO_TOKEN = -100
+# Training windows are drawn in another order each epoch, as images are that are not changed otherwise.
+_TRAINING = Augmentation()
+_PROBE_TOKENS = 512
+
+
+@dataclass
+class WindowLoader(ResumableLoader):
+    """Windows of a sequence of tokens.
+
+    Yields (tokens int64 [B, T], the tokens behind them int64 [B, T]); behind the sequence's end there is `NO_TOKEN`.
+
+    Attributes:
+        tokens_N: the sequence, of integers, in memory or memory-mapped.
+        context: T.
+        device: of the batches.
+    """
+
+    tokens_N: np.ndarray
+    context: int
+    device: torch.device
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        offset = 0
+        if self.plan.augmentation is not None:
+            # Windows begin elsewhere in each pass, or the same few tokens would always lack their context.
+            number = self.plan.epoch // self.plan.parts
+            offset = int(draws(np.zeros(1), OFFSET, self.plan.seed, number)[0] % np.uint64(self.context))
+        for batch in self._left():
+            windows_BT = windows_at(self.tokens_N, batch * self.context + offset, self.context + 1)
+            self._given += 1
+            found = torch.from_numpy(windows_BT).to(self.device)
+            yield found[:, :-1].clamp(min=0), found[:, 1:]
+
+
+def windows_at(tokens_N: np.ndarray, starts_B: np.ndarray, length: int) -> np.ndarray:
+    """Windows of so many tokens that begin at these places, int64 [B, length]; `NO_TOKEN` behind the last token."""
+    places_BT = starts_B[:, None] + np.arange(length)
+    windows_BT = np.asarray(tokens_N[np.minimum(places_BT, len(tokens_N) - 1)]).astype(np.int64)
+    windows_BT[places_BT >= len(tokens_N)] = NO_TOKEN
+    return windows_BT
+
+
+class WindowData(RunData):
+    """Sequences of tokens to train, validate and test on; subclasses read them in `_sequences`.
+
+    Args:
+        context: tokens that a window predicts from.
+        batch_size: windows in a training batch over all devices.
+        eval_batch_size: windows in another batch.
+        epoch_parts: divide each pass over the training windows into so many epochs of nearly equal length.
+        seed: of the order.
+
+    Attributes:
+        whole_windows: leave out the windows of validation and test that the sequence ends in.
+
+    Raises:
+        UserError: an argument cannot be used.
+    """
+
+    whole_windows = True
+    #: Unit that sequences are counted in, for messages.
+    unit = "tokens"
+
+    def __init__(
+        self, context: int, batch_size: int, eval_batch_size: int, epoch_parts: int = 1, seed: int = 0
+    ) -> None:
+        super().__init__(batch_size, seed)
+        check_numbers(1, context=context, batch_size=batch_size, eval_batch_size=eval_batch_size)
+        check_numbers(1, epoch_parts=epoch_parts)
+        self.context, self.eval_batch_size, self.epoch_parts = context, eval_batch_size, epoch_parts
+        self._tokens: dict[str, np.ndarray] = {}
+        self._digest: str | None = None
+
+    @property
+    def probe_size(self) -> int:
+        """Windows that growth is checked on: logits of long ones, over all tokens that are known, take much memory."""
+        return max(2, _PROBE_TOKENS // self.context)
+
+    @abstractmethod
+    def _sequences(self) -> dict[str, np.ndarray]:
+        """Tokens of "train", "val" and "test", integers [N]."""
+
+    @property
+    @abstractmethod
+    def vocabulary_size(self) -> int:
+        """Tokens are below this number; known after `setup()`."""
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the text, once, whatever the stage."""
+        if self._tokens:
+            return
+        tokens = self._sequences()
+        # Training windows may begin up to a window later.
+        self._windows = {"train": (len(tokens["train"]) - self.context) // self.context}
+        for part in ("val", "test"):
+            predicted = len(tokens[part]) - 1
+            self._windows[part] = (
+                predicted // self.context if self.whole_windows else -(-predicted // self.context)
+            )
+        if min(self._windows.values()) < 1:
+            total = sum(map(len, tokens.values()))
+            raise UserError(
+                f"a text of {total} {self.unit} has no whole window of data.context={self.context} in each of its "
+                "parts; take a longer text or a smaller context."
+            )
+        self._tokens = tokens
+        self.num_train, self.num_val, self.num_test = (
+            self._windows[part] for part in ("train", "val", "test")
+        )
+
+    @property
+    def digest(self) -> str:
+        """A hash of all tokens."""
+        if self._digest is None:
+            found = hashlib.blake2b(digest_size=16)
+            for part in sorted(self._tokens):
+                found.update(f"{part} {len(self._tokens[part])} {self._tokens[part].dtype}".encode())
+                found.update(np.ascontiguousarray(self._tokens[part]).data)
+            self._digest = found.hexdigest()
+        return self._digest
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the digest of the text, for checkpoints."""
+        return {"digest": self.digest}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Compare with a checkpoint's text.
+
+        Raises:
+            UserError: it is another one.
+        """
+        if state_dict.get("digest", self.digest) != self.digest:
+            raise UserError(
+                "the text is not the one that the checkpoint was trained on: its files, its split or its tokenizer "
+                "have changed; bring them back, or begin another run."
+            )
+
+    @property
+    def network_arguments(self) -> dict[str, Any]:
+        """`vocabulary_size` and `context`."""
+        return {"vocabulary_size": self.vocabulary_size, "context": self.context}
+
+    def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
+        """Return the number of windows in each training batch of an epoch that has batches of this size.
+
+        Raises:
+            UserError: a pass over the windows has fewer batches than `epoch_parts`.
+        """
+        return sizes_in_part(self.num_train, batch_size, epoch, self.epoch_parts, "text")
+
+    def training_loader(self, epoch: int, draw: int) -> WindowLoader:
+        """Return the training windows in batches of an epoch's size, in the order of another."""
+        size = self.global_batch_size(epoch)
+        place = self._place_for(size)
+        plan = EpochPlan(self.num_train, size, self.seed, draw, _TRAINING, *place, parts=self.epoch_parts)
+        return self._loader("train", plan)
+
+    def val_dataloader(self) -> WindowLoader:
+        """Return the windows of the validation part in order."""
+        return self._evaluation("val")
+
+    def test_dataloader(self) -> WindowLoader:
+        """Return the windows of the test part in order."""
+        return self._evaluation("test")
+
+    def probe_batch(self, n: int) -> Tensor:
+        """Return n training windows, int64 [n, T] on the CPU: always the same ones, repeated if there are fewer."""
+        starts = np.arange(n) % self.num_train * self.context
+        return torch.from_numpy(windows_at(self._tokens["train"], starts, self.context))
+
+    def _evaluation(self, part: str) -> WindowLoader:
+        plan = EpochPlan(self._windows[part], self.eval_batch_size, self.seed, 0, None, *self._place())
+        return self._loader(part, plan)
+
+    def _loader(self, part: str, plan: EpochPlan) -> WindowLoader:
+        return WindowLoader(plan, self._tokens[part], self.context, self._device)
 
 
 class TextData(WindowData):

@@ -89,7 +89,7 @@ class TokenStore:
         split: "documents" or "position": how the parts were taken from the text.
         dropped: documents that were left out because they are empty or the same as another.
         skipped: files that hold no text in UTF-8.
-        byte_level: whether each token stands for bytes of its own, which together are those of the text.
+        byte_level: each token stands for certain bytes, which together are those of the text.
     """
 
     folder: Path

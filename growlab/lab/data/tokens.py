@@ -9,8 +9,8 @@ from torch import Tensor
 
 from growlab.base.errors import UserError
 from growlab.lab.data.documents import TextReading
+from growlab.lab.data.text import WindowData
 from growlab.lab.data.token_store import PARTS, HeldOut, Tokenization, TokenStore, open_store
-from growlab.lab.data.windows import WindowData
 
 
 class TokenData(WindowData):

@@ -1,4 +1,4 @@
-"""Sentence pairs of two languages: what a folder holds, and its binarised form, made by fairseq."""
+"""Sentence pairs of two languages in a folder: raw text, and its binarised form, made by fairseq."""
 
 import contextlib
 import gzip
@@ -92,7 +92,7 @@ class SentencePairs:
     subwords: Subwords
 
     def has(self, split: str) -> bool:
-        """Whether there is such a split: train, valid or test."""
+        """Return True if there is such a split: train, valid or test."""
         return (self.folder / f"{split}.{self.source}-{self.target}.{self.source}.idx").exists()
 
     def read(self, split: str) -> tuple[Side, Side]:
@@ -108,7 +108,7 @@ class SentencePairs:
         prefix = self.folder / f"{split}.{self.source}-{self.target}.{language}"
         data = fairseq_module("fairseq.data.data_utils").load_indexed_dataset(str(prefix), None)
         if data is None:
-            raise UserError(f"{self.folder} lacks {prefix.name}.bin and .idx; run fairseq-preprocess anew.")
+            raise UserError(f"{self.folder} lacks {prefix.name}.bin and .idx; run fairseq-preprocess again.")
         starts = np.concatenate([[0], np.cumsum(np.asarray(data.sizes, dtype=np.int64))])
         tokens = np.empty(starts[-1], dtype=np.int32)
         for index in range(len(data)):
@@ -120,7 +120,7 @@ def open_pairs(root: Path, name: str, preparation: Preparation) -> SentencePairs
     """Open a folder of binarised data, or of raw text, which is prepared once and kept in the cache folder.
 
     Args:
-        root: holds `dict.xx.txt` and `train.xx-yy.xx.bin`, or text: `train*.xx`, `val*.xx`, `test*.xx`, each of them
+        root: has `dict.xx.txt` and `train.xx-yy.xx.bin`, or text: `train*.xx`, `val*.xx`, `test*.xx`, each of them
             gzipped or not, and likewise for the other language.
         name: of the data, for messages.
         preparation: of raw text; of a binarised folder only the languages.
@@ -170,7 +170,7 @@ def _binarised(root: Path, preparation: Preparation) -> Path | None:
 
 
 def text_files(root: Path, split: str, languages: tuple[str, str]) -> dict[str, Path | None]:
-    """The file of each language of a split: the first two that are called alike, else the first of each.
+    """The file of each language of a split: the first two of the same name, else the first of each.
 
     Args:
         root: the folder.

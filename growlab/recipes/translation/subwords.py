@@ -25,7 +25,7 @@ class Subwords(Protocol):
 
 
 class Words:
-    """Words as they stand, or subwords that the text holds already: `@@ ` and SentencePiece's marks are undone.
+    """Words as they stand, or subwords that the text has already: `@@ ` and SentencePiece's marks are undone.
 
     Examples:
         >>> Words().decode("a gro@@ wing net@@ work"), Words().decode("▁a ▁gro wing")

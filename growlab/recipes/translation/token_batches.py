@@ -42,7 +42,7 @@ def budget_batches(
 
 @dataclass
 class TokenPlan:
-    """Which sentences make the batches of an epoch on this rank.
+    """The sentences in each batch of an epoch on this rank.
 
     Sentences are sorted by length, those of the same length in random order; batches come in random order.
 

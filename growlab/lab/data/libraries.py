@@ -1,4 +1,4 @@
-"""The files that torchvision's datasets download and read."""
+"""Data sets that come with torchvision, which downloads them, and with scikit-learn."""
 
 import contextlib
 import logging
@@ -14,6 +14,7 @@ import torch
 from growlab.base.errors import UserError
 from growlab.lab.data.cache import cache_dir, locked
 from growlab.lab.data.image_sets import ImageArray
+from growlab.lab.data.split import stratified_split
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,24 @@ DATASETS = {
 }
 
 
+def load_digits() -> tuple[ImageArray, ImageArray]:
+    """Return the 1,797 handwritten digits of 8x8 pixels: 1,438 training and 359 test images, a fixed stratified split.
+
+    Pixels are scaled from scikit-learn's 0..16 to 0..255.
+    """
+    # A slow import, that other data need not wait for.
+    import sklearn.datasets
+
+    bunch = sklearn.datasets.load_digits()
+    images_NHWC = torch.from_numpy(np.rint(bunch.images * (255 / 16)).astype(np.uint8)[..., None])
+    labels = bunch.target.astype(np.int64)
+    everything = ImageArray(images_NHWC, torch.from_numpy(labels), tuple(str(digit) for digit in range(10)))
+    train, test = stratified_split(labels, fraction=0.2, seed=0)
+    return everything.select(train), everything.select(test)
+
+
 def has_torchvision_files(name: str, root: Path) -> bool:
-    """Whether `root` holds torchvision's files of this data set, or the beginning of them."""
+    """Return True if `root` has torchvision's files of this data set, or the beginning of them."""
     return name in DATASETS and any((root / entry).exists() for entry in DATASETS[name][1])
 
 
