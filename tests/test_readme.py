@@ -36,7 +36,8 @@ _COMMANDS = {
     "table": "growlab.lab.analysis",
     "widths": "growlab.widths",
     "dashboard": "growlab.lab.analysis.dashboard",
-} | {name: f"growlab.lab.analysis {name}" for name in ("paper", "paired", "time", "figure")}
+    "paper": "growlab.recipes.papers.paper_table",
+} | {name: f"growlab.lab.analysis {name}" for name in ("paired", "time", "figure")}
 
 
 def _called(line: str) -> str:

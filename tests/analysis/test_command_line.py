@@ -5,6 +5,7 @@ import json
 import pytest
 
 from growlab.lab.analysis.__main__ import main
+from growlab.recipes.papers import paper_table
 
 from .fake_runs import write_run
 
@@ -30,7 +31,7 @@ def test_tables_are_printed_or_written_in_the_form_asked_for(runs, tmp_path, cap
     assert (tmp_path / "table.csv").read_text().startswith("method,experiment")
     assert main([str(runs), "-o", str(tmp_path / "table.tex")]) == 0
     assert (tmp_path / "table.tex").read_text().startswith(r"\begin{table}")
-    assert main(["paper", str(runs)]) == 0
+    assert paper_table.main([str(runs)]) == 0
     assert "92.53 ± 0.11" in capsys.readouterr().out
     assert main(["paired", str(runs), "--csv"]) == 0
     assert capsys.readouterr().out.startswith("method,against,seeds")
@@ -68,7 +69,7 @@ def test_a_figure_is_written_and_is_the_same_each_time(runs, tmp_path, capsys, s
             ["paired", "{runs}/ours"],
             "no two methods on one network and data set to compare",
         ),
-        (["paper", "{runs}", "-o", "x.json"], "is written as .md, .tex or .csv"),
+        (["paired", "{runs}", "-o", "x.json"], "is written as .md, .tex or .csv"),
         (["figure", "learning_curve", "{runs}", "-o", "x.png"], "did you mean learning_curves?"),
         (["figure", "width", "{runs}", "-o", "x.png"], "did you mean widths?"),
         (["figure", "zzz", "{runs}", "-o", "x.png"], "choose one of learning_curves, widths,"),

@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 
 from growlab.base.errors import UserError
 from growlab.lab.analysis.__main__ import main as table
-from growlab.lab.analysis.identity import row_settings
+from growlab.lab.analysis.identity import row_overrides, row_settings
 from growlab.lab.analysis.paired import compare_pairs
 from growlab.lab.analysis.report import main as report
-from growlab.lab.analysis.results import distinguishing_overrides, load_runs, open_run
+from growlab.lab.analysis.results import load_runs, open_run
 from growlab.lab.analysis.tables import summarise
 from growlab.lab.training.configuration import config_dir
 
@@ -161,15 +161,15 @@ def test_overrides_that_say_nothing_of_the_method_are_dropped_and_the_rest_spell
         "growth=ours",
         "schedule.total_epochs=16",
     ]
-    assert distinguishing_overrides(quiet) == ()
-    assert distinguishing_overrides(["growth.noise_std=0.0", "b=True"]) == ("b=true", "growth.noise_std=0")
-    assert distinguishing_overrides(["b='True'", "++growth.noise_std=0"]) == ("b=true", "growth.noise_std=0")
-    assert distinguishing_overrides(["optimizer.lr=0.1", "optimizer.lr=2e-1"]) == ("optimizer.lr=0.2",)
+    assert row_overrides(quiet) == ()
+    assert row_overrides(["growth.noise_std=0.0", "b=True"]) == ("b=true", "growth.noise_std=0")
+    assert row_overrides(["b='True'", "++growth.noise_std=0"]) == ("b=true", "growth.noise_std=0")
+    assert row_overrides(["optimizer.lr=0.1", "optimizer.lr=2e-1"]) == ("optimizer.lr=0.2",)
     mup = ("growth.initialisation=mup",)
-    assert distinguishing_overrides(["method=fixed_size_mup"]) == distinguishing_overrides(mup) == mup
-    assert distinguishing_overrides(["method=equal_flops_mup"]) == (*mup, "schedule.equal_flops=true")
-    assert distinguishing_overrides(["trainer.compile=true"]) == ("trainer.compile=true",)
-    assert distinguishing_overrides(["~optimizer.nesterov"]) == ("~optimizer.nesterov",)
+    assert row_overrides(["method=fixed_size_mup"]) == row_overrides(mup) == mup
+    assert row_overrides(["method=equal_flops_mup"]) == (*mup, "schedule.equal_flops=true")
+    assert row_overrides(["trainer.compile=true"]) == ("trainer.compile=true",)
+    assert row_overrides(["~optimizer.nesterov"]) == ("~optimizer.nesterov",)
 
 
 def test_networks_and_data_of_ones_own_are_told_apart(tmp_path):

@@ -8,12 +8,13 @@ import pytest
 from growlab.base.errors import UserError
 from growlab.lab.analysis.comparison import compare
 from growlab.lab.analysis.frontier import frontier, frontier_seconds
+from growlab.lab.analysis.identity import row_overrides
 from growlab.lab.analysis.paired import compare_pairs, paired_table
-from growlab.lab.analysis.paper_table import paper_table
-from growlab.lab.analysis.results import distinguishing_overrides, load_runs, open_run
+from growlab.lab.analysis.results import load_runs, open_run
 from growlab.lab.analysis.schedules import series_over_budgets
 from growlab.lab.analysis.tables import summarise, told_apart
 from growlab.lab.analysis.time_to_score import times_to_scores
+from growlab.recipes.papers.paper_table import paper_table
 from tests.analysis.fake_runs import write_run
 
 NLL = {"name": "nll", "higher_is_better": False}
@@ -47,7 +48,7 @@ def test_what_lightning_trains_otherwise_is_another_method(setting: str, tmp_pat
     ["trainer.devices=4", "+trainer.strategy.static_graph=true", "trainer.precision=32-true", "trainer=gpu"],
 )
 def test_where_it_ran_is_none(override: str) -> None:
-    assert distinguishing_overrides([override]) == ()
+    assert row_overrides([override]) == ()
 
 
 def test_tables_of_pairs_and_papers_name_every_row_differently(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ PARTS = {
         ("osgd.anneal=run",),
     ),
     "old gradients": Files(
-        ("parts/osgd.py", "recipes/papers/papers/*_osgd.yaml"),
+        ("parts/osgd.py", "recipes/papers/entries/*_osgd.yaml"),
         (
             "parts/osgd.yaml",
             "method/ours_osgd.yaml",
@@ -61,7 +61,7 @@ PARTS = {
         ("parts/test_osgd.py", *TOGETHER),
     ),
     "depth": Files(
-        ("parts/depth", "recipes/papers/papers/*_depth.yaml"),
+        ("parts/depth", "recipes/papers/entries/*_depth.yaml"),
         (
             "parts/depth.yaml",
             "method/grown_*.yaml",
@@ -87,7 +87,7 @@ PARTS = {
     ),
     "arriving classes": Files(("parts/classes.py",), (), ("parts/test_classes*.py", *TOGETHER)),
     "isotropic layers": Files(
-        ("parts/isotropic", "recipes/papers/studies/isotropic*.py", "recipes/papers/papers/3_bird*.yaml"),
+        ("parts/isotropic", "recipes/papers/studies/isotropic*.py", "recipes/papers/entries/3_bird*.yaml"),
         ("parts/isotropic.yaml", "parts/gain_weights.yaml", "*/isotropic*.yaml"),
         ("parts/isotropic", "studies/test_isotropic*.py"),
     ),
@@ -95,7 +95,7 @@ PARTS = {
         (
             "parts/hypernets",
             "recipes/papers/studies/continual_regression*.py",
-            "recipes/papers/papers/2_chang.yaml",
+            "recipes/papers/entries/2_chang.yaml",
         ),
         ("*/hyperfan*.yaml", "*/hypernet*.yaml", "experiment/*hyperfan.yaml"),
         ("parts/hypernets", "studies/test_continual_regression.py"),

@@ -10,11 +10,12 @@ import pytest
 from scipy import stats
 
 from growlab.base.errors import UserError
+from growlab.base.files import write_json
 from growlab.lab.analysis.results import open_run
 from growlab.lab.analysis.style import shown
 from growlab.recipes.papers.page import Standing, page, standings
-from growlab.recipes.papers.quantities import width_gained, width_given_back
 from growlab.recipes.papers.registry import Check, Item, Registry, Rows, registry
+from growlab.recipes.papers.statistics import width_gained, width_given_back
 from growlab.recipes.papers.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, _runs, outcome
 from tests.analysis.fake_runs import write_run
 from tests.command_line import ROOT
@@ -23,35 +24,38 @@ from tests.parts_here import needs
 RESULTS = ROOT / "notebooks" / "results"
 
 
+@pytest.fixture(scope="module")
+def made() -> str:
+    return page(registry(), RESULTS)
+
+
 @needs()
-def test_the_page_is_not_stale() -> None:
+def test_the_page_is_not_stale(made: str) -> None:
     """If this fails: python -m growlab reproduce --page notebooks/results -o notebooks/docs/pages/papers.md."""
-    written = (ROOT / "notebooks" / "docs" / "pages" / "papers.md").read_text(encoding="utf-8")
-    assert written == page(registry(), ROOT / "notebooks" / "results")
+    assert (ROOT / "notebooks" / "docs" / "pages" / "papers.md").read_text(encoding="utf-8") == made
 
 
-def test_the_page_says_what_figures_call_the_methods_of_its_tables() -> None:
-    text = " ".join(page(registry(), ROOT / "notebooks" / "results").split())
+def test_the_page_names_methods_as_figures_do(made: str) -> None:
     for name, link in (("ours + stagewise_norm", "is what figures call"), ("ours", "is")):
-        assert f'`{name}` {link} "{shown(name)}"' in text
+        assert f'`{name}` {link} "{shown(name)}"' in " ".join(made.split())
 
 
-def test_a_table_of_rows_is_of_one_network() -> None:
+def test_a_table_of_rows_is_of_one_network(made: str) -> None:
     """Of several it would be wider than the page."""
-    written = (ROOT / "notebooks" / "docs" / "pages" / "papers.md").read_text(encoding="utf-8")
-    heads = [line for line in written.splitlines() if line.startswith("| method ")]
+    heads = [line for line in made.splitlines() if line.startswith("| method ")]
     assert len(heads) > 5
     for head in heads:
         columns = [cell.strip() for cell in head.strip("|").split("|")]
         assert sum("cost %" in name for name in columns) == 1, head
 
 
-def test_no_line_is_without_a_command() -> None:
-    text = page(registry(), ROOT / "notebooks" / "results")
+def test_every_line_has_its_commands_and_every_paper_its_note(made: str) -> None:
     for item in registry().items.values():
-        (line,) = [line for line in text.splitlines() if line.startswith(f"| {item.title} |")]
+        (line,) = [line for line in made.splitlines() if line.startswith(f"| {item.title} |")]
         assert f"`python -m growlab reproduce {item.name}`" in line
         assert all(f"`python -m growlab -m {command}`" in line for command in item.commands)
+    for about in registry().papers.values():
+        assert "note" not in about or (f"\n{about['note']}\n" in made and "tests hold" in about["note"])
 
 
 def scores(folder: Path, first: list[float], second: list[float]) -> None:
@@ -256,13 +260,6 @@ def test_what_is_contradicted_has_its_interval() -> None:
     ]
 
 
-@needs()
-def test_a_paper_says_what_of_its_tables_and_figures_needs_no_run() -> None:
-    text = page(registry(), RESULTS)
-    for about in registry().papers.values():
-        assert f"\n{about['note']}\n" in text and "tests hold" in about["note"]
-
-
 def test_an_entry_counts_whole_rows_and_shortened_ones(tmp_path: Path) -> None:
     scores(tmp_path / "kept", [0.9, 0.91, 0.92], [0.8, 0.81, 0.82001])
     item = Item(
@@ -271,35 +268,38 @@ def test_an_entry_counts_whole_rows_and_shortened_ones(tmp_path: Path) -> None:
         "X",
         "A claim.",
         ("experiment=table2 model=resnet20 method=ours,fixed_size,net2net",),
-        rows=(Rows("kept", "a_*", whole=True), Rows("kept", "b_*")),
+        rows=(Rows("kept", "a_*", "whole"), Rows("kept", "b_*"), Rows("kept", "c_* + d_*", "other")),
         checks=(Check("", "kept/a_s*", "kept/b_s*"),),
     )
+    for name in ("c_s0", "d_s2"):
+        write_run(tmp_path / "kept" / name, seed=int(name[-1]), growth="random", lr_adapt="none")
     standing = Standing(item, tmp_path)
     assert (standing.num_whole, len(standing.jobs)) == (3, 9)
-    assert standing.rows_text == "3 of 9; 3 shortened (16 epochs)"
+    assert standing.rows_text == "3 of 9; 3 shortened (16 epochs); 2 others (16 epochs)"
     assert standing.verdict == "reproduced; it takes 6 runs of 160 epochs"
-    begun = tmp_path / "unfinished" / item.jobs()[4].folder
-    begun.mkdir(parents=True)
-    (begun / "metrics.csv").write_text("epoch,loss\n0,2.0\n1,1.0\n")
-    assert Standing(item, tmp_path).rows_text == "3 of 9; 3 shortened (16 epochs); 1 begun (2 of 160 epochs)"
     of_seeds = Standing(item, tmp_path, seeds=(1, 7))
-    assert of_seeds.rows_text == "1 of 6; 1 shortened (16 epochs); 1 begun (2 of 160 epochs)"
+    assert of_seeds.rows_text == "1 of 6; 1 shortened (16 epochs)"
     assert of_seeds.verdict == "reproduced; it takes 5 runs of 160 epochs"
 
 
-def test_rows_that_the_command_does_not_make_are_told_apart(tmp_path: Path) -> None:
-    """Two other methods, a second run of a job, and fixed size at equal FLOPs, which is no row of the paper's table."""
-    for number, method in enumerate(("random", "tiny")):
-        write_run(tmp_path / "kept" / f"other{number}", growth=method, lr_adapt="none")
-    for number in range(2):
-        write_run(tmp_path / "kept" / f"ours{number}")
-    at_cost = ("schedule.equal_flops=true",)
-    write_run(tmp_path / "kept" / "cost", growth="none", lr_adapt="none", overrides=at_cost)
-    (tmp_path / "kept" / "cost" / "config.yaml").write_text("schedule: {equal_flops: true}", encoding="utf-8")
+def test_only_a_loss_that_is_not_finite_is_a_run_that_diverged(tmp_path: Path) -> None:
+    item = registry().items["figure14"]
+    path = tmp_path / "figure14" / "run" / "failure.json"
+    for reason, diverged in (("the training loss became NaN or infinite at step 3", 1), ("no space", 0)):
+        write_json(path, {"reason": reason, "overrides": ["seed=0"]})
+        standing = Standing(item, tmp_path)
+        assert (standing.num_diverged, standing.num_left) == (diverged, 30 - diverged)
+        assert Standing(item, tmp_path, seeds=(1,)).num_diverged == 0
+
+
+def test_runs_at_equal_flops_are_counted_apart(tmp_path: Path) -> None:
+    """They are no row of the paper's table."""
+    write_run(tmp_path / "kept" / "ours")
+    write_run(tmp_path / "kept" / "cost", growth="none", lr_adapt="none", overrides=("method=equal_flops",))
     command = "experiment=table2 model=resnet20 method=ours,fixed_size,equal_flops seed=0"
-    item = Item("x", "yuan", "X", "A claim.", (command,), table="Table 2", rows=(Rows("kept", whole=True),))
+    item = Item("x", "yuan", "X", "A claim.", (command,), table="Table 2", rows=(Rows("kept", kind="whole"),))
     assert Standing(item, tmp_path).rows_text == (
-        "2 of 3, of these 1 of 1 at equal FLOPs, which the paper does not have; 3 others (16 epochs)"
+        "2 of 3, of these 1 of 1 at equal FLOPs, which the paper does not have"
     )
 
 
@@ -307,15 +307,15 @@ def test_an_entry_says_how_long_the_runs_that_are_left_are(tmp_path: Path) -> No
     scores(tmp_path / "kept", [0.9, 0.91, 0.92], [])
     command = "experiment=table2 model=resnet20 method=ours"
     longer = f"{command} hydra.sweeper.params=null schedule.total_epochs=20,40,80 seed=0"
-    whole = (Rows("kept", whole=True),)
+    whole = (Rows("kept", kind="whole"),)
     assert Standing(Item("x", "yuan", "X", "", (command, longer), rows=whole), tmp_path).verdict == (
-        "run; the paper states nothing of it; it takes 3 runs of 20, 40 or 80 epochs"
+        "run; the paper states nothing of it; it takes 3 runs of 20, 40, 80 or 160 epochs"
     )
     short = Item("x", "yuan", "X", "", (longer,), rows=(Rows("kept"),))
     assert Standing(short, tmp_path).verdict.startswith("not run at this length; it takes 3 runs")
 
 
-def entry(*checks: Check, rows: tuple[Rows, ...] = (Rows("kept", whole=True),)) -> Item:
+def entry(*checks: Check, rows: tuple[Rows, ...] = (Rows("kept", kind="whole"),)) -> Item:
     command = "experiment=table2 model=resnet20 method=ours,fixed_size"
     return Item("x", "bird", "X", "A claim.", (command,), rows=rows, checks=checks)
 
@@ -325,7 +325,7 @@ def test_reproduced_is_said_of_statements_of_a_paper_at_its_length_alone(tmp_pat
     scores(tmp_path / "short", [0.9, 0.91, 0.92], [0.8, 0.81, 0.82001])
     holds, asked = Check("", "kept/a_s*", "kept/b_s*"), Check("", "kept/a_s*", "kept/b_s*", ours=True)
     short = Check("", "short/b_s*", "short/a_s*")
-    both = (Rows("kept", whole=True, note="of fewer images"), Rows("short"))
+    both = (Rows("kept", kind="whole", note="of fewer images"), Rows("short"))
     said = {
         entry(asked): "run; the paper states nothing of it; of what we asked: 1 holds",
         entry(holds, asked): "reproduced; of what we asked: 1 holds",
@@ -358,7 +358,7 @@ def test_a_heading_promises_published_values_only_where_there_are_some(tmp_path:
             tmp_path / folder / "a_s0", seed=0, test_accuracy=0.9, model=model, overrides=[f"model={model}"]
         )
     for folder, words in (("kept", "beside the published values"), ("other", "our rows alone")):
-        item = replace(entry(rows=(Rows(folder, whole=True),)), table="Table 2")
+        item = replace(entry(rows=(Rows(folder, kind="whole"),)), table="Table 2")
         text = page(Registry({"x": item}, {"bird": {"title": "Bird"}}, {}), tmp_path)
         assert f"### X, {words}" in text
 

@@ -10,14 +10,15 @@ from hydra import compose, initialize_config_dir
 
 from growlab.base.errors import UserError
 from growlab.lab.analysis.figures import FIGURES
-from growlab.lab.analysis.published import published
 from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
-from growlab.recipes.papers.matching import settings_of
-from growlab.recipes.papers.quantities import QUANTITIES
+from growlab.recipes.papers.page import Standing
+from growlab.recipes.papers.published import published
 from growlab.recipes.papers.registry import _split, drawn, experiment, registry
+from growlab.recipes.papers.statistics import QUANTITIES
 from tests.command_line import ROOT
 from tests.parts_here import needs
 
+RESULTS = ROOT / "notebooks" / "results"
 REGISTRY = registry()
 ITEMS = list(REGISTRY.items.values())
 COMMANDS = sorted({command for item in ITEMS for command in item.commands})
@@ -33,10 +34,25 @@ def test_an_entry_names_what_there_is(item) -> None:
         assert check.is_bound != (check.at_most is None and check.at_least is None)
         assert (check.study or check.quantity in QUANTITIES) and check.expect in ("more", "less", "equal")
     for rows in item.rows:
-        assert list((ROOT / "notebooks" / "results" / rows.folder).glob(rows.select))
+        assert rows.kind in ("whole", "shortened", "other")
+        for pattern in rows.select.split(" + "):
+            assert list((RESULTS / rows.folder).glob(pattern))
     jobs = item.jobs()
     assert len({job.folder for job in jobs}) == len(jobs) > 0
     assert {job.data for job in jobs if job.data} <= set(item.data)
+
+
+@pytest.mark.parametrize("item", [item for item in ITEMS if item.rows], ids=lambda item: item.name)
+def test_whole_rows_are_runs_of_the_commands(item) -> None:
+    """Of their length, data and seeds, no more of them than the commands make, and each once."""
+    standing, jobs = Standing(item, RESULTS), item.jobs()
+    runs = [run for rows, of_folder in standing.kept if rows.kind == "whole" for run in of_folder]
+    for run in runs:
+        assert {run.results["epochs"], run.results.get("reference_epochs")} & {job.epochs for job in jobs}
+        assert run.results["data"].removesuffix("_incremental") in item.data
+        assert f"seed={run.results['seed']}" in {o for job in jobs for o in (*job.overrides, "seed=0")}
+    assert len({(run.results["seed"], *sorted((run.settings or {}).items())) for run in runs}) == len(runs)
+    assert standing.num_whole + standing.num_diverged <= len(jobs)
 
 
 # Figures that do not show any number of runs, networks and data sets, and how many they show.
@@ -49,8 +65,8 @@ def test_a_figure_has_runs_that_it_can_show(item) -> None:
         name, overrides = drawn(figure)
         shown = [job for job in item.jobs() if set(overrides) <= set(job.overrides)]
         assert 0 < len(shown) <= MOST_RUNS.get(name, len(shown))
-        choices = [settings_of([f"experiment={job.experiment}", *job.overrides]).choices for job in shown]
-        assert name != "compare" or len({(chosen["model"], chosen["data"]) for chosen in choices}) == 1
+        networks = {(job.data, *(o for o in job.overrides if o.startswith("model="))) for job in shown}
+        assert name != "compare" or len(networks) == 1
         # As many rows as there are colours.
         assert name != "compare" or len({_without_seed(job.overrides) for job in shown}) <= 10
 
@@ -166,7 +182,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 
 def test_an_entry_is_in_one_file() -> None:
-    folder = ROOT / "growlab" / "recipes" / "papers" / "papers"
+    folder = ROOT / "growlab" / "recipes" / "papers" / "entries"
     files = [yaml.safe_load(path.read_text()) for path in folder.iterdir()]
     known = {"paper", "title", "note", "gpu", "gpu_runs", "cpu_bfloat16", "items"}
     assert all(set(file) <= known for file in files)

@@ -1,9 +1,9 @@
-"""`python -m growlab table DIR...` prints a table of runs; `figure`, `paper`, `paired` and `time` say more."""
+"""`python -m growlab table DIR...` prints a table of runs; `figure`, `paired` and `time` say more."""
 
 import argparse
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from growlab.base.command_parser import CommandParser
@@ -20,14 +20,17 @@ _SUFFIXES = {".csv": "csv", ".json": "json", ".tex": "latex"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; returns the exit code (2: told in one sentence on stderr)."""
+    """Run the command line `argv`; returns the exit code (2 after one sentence on stderr)."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    special = {"figure": _figure, "paired": _paired, "time": _time}
+    command, given = (special[argv[0]], argv[1:]) if argv and argv[0] in special else (_table, argv)
+    return carry_out(command, given)
+
+
+def carry_out(command: Callable[[Sequence[str]], None], argv: Sequence[str]) -> int:
+    """Run a command with its arguments; returns the exit code (2 after one sentence on stderr)."""
     try:
-        special = {"figure": _figure, "paper": _paper, "paired": _paired, "time": _time}
-        if argv and argv[0] in special:
-            special[argv[0]](argv[1:])
-        else:
-            _table(argv)
+        command(argv)
         sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -42,9 +45,8 @@ def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def _table_parser(
-    prog: str, description: str, json: bool = False, epilog: str | None = None
-) -> CommandParser:
+def table_parser(prog: str, description: str, json: bool = False, epilog: str | None = None) -> CommandParser:
+    """Parser of a command that makes a table of run folders."""
     parser = CommandParser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
     parser.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders above them")
     form = parser.add_mutually_exclusive_group()
@@ -56,7 +58,8 @@ def _table_parser(
     return parser
 
 
-def _rows(arguments: argparse.Namespace) -> list[Row]:
+def rows_of(arguments: argparse.Namespace) -> list[Row]:
+    """Rows of the run folders that a command line of `table_parser` names."""
     return summarise(load_runs(arguments.folders, _warn), _warn)
 
 
@@ -71,38 +74,31 @@ def _put(text: str, arguments: argparse.Namespace) -> None:
         sys.stdout.write(wrapped(text))
 
 
+def put_grid(grid: Grid, arguments: argparse.Namespace) -> None:
+    """Print or write a table in the form that a command line of `table_parser` asks for."""
+    form = _form(arguments)
+    if form == "json":
+        raise UserError(f"{arguments.output}: this table is written as .md, .tex or .csv.")
+    _put({"markdown": grid.markdown, "latex": grid.latex, "csv": grid.csv}[form](), arguments)
+
+
 def _table(argv: Sequence[str]) -> None:
-    parser = _table_parser(
+    parser = table_parser(
         "growlab table",
         "Print a table over finished runs, grouped by everything but the seed.",
         json=True,
-        epilog="Example: growlab table runs -o table.md. Beside it: growlab figure (draw), growlab paper (methods by "
+        epilog="Example: growlab table runs -o table.md. See also: growlab figure (draw), growlab paper (methods by "
         "networks, published values beside ours), growlab paired (methods compared seed by seed), growlab time (cost "
         "and seconds to a test score).",
     )
     arguments = parser.parse_args(argv)
-    _put(write_table(_rows(arguments), _form(arguments)), arguments)
-
-
-def _paper(argv: Sequence[str]) -> None:
-    from growlab.lab.analysis.paper_table import paper_table
-
-    parser = _table_parser(
-        "growlab paper",
-        "Print a table like the paper's: methods by networks, published values beside ours.",
-        epilog="Example: growlab paper runs/table2 -o table.tex",
-    )
-    parser.add_argument(
-        "--unmeasured", action="store_true", help="show published methods without a run here as well"
-    )
-    arguments = parser.parse_args(argv)
-    _put_grid(paper_table(_rows(arguments), arguments.unmeasured), arguments)
+    _put(write_table(rows_of(arguments), _form(arguments)), arguments)
 
 
 def _paired(argv: Sequence[str]) -> None:
     from growlab.lab.analysis.paired import compare_pairs, paired_table
 
-    parser = _table_parser(
+    parser = table_parser(
         "growlab paired",
         "Compare methods over equal seeds: mean difference in test accuracy with its confidence interval.",
         epilog="Example: growlab paired runs --against fixed-size",
@@ -111,13 +107,13 @@ def _paired(argv: Sequence[str]) -> None:
         "--against", metavar="METHOD", help="compare all others with this one, named as in the table"
     )
     arguments = parser.parse_args(argv)
-    _put_grid(paired_table(compare_pairs(_rows(arguments), arguments.against)), arguments)
+    put_grid(paired_table(compare_pairs(rows_of(arguments), arguments.against)), arguments)
 
 
 def _time(argv: Sequence[str]) -> None:
     from growlab.lab.analysis.time_to_score import time_to_score_table, times_to_scores
 
-    parser = _table_parser(
+    parser = table_parser(
         "growlab time",
         "Time to accuracy: cost and seconds that each method takes to the test scores of a reference.",
         epilog="Example: growlab time runs/frontier_testbed --score 70",
@@ -132,16 +128,9 @@ def _time(argv: Sequence[str]) -> None:
         "--against", metavar="METHOD", help="the reference; by default the fixed-size network at full width"
     )
     arguments = parser.parse_args(argv)
-    rows = _rows(arguments)
+    rows = rows_of(arguments)
     level = None if arguments.score is None else arguments.score / rows[0].metric.scale
-    _put_grid(time_to_score_table(times_to_scores(rows, arguments.against, level)), arguments)
-
-
-def _put_grid(grid: Grid, arguments: argparse.Namespace) -> None:
-    form = _form(arguments)
-    if form == "json":
-        raise UserError(f"{arguments.output}: this table is written as .md, .tex or .csv.")
-    _put({"markdown": grid.markdown, "latex": grid.latex, "csv": grid.csv}[form](), arguments)
+    put_grid(time_to_score_table(times_to_scores(rows, arguments.against, level)), arguments)
 
 
 def _figure(argv: Sequence[str]) -> None:

@@ -1,46 +1,56 @@
-"""Identity of a run: the composed settings that make it a run of one row of a table."""
+"""Identity of a run: the settings that make it the same run when resumed, or a run of one row of a table."""
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-# Settings that do not change what is trained, or that a row averages over; each with all that stands below it.
-_FREE = (
-    *(
-        "name",
-        "seed",
-        "ckpt_path",
-        "checkpoint",
-        "logger",
-        "num_threads",
-        "check_ranks",
-        "plan",
-        "probe_size",
-    ),
-    *("log_rates_every_n_steps", "log_layers_every_n_steps", "schedule.max_memory_gib_per_device"),
+# Settings that do not change what is trained, each with all below it.
+FREE = (
+    *("name", "ckpt_path", "checkpoint", "logger", "num_threads", "check_ranks", "plan"),
+    *("log_rates_every_n_steps", "schedule.max_memory_gib_per_device"),
     *("data.download", "data.num_workers", "data.in_memory", "data.eval_batch_size"),
-    # Of Lightning's options those that say where and how fast; others, such as clipping, change what is trained.
-    *(
-        "trainer.accelerator",
-        "trainer.devices",
-        "trainer.num_nodes",
-        "trainer.strategy",
-        "trainer.max_restarts",
-    ),
-    *(
-        "trainer.precision",
-        "trainer.benchmark",
-        "trainer.deterministic",
-        "trainer.profiler",
-        "trainer._target_",
-    ),
-    *(
-        "trainer.detect_anomaly",
-        "trainer.inference_mode",
-        "trainer.enable_autolog_hparams",
-        "trainer.model_registry",
-    ),
+    *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy"),
+    "trainer.max_restarts",
 )
-# Data that their folder alone tells from others of that choice; of the others it is where this machine has them.
+# Besides, a resumed run may compile and read its data elsewhere; its task compares what matters of `sync_batchnorm`.
+_FREE_ON_RESUME = (*FREE, "compile", "data.root", "trainer.sync_batchnorm")
+# Besides, a row averages over seeds and over what changes numbers by rounding alone or nothing but records. Other
+# options of Lightning, such as clipping, change what is trained.
+_FREE_IN_ROW = (
+    *(*FREE, "seed", "probe_size", "log_layers_every_n_steps", "trainer._target_", "trainer.precision"),
+    *("trainer.benchmark", "trainer.deterministic", "trainer.profiler", "trainer.detect_anomaly"),
+    *("trainer.inference_mode", "trainer.enable_autolog_hparams", "trainer.model_registry"),
+)
+# Overrides that `Group` has fields for: a row's name has them already.
+_FIELDS = (
+    *("experiment", "model", "data", "growth", "lr_adapt", "optimizer", "method", "trainer"),
+    *("schedule.total_epochs", "data.root", "data.limit_train"),
+)
+# Network or data that one choice of many stands for.
+_WHICH = {
+    "model": ("_target_", "name", "type"),
+    "data": ("_target_", "source", "source._target_", "name", "path"),
+}
+_NAMED = {*_FIELDS, *(f"{group}.{key}" for group, keys in _WHICH.items() for key in keys)}
+# Choices of `method` as the settings that they stand for in a row's name, beyond the fields of `Group`.
+_MEANS = {
+    "method=equal_flops": ("schedule.equal_flops=true",),
+    "method=equal_flops_mup": ("schedule.equal_flops=true", "growth.initialisation=mup"),
+    "method=fixed_size_mup": ("growth.initialisation=mup",),
+    "method=growing_vt_constraint": ("growth.rule=constraint",),
+    "method=grown_both": ("depth.blocks=auto", "schedule.initial_width=0.5"),
+    "method=grown_depth": ("depth.blocks=auto", "schedule.initial_width=1.0"),
+    "method=grown_resolution": ("schedule.initial_width=1.0",),
+    "method=grown_width": ("schedule.initial_width=0.5",),
+    "method=mup": ("growth.initialisation=mup",),
+    "method=ours_batches": ("schedule.batch_growth_rate=0.2",),
+    "method=ours_osgd": ("osgd.anneal=stage",),
+    "method=ours_without_state": ("optimizer_state=reset",),
+    "method=smaller": ("depth.blocks=auto", "growth.depth_multiple=0.0"),
+}
+# Likewise for an optimizer whose default is another.
+_MEANS_FOR = {("method=ours_with_state", "sgd"): ("optimizer_state=inherit",)}
+# Data that only their folder distinguishes; elsewhere it is a place on this machine.
 KNOWN_BY_ROOT = {"folder"}
 _RENAMED = {"RegionalSGD": "SGD"}
 
@@ -48,7 +58,7 @@ _RENAMED = {"RegionalSGD": "SGD"}
 def row_settings(config: Mapping[str, Any], data: str, optimizer: str, growth: str) -> dict[str, str]:
     """Settings by dotted name in which the runs of one row of a table are equal.
 
-    Classes of growlab go by their names, wherever their modules are.
+    Classes of growlab count by their names, in whatever module.
 
     Args:
         config: the composed configuration in plain containers, resolved.
@@ -63,8 +73,71 @@ def row_settings(config: Mapping[str, Any], data: str, optimizer: str, growth: s
         settings.pop("data.root", None)
     if settings.get("optimizer_state") == "auto" and optimizer == "sgd":
         settings["optimizer_state"] = "inherit" if growth == "isotropic" else "reset"
-    free = tuple(f"{name}." for name in _FREE)
-    return {key: _text(value) for key, value in settings.items() if not f"{key}.".startswith(free)}
+    return {key: _text(value) for key, value in settings.items() if not _is_below(key, _FREE_IN_ROW)}
+
+
+def row_overrides(overrides: Iterable[str], optimizer: str = "") -> tuple[str, ...]:
+    """Hydra overrides that make a run another method, sorted, in one spelling each.
+
+    Seed, places, hardware, loggers and the fields of `Group` are left out. Settings that change the training are kept,
+    such as `trainer.gradient_clip_val`, and so is `compile`: compiled and eager seconds must not share a row.
+    """
+    overrides = list(overrides)
+    meant = [each for override in overrides for each in _MEANS_FOR.get((override, optimizer), ())]
+    meant += [each for override in overrides for each in _MEANS.get(override, (override,))]
+    kept: dict[str, str] = {}
+    for override in meant:
+        key, equals, value = override.partition("=")
+        deleted = key.startswith("~")
+        key = key.lstrip("+~").strip()
+        if key in _NAMED or key.startswith("hydra/") or _is_below(key, (*_FREE_IN_ROW, "hydra")):
+            continue
+        # Hydra takes the later one of two overrides of one key.
+        kept[key] = f"~{key}" if deleted else f"{key}={spelling(value)}" if equals else key
+    return tuple(sorted(kept.values()))
+
+
+def choice_of(group: str, choice: str, overrides: Sequence[str]) -> str:
+    """Choice in a config group, with the network or data that the command line names: `timm resnet18`."""
+    given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    keys = [*_WHICH[group], *(("root",) if group == "data" and choice in KNOWN_BY_ROOT else ())]
+    which = [spelling(given[key]) for key in (f"{group}.{each}" for each in keys) if key in given]
+    # A part of the data is other data: its epochs cost less, and it is learned less well.
+    if given.get(f"{group}.limit_train", "null") != "null":
+        which.append(f"limit_train={spelling(given[f'{group}.limit_train'])}")
+    return " ".join([choice, *which])
+
+
+def resume_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings, nested, in which a run and one that resumes it are equal: those that decide its numbers.
+
+    Args:
+        config: the composed configuration in plain containers, resolved.
+    """
+    settings = copy.deepcopy(dict(config))
+    for name in _FREE_ON_RESUME:
+        *parents, key = name.split(".")
+        branch = settings
+        for parent in parents:
+            branch = branch.get(parent, {})
+        branch.pop(key, None)
+    return settings
+
+
+def spelling(value: str) -> str:
+    """One spelling for equal values: 0.10 and .1, True and true, 'a' and a."""
+    value = value.strip().strip("'\"")
+    if value.lower() in ("true", "false", "null"):
+        return value.lower()
+    try:
+        return f"{float(value):.12g}"
+    except ValueError:
+        return value
+
+
+def _is_below(key: str, names: Sequence[str]) -> bool:
+    """True if a dotted name is one of others or below one."""
+    return f"{key}.".startswith(tuple(f"{name}." for name in names))
 
 
 def _text(value: Any) -> str:

@@ -14,7 +14,7 @@ import yaml
 
 from growlab.base.errors import UserError
 from growlab.base.files import FAILURE
-from growlab.lab.analysis.identity import KNOWN_BY_ROOT, row_settings
+from growlab.lab.analysis.identity import choice_of, row_overrides, row_settings
 from growlab.lab.analysis.results_form import check_form
 
 if TYPE_CHECKING:
@@ -23,55 +23,12 @@ if TYPE_CHECKING:
 
 # Folders that hold no runs and can be large.
 _PRUNED = {"checkpoints", "figures", "wandb", "tensorboard", "__pycache__", "node_modules"}
-# Overrides that say who ran it, where and on what, or that the other fields of a group already tell.
-_NOT_A_DIFFERENCE = {
-    *("name", "seed", "ckpt_path", "data.root", "data.download", "data.num_workers", "data.in_memory"),
-    *("experiment", "model", "data", "growth", "lr_adapt", "optimizer", "schedule.total_epochs", "method"),
-    *("hydra", "trainer", "logger", "log_rates_every_n_steps", "num_threads", "probe_size"),
-}
-# Which network or data one choice of many stands for.
-_WHICH = {
-    "model": ("_target_", "name", "type"),
-    "data": ("_target_", "source", "source._target_", "name", "path"),
-}
-_NOT_A_DIFFERENCE |= {f"{group}.{key}" for group, keys in _WHICH.items() for key in keys} | {
-    "data.limit_train"
-}
-# What a choice means beyond the fields of a group.
-_MEANS = {
-    "method=equal_flops": ("schedule.equal_flops=true",),
-    "method=equal_flops_mup": ("schedule.equal_flops=true", "growth.initialisation=mup"),
-    "method=fixed_size_mup": ("growth.initialisation=mup",),
-    "method=growing_vt_constraint": ("growth.rule=constraint",),
-    "method=grown_both": ("depth.blocks=auto", "schedule.initial_width=0.5"),
-    "method=grown_depth": ("depth.blocks=auto", "schedule.initial_width=1.0"),
-    "method=grown_resolution": ("schedule.initial_width=1.0",),
-    "method=grown_width": ("schedule.initial_width=0.5",),
-    "method=mup": ("growth.initialisation=mup",),
-    "method=ours_batches": ("schedule.batch_growth_rate=0.2",),
-    "method=ours_osgd": ("osgd.anneal=stage",),
-    "method=ours_without_state": ("optimizer_state=reset",),
-    "method=smaller": ("depth.blocks=auto", "growth.depth_multiple=0.0"),
-}
-# What a choice means for an optimizer whose own way is another.
-_MEANS_FOR = {("method=ours_with_state", "sgd"): ("optimizer_state=inherit",)}
-# What several of them together are called.
+# Names of several overrides together.
 _CALLED = {
     ("depth.blocks=auto", "growth.depth_multiple=0"): "fewer blocks",
     ("depth.blocks=auto", "schedule.initial_width=0.5"): "grown in depth and from 1/2 of the width",
     ("depth.blocks=auto", "schedule.initial_width=1"): "grown in depth",
 }
-_NOT_A_DIFFERENCE_BELOW = ("hydra.", "hydra/", "logger.", "trainer.strategy.")
-# Of Lightning's options those that say where and how fast; others, such as clipping, change what is trained.
-_NOT_A_DIFFERENCE |= {
-    f"trainer.{name}"
-    for name in (
-        *("accelerator", "devices", "num_nodes", "strategy", "max_restarts", "precision", "benchmark"),
-        *("deterministic", "profiler", "detect_anomaly", "inference_mode", "enable_autolog_hparams"),
-        "model_registry",
-    )
-}
-
 Report = Callable[[str], None]
 
 
@@ -125,17 +82,16 @@ class Run:
         r = self.results
         overrides = [str(override) for override in r.get("overrides") or ()]
         optimizer = str(r.get("optimizer") or "")
-        more = [each for override in overrides for each in _MEANS_FOR.get((override, optimizer), ())]
         return Group(
             experiment=str(r.get("experiment") or ""),
-            model=_which("model", r["model"], overrides),
-            data=_which("data", r["data"], overrides),
+            model=choice_of("model", r["model"], overrides),
+            data=choice_of("data", r["data"], overrides),
             growth=r["growth"],
             lr_adapt=r["lr_adapt"],
             optimizer=optimizer,
             epochs=r["epochs"],
             precision=str(r.get("precision") or ""),
-            overrides=distinguishing_overrides([*more, *overrides]),
+            overrides=row_overrides(overrides, optimizer),
         )
 
     @cached_property
@@ -326,40 +282,6 @@ def load_runs(
     return sorted(runs.values(), key=lambda run: run.path)
 
 
-def distinguishing_overrides(overrides: Iterable[str]) -> tuple[str, ...]:
-    """The Hydra overrides that make a run another method, sorted and spelled alike.
-
-    The seed, places, hardware, loggers and what `Group` holds in fields of its own are left out. What changes the
-    training is kept, such as `trainer.gradient_clip_val`, and so is `compile`: compiled and eager seconds must not
-    share a row.
-    """
-    kept: dict[str, str] = {}
-    meant = [part for override in overrides for part in _MEANS.get(str(override), (str(override),))]
-    for override in meant:
-        key, equals, value = override.partition("=")
-        deleted = key.startswith("~")
-        key = key.lstrip("+~").strip()
-        if key in _NOT_A_DIFFERENCE or key.startswith(_NOT_A_DIFFERENCE_BELOW):
-            continue
-        # Hydra's rule: of two overrides of one key, the later one holds.
-        kept[key] = f"~{key}" if deleted else f"{key}={spelling(value)}" if equals else key
-    return tuple(sorted(kept.values()))
-
-
-def _which(group: str, choice: str, overrides: Sequence[str]) -> str:
-    """What was chosen in a config group, with what the command line told of it: `timm resnet18`."""
-    told = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
-    keys = [*_WHICH[group], *(("root",) if group == "data" and choice in KNOWN_BY_ROOT else ())]
-    which = (spelling(told[key]) for key in (f"{group}.{each}" for each in keys) if key in told)
-    # A part of the data is other data: its epochs cost less, and it is learned less well.
-    part = [
-        f"limit_train={spelling(n)}"
-        for key, n in told.items()
-        if key == f"{group}.limit_train" and n != "null"
-    ]
-    return " ".join([choice, *which, *part])
-
-
 def called(overrides: Sequence[str], shared: Collection[str] = ()) -> list[str]:
     """Overrides in words where there are any, without those that every group it is compared with has too."""
     left = list(overrides)
@@ -369,17 +291,6 @@ def called(overrides: Sequence[str], shared: Collection[str] = ()) -> list[str]:
             words.append(name)
             left = [override for override in left if override not in together]
     return [*words, *(override for override in left if override not in shared)]
-
-
-def spelling(value: str) -> str:
-    """One spelling for equal values: 0.10 and .1, True and true, 'a' and a."""
-    value = value.strip().strip("'\"")
-    if value.lower() in ("true", "false", "null"):
-        return value.lower()
-    try:
-        return f"{float(value):.12g}"
-    except ValueError:
-        return value
 
 
 def _reason(path: Path) -> str:

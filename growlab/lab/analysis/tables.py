@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from growlab.base.errors import UserError
+from growlab.lab.analysis.identity import spelling
 from growlab.lab.analysis.metrics import Metric, metric_of
-from growlab.lab.analysis.results import Group, Report, Run, spelling
+from growlab.lab.analysis.results import Group, Report, Run
 
 # Overrides below these keys are what a grown run and its fixed-size reference are expected to differ in.
 _GROWTH_KEYS = ("growth.", "lr_adapt.", "schedule.")

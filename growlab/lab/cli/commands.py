@@ -39,9 +39,7 @@ COMMANDS = {
         "growlab.widen.__main__", (), "a saved network past its size, its function preserved", "PyTorch"
     ),
     "table": Command("growlab.lab.analysis.__main__", (), "a table of finished runs over seeds"),
-    "paper": Command(
-        "growlab.lab.analysis.__main__", ("paper",), "the same with published values beside ours"
-    ),
+    "paper": Command("growlab.recipes.papers.paper_table", (), "the same with published values beside ours"),
     "paired": Command(
         "growlab.lab.analysis.__main__", ("paired",), "differences between methods over equal seeds"
     ),
@@ -50,9 +48,7 @@ COMMANDS = {
     "report": Command(
         "growlab.lab.analysis.report", (), "a page about runs that opens in any browser, offline"
     ),
-    "reproduce": Command(
-        "growlab.recipes.papers.__main__", (), "a table or figure of the papers, in slices of time"
-    ),
+    "reproduce": Command("growlab.recipes.papers.__main__", (), "a table or figure of the papers, resumable"),
     "dashboard": Command(
         "growlab.lab.analysis.dashboard", (), "a workspace and a report in Weights & Biases"
     ),

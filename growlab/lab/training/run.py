@@ -23,6 +23,7 @@ from torch import nn
 
 from growlab.base.errors import Stopped, UserError
 from growlab.base.files import remove_unfinished, write_json, write_text
+from growlab.lab.analysis.identity import resume_settings
 from growlab.lab.analysis.report import write_run_report
 from growlab.lab.analysis.run_table import print_results
 from growlab.lab.data import RunData
@@ -69,16 +70,6 @@ from growlab.lab.training.trainer_options import check_trainer_options, for_ligh
 from growlab.lab.training.user_callbacks import completed, user_callbacks
 from growlab.lab.training.warm_start import continuing, start_from
 
-# What a resumed run may do differently: none of it changes what is computed.
-_FREE_ON_RESUME = (
-    *("name", "ckpt_path", "checkpoint", "logger", "compile", "num_threads", "log_rates_every_n_steps"),
-    *("check_ranks", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy"),
-    *("trainer.max_restarts", "plan"),
-    # The task compares what of it matters.
-    "trainer.sync_batchnorm",
-    *("data.root", "data.download", "data.eval_batch_size"),
-    *("data.in_memory", "data.num_workers", "schedule.max_memory_gib_per_device"),
-)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 # What torch starts with: a sweep's job without `num_threads` must not inherit the job's before it.
 _NUM_THREADS = torch.get_num_threads()
@@ -334,15 +325,8 @@ def other_settings(cfg: DictConfig, run_dir: Path) -> list[str]:
 
 
 def deciding_settings(cfg: DictConfig) -> dict[str, Any]:
-    """What decides the numbers that come out of a run, in plain containers."""
-    settings = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
-    for name in _FREE_ON_RESUME:
-        *parents, key = name.split(".")
-        branch = settings
-        for parent in parents:
-            branch = branch.get(parent, {})
-        branch.pop(key, None)
-    return settings
+    """Settings that decide the numbers of a run, in plain containers."""
+    return resume_settings(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
 
 
 def _check(cfg: DictConfig) -> None:

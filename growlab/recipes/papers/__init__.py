@@ -1,1 +1,1 @@
-"""The papers' tables and figures: what they claim, the commands that make them, our rows, and what those say."""
+"""The papers' tables and figures: claims, the commands that make them, our rows, and verdicts."""

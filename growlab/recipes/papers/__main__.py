@@ -1,39 +1,41 @@
-"""`python -m growlab reproduce [NAME]` trains what is missing of the papers' tables and figures; --list says what."""
+"""`python -m growlab reproduce [NAME]` trains what is missing of the papers' tables and figures; --list names them."""
 
 import argparse
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from growlab.base.command_parser import CommandParser, amount, count
 from growlab.base.errors import UserError
 from growlab.base.files import write_text
 from growlab.base.streams import drop_output
-from growlab.recipes.papers.paces import Forecast, forecast
-from growlab.recipes.papers.registry import UNFINISHED, Item, Job, Registry, drawn, registry
-from growlab.recipes.papers.slices import Place, device, missing, runs_at_once, train
-from growlab.recipes.papers.stopping import Ended, EndingSignals
+from growlab.lab.analysis.results import Run, open_run
+from growlab.recipes.papers.registry import Item, Job, Registry, drawn, registry
+from growlab.recipes.papers.runs import Place, Training, device, runs_at_once
 
 _RESULTS = Path("notebooks", "results")
-# What numpy takes as a seed.
+# Seeds of numpy end here.
 _SEEDS = 2**32
+
+
+class _Ended(Exception):
+    """A signal ended the command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`.
 
     Returns:
-        The exit code: 2, told in one sentence on stderr; 128 and the number of a signal that ended it, as a shell has
-        it.
+        The exit code: 2 after one sentence on stderr; 128 and the number of a signal that ended it, as in a shell.
     """
     started = time.monotonic()
     try:
         arguments = _parser().parse_args(sys.argv[1:] if argv is None else argv)
-        with EndingSignals() as signals:
-            _run(arguments, started + 60 * arguments.minutes, signals)
+        _run(arguments, started + 60 * arguments.minutes)
         sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -42,10 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has gone, as in `growlab reproduce --list | head`.
         drop_output()
         return 141
-    except KeyboardInterrupt as ended:
-        number = ended.signal if isinstance(ended, Ended) else signal.SIGINT
-        named = "interrupted" if number == signal.SIGINT else number.name
-        print(f"{named}; the same command goes on", file=sys.stderr)
+    except (KeyboardInterrupt, _Ended) as ended:
+        number = ended.args[0] if isinstance(ended, _Ended) else signal.SIGINT
+        print(f"{signal.Signals(number).name}; the same command resumes", file=sys.stderr)
         return 128 + number
     return 0
 
@@ -53,19 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="growlab reproduce",
-        description="Train what is missing of a table or figure of the papers, in slices that go on where they ended, "
-        "and write its rows beside the published ones. Without NAME: one entry after the other, as far as data are "
-        "there.",
+        description="Train what is missing of a table or figure of the papers, resumable, and write its rows beside "
+        "the published ones. Without NAME: one entry after the other, as far as data are there.",
         epilog="Example: growlab reproduce table2 --minutes 60",
         allow_abbrev=False,
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="a table or figure; --list names them")
     parser.add_argument(
-        "--list", action="store_true", help="say of each entry how many rows there are, and stop"
+        "--list", action="store_true", help="print the number of rows of each entry, and stop"
     )
-    parser.add_argument(
-        "--minutes", type=amount, default=60.0, help="end after so many, measuring included (60)"
-    )
+    parser.add_argument("--minutes", type=amount, default=60.0, help="save and end after so many (60)")
     parser.add_argument(
         "--at-once",
         type=count,
@@ -76,9 +74,11 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="folder above the data sets' ($GROWLAB_DATA)"
     )
-    parser.add_argument("--runs", type=Path, metavar="DIR", default=Path("runs"), help="where runs go (runs)")
     parser.add_argument(
-        "--dry-run", action="store_true", help="measure a few steps, say what it takes, and stop"
+        "--runs", type=Path, metavar="DIR", default=Path("runs"), help="folder of runs (runs)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="estimate the time from runs that have finished, and stop"
     )
     parser.add_argument("--page", type=Path, metavar="DIR", help="make the docs' page from the rows in DIR")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="of --page")
@@ -94,17 +94,11 @@ def _seeds(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _run(arguments: argparse.Namespace, end: float, signals: EndingSignals) -> None:
+def _run(arguments: argparse.Namespace, end: float) -> None:
     known = registry()
     if arguments.output is not None and arguments.page is None:
-        raise UserError(
-            "-o goes with --page; tables and figures of NAME go beside the runs, where --runs says."
-        )
+        raise UserError("-o goes with --page; the table and figures of NAME are written into --runs.")
     if arguments.page is not None:
-        if arguments.name is not None or arguments.list or arguments.dry_run:
-            raise UserError(
-                "--page makes a page of rows that are there: leave NAME, --list and --dry-run out."
-            )
         from growlab.recipes.papers.page import page
 
         text = page(known, arguments.page)
@@ -118,27 +112,30 @@ def _run(arguments: argparse.Namespace, end: float, signals: EndingSignals) -> N
         _list(known, items, arguments)
         return
     _check_writable(arguments.runs)
-    if arguments.name:
-        _reproduce(known, items[0], arguments, end, signals)
-    else:
-        _everything(known, arguments, end, signals)
+    for item in items:
+        try:
+            if time.monotonic() < end:
+                _reproduce(known, item, arguments, end)
+        except UserError as error:
+            if arguments.name:
+                raise
+            print(f"{item.name}: {error}", file=sys.stderr)
 
 
 def _check_writable(runs: Path) -> None:
-    """Refuse a folder before anything is measured or trained for it."""
+    """Refuse a folder before anything is trained for it."""
     try:
         runs.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=runs):
             return
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(f"{runs} cannot take runs: {reason}; name another folder with --runs.") from error
+        raise UserError(f"{runs} cannot take runs: {error.strerror}; name another with --runs.") from error
 
 
 def _list(known: Registry, items: Sequence[Item], arguments: argparse.Namespace) -> None:
     from growlab.recipes.papers.page import standings
 
-    place = Place(arguments.runs, arguments.data, ())
+    place = Place(arguments.runs)
     results = _RESULTS if _RESULTS.is_dir() else None
     for standing in standings(known, results, arguments.seeds):
         item = standing.item
@@ -149,88 +146,94 @@ def _list(known: Registry, items: Sequence[Item], arguments: argparse.Namespace)
             print(f"{'':30s} {standing.verdict}")
 
 
-def _everything(known: Registry, arguments: argparse.Namespace, end: float, signals: EndingSignals) -> None:
-    """One entry after the other within the time; those without data are told and passed over."""
-    for item in known.items.values():
-        if time.monotonic() >= end:
-            return
-        try:
-            _reproduce(known, item, arguments, end, signals)
-        except UserError as error:
-            print(f"{item.name}: {error}", file=sys.stderr)
-
-
-def _reproduce(
-    known: Registry, item: Item, arguments: argparse.Namespace, end: float, signals: EndingSignals
-) -> None:
-    """Train what is missing of an entry until `end` of the monotonic clock, and tell what is there then."""
+def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, end: float) -> None:
+    """Train what is missing of an entry until `end` of the monotonic clock, and write what is there then."""
     paper = known.papers[item.paper]
-    place = Place(arguments.runs, arguments.data, device(paper), _RESULTS / UNFINISHED)
-    at_once = arguments.at_once or runs_at_once(item, paper)
-    absent = place.without_data(known, item.data)
+    place = Place(arguments.runs, arguments.data, device(paper))
+    jobs = item.jobs(arguments.seeds)
+    absent: dict[str, str] = {}
+    for name in item.data:
+        try:
+            place.root(known, name)
+        except UserError as error:
+            absent[name] = str(error)
     if item.data and len(absent) == len(item.data):
         raise UserError(next(iter(absent.values())))
-    left = [job for job in missing(item, place, arguments.seeds) if job.data not in absent]
+    left = [job for job in jobs if not place.done(job) and job.data not in absent]
+    # Runs that have begun come first.
+    left.sort(key=lambda job: not (place.runs / job.folder).is_dir())
     print(f"{item.title}\n{item.claim}")
     for name, sentence in absent.items():
-        waiting = sum(job.data == name for job in item.jobs(arguments.seeds))
-        print(f"{waiting} run{'' if waiting == 1 else 's'} left out: {sentence}", file=sys.stderr)
-    if left and item.minutes is not None:
-        print(f"{_to_go(left, min(at_once, len(left)))}, {item.minutes:g} minutes of one CPU core each")
-    elif left:
-        # Measuring is part of the time, at most half of it where training is to follow.
-        until = end if arguments.dry_run else (time.monotonic() + end) / 2
-        at_most = forecast(left, place, known, min(at_once, len(left)), until, signals)
-        print(f"{_to_go(left, min(at_once, len(left)))}: {_told(at_most)}", flush=True)
+        print(f"{sum(job.data == name for job in jobs)} run(s) left out: {sentence}", file=sys.stderr)
+    at_once = min(arguments.at_once or runs_at_once(item, paper), max(len(left), 1))
+    if left:
+        together = f", {at_once} at the same time" if at_once > 1 else ""
+        print(f"{len(left)} run(s) to go{together}: {_estimate(item, left, place, at_once)}", flush=True)
     if arguments.dry_run:
         return
-    finished, failed, elsewhere = train(left, place, known, (end - time.monotonic()) / 60, at_once, signals)
-    jobs = item.jobs(arguments.seeds)
-    print(f"{sum(map(place.done, jobs))} of {len(jobs)} runs are there")
-    if elsewhere:
-        of = "1 run is" if len(elsewhere) == 1 else f"{len(elsewhere)} runs are"
-        print(f"{of} left to another process, which is at work there")
-    if finished + len(failed) + len(elsewhere) < len(left):
-        print(
-            "the same command goes on"
-            if item.minutes is None
-            else f"it is not saved on its way: the same command begins anew, and needs {item.minutes:g} minutes a run"
-        )
-    _tell(item, place, arguments.seeds)
-    signals.check()
+    training = Training(place, known, at_once)
+    with _signals(training) as received:
+        failed = training.train(left, end - time.monotonic())
+    # A terminal that has closed takes no output.
+    if signal.SIGHUP not in received:
+        print(f"{sum(map(place.done, jobs))} of {len(jobs)} runs are there")
+        if training.stopped:
+            print("the same command resumes" if item.minutes is None else "the same command starts it again")
+        _tell(item, place, arguments.seeds)
+    if received:
+        raise _Ended(received[0])
     if failed:
-        these = f"{len(failed)} runs" if len(failed) > 1 else "1 run"
-        raise UserError(f"{these} failed, for reasons that stand above: {'; '.join(failed)}.")
+        raise UserError(f"{len(failed)} run(s) failed, for the reasons above: {'; '.join(failed)}.")
 
 
-def _to_go(left: Sequence[Job], at_once: int) -> str:
-    number = f"{len(left)} run{'' if len(left) == 1 else 's'} to go"
-    return f"{number}, {at_once} at the same time" if at_once > 1 else number
+@contextmanager
+def _signals(training: Training) -> Iterator[list[int]]:
+    """Inside, SIGINT, SIGTERM and SIGHUP stop the training and are listed; `nohup` stays in force."""
+    received: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        received.append(number)
+        training.stop()
+
+    numbers = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    ]
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _told(at_most: Forecast) -> str:
-    """What a forecast says, and what it does not know."""
-    hours = at_most.seconds / 3600
-    minutes = max(round(60 * hours), 1)
-    known = f"{hours:.1f} hours" if hours >= 1 else f"{minutes} minute{'' if minutes == 1 else 's'}"
-    measured = f"{known} here at most, by a few steps at full width"
-    if not at_most.unknown:
-        return measured
-    networks = "; ".join(map(" ".join, at_most.unknown))
-    unknown = f"the time was too short to measure a few steps of {networks}"
-    return f"{measured}, for {at_most.num_known} of them; {unknown}" if at_most.num_known else unknown
+def _estimate(item: Item, left: Sequence[Job], place: Place, at_once: int) -> str:
+    """Time that the missing runs take, from the mean seconds of an epoch in finished runs of the entry."""
+    if item.minutes is not None:
+        return f"{item.minutes:g} minutes of one CPU core each"
+    here = [open_run(place.runs / job.folder) for job in item.jobs() if place.done(job)]
+    paces = [pace for run in here if (pace := _seconds_per_epoch(run))]
+    if not paces:
+        return "no finished run in this folder to estimate their time from"
+    minutes = sum(paces) / len(paces) * sum(job.epochs or 0 for job in left) / at_once / 60
+    return f"about {minutes / 60:.1f} hours at the pace of {len(paces)} finished run(s)"
+
+
+def _seconds_per_epoch(run: Run) -> float:
+    return (run.results.get("seconds") or 0.0) / run.results.get("epochs", 1)
 
 
 def _tell(item: Item, place: Place, seeds: Sequence[int] | None = None) -> None:
-    """The rows that are there beside the published ones, as a table and as the figures that can be drawn.
+    """Write finished runs beside the published values, as a table and as the figures that can be drawn.
 
     Of the seeds that the commands name, and of those that are asked for.
     """
     from growlab.lab.analysis import figures
-    from growlab.lab.analysis.paper_table import paper_table
     from growlab.lab.analysis.results import load_runs
     from growlab.lab.analysis.table_text import write_table
     from growlab.lab.analysis.tables import summarise
+    from growlab.recipes.papers.paper_table import paper_table
 
     jobs = dict.fromkeys([*item.jobs(), *item.jobs(seeds)])
     done = [job for job in jobs if place.done(job) and not job.is_study]

@@ -1,24 +1,24 @@
 """The page of the docs that holds every table and figure of the papers against our rows."""
 
-import csv
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from growlab.lab.analysis.paper_table import paper_table
-from growlab.lab.analysis.published import published_for
+from growlab.base.files import FAILURE
 from growlab.lab.analysis.results import Run, open_run
 from growlab.lab.analysis.tables import summarise
-from growlab.recipes.papers.matching import Kept, kept_of
-from growlab.recipes.papers.registry import UNFINISHED, Item, Job, Registry, Rows
+from growlab.recipes.papers.paper_table import paper_table
+from growlab.recipes.papers.published import published_for
+from growlab.recipes.papers.registry import Item, Job, Registry, Rows
 from growlab.recipes.papers.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, Outcome, outcome, signed
 
 _INTRODUCTION = """# The papers, line by line
 
 Every table, figure and appendix experiment of the three papers that growlab is built on: its command, what is kept of
 it in `notebooks/results`, what the paper says and what our rows say. This page is made from the registry
-(`growlab/reproduce/papers`), the published values (`growlab/analysis/published.csv`) and those rows by
+(`growlab/recipes/papers/entries`), the published values (`published.csv` beside it) and those rows by
 
     python -m growlab reproduce --page notebooks/results -o notebooks/docs/pages/papers.md
 
@@ -32,7 +32,7 @@ first paper are of 8 to 16 epochs where it trains for 160 or 200: they decide no
 rows of CIFAR-10 are of images that have been JPEG files of quality 75: their accuracies are not those of the original
 images. Rows are counted by the runs that the command makes: those of its length, *shortened* ones, and *others*, which
 it does not make and which statements use (another method, network, data set or seed). `python -m growlab reproduce
-NAME` trains what is missing, and goes on with what has begun. Tables name methods as one types them: `ours +
+NAME` trains what is missing, and resumes what has begun. Tables name methods as one types them: `ours +
 stagewise_norm` is what figures call "ours (variance transfer + rates by age)", the first paper's whole method, and
 `ours` is "variance transfer" alone.
 """
@@ -67,62 +67,66 @@ class Standing:
         """The runs that the commands make."""
         return self.item.jobs(self.seeds)
 
-    @cached_property
-    def counted(self) -> Kept:
-        """The same runs, told apart by the jobs that they are."""
-        if self.results is None:
-            return Kept()
-        return kept_of(self.jobs, [(rows, self._asked(runs)) for rows, runs in self.kept], self.results)
-
-    def _asked(self, runs: Sequence[Run]) -> list[Run]:
+    def _of_kind(self, kind: str) -> list[Run]:
+        """The kept runs of a kind, of the seeds that are asked for."""
+        runs = [run for rows, of_folder in self.kept if rows.kind == kind for run in of_folder]
         return [run for run in runs if self.seeds is None or run.results["seed"] in self.seeds]
 
-    @property
+    @cached_property
     def num_whole(self) -> int:
-        """Runs that are kept and of the paper's length; a study is one."""
-        return len(self.counted.whole)
+        """Number of runs that are kept and of the paper's length; a study is one."""
+        studies = [
+            rows for rows, runs in self.kept if rows.kind == "whole" and self._is_study(rows) and not runs
+        ]
+        return len(self._of_kind("whole")) + len(studies)
+
+    def _is_study(self, rows: Rows) -> bool:
+        return self.results is not None and (self.results / rows.folder / "summary.json").is_file()
+
+    @cached_property
+    def num_diverged(self) -> int:
+        """Number of runs in full length whose loss became infinite or NaN."""
+        folders = [rows.folder for rows in self.item.rows if rows.kind == "whole"] if self.results else []
+        failures = [
+            json.loads(path.read_text(encoding="utf-8"))
+            for folder in folders
+            for path in (self.results or Path()).glob(f"{folder}/*/{FAILURE}")
+        ]
+        return sum(
+            "NaN or infinite" in failure["reason"]
+            and (self.seeds is None or any(f"seed={seed}" in failure["overrides"] for seed in self.seeds))
+            for failure in failures
+        )
 
     @property
-    def left(self) -> list[Job]:
-        """Runs that the commands make and that are not kept in the paper's length, nor known to diverge."""
-        done = {*self.counted.whole, *self.counted.diverged}
-        return [job for job in self.jobs if job not in done]
+    def num_left(self) -> int:
+        """Number of runs that the commands make and that are not kept in the paper's length, nor known to diverge."""
+        return len(self.jobs) - self.num_whole - self.num_diverged
 
     @property
     def rows_text(self) -> str:
-        """How many of the runs are there, how many shorter ones and others, and which have begun."""
-        beside = [job for job in self.jobs if self.item.is_beside_table(job)]
-        of = f"{sum(job in self.counted.whole for job in beside)} of {len(beside)}"
-        at_equal_flops = f", of these {of} at equal FLOPs, which the paper does not have" if beside else ""
+        """Numbers of the runs that are there, of shorter ones and of others."""
+        beside = sum(map(self.item.is_beside_table, self.jobs))
+        there = sum(_is_at_equal_flops(run) for run in self._of_kind("whole"))
+        at_equal_flops = (
+            f", of these {there} of {beside} at equal FLOPs, which the paper does not have" if beside else ""
+        )
         parts = [f"{self.num_whole} of {len(self.jobs)}{at_equal_flops}"]
-        if self.counted.diverged:
-            parts.append(f"{len(self.counted.diverged)} diverged")
-        for runs, word in ((self.counted.shortened, "shortened"), (self.counted.others, "others")):
-            if runs:
+        if self.num_diverged:
+            parts.append(f"{self.num_diverged} diverged")
+        for kind, word in (("shortened", "shortened"), ("other", "others")):
+            if runs := self._of_kind(kind):
                 epochs = sorted({run.results["epochs"] for run in runs})
                 between = f"{epochs[0]}" if len(epochs) == 1 else f"{epochs[0]} to {epochs[-1]}"
-                word = "other" if (word, len(runs)) == ("others", 1) else word
-                parts.append(f"{len(runs)} {word} ({between} epochs)")
+                parts.append(f"{len(runs)} {kind if len(runs) == 1 else word} ({between} epochs)")
         parts += [rows.note for rows in self.item.rows if rows.note and self.results is not None]
-        if begun := list(self._begun()):
-            parts.append(f"{len(begun)} begun ({', '.join(begun)})")
         return "; ".join(parts)
 
-    def _begun(self) -> Iterator[str]:
-        """How far each run is whose state is kept to go on from."""
-        for job in self.jobs if self.results is not None else ():
-            path = self.results / UNFINISHED / job.folder / "metrics.csv"
-            if path.is_file():
-                with path.open(encoding="utf-8") as file:
-                    done = len(list(csv.DictReader(file)))
-                # A run that is stopped at another's cost has fewer than its schedule says.
-                of = "" if "method=equal_flops" in job.overrides else f" of {job.epochs}"
-                yield f"{done}{of} epochs"
-
     def _is_of_shorter(self, one: Outcome) -> bool:
-        """Whether a statement is held against shortened rows alone."""
+        """True if a statement is compared with shortened rows alone."""
         whole, shorter = (
-            {rows.folder for rows in self.item.rows if rows.whole == kind} for kind in (True, False)
+            {rows.folder for rows in self.item.rows if (rows.kind == "whole") == kind}
+            for kind in (True, False)
         )
         sides = {side.partition("/")[0] for side in (one.check.first, one.check.second) if side}
         return sides <= shorter - whole
@@ -134,7 +138,7 @@ class Standing:
         at_length = [one for one in stated if not self._is_of_shorter(one)]
         said = _counted(at_length)
         if not self.num_whole:
-            parts = ["not run at this length" if stated or self.counted.shortened else "not run"]
+            parts = ["not run at this length" if stated or self._of_kind("shortened") else "not run"]
         elif not at_length:
             parts = [
                 f"{self.num_whole} run at this length" if stated else "run; the paper states nothing of it"
@@ -148,14 +152,18 @@ class Standing:
             parts.append(f"shortened: {shortened}")
         if ours := _counted(one for one in self.outcomes if one.check.ours):
             parts.append(f"of what we asked: {ours}")
-        if self.left:
-            epochs = sorted({job.epochs for job in self.left if job.epochs})
+        if self.num_left:
+            epochs = sorted({job.epochs for job in self.jobs if job.epochs})
             *first, last = map(str, epochs or [0])
             length = (
                 f" of {' or '.join([*([', '.join(first)] if first else []), last])} epochs" if epochs else ""
             )
-            parts.append(f"it takes {len(self.left)} run{'' if len(self.left) == 1 else 's'}{length}")
+            parts.append(f"it takes {self.num_left} run{'' if self.num_left == 1 else 's'}{length}")
         return "; ".join(parts)
+
+
+def _is_at_equal_flops(run: Run) -> bool:
+    return "method=equal_flops" in run.results["overrides"]
 
 
 def _counted(outcomes: Iterable[Outcome]) -> str:
@@ -272,7 +280,9 @@ def _beside(standing: Standing) -> str:
     """A table of the rows of the paper's length, and one of shorter ones: their numbers do not compare."""
     tables, compared = [], False
     for whole in (True, False):
-        runs = [run for rows, of_folder in standing.kept if rows.whole == whole for run in of_folder]
+        runs = [
+            run for rows, of_folder in standing.kept if (rows.kind == "whole") == whole for run in of_folder
+        ]
         if runs:
             rows = summarise(runs, lambda sentence: None)
             compared |= any(published_for(row.group) for row in rows)
@@ -289,7 +299,7 @@ def _beside(standing: Standing) -> str:
 
 
 def _runs(results: Path, rows: Rows) -> list[Run]:
-    folders = sorted((results / rows.folder).glob(rows.select))
+    folders = sorted(path for one in rows.select.split(" + ") for path in (results / rows.folder).glob(one))
     return [open_run(path) for path in folders if (path / "results.json").is_file()]
 
 

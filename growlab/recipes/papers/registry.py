@@ -1,4 +1,4 @@
-"""What there is to reproduce, read from `registry.yaml` and `papers/`, and the single runs of each entry."""
+"""Registry of what can be reproduced, from `registry.yaml` and `entries/`, and the single runs of each entry."""
 
 import difflib
 import itertools
@@ -14,8 +14,6 @@ import yaml
 from growlab.base.errors import UserError
 from growlab.lab.training.configuration import config_dir
 
-# In the folder of the rows: runs like those in `runs`, with the state that they go on from.
-UNFINISHED = "unfinished"
 # Overrides that are no part of a job's folder, as in `hydra.job.config.override_dirname` of conf/config.yaml.
 _NOT_IN_FOLDER = ("experiment=", "data.root=", "ckpt_path=")
 
@@ -28,7 +26,7 @@ class Check:
         says: the statement, in words.
         first: pattern of run folders below `notebooks/results`, or several with " + " between them.
         second: pattern of those that it is compared with, by seed; None where `quantity` is itself a difference.
-        quantity: what is compared: "score" (the test metric), or a name of `growlab.recipes.papers.quantities`.
+        quantity: what is compared: "score" (the test metric), or a name of `growlab.recipes.papers.statistics`.
         study: two initialisations of a study's `summary.json`, in place of two folders; `quantity` is then a loss of
             its `by_seed`.
         summary: a number of a study's `summary.json`, by its keys, that is held against `at_most` or `at_least`.
@@ -76,14 +74,14 @@ class Rows:
 
     Attributes:
         folder: below it.
-        select: pattern of run folders in it.
-        whole: whether they are of the paper's length and size.
-        note: where they differ from the paper's in something else.
+        select: pattern of run folders in it, or several with " + " between them.
+        kind: "whole", of the paper's length and size; "shortened"; or "other", which the entry's commands do not make.
+        note: differences from the paper's in something else.
     """
 
     folder: str
     select: str = "*"
-    whole: bool = False
+    kind: str = "shortened"
     note: str | None = None
 
 
@@ -139,7 +137,7 @@ class Item:
         return list(found.values())
 
     def is_beside_table(self, job: Job) -> bool:
-        """Whether a job is no row of the paper's table: none of them has fixed size at equal FLOPs, which we add."""
+        """True if we add a job to the paper's table: none of them has fixed size at equal FLOPs."""
         return self.table is not None and "method=equal_flops" in job.overrides
 
 
@@ -151,8 +149,7 @@ class Registry:
         items: by name, in the papers' order.
         papers: title of each paper, a `note` on what of it needs no run, overrides on a GPU (`gpu`) and on a CPU that
             multiplies in bfloat16 (`cpu_bfloat16`), and how many runs a GPU trains at the same time (`gpu_runs`).
-        data: number of training samples (`num_train`) of each data set, other names of its folder with the number that
-            lies there (`also`), and whether it comes with growlab (`built_in`).
+        data: by name of each data set: other names of its folder (`also`), and `built_in` for those of growlab.
     """
 
     items: dict[str, Item]
@@ -190,7 +187,7 @@ def registry() -> Registry:
     data = yaml.safe_load(here.joinpath("registry.yaml").read_text(encoding="utf-8"))["data"]
     papers: dict[str, dict[str, Any]] = {}
     items: list[Item] = []
-    for path in sorted(here.joinpath("papers").iterdir(), key=lambda path: path.name):
+    for path in sorted(here.joinpath("entries").iterdir(), key=lambda path: path.name):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         paper, entries = content.pop("paper"), content.pop("items")
         papers.setdefault(paper, {}).update(content)

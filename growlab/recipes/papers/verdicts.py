@@ -14,10 +14,10 @@ from scipy.stats import t as student_t
 
 from growlab.base.errors import UserError
 from growlab.lab.analysis.metrics import metric_of
-from growlab.lab.analysis.published import Published, published
 from growlab.lab.analysis.results import Run, open_run
-from growlab.recipes.papers.quantities import QUANTITIES
+from growlab.recipes.papers.published import Published, published
 from growlab.recipes.papers.registry import Check
+from growlab.recipes.papers.statistics import QUANTITIES
 
 HOLDS, CONTRADICTED, UNDECIDED, ONE_RUN = "holds", "contradicted", "undecided", "one run"
 

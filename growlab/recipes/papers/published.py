@@ -62,7 +62,7 @@ def published() -> tuple[Published, ...]:
         >>> [p.value for p in published() if (p.model, p.growth) == ("resnet20", "firefly")]
         [92.1]
     """
-    text = resources.files("growlab.lab.analysis").joinpath("published.csv").read_text(encoding="utf-8")
+    text = resources.files("growlab.recipes.papers").joinpath("published.csv").read_text(encoding="utf-8")
     return tuple(
         Published(
             **{

@@ -1,10 +1,12 @@
-"""A table like the paper's: methods by networks, published values beside ours."""
+"""`growlab paper DIR...`: a table like the paper's, methods by networks, published values beside ours."""
 
+import sys
 from collections.abc import Sequence
 
+from growlab.lab.analysis.__main__ import carry_out, put_grid, rows_of, table_parser
 from growlab.lab.analysis.grid import Grid
-from growlab.lab.analysis.published import Published, published, published_for
 from growlab.lab.analysis.tables import Row, told_apart
+from growlab.recipes.papers.published import Published, published, published_for
 
 
 def paper_table(rows: Sequence[Row], unmeasured: bool = False) -> Grid:
@@ -115,3 +117,25 @@ def _caption(rows: Sequence[Row], found: Sequence[Published]) -> str:
 
 def _listed(numbers: set[int]) -> str:
     return ", ".join(map(str, sorted(numbers)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv`; returns the exit code (2 after one sentence on stderr)."""
+    return carry_out(_print, list(sys.argv[1:] if argv is None else argv))
+
+
+def _print(argv: Sequence[str]) -> None:
+    parser = table_parser(
+        "growlab paper",
+        "Print a table like the paper's: methods by networks, published values beside ours.",
+        epilog="Example: growlab paper runs/table2 -o table.tex",
+    )
+    parser.add_argument(
+        "--unmeasured", action="store_true", help="show published methods without a run here as well"
+    )
+    arguments = parser.parse_args(argv)
+    put_grid(paper_table(rows_of(arguments), arguments.unmeasured), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
