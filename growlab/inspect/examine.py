@@ -132,6 +132,9 @@ def examine(
         opaque: operations that growth need not pass.
         methods: names in `METHODS`.
         parts: also collect what parts report about the network.
+
+    Returns:
+        The report; its `error` is set if the network was refused or a method failed.
     """
     torch.manual_seed(0)
     network, inputs = load(name, input_shape)

@@ -188,7 +188,7 @@ def fit_weights(network: nn.Module, state: Mapping[str, Tensor], num_classes: in
         what: name of the weights in error messages.
 
     Raises:
-        UserError: they are of another network.
+        UserError: they do not fit the network.
     """
     own = network.state_dict()
     missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()

@@ -31,6 +31,9 @@ def load(
         input_shape: shape of one sample.
         num_classes: number of classes, for growlab's networks and for factories that have this argument.
 
+    Returns:
+        The network and a tuple of its inputs.
+
     Raises:
         UserError: there is no such network, or its package is not installed.
     """

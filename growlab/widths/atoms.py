@@ -109,7 +109,7 @@ class Atoms:
 
         Args:
             runs: an axis.
-            reason: why, for messages.
+            reason: reason for messages.
             root: origin of the constraint, see `Run`; None: each atom itself.
         """
         for run in self.resolve(runs):

@@ -21,8 +21,8 @@ class Carry:
     the old parameters as p = p(p') with the loss unchanged, the gradient follows by the chain rule. Entries that
     the old network does not determine are zero.
 
-    The default says: old entries keep their gradient, new ones are not determined. It is exact for methods that
-    preserve the function and leave old entries alone.
+    By default old entries keep their gradient, and new ones have none. That is exact for methods that preserve the
+    function and do not change old entries.
 
     Attributes:
         sources: for each group, the old channel whose gradient each channel takes over, or -1 for none,

@@ -39,7 +39,7 @@ class Layer:
             that several layers share occurs under one name, once for each bias that goes with it, and all
             its uses are in the same scale classes.
         bias: name of the bias, or None.
-        depthwise: each channel is mapped by its own filter.
+        depthwise: True if each channel has a separate filter.
         scale_in: scale class of the input.
         scale_out: scale class of the output.
         offset: name of a tensor of the weight's axes that is added to what the weight emits, or None. Like the
@@ -48,7 +48,7 @@ class Layer:
         inputs_per_entry: number of inputs that one entry of a row of `weight` stands for; 1/d if d of them emit one.
         outputs_per_entry: number of outputs that one entry of a column stands for.
         variance_per_entry: variance of a drawn entry relative to that of what it emits, or to gain over fan-in.
-        transposed: the weight is [in, out, ...] instead: a transposed convolution.
+        transposed: True if the weight is [in, out, ...], as in a transposed convolution.
         is_output: True if the output depends on it with no other affine layer in between: a last layer, such as the
             classifier, whatever functions follow it.
         callers: paths of the modules whose forwards apply the weight.
@@ -182,7 +182,7 @@ class WidthGraph:
 
     Attributes:
         groups: every width group that can grow, in forward order.
-        axes: one Axis a dimension for each parameter and buffer that has a growing axis or belongs to a layer
+        axes: one Axis per dimension of each parameter and buffer that has a growing axis or belongs to a layer
             or norm.
         layers: affine maps in forward order.
         norms: batch and instance normalisations in forward order.

@@ -66,7 +66,7 @@ def without_what_breaks(
         any_rows: True if the number of output rows may depend on the data, such as boxes in an image.
 
     Returns:
-        The graph without these groups; `written` has only attributes that have to follow the widths.
+        The graph without these groups; its `written` has only the attributes that are to follow the widths.
     """
     if not graph.groups:
         return graph

@@ -138,7 +138,7 @@ def settle(program: torch.export.ExportedProgram, inputs: tuple[Any, ...], named
     """Replace sizes and numbers that depend on data by those of an example.
 
     Args:
-        program: changed in place; buffers that it writes to are written to.
+        program: changed in place; it is run, including its writes to buffers.
         inputs: positional inputs.
         named: keyword inputs.
     """

@@ -27,7 +27,7 @@ def captured(call: Callable[[], Any], network: nn.Module, whole: nn.Module) -> t
         The inputs, detached; None if the submodule was not called.
 
     Raises:
-        Exception: what the call raised before it reached the submodule.
+        Exception: any error of the call before it reaches the submodule.
     """
     found: list[tuple[Any, ...]] = []
 
@@ -94,7 +94,7 @@ def inputs_to(whole: nn.Module, path: str, inputs: tuple[Any, ...]) -> tuple[Any
     """Return the inputs of a submodule's first call when the network is called with the given inputs.
 
     Raises:
-        UnsupportedOperation: it is not called.
+        UnsupportedOperation: the network does not call the submodule.
     """
     found = captured(lambda: call_with(whole, inputs), whole.get_submodule(path), whole)
     if found is None:

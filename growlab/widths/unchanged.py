@@ -56,7 +56,7 @@ class Snapshot:
     It covers every place where a forward can keep something: attributes of modules and of the plain objects, containers
     and functions (closures, `functools.cache`) that these lead to, of their classes, global variables that their
     methods name; submodules, hooks and modes; tensors with their content, attributes and gradients; and generators of
-    random numbers that are kept so.
+    random numbers in any of these places.
 
     Args:
         network: network whose state is recorded.
