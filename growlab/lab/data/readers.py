@@ -1,12 +1,10 @@
 """Worker processes that read batches: of images that are not in memory, or of a user's samples."""
 
-import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -21,8 +19,6 @@ from growlab.lab.data.arguments import cores
 from growlab.lab.data.augment import Augmentation
 from growlab.lab.data.crops import RandomCrop
 from growlab.lab.data.image_sets import EncodedImages, ImageArray
-
-log = logging.getLogger(__name__)
 
 Batch = tuple[Tensor, Tensor]
 # First words of torch's RuntimeError about a dead worker process. Its handler of SIGCHLD raises it wherever the
@@ -39,18 +35,6 @@ def workers_of_rank(num_ranks: int) -> int:
     return min(_MOST_WORKERS, max(1, cores() // num_ranks))
 
 
-@cache
-def _at_most(num_workers: int, most: int) -> int:
-    """As many processes as there are cores for them; more would read no faster, and torch warns of them."""
-    if num_workers > most:
-        log.warning(
-            "data.num_workers=%d, but this process may use %d of the cores: as many processes read",
-            num_workers,
-            most,
-        )
-    return min(num_workers, most)
-
-
 class Readers:
     """Reads batches of one set in worker processes, which are kept from epoch to epoch.
 
@@ -65,7 +49,8 @@ class Readers:
     """
 
     def __init__(self, source: Any, num_workers: int = 0, pinned: bool = False) -> None:
-        self._requests, num_workers = _Requests(source), _at_most(num_workers, cores())
+        # torch warns of more processes than cores.
+        self._requests, num_workers = _Requests(source), min(num_workers, cores())
         self._loader = DataLoader(
             source,
             sampler=self._requests,

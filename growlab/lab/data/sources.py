@@ -9,6 +9,7 @@ from growlab.lab.data.crops import Fit
 from growlab.lab.data.folders import find_folders, has_class_folders, open_folders
 from growlab.lab.data.image_sets import Images
 from growlab.lab.data.libraries import DATASETS, has_torchvision_files, load_digits, load_torchvision
+from growlab.lab.data.parquet import find_parquet, open_parquet
 
 _LAYOUTS = (
     "Parquet files (train*.parquet or train/*.parquet, test likewise), folders (train/<class>/*.png, "
@@ -70,12 +71,8 @@ def _open_folder(
             return {
                 **open_folders(folders if without_test else _complete(folders, folder), fit, skip_damaged)
             }
-        # pyarrow takes a third of a second to import: only where it may be needed.
-        if any(any(folder.glob(depth * "*/" + "*.parquet")) for depth in range(3)):
-            from growlab.lab.data.parquet import find_parquet, open_parquet
-
-            if splits := find_parquet(folder):
-                return {**open_parquet(splits if without_test else _complete(splits, folder), fit)}
+        if splits := find_parquet(folder):
+            return {**open_parquet(splits if without_test else _complete(splits, folder), fit)}
         if without_test and has_class_folders(folder):
             return {**open_folders({"train": folder}, fit, skip_damaged)}
         if any(folder.iterdir()):
