@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from growlab.base.errors import UserError
     from growlab.frontends.lightning import Growth
     from growlab.grower import Grower
-    from growlab.grower.triggers import At, Decided, Never, Scheduled, Trigger
+    from growlab.grower.triggers import At, ByMethod, Never, Scheduled, Trigger
     from growlab.growth import (
         Bert2Bert,
         FireFly,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "At",
     "Bert2Bert",
-    "Decided",
+    "ByMethod",
     "FireFly",
     "GradMax",
     "Grower",
@@ -77,7 +77,7 @@ _MODULES = {
     "growlab.growth": "Bert2Bert FireFly GradMax HyperCloning Lemon Net2Net PairGrowth RandomGrowth Splitting "
     "Tiny VarianceTransfer make_schedule",
     "growlab.parts": "Averages Isotropic Part",
-    "growlab.grower.triggers": "At Decided Never Scheduled Trigger",
+    "growlab.grower.triggers": "At ByMethod Never Scheduled Trigger",
     "growlab.widths": "trace",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}

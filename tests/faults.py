@@ -49,35 +49,35 @@ def _at_validation(epoch: int, batch: int, number: int) -> None:
 
 def _before_growth(stage: int, number: int) -> None:
     """A signal between the last step of a stage and the growth event that begins the given one."""
-    from growlab.grower import events
+    from growlab.grower import Grower
 
-    carry_out = events.carry_out
+    grow_once = Grower._grow_once
 
-    def struck(run: Any, *rest: Any) -> Any:
-        if run.state.stage + 1 == stage:
+    def struck(grower: Any, *rest: Any) -> Any:
+        if grower.state.stage + 1 == stage:
             _strike(number)
-        return carry_out(run, *rest)
+        return grow_once(grower, *rest)
 
-    events.carry_out = struck
+    Grower._grow_once = struck
 
 
 def _in_growth(stage: int, number: int) -> None:
     """A signal in the middle of an event: the network has grown, the optimizer has not followed."""
-    from growlab.grower import events
+    from growlab.grower import Grower
     from growlab.optim import followers
 
-    follow, carry_out, stages = followers.follow_once, events.carry_out, []
+    follow, grow_once, stages = followers.follow_once, Grower._grow_once, []
 
-    def noted(run: Any, *rest: Any) -> Any:
-        stages.append(run.state.stage + 1)
-        return carry_out(run, *rest)
+    def noted(grower: Any, *rest: Any) -> Any:
+        stages.append(grower.state.stage + 1)
+        return grow_once(grower, *rest)
 
     def struck(*arguments: Any, **named: Any) -> None:
         if stages[-1] == stage:
             _strike(number)
         follow(*arguments, **named)
 
-    events.carry_out, followers.follow_once = noted, struck
+    Grower._grow_once, followers.follow_once = noted, struck
 
 
 # The moments of a file's way to the disk, see `growlab.base.files.write_atomically`; a checkpoint has the ones in the
@@ -196,7 +196,7 @@ PHASES = {
     "read": "growlab.lab.data.readers.ImageBatches._read",
     "trace": "growlab.grower.preparing.trace",
     "step": "growlab.lab.training.task.Task.training_step",
-    "event": "growlab.grower.events.grow",
+    "event": "growlab.grower.grower.grow",
     "checkpoint": "growlab.lab.training.checkpoints.AtomicCheckpointIO.save_checkpoint",
     "validation": "growlab.lab.training.task.Task.validation_step",
     "test": "growlab.lab.training.task.Task.test_step",

@@ -11,26 +11,28 @@ import torch
 
 def keep_ranks(folder: str) -> None:
     """Every rank writes all that it holds into a folder, after each growth event and at the end of each epoch."""
-    from growlab.grower import events, held
+    from growlab.grower import Grower
     from growlab.lab.training.saving import SaveCheckpoints
 
-    def keep(name: str, run: Any) -> None:
-        content = {name: value for name, value in held(run) if isinstance(value, torch.Tensor)}
+    def keep(name: str, grower: Any) -> None:
+        content = {
+            name: value for name, value in grower.state_to_compare() if isinstance(value, torch.Tensor)
+        }
         rank = torch.distributed.get_rank()
         torch.save(content, Path(folder) / f"{name}_rank{rank}.pt")
 
-    carry_out, save = events.carry_out, SaveCheckpoints.on_train_epoch_end
+    grow_once, save = Grower._grow_once, SaveCheckpoints.on_train_epoch_end
 
-    def grow_and_keep(run: Any, *rest: Any) -> Any:
-        event = carry_out(run, *rest)
-        keep(f"stage{run.state.stage}", run)
+    def grow_and_keep(grower: Any, *rest: Any) -> Any:
+        event = grow_once(grower, *rest)
+        keep(f"stage{grower.state.stage}", grower)
         return event
 
     def save_and_keep(self: Any, trainer: Any, task: Any) -> None:
         save(self, trainer, task)
         keep(f"epoch{trainer.current_epoch}", task.grower)
 
-    events.carry_out, SaveCheckpoints.on_train_epoch_end = grow_and_keep, save_and_keep
+    Grower._grow_once, SaveCheckpoints.on_train_epoch_end = grow_and_keep, save_and_keep
 
 
 def drift(what: str, step: int) -> None:
@@ -55,14 +57,14 @@ def drift(what: str, step: int) -> None:
 
 def other_draws() -> None:
     """This process draws other weights than the others when it grows."""
-    from growlab.grower import events
+    from growlab.grower import grower
 
-    grow = events.grow
+    grow = grower.grow
 
     def grow_differently(*rest: Any, seed: int, **named: Any) -> Any:
         return grow(*rest, seed=seed + 1, **named)
 
-    events.grow = grow_differently
+    grower.grow = grow_differently
 
 
 def parity_fails() -> None:

@@ -27,8 +27,8 @@ from growlab.base.errors import UserError
 from growlab.grower import Grower, renew
 from growlab.grower.triggers import (
     At,
+    ByMethod,
     Clock,
-    Decided,
     Demand,
     GradientNorm,
     Never,
@@ -508,21 +508,21 @@ def test_parts_are_called_where_they_say() -> None:
         def __init__(self) -> None:
             self.calls: list[str] = []
 
-        def before_growth(self, run, widths):
-            self.calls.append(f"before {run.state.stage}")
+        def before_growth(self, grower, widths):
+            self.calls.append(f"before {grower.state.stage}")
             return {"seen": dict(widths)}
 
-        def after_growth(self, run, event):
-            self.calls.append(f"after {run.state.stage}")
+        def after_growth(self, grower, event):
+            self.calls.append(f"after {grower.state.stage}")
             return {}
 
-        def before_step(self, run):
+        def before_step(self, grower):
             self.calls.append("step")
 
-        def after_step(self, run):
+        def after_step(self, grower):
             self.calls.append("stepped")
 
-        def finish(self, run):
+        def finish(self, grower):
             self.calls.append("finish")
 
     witness = Witness()
@@ -628,9 +628,9 @@ def test_what_is_frozen_stays_so_and_keeps_its_weights() -> None:
 def test_a_method_that_looks_at_data_is_given_some() -> None:
     network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
     grower = Grower(network, PROBE, method=GradMax(), trigger={0: 0.5, 1: 1.0})
-    with pytest.raises(UserError, match="look_at"):
+    with pytest.raises(UserError, match="provide"):
         grower.step(epoch=1)
-    grower.look_at(lambda number: [batch(n) for n in range(number)], F.cross_entropy)
+    grower.provide(lambda number: [batch(n) for n in range(number)], F.cross_entropy)
     assert grower.step(epoch=1)[0].parity_error_eval < 1e-5
 
 
@@ -646,7 +646,7 @@ def test_a_method_that_looks_at_data_is_given_some() -> None:
 def test_data_that_cannot_be_looked_at_are_told_and_nothing_has_grown(batches, loss, told) -> None:
     loop = Loop(method=GradMax(), trigger={0: 0.5, 1: 1.0})
     before = loop.everything()
-    loop.grower.look_at(lambda number: batches, loss)
+    loop.grower.provide(lambda number: batches, loss)
     with pytest.raises(UserError, match=told):
         loop.grower.step(epoch=1)
     assert loop.grower.state.stage == 0 and loop.everything() == before
@@ -696,7 +696,7 @@ def grower_of(example):
         (lambda: Loop(trigger={0: {"nothing": 2}}), "no width group 'nothing', only 0, 3"),
         (lambda: Loop(trigger={0: {"0": 0}}), "the width 0 of group '0' must be a whole number from 1"),
         (lambda: Loop(trigger={0: 1.0, 1: 0.5}).train(), "only widens"),
-        (lambda: Loop(trigger=Decided()).train(), "does not decide"),
+        (lambda: Loop(trigger=ByMethod()).train(), "does not decide"),
         (lambda: Loop().grower.follow(nn.Linear(2, 2)), "cannot grow along"),
         (lambda: Loop().grower.follow("adam"), "cannot follow"),
         (lambda: Loop().grower.follow(state="keep"), "optimizer_state must be auto, inherit"),
@@ -710,7 +710,7 @@ def grower_of(example):
         (lambda: Loop(anneal_steps="many"), "anneal_steps must be an integer, not 'many'"),
         (lambda: Loop(anneal_steps=-1), "anneal_steps must be at least 0, not -1"),
         (lambda: Loop(anneal_steps=None), "a number of steps or a function"),
-        (lambda: Loop(graph=5), "graph=5 must be what growlab.grower.prepared"),
+        (lambda: Loop(graph=5), "graph=5 must be what growlab.grower.trace_for_growth"),
         (lambda: Loop().grower.step(epoch="1"), "epoch must be a finite number, not '1'"),
         (lambda: Loop().grower.step(epoch=math.nan), "epoch must be a finite number, not nan"),
         (lambda: Loop().grower.step(epoch=0, step="1"), "step must be a finite number, not '1'"),
@@ -722,8 +722,8 @@ def grower_of(example):
             lambda: Grower(mlp, PROBE, method=VarianceTransfer(), trigger=STAGES),
             "torch.nn.Module, not a function",
         ),
-        (lambda: Loop().grower.look_at(record=list), "no 'record'; it takes batches, loss, .*, records, "),
-        (lambda: Loop().grower.look_at([PROBE]), "batches of look_at must be a function, not a list"),
+        (lambda: Loop().grower.provide(record=list), "no 'record'; it takes batches, loss, .*, records, "),
+        (lambda: Loop().grower.provide([PROBE]), "batches of provide must be a function, not a list"),
         (lambda: Loop(network=normed, anneal_steps=50).train().grower.finish(), "47 more optimizer steps"),
     ],
 )
@@ -752,7 +752,7 @@ def test_a_finished_network_grows_no_more() -> None:
     keys = loop.network.state_dict().keys()
     assert loop.grower.step(epoch=3) == [] and loop.network.state_dict().keys() == keys
     assert loop.network[0].out_features == 4
-    loop.grower.reopen()
+    loop.grower.reattach_hooks()
     assert [event.stage for event in loop.grower.step(epoch=3)] == [1, 2]
 
 
@@ -764,7 +764,7 @@ def test_weights_of_full_width_from_before_the_end_load_behind_it() -> None:
     kept, x = {name: tensor.clone() for name, tensor in network.state_dict().items()}, torch.randn(5, 6)
     wanted = network(x)
     grower.finish()
-    grower.reopen()
+    grower.reattach_hooks()
     with torch.no_grad():
         for p in network.parameters():
             p.zero_()
@@ -1023,8 +1023,8 @@ class _Asks(Trigger):
     def first(self, graph):
         return {group: width // 2 for group, width in graph.full_widths.items()}
 
-    def next(self, run):
-        return self.widths if run.clock.epoch == 1 and not run.events else None
+    def next(self, grower):
+        return self.widths if grower.clock.epoch == 1 and not grower.events else None
 
 
 @pytest.mark.parametrize(
@@ -1054,7 +1054,7 @@ def _on_demand(demand: Demand) -> Grower:
 
 
 def test_growth_on_demand_in_a_loop_that_does_not_tell_of_itself_is_refused() -> None:
-    with pytest.raises(UserError, match=r"needs to know the training: call Grower.look_at\(records="):
+    with pytest.raises(UserError, match=r"needs to know the training: call Grower.provide\(records="):
         _on_demand(Plateau()).step(epoch=0)
     with pytest.raises(UserError, match=r"count 'epoch', which Grower.step was never told"):
         _on_demand(Plateau()).step(step=0)
@@ -1062,7 +1062,7 @@ def test_growth_on_demand_in_a_loop_that_does_not_tell_of_itself_is_refused() ->
         grower = _on_demand(demand)
         grower.gradients = grower.network.state_dict
         known = {"samples": [8] * 8, "flops": lambda widths, _: sum(widths.values()), "reference_flops": 1e3}
-        grower.look_at(records=lambda: [{"epoch": epoch, "stage": 0} for epoch in range(4)], **known)
+        grower.provide(records=lambda: [{"epoch": epoch, "stage": 0} for epoch in range(4)], **known)
         grower.step(epoch=0)
         with pytest.raises(UserError, match=f"the column '{column}' of the records, which lack it"):
             grower.step(epoch=4)

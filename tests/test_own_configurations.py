@@ -146,8 +146,8 @@ def package(tmp_path: Path) -> Path:
     (tmp_path / "mine" / "counting.py").write_text(
         "from growlab.parts import Part\n\n\nclass Counted(Part):\n    name = 'counted'\n    steps = 0\n\n"
         "    def __init__(self, by):\n        self.by = by\n\n"
-        "    def after_step(self, run):\n        self.steps += self.by\n\n"
-        "    def after_growth(self, run, event):\n        return {'counted_steps': self.steps}\n"
+        "    def after_step(self, grower):\n        self.steps += self.by\n\n"
+        "    def after_growth(self, grower, event):\n        return {'counted_steps': self.steps}\n"
     )
     (conf / "parts" / "counted.yaml").write_text(
         "# @package _global_\nparts: {counted: {_target_: mine.counting.Counted, by: 1}}\n"

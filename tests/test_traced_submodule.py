@@ -54,7 +54,7 @@ def growing(network: nn.Module, x: Tensor, method: str) -> growlab.Grower:
         anneal_steps=1,
         trace="encoder",
     )
-    grower.look_at(
+    grower.provide(
         lambda number: [(x, torch.zeros(len(x)))] * number, lambda logits, _: logits.square().mean()
     )
     return grower

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import growlab
 from growlab import Grower, Net2Net, UserError, VarianceTransfer
-from growlab.grower.triggers import At, Run, Widths
+from growlab.grower.triggers import At, GrowingNetwork, Widths
 from growlab.growth import GrowthEvent, ParityError
 from growlab.parts import Averages, Part
 
@@ -48,25 +48,25 @@ class Restless(Part):
         self.source, self.numbers, self.seen = torch.Generator().manual_seed(3), np.random.default_rng(3), [0]
         self.sums = {"all": torch.zeros(2)}
 
-    def touch(self, run: Run) -> Mapping[str, Any]:
+    def touch(self, grower: GrowingNetwork) -> Mapping[str, Any]:
         self.seen.append(len(self.seen))
         self.sums["all"] += torch.rand(2, generator=self.source)
         drawn = (
             float(self.numbers.random()) + float(torch.rand(())) + random.random() + float(np.random.rand())
         )
         with torch.no_grad():
-            for p in run.network.parameters():
+            for p in grower.network.parameters():
                 p.mul_(1.0 + 1e-12 * drawn)
-            for module in run.network.modules():
+            for module in grower.network.modules():
                 if isinstance(module, nn.BatchNorm1d) and module.running_mean is not None:
                     module.running_mean += 1e-12
         return {}
 
-    def before_growth(self, run: Run, widths: Widths) -> Mapping[str, Any]:
-        return self.touch(run)
+    def before_growth(self, grower: GrowingNetwork, widths: Widths) -> Mapping[str, Any]:
+        return self.touch(grower)
 
-    def after_growth(self, run: Run, event: GrowthEvent) -> Mapping[str, Any]:
-        return self.touch(run)
+    def after_growth(self, grower: GrowingNetwork, event: GrowthEvent) -> Mapping[str, Any]:
+        return self.touch(grower)
 
 
 class Slow(torch.optim.Optimizer):
@@ -228,7 +228,7 @@ FAULTS: dict[str, Callable[[Training, Any], Any]] = {
     "part before": lambda training, patch: patch.setattr(Averages, "before_growth", _raise),
     "part behind": lambda training, patch: patch.setattr(Averages, "after_growth", _raise),
     "state": lambda training, patch: patch.setattr("growlab.optim.state.exchange_own", _raise),
-    "ranks": lambda training, patch: patch.setattr("growlab.grower.events.ranks.broadcast_buffers", _raise),
+    "ranks": lambda training, patch: patch.setattr("growlab.grower.grower.ranks.broadcast_buffers", _raise),
     "compiler": lambda training, patch: patch.setattr(torch.compiler, "reset", _raise),
 }
 

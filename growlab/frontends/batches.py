@@ -9,7 +9,7 @@ from typing import Any
 from lightning import Trainer
 
 from growlab.base.errors import UserError
-from growlab.grower.triggers import Clock, Trigger
+from growlab.grower.triggers import At, Clock, Trigger
 
 log = logging.getLogger(__name__)
 
@@ -23,9 +23,10 @@ def change_batch_sizes(trainer: Trainer, trigger: Trigger) -> Callable[[], None]
     Raises:
         UserError: the number of processes does not divide a batch size.
     """
-    sizes, data = trigger.batch_sizes, getattr(trainer, "datamodule", None)
-    if sizes is None or len(set(sizes)) == 1:
+    data = getattr(trainer, "datamodule", None)
+    if not isinstance(trigger, At) or trigger.batch_sizes is None or len(set(trigger.batch_sizes)) == 1:
         return lambda: None
+    sizes = trigger.batch_sizes
     if not hasattr(data, "batch_size"):
         log.warning("the trigger's batch sizes %s are left out: the data module has no batch_size", sizes)
         return lambda: None
@@ -39,8 +40,7 @@ def change_batch_sizes(trainer: Trainer, trigger: Trigger) -> Callable[[], None]
     @wraps(original)
     def train_dataloader() -> Any:
         now = Clock(epoch=trainer.current_epoch, step=trainer.global_step)
-        stage = trigger.stage_at(now)
-        data.batch_size = sizes[stage or 0] // trainer.world_size
+        data.batch_size = sizes[trigger.stage_at(now)] // trainer.world_size
         return original()
 
     def put_back() -> None:

@@ -18,7 +18,7 @@ def check_unit(trigger: Trigger, loop: str) -> None:
     Raises:
         UserError: it counts costs.
     """
-    if trigger.counts == "cost":
+    if trigger.unit == "cost":
         raise UserError(
             f"{loop} tells of epochs and steps alone, so a trigger with unit='cost' would never grow; give it "
             "unit='step', or announce costs to a growlab.Grower in your own loop."
@@ -33,14 +33,14 @@ def tell_unreached(trigger: Trigger, epochs: float, steps: float) -> None:
         epochs: that the training has at most; `inf`: not known.
         steps: likewise, optimizer steps.
     """
-    if not isinstance(trigger, At) or trigger.counts is None:
+    if not isinstance(trigger, At) or trigger.unit is None:
         return
-    end = epochs if trigger.counts == "epoch" else steps
+    end = epochs if trigger.unit == "epoch" else steps
     late = [start for start in trigger.starts if start >= end]
     if late:
         log.warning(
             "growth is due at %s %g, and training ends after %g: the network will not come to its last stage's width",
-            trigger.counts,
+            trigger.unit,
             late[0],
             end,
         )

@@ -27,8 +27,7 @@ from growlab.frontends.ending import finish
 from growlab.frontends.samples import few_samples
 from growlab.frontends.saving import Saving, hold_plain_networks, put_back_networks
 from growlab.grower import Grower
-from growlab.grower.loading import bring
-from growlab.grower.part import Part
+from growlab.grower.part import Part, WidthPart
 from growlab.grower.triggers import Never, Trigger, as_trigger
 from growlab.growth import GrowthEvent, GrowthMethod, Schedule, restore
 from growlab.optim import Inheritance
@@ -198,11 +197,11 @@ class Growth(GrowthSteps):
         # A method that holds weights in another way has left an ordinary network, which was only evaluated.
         anew = known is not None and known.method.holds_otherwise and not self._planted
         if known is not None and not anew and known.network is getattr(network, "_orig_mod", network):
-            known.reopen()
+            known.reattach_hooks()
             if stage != "fit" or self._planted:
                 return known
             # It was only evaluated so far, maybe at a checkpoint's widths.
-            known.withdraw()
+            known.restore_full_width()
         example = seen(network) if self._example is None else self._example
         # What is only evaluated keeps the weights that it has.
         trigger = self._trigger if stage == "fit" else Never()
@@ -217,7 +216,7 @@ class Growth(GrowthSteps):
     @staticmethod
     def _follow(grower: Grower, copy: nn.Module) -> None:
         # It may be at other widths than the network, which may have loaded a checkpoint already.
-        bring(grower, copy, grower.state)
+        grower.resize_to(copy, grower.state)
         restore(copy, grower.graph, grower.state)
         grower.follow(copy)
 
@@ -309,7 +308,8 @@ class Growth(GrowthSteps):
         module.load_state_dict(content["state_dict"])
         saved = content.get("callbacks", {}).get(self.state_key, {}).get("parts", {})
         for part in grower.parts:
-            part.load_meaning(saved.get(part.name, {}))
+            if isinstance(part, WidthPart):
+                part.load_for_inference(saved.get(part.name, {}))
         grower.finish(at_any_stage=True)
         return module
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from growlab.base.errors import UserError
 from growlab.grower import Grower
-from growlab.grower.plain import make_plain, plain_state_dict, put_back
+from growlab.grower.plain import make_plain, put_back
 
 #: Weights of each growing network, by its name and theirs, that training goes on with in place of plain ones.
 Kept = dict[str, dict[str, Tensor]]
@@ -71,7 +71,7 @@ def hold_plain_networks(grower: Grower, module: LightningModule, checkpoint: dic
     kept: Kept = {}
     for key, path, name, network in list(_held(grower, module, checkpoint)):
         try:
-            plain, kept[name] = plain_state_dict(grower, network)
+            plain, kept[name] = grower.plain_tensors(network)
         except UserError:
             return {}
         prefix = path and f"{path}."

@@ -17,7 +17,7 @@ from growlab.frontends.checks import check_unit, tell_unreached
 from growlab.frontends.ending import finish
 from growlab.grower import Grower
 from growlab.grower.part import Part
-from growlab.grower.plain import plain_state_dict, put_back
+from growlab.grower.plain import put_back
 from growlab.grower.triggers import Trigger, as_trigger
 from growlab.grower.wrapping import renew, wrapper_of
 from growlab.growth import GrowthMethod, Schedule
@@ -182,7 +182,7 @@ class Growth(TrainerCallback, ExportableState):
             return
         folder, kept = _folder(args, state), dict[str, Tensor]()
         try:
-            plain, kept = plain_state_dict(self.grower, self.grower.network)
+            plain, kept = self.grower.plain_tensors(self.grower.network)
         except UserError as error:
             log.warning("%s is for resuming alone: %s", folder, error)
         if kept and isinstance(model, PreTrainedModel):
@@ -266,7 +266,7 @@ def _resumed(args: TrainingArguments, state: TrainerState) -> Path:
 def _multiplied(grower: Grower) -> bool:
     """Whether weights of a plain network differ from those that training goes on with."""
     try:
-        return bool(plain_state_dict(grower, grower.network)[1])
+        return bool(grower.plain_tensors(grower.network)[1])
     except UserError:
         return False
 

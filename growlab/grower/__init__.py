@@ -1,18 +1,8 @@
 """The engine: a network that grows in anyone's training."""
 
-from growlab.grower.events import held
+from growlab.grower.forecast import Forecast
 from growlab.grower.grower import Grower
-from growlab.grower.preparing import forecast, knows_stages, no_widths, nothing_grows, prepared, seed_widths
+from growlab.grower.tracing import no_widths, trace_for_growth
 from growlab.grower.wrapping import renew
 
-__all__ = [
-    "Grower",
-    "forecast",
-    "held",
-    "knows_stages",
-    "no_widths",
-    "nothing_grows",
-    "prepared",
-    "renew",
-    "seed_widths",
-]
+__all__ = ["Forecast", "Grower", "no_widths", "renew", "trace_for_growth"]

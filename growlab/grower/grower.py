@@ -1,84 +1,97 @@
 """The engine: a network that grows in anyone's training."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
+from functools import partial
+from numbers import Integral
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from growlab.base import ranks
 from growlab.base.errors import UserError, as_user_errors
-from growlab.grower.events import grow_as_due
-from growlab.grower.following import let_follow, told_apart
-from growlab.grower.loading import adopt, arrive, check_state, recognised
-from growlab.grower.part import Part
-from growlab.grower.plain import plain_state_dict
-from growlab.grower.preparing import (
-    check_arguments,
-    check_told,
-    check_whole,
-    knows_stages,
-    measurement,
-    nothing_grows,
-    prepared,
-    seed_widths,
-    still_narrow,
+from growlab.grower.forecast import Forecast
+from growlab.grower.part import BlockPart, Part, Replaced, WidthPart, checked_parts
+from growlab.grower.plain import plain_tensors
+from growlab.grower.receipts import Seconds, merged
+from growlab.grower.tracing import check_arguments, check_whole, trace_for_growth
+from growlab.grower.transaction import decision, transaction
+from growlab.grower.triggers import (
+    Clock,
+    GrowingNetwork,
+    Never,
+    OnDemand,
+    Training,
+    Trigger,
+    Widths,
+    as_trigger,
 )
-from growlab.grower.triggers import Clock, Run, Training, Trigger, as_trigger
-from growlab.grower.wrapping import look_at_wrappers, see_through
-from growlab.growth import GrowthEvent, GrowthMethod, GrowthState, Measurement, Schedule, anneal_norms, plant
-from growlab.growth.attached import attach, detach
+from growlab.grower.wrapping import copies_in, look_at_wrappers, see_through
+from growlab.growth import (
+    GrowthEvent,
+    GrowthMethod,
+    GrowthState,
+    ParityError,
+    Schedule,
+    anneal_norms,
+    caches,
+    grow,
+    plant,
+    restore,
+)
+from growlab.growth.attached import attach, detach, state_of
+from growlab.growth.constants import at_widths, unchanged
 from growlab.growth.finish import finish
-from growlab.growth.multipliers import row_multipliers
-from growlab.growth.outputs import network_inputs
+from growlab.growth.multipliers import row_multipliers, saved_multipliers
+from growlab.growth.outputs import own_precision
 from growlab.optim import Inheritance, Regions, weight_regions
 from growlab.optim.followers import Followers
-from growlab.widths import Example, WidthGraph
-from growlab.widths.trials import named_tensors, share_attributes
+from growlab.optim.own_lists import inside
+from growlab.optim.state import check_inheritance
+from growlab.widths import Carry, Example, WidthGraph, replace_tensors, resized, tensors_of
+from growlab.widths.trials import FAILURES, named_tensors, share_attributes
 
 log = logging.getLogger(__name__)
 
 
-class Grower:
-    """Grows a network while a loop trains it, and everything that belongs to it along with it.
+class Grower(GrowingNetwork):
+    """Grows a network while a loop trains it, along with everything that belongs to it.
 
     The network is made a seed at once, in place. From then on its output is right at any stage (a forward hook
     applies what growth multiplies it by), its state_dict brings its own widths wherever it is loaded while the grower
     is there, and the optimizers that `follow` keep their groups, schedules and state.
 
-    The seed's tensors that grow are drawn anew by the method, whatever the network held before: it is trained from the
-    start. `growlab widen` enlarges networks that are trained.
+    The method draws new weights for the seed's tensors that grow, whatever the network contained before: training
+    starts from scratch. `growlab widen` enlarges networks that are trained.
 
-    Several processes (DistributedDataParallel) call `step` alike, and `growlab.grower.renew` the wrapper where it has
-    returned events.
+    With several processes (DistributedDataParallel) each calls `step`, and, if that has returned events,
+    `growlab.grower.renew` on the wrapper.
 
     Args:
         network: at full width; class, parameter names and modules stay its own.
         example: an input [B, ...] with B >= 2, the tuple of the forward's positional inputs, or inputs by name: the
             network is traced with it, and the outputs before and after each event are compared on it.
-        method: what new entries are and how old ones are rescaled.
-        trigger: which widths come next, and when: a `growlab.Trigger`, a schedule, or the epoch and width of each stage
-            such as {0: 0.25, 10: 0.5, 20: 1.0}.
-        parts: features beside growing; see `growlab.parts`.
+        method: initialises new entries and rescales old ones.
+        trigger: decides which widths come next, and when: a `growlab.Trigger`, a schedule, or the epoch and width of
+            each stage such as {0: 0.25, 10: 0.5, 20: 1.0}.
+        parts: features that accompany growth; see `growlab.parts`.
         seed: of everything that growth draws.
         anneal_steps: optimizer steps after an event in which normalisations over channels that grew become plain
-            ones again, see `growlab.growth.anneal_norms`; or a function of the grower that says how many.
-        graph: what `prepared` returned for this network; None: it is traced here.
+            ones again, see `growlab.growth.anneal_norms`; or a function of the grower that returns them.
+        graph: returned by `trace_for_growth` for this network; None: the network is traced here.
         trace: the submodule that grows, or its name, where the network cannot be traced as a whole: the others keep
-            their widths, see `growlab.trace`. Outputs are compared, and checkpoints are, of the whole network.
+            their widths, see `growlab.trace`. Outputs and checkpoints are still those of the whole network.
 
     Attributes:
-        graph: the network's width graph.
-        state: its stage, widths and whatever else its tensors do not tell.
-        clock: what the last `step` was told.
-        events: receipts of all growth events, in plain containers.
-        training: what `look_at` told.
+        forecast: stages and widths as far as they are known before training.
         check_ranks: compare processes after each event, bit for bit.
 
     Raises:
-        UserError: the network cannot be traced or is another grower's, or trigger, method or a part cannot go with it.
+        UserError: the network cannot be traced or is another grower's, or trigger, method or a part do not go with it.
     """
 
     def __init__(
@@ -90,7 +103,7 @@ class Grower:
         trigger: Trigger | Schedule | Mapping[float, Any],
         parts: Sequence[Part] = (),
         seed: int = 0,
-        anneal_steps: int | Callable[[Run], int] = 100,
+        anneal_steps: int | Callable[["Grower"], int] = 100,
         graph: WidthGraph | None = None,
         trace: str | nn.Module | None = None,
     ) -> None:
@@ -98,33 +111,39 @@ class Grower:
         if not isinstance(method, GrowthMethod):
             raise UserError(f"method={method!r} must be a growth method, such as growlab.VarianceTransfer().")
         check_arguments(seed, anneal_steps, graph)
-        self.method, self.trigger, self.parts = method, as_trigger(trigger), told_apart(parts)
+        self.method, self.trigger, self.parts = method, as_trigger(trigger), checked_parts(parts)
         self.seed, self.check_ranks = seed, True
         self.clock, self.events, self.training = Clock(), list[dict[str, Any]](), Training()
+        self.averages, self.notes = dict[str, nn.Module](), dict[str, Any]()
         self._anneal_steps, self._example = anneal_steps, example
-        self._modules, self._told = list[nn.Module](), set[str]()
+        self._modules, self._units = list[nn.Module](), set[str]()
         self._regions: dict[str, Regions] | None = None
+        traced = graph is None
         if graph is None:
             # A network that keeps its widths need not be one whose widths can be found.
-            grows, probe = self.trigger.resizes, self.probe()
-            graph = prepared(self.network, probe, method, self.parts, seed, grows=grows, submodule=trace)
-            if self.trigger.resizes and (told := nothing_grows(graph, self.trigger, self.parts)):
-                log.warning("%s: it is trained as it is", told)
+            resizes, probe = self.trigger.resizes, self.probe()
+            graph = trace_for_growth(
+                self.network, probe, method, self.parts, seed, grows=resizes, submodule=trace
+            )
         past, self.full_graph, self.graph = dict(self.network.named_parameters()), graph, graph
         self._full_names = set(self.network.state_dict())
-        self.seed_widths = seed_widths(self.trigger, graph, self.parts, method)
-        share = self.trigger.share(0, self.seed_widths)
+        self.forecast = Forecast(self.trigger, graph, self.parts)
+        if traced and self.trigger.resizes and (reason := self.forecast.nothing_grows()):
+            log.warning("%s: it is trained as it is", reason)
+        self.forecast.check(method)
+        self.seed_widths = self.forecast.seed
         for part in self.parts:
             part.check(self)
+        fraction = self.forecast.fraction_grown(0, self.seed_widths)
         for part in self.parts:
-            self.graph = part.at_share(self.network, self.graph, 1.0 if share is None else share)
+            self.graph = part.shrink_to(self.network, self.graph, fraction)
         with as_user_errors():
             self.state = plant(self.network, self.graph, method, self.seed_widths, seed)
         self.followers = Followers(self)
         self.followers.forget(past)
         for part in self.parts:
             part.begin(self)
-        self.reopen()
+        self.reattach_hooks()
 
     def __repr__(self) -> str:
         widths = ", ".join(f"{group}: {width}" for group, width in self.state.widths.items())
@@ -139,8 +158,8 @@ class Grower:
 
         Args:
             followers: optimizers of torch, of growlab or others; those that were made before the network became a
-                seed are brought to its parameters. Or modules of the network's tensors and widths: averages of it
-                such as `torch.optim.swa_utils.AveragedModel`.
+                seed are given its parameters. Or modules of the network's tensors and widths: averages of it such as
+                `torch.optim.swa_utils.AveragedModel`.
             state: what becomes of these optimizers' state at an event, see `growlab.optim.follow`.
             announced: the loop calls `before_step` once gradients are there, since it gives optimizers a closure that
                 computes them.
@@ -151,15 +170,46 @@ class Grower:
         """
         check_whole(self.network)
         see_through(self.network, self.full_graph)
-        self._modules += let_follow(self, followers, state, announced)
+        with as_user_errors():
+            check_inheritance(state)
+        self._modules += self._attach(followers, state, announced)
 
-    def look_at(
+    def _attach(
+        self, given: Iterable[Optimizer | nn.Module], state: Inheritance, announced: bool
+    ) -> list[nn.Module]:
+        """Attach optimizers, and modules that average the network; return those copies of it that are new."""
+        modules: list[nn.Module] = []
+        for one in given:
+            if isinstance(one, nn.Module):
+                for copy in copies_in(one, self.network):
+                    if not any(copy is known for known in (*self.copies().values(), *modules)):
+                        see_through(copy, self.full_graph)
+                        attach(copy, self.graph, self.state, self.resize_for_loading, self.probe())
+                        modules.append(copy)
+            elif any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(one).__mro__):
+                raise UserError(
+                    f"{type(one).__name__} shares parameters out among processes once, by their size: growth "
+                    "would have to share them out again; give each process an ordinary optimizer."
+                )
+            elif (inner := list(inside(one))) or isinstance(one, Optimizer):
+                # Wrappers of accelerate and Fabric, SAM, Lookahead and the like contain the optimizer that steps, may
+                # share its groups and its state, and may have state of their own.
+                modules += self._attach(inner, state, False)
+                self.followers.add(one, state, announced)
+            else:
+                raise UserError(
+                    f"{type(one).__name__} cannot follow a network: give torch.optim.Optimizers, or modules that "
+                    "are averages of the network."
+                )
+        return modules
+
+    def provide(
         self,
         batches: Callable[[int], Sequence[tuple[Tensor, ...]]] | None = None,
         loss: Callable[..., Tensor] | None = None,
         **known: Any,
     ) -> None:
-        """Tell what methods, triggers and parts may want to know of the training, once and before the first step.
+        """Provide data and records of the training for methods, triggers and parts, once and before the first step.
 
         Args:
             batches: maps a number to so many training batches, this process's part: tuples of inputs and targets.
@@ -169,17 +219,18 @@ class Grower:
         Raises:
             UserError: trigger or parts do not go with it, or there is no such field.
         """
-        self.training = self.training.with_told(batches=batches, loss=loss, **known)
-        self.trigger.check(self)
+        self.training = self.training.updated(batches=batches, loss=loss, **known)
+        if isinstance(self.trigger, OnDemand):
+            self.trigger.check(self)
         for part in self.parts:
             part.check(self)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Let parts act on gradients, of optimizers that `follow` was told of as announced."""
+        """Let parts act on gradients, of optimizers that `follow` was given as announced."""
         self.followers.before_step(optimizer)
 
     def targets(self, y: Tensor) -> Tensor:
-        """Targets of a batch as the network's outputs stand for them at this stage."""
+        """Map a batch's targets to the network's outputs at this stage."""
         for part in self.parts:
             y = part.targets(y)
         return y
@@ -192,37 +243,43 @@ class Grower:
         cost: float | None = None,
         then: Callable[[], Any] | None = None,
     ) -> list[GrowthEvent]:
-        """Grow as far as the trigger says at this moment; call it before the batch that the moment lies before.
+        """Grow as far as the trigger asks at this moment; call it before the first batch after that moment.
 
-        Asked twice at the same moment it does nothing, so that a resumed run may ask again; nor does it after `finish`.
-        Whatever is raised, the network, the optimizers and all else are then as before, and it may be asked again.
+        A second call at the same moment does nothing, so that a resumed run may ask again; nor does one after `finish`.
+        Whatever is raised, the network, the optimizers and all else are then as before, and it may be called again.
 
         Args:
             epoch: that begins, from 0.
             step: optimizer steps done.
-            cost: what has been spent, in the trigger's unit. What is left out stays as it was.
-            then: called behind the events, if there are any, such as `lambda: renew(ddp)`: an error in it undoes them.
+            cost: spent so far, in the trigger's unit. What is left out stays as it was.
+            then: called after the events, if there are any, such as `lambda: renew(ddp)`: an error in it undoes them.
 
         Returns:
             The events, mostly none.
 
         Raises:
-            UserError: the method or an optimizer cannot, processes differ, what the trigger counts was never told, or
-                the network has been sharded since.
+            UserError: the method or an optimizer cannot, processes differ, the trigger's unit was never given, or the
+                network has been sharded since.
             ParityError: the network would compute something else than the method promises.
         """
-        known = {"epoch": epoch, "step": step, "cost": cost}
-        told: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
-        before = self.clock, self._told
-        self.clock, self._told = replace(self.clock, **told), self._told | told.keys()
+        values = {"epoch": epoch, "step": step, "cost": cost}
+        given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+        before, unit = (self.clock, self._units), self.trigger.unit
+        self.clock, self._units = replace(self.clock, **given), self._units | given.keys()
         try:
-            check_told(self.trigger, self._told)
-            if self._open and self.trigger.grows:
+            if unit is not None and unit not in self._units:
+                raise UserError(
+                    f"the trigger's moments count {unit!r}, which Grower.step was never told: call step({unit}=...), "
+                    "or give At(..., unit=...) what your loop counts."
+                )
+            if not self._open:
+                return []
+            if not isinstance(self.trigger, Never):
                 check_whole(self.network)
                 see_through(self.network, self.full_graph)
-            return grow_as_due(self, then) if self._open else []
+            return self._grow_as_asked(then)
         except BaseException:
-            self.clock, self._told = before
+            self.clock, self._units = before
             raise
 
     def finish(self, at_any_stage: bool = False) -> nn.Module:
@@ -237,8 +294,8 @@ class Grower:
         Raises:
             UserError: normalisations are not plain again yet; everything is then as before.
         """
-        if not at_any_stage and (told := still_narrow(self)):
-            log.warning("%s", told)
+        if not at_any_stage and (warning := self.forecast.unreached(self.state.scheduled_stage)):
+            log.warning("%s", warning)
         if self.state.norm_weights:
             left = round((1 - self.state.norm_progress) * self.anneal_steps)
             raise UserError(
@@ -257,20 +314,20 @@ class Grower:
         self._open = False
         return self.network
 
-    def withdraw(self) -> None:
+    def restore_full_width(self) -> None:
         """Leave the network at the widths that it was traced at, without hooks; new channels are zero."""
         full = self.full_graph.full_widths
         births = {group: [0] * width for group, width in full.items()}
-        adopt(self, recognised(self, self._full_names, GrowthState(0, full, births)))
+        self._set_state(self._state_from_keys(self._full_names, GrowthState(0, full, births)))
         detach(self.network)
         self.followers.release()
         self._open = False
 
-    def reopen(self) -> None:
-        """Bring the hooks back that `finish` took away, so that checkpoints of earlier stages load again."""
+    def reattach_hooks(self) -> None:
+        """Attach the hooks again that `finish` took away, so that checkpoints of earlier stages load again."""
         for network in (self.network, *self.copies().values()):
             see_through(network, self.full_graph)
-            attach(network, self.graph, self.state, self, self.probe())
+            attach(network, self.graph, self.state, self.resize_for_loading, self.probe())
         self._open = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Grower":
@@ -282,7 +339,7 @@ class Grower:
             share_attributes(named_tensors(network), {"": twin.network, **twin.copies()}[name])
         twin.followers.rebind(twin, memo)
         if twin._open:
-            twin.reopen()
+            twin.reattach_hooks()
         return twin
 
     def __reduce__(self) -> Any:
@@ -294,7 +351,7 @@ class Grower:
     # Checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """State of growth beside the network's and the optimizers' own, in plain containers and tensors."""
+        """State of growth that complements the network's and the optimizers', in plain containers and tensors."""
         return {
             "full_widths": self.full_graph.full_widths,
             "growth": self.state.as_dict(),
@@ -304,111 +361,174 @@ class Grower:
             "parts": {part.name: part.state_dict() for part in self.parts},
         }
 
-    def plain_state_dict(self) -> dict[str, Tensor]:
-        """The network's state_dict as `finish` would leave it, while growth goes on: a plain network's of its widths.
-
-        Raises:
-            UserError: normalisations are not plain yet, or the method holds weights differently until the end.
-        """
-        see_through(self.network, self.full_graph)
-        return plain_state_dict(self, self.network)[0]
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, before or after the network and the optimizers load theirs.
+        """Continue from what `state_dict` returned, before or after the network and the optimizers load theirs.
 
         Raises:
             UserError: it is another network's, or of a run with other parts or other widths at its stage.
         """
-        check_state(self, state)
-        adopt(self, GrowthState.from_dict(state["growth"]))
-        self._told = {"epoch", "step", "cost"}
+        self.forecast.check_state(state)
+        self._set_state(GrowthState.from_dict(state["growth"]))
+        self._units = {"epoch", "step", "cost"}
         self.clock, self.events = Clock(**state["clock"]), list(state["events"])
         self.trigger.load_state_dict(state["trigger"])
         for part in self.parts:
             part.load_state_dict(state["parts"][part.name])
 
-    def arrive(
+    def plain_state_dict(self) -> dict[str, Tensor]:
+        """State dict as `finish` would leave it, while growth continues: a plain network's of its widths.
+
+        Raises:
+            UserError: normalisations are not plain yet, or the method or a part changes the network until the end.
+        """
+        return self.plain_tensors(self.network)[0]
+
+    def plain_tensors(self, network: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """State dict of the network or a copy as `finish` would leave it, and the original of each entry that differs.
+
+        Raises:
+            UserError: as of `plain_state_dict`.
+        """
+        see_through(network, self.full_graph)
+        if self.state.norm_weights:
+            raise UserError("normalisations over channels that grew are not plain yet; train on first.")
+        late = [part.name for part in self.parts if type(part).finish is not Part.finish]
+        if self.method.holds_otherwise:
+            late.append(self.method.name)
+        if late:
+            raise UserError(f"with {late[0]} there is a plain network only once growth is finished.")
+        return plain_tensors(network, self.graph, self.state.output_factor)
+
+    def resize_for_loading(
         self, network: nn.Module, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None
     ) -> None:
-        """Bring the network, or a copy of it, to the structure and widths of tensors that it is about to load."""
+        """Bring the network, or a copy of it, to the structure and widths of tensors that it is about to load.
+
+        Tensors that are not the network's are left to `load_state_dict` to complain about.
+        """
         see_through(network, self.full_graph)
-        arrive(self, network, tensors, state)
+        needed = self.graph.axes.keys() - self.graph.constants.keys()
+        if self.method.holds_otherwise and not needed <= network.state_dict().keys():
+            raise UserError(
+                f"growth has ended, and {self.method.name} held weights in another way before: load what was saved "
+                "while it trained into a network made anew, with a Grower (or callback) of its own."
+            )
+        known = None if state is None else GrowthState.from_dict(state)
+        graph = self.graph_at(known or self._state_from_keys(tensors, self.state))
+        # Constants that are not saved follow the others.
+        if not graph.axes.keys() - graph.constants.keys() <= tensors.keys():
+            return
+        shapes = {name: tuple(tensors[name].shape) for name in graph.axes if name in tensors}
+        # Groups whose tensors are yet to come have the widths that they are to come with.
+        widths = {**(self.state if known is None else known).widths, **graph.widths_of(shapes)}
+        if any(graph.shape(name, widths) != shape for name, shape in shapes.items()):
+            return
+        known = known if known is not None and known.widths == widths else None
+        own = self.state if network is self.network else state_of(network)
+        if known is None and own is not None:
+            known = self._state_of_tensors(tensors, own, widths)
+        if known is None or known is own:
+            return
+        if network is self.network:
+            self._set_state(known)
+        else:
+            self.resize_to(network, known)
+            if own is not self.state:
+                vars(own).update(vars(known))
+            restore(network, self.graph_at(known), known)
+
+    def _state_of_tensors(
+        self, tensors: Mapping[str, Tensor], own: GrowthState, widths: Widths
+    ) -> GrowthState:
+        """State of tensors that came without one; the network's own where they fit it."""
+        stage, births = self.forecast.stage_of(widths, self.state.stage)
+        guess = GrowthState(stage, dict(widths), births, asked=self.state.asked)
+        guess = self._state_from_keys(tensors, guess)
+        fits, saved = (
+            (own.widths, set(own.blocks)) == (widths, set(guess.blocks)),
+            saved_multipliers(tensors),
+        )
+        if fits and saved.keys() - own.multipliers.keys():
+            # Such as those of a network that has been finished since.
+            return replace(own, multipliers=saved)
+        return own if fits else replace(guess, multipliers=saved)
+
+    # New parameters are to be trained, wherever they are loaded.
+    @torch.inference_mode(False)
+    def _set_state(self, state: GrowthState) -> None:
+        """Switch to another state of growth: structure and widths of all that follows, factors, regions."""
+        past, graph = dict(self.network.named_parameters()), self.graph_at(state)
+        state = replace(state, constants={**self.state.constants, **state.constants})
+        for network in (self.network, *self.copies().values()):
+            self.resize_to(network, state)
+            restore(network, graph, state)
+            caches.forget(network, self.probe(), FAILURES)
+        self.graph = graph
+        # The same object: hooks read it.
+        vars(self.state).update(vars(state))
+        self._regions = None
+        self.followers.exchange(past)
+
+    @torch.inference_mode(False)
+    def resize_to(self, network: nn.Module, state: GrowthState) -> None:
+        """Bring the network, or a copy of it, to the widths and the structure of a state."""
+        tensors = tensors_of(network, self.graph)
+        now = {**self.state.widths, **self.graph.widths_of({name: t.shape for name, t in tensors.items()})}
+        changed = {
+            name: resized(tensor, self.graph.axes[name], now, state.widths)
+            for name, tensor in tensors.items()
+            if self.graph.changes(name, now, state.widths)
+        }
+        constants = {**self.state.constants, **state.constants}
+        for name in changed.keys() & unchanged(self.graph, self.state.constants, tensors, now).keys():
+            changed[name] = at_widths(self.graph, name, constants[name], state.widths, changed[name])
+        replace_tensors(network, self.graph, changed)
+        for part in self._block_parts:
+            part.restore(network, state)
+
+    # What triggers, parts and optimizers ask -----------------------------------------------------------------
+
+    @property
+    def _block_parts(self) -> Iterator[BlockPart]:
+        return (part for part in self.parts if isinstance(part, BlockPart))
 
     @property
     def auxiliary_flops(self) -> int:
-        """Forward FLOPs so far of passes beside training's, each with a backward pass or what costs as much."""
-        return sum(passes.get("auxiliary_flops", 0) for passes in (*self.events, *self.trigger.looks))
-
-    # What triggers and parts ask -----------------------------------------------------------------------------
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers that follow and are still in use."""
-        return self.followers.optimizers
+        """Forward FLOPs so far of passes that do not train, each with a backward pass or what costs as much."""
+        passes = self.trigger.auxiliary_passes if isinstance(self.trigger, OnDemand) else ()
+        return sum(each.get("auxiliary_flops", 0) for each in (*self.events, *passes))
 
     @property
     def anneal_steps(self) -> int:
         """Optimizer steps in which normalisations of this stage become plain ones."""
         return self._anneal_steps(self) if callable(self._anneal_steps) else self._anneal_steps
 
-    def gradients(self) -> dict[str, Tensor]:
-        """The optimizers' running means of gradients, by parameter name."""
-        return self.followers.gradients()
-
-    def copies(self) -> dict[str, nn.Module]:
-        """Averages of the network that grow along, by name."""
-        found = {f"module{index}": module for index, module in enumerate(self._modules)}
-        for part in self.parts:
-            found |= part.followers()
-        return found
-
     def graph_at(self, state: GrowthState) -> WidthGraph:
-        """The width graph of the network in a state."""
+        """Width graph of the network in a state."""
         graph = self.full_graph
-        for part in self.parts:
+        for part in self._block_parts:
             graph = part.graph_at(graph, state)
         return graph
 
-    def forget_regions(self) -> None:
-        """Find regions anew when they are asked for: widths or births have changed."""
-        self._regions = None
+    def _state_from_keys(self, names: Collection[str], state: GrowthState) -> GrowthState:
+        """State of the network whose tensors have these names."""
+        for part in self._block_parts:
+            state = part.state_from_keys(names, state)
+        return state
 
     def regions(self) -> dict[str, Regions]:
-        """Which elements of which parameters came with which stage, by name, on the network's device."""
+        """Elements of each parameter by the stage that they came with, by name, on the network's device."""
         see_through(self.network, self.full_graph)
         parameters = dict(self.network.named_parameters())
         device = next(iter(parameters.values())).device
         if self._regions is None:
-            since = {name: stage for part in self.parts for name, stage in part.births(self.state).items()}
+            since = {
+                name: stage for part in self._block_parts for name, stage in part.births(self.state).items()
+            }
             known = weight_regions(self.graph, self.state.births, since)
             self._regions = {name: known[name] for name in parameters if name in known}
         self._regions = {name: region.to(device) for name, region in self._regions.items()}
         return self._regions
-
-    def measurement(self, number: int, asker: str) -> Measurement:
-        """So many training batches to measure something on; what is measured is averaged over processes.
-
-        Args:
-            number: of batches.
-            asker: for the message.
-
-        Raises:
-            UserError: `look_at` told of none.
-        """
-        return measurement(self, number, asker)
-
-    def probe(self) -> tuple[Any, ...]:
-        """The example on the network's device, numbers in its precision."""
-        return network_inputs(self._example, self.network)
-
-    # Events --------------------------------------------------------------------------------------------------
-
-    @property
-    def knows_stages(self) -> bool:
-        """Whether it is known before when each stage begins and how wide the network is then."""
-        return knows_stages(self.trigger, self.parts)
-
-    # Steps ---------------------------------------------------------------------------------------------------
 
     def divisors(self) -> dict[Tensor, Tensor]:
         """Divisors of the steps of Adam and the like, by parameter: multipliers of rows, if the method says so."""
@@ -416,7 +536,7 @@ class Grower:
         return {self.network.get_parameter(name): rows for name, rows in known.items()}
 
     def on_step(self, after: bool) -> None:
-        """Called before and after each step of the optimizer that holds the network's parameters."""
+        """Act before and after each step of the optimizer that has the network's parameters."""
         for part in self.parts:
             (part.after_step if after else part.before_step)(self)
         if after and self.state.norm_weights:
@@ -430,4 +550,149 @@ class Grower:
             anneal_norms(copy, self.graph, GrowthState.from_dict(self.state.as_dict()), progress)
         anneal_norms(self.network, self.graph, self.state, progress)
 
-    # Widths --------------------------------------------------------------------------------------------------
+    # Events --------------------------------------------------------------------------------------------------
+
+    def _next_request(self) -> tuple[Widths, WidthPart | None] | None:
+        """Widths to grow to now, and the part that asks for them (None: the trigger); None if nothing is to grow."""
+        # Parts first: the trigger's event may drop the optimizer's state, which they may read.
+        for part in self.parts:
+            if isinstance(part, WidthPart) and (widths := part.decide(self)) is not None:
+                return widths, part
+        asked = self.trigger.next(self)
+        return None if asked is None else (asked, None)
+
+    def _grow_as_asked(self, then: Callable[[], Any] | None) -> list[GrowthEvent]:
+        """Do all events that are asked for, and call `then` if there were any; an error undoes everything."""
+        events: list[GrowthEvent] = []
+        with decision(self, self.parts):
+            request = self._next_request()
+            if request is None:
+                return events
+            with transaction(self, self.parts):
+                while request is not None:
+                    events.append(self._grow_once(*request))
+                    request = self._next_request()
+                if then is not None:
+                    then()
+        return events
+
+    # New parameters are to be trained, wherever the event happens.
+    @torch.inference_mode(False)
+    def _grow_once(self, asked: Widths, asker: WidthPart | None) -> GrowthEvent:
+        """Grow the network, and all that follows it, and append the receipt.
+
+        Args:
+            asked: widths of groups; all of them unless a part asks, which does for its own groups alone.
+            asker: the part that asks for the event, by its own method; None: the trigger does.
+        """
+        seconds, before, num_params = Seconds(), dict(self.state.widths), _num_params(self.network)
+        method = self.method if asker is None else asker.method
+        assert method is not None
+        widths, given = self._widths_of_event(asked, asker)
+        with as_user_errors():
+            self.followers.check(before, widths)
+        gradients = self.gradients() if method.wants_gradients else {}
+        copies = self.copies()
+        for network in (self.network, *copies.values()):
+            ranks.broadcast_buffers(network)
+        notes = merged(
+            *(part.before_growth(self, widths) for part in (self.parts if asker is None else (asker,)))
+        )
+        data = self.measurement(method.batches, method.name) if method.batches else None
+        seconds.note("data")
+        enlarge = partial(
+            grow,
+            new_widths=given,
+            seed=self.seed,
+            probe=self.probe(),
+            gradients=gradients,
+            agree=ranks.agreed,
+            average=ranks.averaged,
+            normalised=self.followers.normalised(),
+        )
+        past, leader = GrowthState.from_dict(self.state.as_dict()), tensors_of(self.network, self.graph)
+        with as_user_errors():
+            event = enlarge(self.network, self.graph, method, self.state, data=data)
+            self.state.unscheduled += asker is not None
+            replaced, carry = self._widen_parts(self.network, self.state, widths, event.replaced, event.carry)
+            seconds.note("grow")
+            self._regions = None
+            with own_precision(self.network):
+                self.followers.carry(replaced, before, widths, carry)
+            seconds.note("optimizer")
+        for name, copy in copies.items():
+            state = GrowthState.from_dict(past.as_dict())
+            along = partial(enlarge, copy, self.graph, method, state, leader=leader, leading=event)
+            notes |= self._grow_average(name, copy, state, widths, along)
+        event = replace(event, widths_after=dict(widths), replaced=replaced, carry=carry)
+        notes = merged(notes, *(part.after_growth(self, event) for part in self.parts))
+        seconds.note("followers")
+        if self.check_ranks and ranks.several():
+            ranks.compare(self.state_to_compare(), f"after growth to stage {self.state.stage}")
+        seconds.note("rank_check")
+        # Else the ninth width exceeds the compiler's recompile limit and it silently stops compiling.
+        torch.compiler.reset()
+        seconds.move("grow", "data", 0.0 if data is None else data.cost.seconds)
+        seconds.move("grow", "parity", event.parity_sec)
+        notes = merged(notes, {} if data is None else data.told())
+        if asker is not None:
+            notes["asked_by"] = asker.name
+        else:
+            notes, self.notes = notes | self.notes, {}
+        after = {"num_params_before": num_params, "num_params": _num_params(self.network)}
+        times = {"seconds": seconds.total, "seconds_by_part": seconds.parts}
+        self.events.append({**asdict(self.clock), **event.receipt(), **after, **notes, **times})
+        if self.state.norm_weights and self.anneal_steps < 1:
+            self.anneal(1.0)
+        return event
+
+    def _widths_of_event(self, asked: Widths, asker: Part | None) -> tuple[Widths, Widths]:
+        """Width of each group after an event, and the same with parts' own groups as they are, for the method.
+
+        Raises:
+            UserError: the trigger asks for no such group, or a width is no number of channels.
+        """
+        now = dict(self.state.widths)
+        if asker is not None:
+            return {**now, **asked}, {**now, **asked}
+        for group, width in asked.items():
+            known = group in now
+            if not known or not isinstance(width, Integral) or width < 1:
+                what = f"{width!r} channels" if known else "a width"
+                raise UserError(
+                    f"{type(self.trigger).__name__} asks for {what} of {group!r}: give whole numbers from 1 on for "
+                    f"groups of this network ({', '.join(now)})."
+                )
+        asked = {group: int(width) for group, width in asked.items()}
+        widths = self.forecast.complete(asked, now, self.state.scheduled_stage + 1)
+        return widths, {**widths, **{g: now[g] for part in self.parts for g in part.groups if g in now}}
+
+    def _grow_average(
+        self, name: str, copy: nn.Module, state: GrowthState, widths: Widths, along: Callable[[], GrowthEvent]
+    ) -> dict[str, float]:
+        """Grow an average of the network as the network was, from the same state; return entries of the receipt."""
+        try:
+            event = along()
+        except ParityError as error:
+            raise ParityError(f"{name}, an average of the network: {error}") from error
+        self._widen_parts(copy, state, widths, event.replaced, event.carry)
+        return {
+            f"{name}_parity_error_eval": event.parity_error_eval,
+            f"{name}_parity_error_train": event.parity_error_train,
+        }
+
+    def _widen_parts(
+        self, network: nn.Module, state: GrowthState, widths: Widths, replaced: Replaced, carry: Carry
+    ) -> tuple[dict[str, tuple[Tensor, Tensor]], Carry]:
+        """Let parts widen their own groups; followers see the method's event and this as one."""
+        own: dict[str, tuple[Tensor, Tensor]] = {}
+        for part in self.parts:
+            if isinstance(part, WidthPart) and any(widths[g] != state.widths[g] for g in part.groups):
+                own |= part.widen(self, network, state, widths)
+        # The method's event may have replaced a tensor already.
+        own = {name: (replaced.get(name, pair)[0], pair[1]) for name, pair in own.items()}
+        return {**replaced, **own}, carry.extended(dict(widths)) if own else carry
+
+
+def _num_params(network: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())

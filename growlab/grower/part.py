@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from growlab.grower.triggers import Run, Trigger, Widths
+from growlab.base.errors import UserError
+from growlab.grower.triggers import GrowingNetwork, Trigger, Widths
 from growlab.growth import GrowthEvent, GrowthMethod, GrowthState
 from growlab.widths import WidthGraph
 
@@ -15,21 +16,20 @@ Replaced = Mapping[str, tuple[Tensor, Tensor]]
 
 
 class Part:
-    """A feature beside growing, such as averaged weights.
+    """A feature that accompanies growth, such as averaged weights.
 
     Attributes:
-        name: its key in states and in receipts; a part of a configuration whose class does not say it has its key
-            there, any other its class's name in snake case.
-        groups: width groups that it widens itself (`widen`); the growth method leaves their widths alone.
+        name: key of its state and its receipt entries; where the class says none, its key in the configuration, else
+            the class's name in snake case.
+        groups: width groups that it widens itself, see `WidthPart`; the growth method leaves their widths as they are.
         grows: it enlarges the network, also one without width groups.
-        method: of the events that it asks for by itself (`decide`), which change its own groups alone; None: it asks
-            for none.
+        method: of the events that it asks for by itself, see `WidthPart.decide`; None: it asks for none.
         follows_norms: as a growth method's, of its own groups.
-        num_copies: how many copies of the network it keeps, for estimates of memory.
-        one_group: optimizers have to hold all parameters in one group, since it adds some.
+        num_copies: copies of the network that it keeps, for estimates of memory.
+        one_group: optimizers have to keep all parameters in one group, since it adds some.
     """
 
-    _name: str = ""
+    name: str = ""
     groups: Sequence[str] = ()
     grows: bool = False
     method: GrowthMethod | None = None
@@ -37,42 +37,27 @@ class Part:
     num_copies: int = 0
     one_group: bool = False
 
-    @property
-    def name(self) -> str:
-        """Its key in states and in receipts; a class may say it as an attribute."""
-        return self._name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
-
-    @name.setter
-    def name(self, name: str) -> None:
-        self._name = name
-
-    @classmethod
-    def examine(cls, network: nn.Module, example: tuple[Any, ...]) -> list[str]:
-        """What it would find in a network, in lines for a person; the network stays as it is."""
-        return []
-
-    def name_by_key(self, key: str) -> None:
-        """Take a configuration's key as name, unless the part has one of its own."""
-        self._name = self._name or key
-
-    def applies(self, trigger: Trigger) -> bool:
-        """Whether it has anything to do in a run with such a trigger; else it is left out."""
-        return True
-
-    def stage_widths(self, num_stages: int) -> Mapping[str, Sequence[int]]:
-        """Width of each of its own groups at every one of so many stages, for schedules."""
-        return {}
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
     # Before training ---------------------------------------------------------------------------------------
+
+    def applies(self, trigger: Trigger) -> bool:
+        """Return False to be left out of runs with such a trigger, in which it has nothing to do."""
+        return True
 
     def prepare(
         self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
     ) -> WidthGraph:
-        """Change how the network is built, at full width; returns the width graph to go on with."""
+        """Change how the full-width network is built, in place.
+
+        Returns:
+            The width graph to continue with.
+        """
         return graph
 
-    def at_share(self, network: nn.Module, graph: WidthGraph, share: float) -> WidthGraph:
-        """Take out of a network as prepared what it does not have yet when a share of all growth is done.
+    def shrink_to(self, network: nn.Module, graph: WidthGraph, fraction_grown: float) -> WidthGraph:
+        """Remove what a prepared network does not have yet at a fraction of growth, in place.
 
         Called for the seed, and for copies whose cost and memory are measured.
 
@@ -81,97 +66,130 @@ class Part:
         """
         return graph
 
-    def inputs_at(self, inputs: tuple[Any, ...], share: float) -> tuple[Any, ...]:
-        """Positional inputs of the network as training steps have them when a share of all growth is done."""
+    def inputs_at(self, inputs: tuple[Any, ...], fraction_grown: float) -> tuple[Any, ...]:
+        """Training inputs at a fraction of growth, e.g. smaller images."""
         return inputs
 
-    def check(self, run: Run) -> None:
-        """Called before the seed is planted, and again when the run knows its training.
+    def check(self, grower: GrowingNetwork) -> None:
+        """Refuse a grower that it cannot accompany; called before the seed is made, and once training is known.
 
         Raises:
-            UserError: it does not go with the run, and why.
+            UserError: the reason.
         """
 
-    def begin(self, run: Run) -> None:
-        """Called once, when the seed is planted."""
+    def begin(self, grower: GrowingNetwork) -> None:
+        """Start; called once, when the network is a seed. Averages of the network are put into `grower.averages`."""
 
     # While the network trains ------------------------------------------------------------------------------
 
-    def followers(self) -> Mapping[str, nn.Module]:
-        """Averages of the network, by name: modules with its tensors that go through every growth event with it."""
-        return {}
-
     def targets(self, y: Tensor) -> Tensor:
-        """Targets of a batch as the network's outputs stand for them."""
+        """Map targets to the network's current outputs (e.g. permuted classes)."""
         return y
 
-    def births(self, state: GrowthState) -> Mapping[str, int]:
-        """Stage that tensors came with which were not there from the start, by name."""
-        return {}
+    def before_growth(self, grower: GrowingNetwork, widths: Widths) -> Mapping[str, Any]:
+        """Act before a growth event to given widths; return plain entries for its receipt.
 
-    def decide(self, run: Run) -> Widths | None:
-        """Widths of its own groups to change to now, by an event of their own; None: none.
-
-        Asked at every boundary that the training loop announces, before the trigger, and again after each event, of
-        parts with a `method`. What it says must be a function of the run: a resumed run asks again.
-        """
-        return None
-
-    def before_growth(self, run: Run, widths: Widths) -> Mapping[str, Any]:
-        """Called before each growth event with the widths to come; returns plain entries for its receipt.
-
-        Entries `auxiliary_flops` (of forward passes, each with a backward pass) and `auxiliary_samples` are cost.
+        Entries `auxiliary_flops` (of forward passes, each with a backward pass) and `auxiliary_samples` count as cost.
         """
         return {}
 
-    def widen(self, run: Run, network: nn.Module, state: GrowthState, widths: Widths) -> Replaced:
-        """Widen the part's own groups in the network, or in an average of it, behind the method's event.
-
-        Args:
-            run: the run.
-            network: changed in place.
-            state: of that network; brought up to date.
-            widths: to come.
-        """
+    def after_growth(self, grower: GrowingNetwork, event: GrowthEvent) -> Mapping[str, Any]:
+        """Act after a growth event that optimizers and averages have followed; return entries for its receipt."""
         return {}
 
-    def after_growth(self, run: Run, event: GrowthEvent) -> Mapping[str, Any]:
-        """Called after each growth event, once optimizers and followers have followed; returns receipt entries."""
-        return {}
+    def before_step(self, grower: GrowingNetwork) -> None:
+        """Act before each step of the optimizer that has the network's parameters (the last of several)."""
 
-    def before_step(self, run: Run) -> None:
-        """Called before each step of the optimizer that holds the network's parameters (the last of several)."""
+    def after_step(self, grower: GrowingNetwork) -> None:
+        """Act after each of those steps."""
 
-    def after_step(self, run: Run) -> None:
-        """Called after each of those steps."""
-
-    def finish(self, run: Run) -> None:
-        """Called at the end, before the network is made an ordinary one."""
+    def finish(self, grower: GrowingNetwork) -> None:
+        """Act at the end, before the network is made an ordinary one."""
 
     # Checkpoints -------------------------------------------------------------------------------------------
-
-    def graph_at(self, graph: WidthGraph, state: GrowthState) -> WidthGraph:
-        """The width graph of the network in a state.
-
-        Args:
-            graph: of the network as prepared.
-            state: which may be a checkpoint's.
-        """
-        return graph
-
-    def recognise(self, names: Collection[str], state: GrowthState) -> GrowthState:
-        """A state as the names of a state_dict's tensors tell that it is, where nothing else does."""
-        return state
-
-    def restore(self, network: nn.Module, state: GrowthState) -> None:
-        """Bring a network, or an average of it, to the structure of a state, before it loads tensors."""
 
     def state_dict(self) -> dict[str, Any]:
         """Its state, in plain containers of tensors and numbers."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned; followers have the widths of the run by then."""
+        """Restore what `state_dict` returned; averages have the widths of the checkpoint by then."""
 
-    def load_meaning(self, state: Mapping[str, Any]) -> None:
-        """Take from what `state_dict` returned only what the network's tensors stand for, where that changes."""
+
+class WidthPart(Part):
+    """A part with width groups of its own, which it names in `groups`."""
+
+    def stage_widths(self, num_stages: int) -> Mapping[str, Sequence[int]]:
+        """Width of each of its groups at every one of so many stages, for schedules."""
+        return {}
+
+    def decide(self, grower: GrowingNetwork) -> Widths | None:
+        """Widths of its groups to change to now, by an event of its own `method`; None to keep the present ones.
+
+        Called at every boundary that the training loop announces, before the trigger, and again after each event. The
+        decision must be a function of the grower: a resumed run asks again.
+        """
+        return None
+
+    def widen(
+        self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths
+    ) -> Replaced:
+        """Widen its groups in the network, or in an average of it, after the growth method's event.
+
+        Args:
+            grower: of the network.
+            network: changed in place.
+            state: of that network; brought up to date.
+            widths: of all groups, to come.
+
+        Returns:
+            Old and new tensor by name.
+        """
+        return {}
+
+    def load_for_inference(self, state: Mapping[str, Any]) -> None:
+        """Load only the state that inference needs, such as the class order."""
+
+
+class BlockPart(Part):
+    """A part that leaves modules out of the network and brings them in while it trains; `state.blocks` says which."""
+
+    def births(self, state: GrowthState) -> Mapping[str, int]:
+        """Stage at which tensors came in that were not there from the start, by name."""
+        return {}
+
+    def graph_at(self, graph: WidthGraph, state: GrowthState) -> WidthGraph:
+        """Width graph of the network in a state.
+
+        Args:
+            graph: of the network as prepared.
+            state: of the network, or of a checkpoint.
+        """
+        return graph
+
+    def state_from_keys(self, names: Collection[str], state: GrowthState) -> GrowthState:
+        """State of the network whose tensors have these names, where nothing else says it."""
+        return state
+
+    def restore(self, network: nn.Module, state: GrowthState) -> None:
+        """Bring a network, or an average of it, to the structure of a state, before it loads tensors."""
+
+
+def checked_parts(parts: Any) -> tuple[Part, ...]:
+    """Parts as they were given, each with a name of its own.
+
+    Raises:
+        UserError: they are no list of parts, or two have one name.
+    """
+    if not isinstance(parts, Sequence):
+        raise UserError(f"parts={parts!r} must be a list of parts: [{parts!r}].")
+    if kind := next((part for part in parts if isinstance(part, type)), None):
+        raise UserError(f"parts hold the class {kind.__name__}, not a part: write {kind.__name__}(...).")
+    if (other := next((part for part in parts if not isinstance(part, Part)), None)) is not None:
+        raise UserError(f"parts hold {other!r}, which is no growlab.Part.")
+    for part in parts:
+        part.name = part.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(part).__name__).lower()
+    names = [part.name for part in parts]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"two parts are called {twice}, the key of their states: give one another name.")
+    return tuple(parts)

@@ -1,37 +1,29 @@
-"""The weights of a plain network that computes what a growing one computes at this moment."""
+"""State dicts of plain networks that compute what a growing one computes."""
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from growlab.base.errors import UserError
-from growlab.grower.part import Part
 from growlab.growth.attached import METADATA
 from growlab.growth.multipliers import is_multipliers
 from growlab.growth.rescale import folded
-
-if TYPE_CHECKING:
-    from growlab.grower.grower import Grower
+from growlab.widths import WidthGraph
 
 
-def plain_state_dict(run: "Grower", network: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A plain network's state_dict, and the entries of the growing network's that it has others in place of.
+def plain_tensors(
+    network: nn.Module, graph: WidthGraph, output_factor: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """State dict as `Grower.finish` would leave it, and the original value of every entry that differs.
 
     Args:
-        run: whose network is growing.
-        network: it, or a copy of it.
+        network: that grows, or a copy of it; left as it is.
+        graph: its width graph.
+        output_factor: of its growth state.
     """
-    if run.state.norm_weights:
-        raise UserError("normalisations over channels that grew are not plain yet; train on first.")
-    late = [part.name for part in run.parts if type(part).finish is not Part.finish]
-    if run.method.holds_otherwise:
-        late.append(run.method.name)
-    if late:
-        raise UserError(f"with {late[0]} there is a plain network only once growth is finished.")
-    new = folded(network, run.graph, run.state.output_factor)
+    new = folded(network, graph, output_factor)
     names = {id(t): name for name, t in (*network.named_parameters(), *network.named_buffers())}
     # The same names stand for shared tensors, which have several keys.
     keys = {key: names.get(id(t)) for key, t in network.state_dict(keep_vars=True).items()}
@@ -52,7 +44,7 @@ def make_plain(metadata: dict[str, Any]) -> None:
 
 
 def put_back(network: nn.Module, kept: Mapping[str, Tensor]) -> None:
-    """Undo what plain weights have done to a growing network, or a module around it, that loaded them."""
+    """Restore the original values in a growing network, or a module around it, that has loaded plain ones."""
     own = dict(chain(network.named_parameters(remove_duplicate=False), network.named_buffers()))
     with torch.no_grad():
         for key, tensor in kept.items():

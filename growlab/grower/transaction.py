@@ -1,15 +1,17 @@
-"""Growth events as transactions: whatever is raised in one, all that it has changed is put back."""
+"""Growth events as transactions: an error in one restores all that it has changed."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from growlab.grower.part import Part
+from growlab.grower.triggers import GrowingNetwork
 from growlab.widths.replaced import note_restored
 from growlab.widths.unchanged import (
     STATES,
@@ -23,24 +25,22 @@ from growlab.widths.unchanged import (
     states_of_draws,
 )
 
-if TYPE_CHECKING:
-    from growlab.grower.grower import Grower
-
 _ATOMS = frozenset({str, bytes, bool, int, float, complex, type(None), type, Fraction})
 # Objects of these say what they are when they are made, and stay so.
 _FIXED = ("growlab.widths", "torch", "builtins", "numpy", "functools", "weakref")
 
 
 @contextmanager
-def transaction(run: "Grower") -> Iterator[None]:
-    """Put a grower, and all that follows it, back to where they are now if anything is raised.
+def transaction(grower: GrowingNetwork, parts: Sequence[Part]) -> Iterator[None]:
+    """Restore a grower, and all that follows it, if anything is raised.
 
     It covers the network and its averages (modules, parameters and buffers by identity and by value, gradients,
     hooks), optimizers, parts, trigger and method with what they keep, and generators of random numbers. Tensors that
     are replaced are put back; only those that are written to in place are copied, just before.
     """
-    networks = [run.network, *run.copies().values()]
-    snapshot, draws = _Snapshot(run, [run, *run.optimizers, *networks]), states_of_draws(run.network)
+    networks = [grower.network, *grower.copies().values()]
+    snapshot = _Snapshot([grower, *grower.optimizers, *networks], _libraries(grower, parts))
+    draws = states_of_draws(grower.network)
     try:
         with snapshot.watching():
             yield
@@ -55,9 +55,10 @@ def transaction(run: "Grower") -> Iterator[None]:
 
 
 @contextmanager
-def decision(run: "Grower") -> Iterator[None]:
-    """The same of trigger, parts and the state of growth alone, which costs little at every step."""
-    snapshot = _Snapshot(run, [run.state, run.trigger, *run.parts], whole=False)
+def decision(grower: GrowingNetwork, parts: Sequence[Part]) -> Iterator[None]:
+    """Restore trigger, parts and the state of growth alone, which costs little at every step."""
+    roots = [grower.state, grower.trigger, *parts]
+    snapshot = _Snapshot(roots, _libraries(grower, parts), whole=False)
     try:
         yield
     except BaseException:
@@ -65,19 +66,23 @@ def decision(run: "Grower") -> Iterator[None]:
         raise
 
 
+def _libraries(grower: GrowingNetwork, parts: Sequence[Part]) -> set[str]:
+    """Top packages of the classes that growth may change objects of."""
+    kinds = {type(one) for one in (grower.trigger, grower.method, *parts)}
+    return {"growlab", *(kind.__module__.partition(".")[0] for kind in kinds)}
+
+
 class _Snapshot:
     """State of a grower and of all that follows it: containers and objects by identity, tensors by their memory.
 
     Args:
-        run: the grower.
-        roots: what is remembered, with all that is inside.
+        roots: objects that are remembered, with all inside of them.
+        libraries: top packages whose objects' attributes are remembered.
         whole: modules, optimizers and tensors too.
     """
 
-    def __init__(self, run: "Grower", roots: Sequence[Any], whole: bool = True) -> None:
-        kinds = {type(one) for one in (run.trigger, run.method, *run.parts)}
-        self._libraries = {"growlab", *(kind.__module__.partition(".")[0] for kind in kinds)}
-        self._whole = whole
+    def __init__(self, roots: Sequence[Any], libraries: set[str], whole: bool = True) -> None:
+        self._libraries, self._whole = libraries, whole
         self._undo: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
         self._contents: list[Content] = []
         waiting, seen = list(roots), set[int]()
@@ -101,7 +106,7 @@ class _Snapshot:
             content.restore()
 
     def _note(self, thing: Any) -> tuple[Any, ...]:
-        """Remember one thing, and return what is inside of it."""
+        """Remember one object, and return its contents."""
         if type(thing) in _ATOMS:
             return ()
         if isinstance(thing, Tensor):

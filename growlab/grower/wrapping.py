@@ -1,8 +1,9 @@
-"""Wrappers of a network or its modules: DistributedDataParallel is renewed, activation checkpointing seen through."""
+"""Modules around a network or in it: wrappers of torch that growth has to know, and averages of the network."""
 
 import gc
 from collections.abc import Iterator
 from types import MethodType
+from typing import Any
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
@@ -20,19 +21,19 @@ _INSIDE = "_checkpoint_wrapped_module"
 
 
 def renew(module: nn.Module) -> None:
-    """Let torch's wrapper reduce the gradients of the parameters that its network has now.
+    """Rebuild DistributedDataParallel in place, to reduce the gradients of the parameters that its network has now.
 
-    It is what `DistributedDataParallel` does when it is unpickled, in place: settings and communication hooks stay, and
-    whoever holds the wrapper goes on with it. Errors and factors that PowerSGD's hook keeps begin anew. Call it on all
-    processes, after an event and before the next forward pass. Nothing is sent: parameters and buffers must be alike
+    It is what `DistributedDataParallel` does when it is unpickled: settings and communication hooks stay, and
+    references to the wrapper stay valid. Errors and factors that PowerSGD's hook keeps start again. Call it on all
+    processes, after an event and before the next forward pass. Nothing is sent: parameters and buffers must be equal
     already, as they are after an event.
 
     Args:
-        module: the wrapper, of the default process group, or what a library has put around it (accelerate's `prepare`,
-            Fabric's `setup`). In a single process there may be none.
+        module: the wrapper, of the default process group, or the module that a library has put around it (accelerate's
+            `prepare`, Fabric's `setup`). In a single process there may be none.
 
     Raises:
-        UserError: several processes train, and it holds no wrapper, or one of another group.
+        UserError: several processes train, and it contains no wrapper, or one of another group.
 
     Whatever is raised, the wrapper is then as before.
     """
@@ -76,7 +77,7 @@ def _renew(wrapper: DistributedDataParallel) -> None:
 
 
 def wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
-    """The wrapper around a module that a library has made and tells nobody of; None: there is none.
+    """Find the wrapper that a library has made around a module, or None.
 
     It looks through all objects of this process: a fraction of a second.
     """
@@ -85,7 +86,7 @@ def wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
 
 
 def see_through(network: nn.Module, graph: WidthGraph) -> None:
-    """Let modules in torch's `checkpoint_wrapper` or `offload_wrapper` keep the names that they were traced by.
+    """Give modules in torch's `checkpoint_wrapper` or `offload_wrapper` the names that they were traced by.
 
     Their entries of the state_dict have these names too, torch sees to that.
 
@@ -126,3 +127,24 @@ def named_modules(
             memo.add(wrapper)
         yield prefix, wrapper
         yield from getattr(wrapper, _INSIDE).named_modules(memo, prefix, remove_duplicate)
+
+
+def copies_in(follower: nn.Module, network: nn.Module) -> list[nn.Module]:
+    """Copies of the network in a module that averages it, which may have the network itself as a submodule too."""
+    own, wanted, found = set(network.modules()), _shapes(network), list[nn.Module]()
+    waiting = [follower]
+    for module in waiting:
+        if module not in own and _shapes(module) == wanted:
+            found.append(module)
+        elif module not in own:
+            waiting += module.children()
+    if not found:
+        raise UserError(
+            f"{type(follower).__name__} cannot grow along: its tensors are not those of the network as it "
+            "is now; copy the network after the Grower was made."
+        )
+    return found
+
+
+def _shapes(module: nn.Module) -> dict[str, Any]:
+    return {name: getattr(entry, "shape", None) for name, entry in module.state_dict().items()}

@@ -4,8 +4,8 @@ They are no part of its parameters, buffers, class or state_dict keys, and go at
 """
 
 import weakref
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,8 @@ from growlab.widths import WidthGraph
 METADATA = "growlab"
 
 
-class Owner(Protocol):
-    """Who brings networks to the widths of what they are about to load."""
-
-    def arrive(
-        self, network: nn.Module, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None
-    ) -> None:
-        """Called before `network` loads `tensors`; `state` is `GrowthState.as_dict()` where it came along."""
-        ...
+#: Called with a network that is about to load tensors, these, and `GrowthState.as_dict()` where it came along.
+Resize = Callable[[nn.Module, Mapping[str, Tensor], Mapping[str, Any] | None], None]
 
 
 class OutputScale:
@@ -59,17 +53,17 @@ class _WriteState:
 
 
 class _ReadState:
-    """A load_state_dict pre-hook that hands tensors on to the network's owner, before they are loaded."""
+    """A load_state_dict pre-hook that resizes the network to tensors before they are loaded."""
 
-    def __init__(self, owner: Owner | None) -> None:
-        self._owner = None if owner is None else weakref.ref(owner)
+    def __init__(self, resize: Resize | None) -> None:
+        self._resize = None if resize is None else weakref.WeakMethod(resize)
 
     def __reduce__(self) -> Any:
-        # A pickled network leaves its owner behind.
+        # A pickled network leaves its grower behind.
         return _ReadState, (None,)
 
     def __deepcopy__(self, memo: Any) -> "_ReadState":
-        return _ReadState(None if self._owner is None else self._owner())
+        return _ReadState(None if self._resize is None else self._resize())
 
     def __call__(
         self,
@@ -79,14 +73,14 @@ class _ReadState:
         metadata: Mapping[str, Any],
         *_: Any,
     ) -> None:
-        owner = None if self._owner is None else self._owner()
-        if owner is not None:
+        resize = None if self._resize is None else self._resize()
+        if resize is not None:
             own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-            owner.arrive(module, own, metadata.get(METADATA))
+            resize(module, own, metadata.get(METADATA))
 
 
 def attach(
-    network: nn.Module, graph: WidthGraph, state: GrowthState, owner: Owner, probe: tuple[Any, ...]
+    network: nn.Module, graph: WidthGraph, state: GrowthState, resize: Resize, probe: tuple[Any, ...]
 ) -> None:
     """Let a network multiply its output by `state.output_factor`, and its state_dicts bring their widths.
 
@@ -97,7 +91,7 @@ def attach(
         network: the network, or a copy of it, which may have hooks of the original already.
         graph: its width graph.
         state: looked at in every forward pass and by every state_dict.
-        owner: held weakly.
+        resize: a method of the grower, referenced weakly.
         probe: positional inputs.
     """
     detach(network)
@@ -111,7 +105,7 @@ def attach(
         for name in sorted(names):
             network.get_submodule(name).register_forward_hook(scale)
     network.register_state_dict_post_hook(_WriteState(state))
-    network.register_load_state_dict_pre_hook(_ReadState(owner))
+    network.register_load_state_dict_pre_hook(_ReadState(resize))
     entries.stay(network)
 
 

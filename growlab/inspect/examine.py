@@ -150,7 +150,10 @@ def examine(
     report.last = graph.last_layers
     report.tied = [layer_name(weight) for weight in graph.tied_outputs]
     if parts:
-        report.parts = {part.name: lines for part in available() if (lines := part.examine(network, inputs))}
+        examined = {
+            part.name: part.examine(network, inputs) for part in available() if hasattr(part, "examine")
+        }
+        report.parts = {name: lines for name, lines in examined.items() if lines}
     tensors = dict(network.named_parameters())
     report.full_params = sum(p.numel() for p in tensors.values())
     growing = sum(p.numel() for n, p in tensors.items() if graph.grows(n))

@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from growlab.base.errors import UserError
 from growlab.grower.part import Part
-from growlab.grower.triggers import Run
+from growlab.grower.triggers import GrowingNetwork
 from growlab.widths.trials import named_tensors, share_attributes
 
 
@@ -48,31 +48,28 @@ class Averages(Part):
             raise UserError("averaged weights are there once a Grower has them among its parts.")
         return self._average.module
 
-    def begin(self, run: Run) -> None:
+    def begin(self, grower: GrowingNetwork) -> None:
         """Start as a copy of the seed."""
         average = get_ema_multi_avg_fn(self._decay)
-        self._average = AveragedModel(run.network, multi_avg_fn=average, use_buffers=True)
+        self._average = AveragedModel(grower.network, multi_avg_fn=average, use_buffers=True)
         self._average.requires_grad_(False).eval()
-        share_attributes(named_tensors(run.network), self._average.module)
+        share_attributes(named_tensors(grower.network), self._average.module)
+        grower.averages[self.name] = self._average.module
 
-    def followers(self) -> Mapping[str, nn.Module]:
-        """The averaged network."""
-        return {} if self._average is None else {self.name: self._average.module}
-
-    def after_step(self, run: Run) -> None:
+    def after_step(self, grower: GrowingNetwork) -> None:
         """Average."""
         if self._average is not None:
             # Not its state_dict, which leaves out buffers that are not persistent.
-            _go_along(self._average.module, named_tensors(run.network))
-            self._average.n_averaged = self._average.n_averaged.to(next(run.network.parameters()).device)
-            self._average.update_parameters(run.network)
+            _go_along(self._average.module, named_tensors(grower.network))
+            self._average.n_averaged = self._average.n_averaged.to(next(grower.network.parameters()).device)
+            self._average.update_parameters(grower.network)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averaged weights and how many steps are in them."""
+        """The averaged weights and the number of steps in them."""
         return {} if self._average is None else self._average.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         if self._average is not None:
             # In the precision that was saved, which the network may only take on later.
             _go_along(self._average, state)

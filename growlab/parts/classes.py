@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
-from growlab.grower import part as parts
-from growlab.grower.part import Replaced
-from growlab.grower.triggers import Run, Trigger, Widths
+from growlab.grower.part import Replaced, WidthPart
+from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
 from growlab.growth.method import Expansion, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, fold_multipliers, multiply
 from growlab.growth.state import GrowthState
@@ -22,7 +21,7 @@ from growlab.widths import Axis, Carry, Group, Part, WidthGraph, grid, replace_t
 CLASSES = "classes"
 
 
-class Classes(parts.Part):
+class Classes(WidthPart):
     """Opens the output layer's rows stage by stage, as classes arrive.
 
     Args:
@@ -46,8 +45,8 @@ class Classes(parts.Part):
         self._sorted = False
 
     def applies(self, trigger: Trigger) -> bool:
-        """Stages have to be known before; else the network has all outputs from the start."""
-        return trigger.grows and trigger.knows_stages
+        """Return False where stages are not known beforehand: the network then has all outputs from the start."""
+        return not isinstance(trigger, Never) and trigger.knows_stages
 
     def prepare(
         self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
@@ -79,34 +78,36 @@ class Classes(parts.Part):
             )
         return {CLASSES: counts}
 
-    def widen(self, run: Run, network: nn.Module, state: GrowthState, widths: Widths) -> Replaced:
+    def widen(
+        self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths
+    ) -> Replaced:
         """Open rows."""
         if not self.groups:
             return {}
-        return open_classes(network, run.graph, run.method, state, widths[CLASSES], run.seed)
+        return open_classes(network, grower.graph, grower.method, state, widths[CLASSES], grower.seed)
 
     def targets(self, y: Tensor) -> Tensor:
-        """Row of each class: while the network trains they are in the order of arrival."""
+        """Map classes to the head's rows, which are in the order of arrival while the network trains."""
         if self._sorted or not self.groups:
             return y
         return torch.argsort(torch.tensor(self._order, device=y.device))[y]
 
-    def finish(self, run: Run) -> None:
+    def finish(self, grower: GrowingNetwork) -> None:
         """Bring rows into the order of the labels."""
         if self.groups and not self._sorted:
-            for network in (run.network, *run.copies().values()):
-                sort_classes(network, run.graph, self._order)
+            for network in (grower.network, *grower.copies().values()):
+                sort_classes(network, grower.graph, self._order)
             self._sorted = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether rows are in the order of the labels already."""
+        """True under "sorted" if rows are in the order of the labels already."""
         return {"sorted": self._sorted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore what `state_dict` returned."""
         self._sorted = bool(state.get("sorted", False))
 
-    load_meaning = load_state_dict
+    load_for_inference = load_state_dict
 
 
 def with_classes(graph: WidthGraph, num_classes: int) -> WidthGraph | None:

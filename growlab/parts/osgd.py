@@ -11,7 +11,7 @@ from growlab.base.errors import UserError
 from growlab.base.ranks import sum_over_ranks
 from growlab.grower.cost import forward_flops
 from growlab.grower.part import Part
-from growlab.grower.triggers import Run, Widths
+from growlab.grower.triggers import GrowingNetwork, Widths
 from growlab.growth import GrowthEvent
 from growlab.growth.outputs import network_inputs
 from growlab.widths import Carry, WidthGraph
@@ -145,53 +145,55 @@ class OldGradient(Part):
         self._known: Orthogonalised | None = None
         self._saved: Mapping[str, Any] | None = None
 
-    def check(self, run: Run) -> None:
-        """Stages' ends have to be known to fall to 0 by them, and old data has to be there to look at."""
-        if self._anneal == "stage" and run.training.steps and run.trigger.stage_end(run) is None:
+    def check(self, grower: GrowingNetwork) -> None:
+        """Refuse stages whose ends are unknown, for strengths that fall to 0 by them, and data that come only once."""
+        if self._anneal == "stage" and grower.training.steps and grower.trigger.stage_end(grower) is None:
             raise UserError(
                 "anneal='stage' needs stages whose ends, or the latest ones, are known before; set anneal='run'."
             )
-        if run.training.epoch_batches is not None and not run.training.steps:
+        if grower.training.epoch_batches is not None and not grower.training.steps:
             raise UserError(
-                "old gradients need the number of steps in every epoch, to fall to 0 by their end: tell look_at of "
+                "old gradients need the number of steps in every epoch, to fall to 0 by their end: give provide "
                 "steps=[...]."
             )
-        if run.training.steps and run.training.epoch_batches is None:
+        if grower.training.steps and grower.training.epoch_batches is None:
             raise UserError(
                 "old gradients need data whose epochs can be gone through again; leave OldGradient out."
             )
 
-    def begin(self, run: Run) -> None:
+    def begin(self, grower: GrowingNetwork) -> None:
         """Remember nothing yet."""
-        self._known = Orthogonalised(run.network)
+        self._known = Orthogonalised(grower.network)
         if self._saved is not None:
             self._known.load_state_dict(self._saved)
 
-    def before_growth(self, run: Run, widths: Widths) -> Mapping[str, Any]:
+    def before_growth(self, grower: GrowingNetwork, widths: Widths) -> Mapping[str, Any]:
         """Remember the gradient on the data of the stage that ends; what that takes counts as cost."""
         assert self._known is not None
-        if run.training.epoch_batches is None:
+        if grower.training.epoch_batches is None:
             raise UserError(
-                "osgd looks at the data of the stage that ends: give epoch_batches to Grower.look_at."
+                "osgd looks at the data of the stage that ends: give epoch_batches to Grower.provide."
             )
-        stage = run.state.stage + 1
+        stage = grower.state.stage + 1
         # An order and augmentation that no epoch of training has.
-        batches = run.training.epoch_batches(max(0, run.clock.epoch - 1), len(run.training.steps) + stage)
-        gradients, samples = mean_gradients(run, batches, stage)
+        batches = grower.training.epoch_batches(
+            max(0, grower.clock.epoch - 1), len(grower.training.steps) + stage
+        )
+        gradients, samples = mean_gradients(grower, batches, stage)
         self._known.remember(gradients)
-        one = changed(lambda value: value[:1] if isinstance(value, Tensor) else value, run.probe())
-        return {"auxiliary_flops": forward_flops(run.network, one) * samples, "auxiliary_samples": samples}
+        one = changed(lambda value: value[:1] if isinstance(value, Tensor) else value, grower.probe())
+        return {"auxiliary_flops": forward_flops(grower.network, one) * samples, "auxiliary_samples": samples}
 
-    def after_growth(self, run: Run, event: GrowthEvent) -> Mapping[str, Any]:
+    def after_growth(self, grower: GrowingNetwork, event: GrowthEvent) -> Mapping[str, Any]:
         """Let the gradient go through the event."""
         assert self._known is not None
-        self._known.follow(run.graph, event.widths_before, event.widths_after, event.carry)
+        self._known.follow(grower.graph, event.widths_before, event.widths_after, event.carry)
         return {}
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, grower: GrowingNetwork) -> None:
         """Take out of the gradients what lies along the remembered one."""
         assert self._known is not None
-        self._known.project(strength(run, self._anneal))
+        self._known.project(strength(grower, self._anneal))
 
     def state_dict(self) -> dict[str, Any]:
         """The gradient that is remembered."""
@@ -203,40 +205,40 @@ class OldGradient(Part):
             self._known.load_state_dict(state)
 
 
-def strength(run: Run, anneal: str) -> float:
-    """How much is taken out at the step to come: lambda of Eq. 21.
+def strength(grower: GrowingNetwork, anneal: str) -> float:
+    """Fraction that is taken out at the step to come: lambda of Eq. 21.
 
     Args:
-        run: at `run.clock.step` steps of `run.training.steps`.
+        grower: at `grower.clock.step` steps of `grower.training.steps`.
         anneal: see `OldGradient`.
     """
-    if not run.events:
+    if not grower.events:
         return 0.0
-    ends = list(accumulate(run.training.steps))
-    begin, last = run.events[0]["step"], ends[-1] - 1
+    ends = list(accumulate(grower.training.steps))
+    begin, last = grower.events[0]["step"], ends[-1] - 1
     if anneal == "stage":
-        begin, end = run.events[-1]["step"], run.trigger.stage_end(run)
+        begin, end = grower.events[-1]["step"], grower.trigger.stage_end(grower)
         assert end is not None
         last = ends[end - 1] - 1
-    return 1.0 - (run.clock.step - begin) / max(1, last - begin)
+    return 1.0 - (grower.clock.step - begin) / max(1, last - begin)
 
 
 def mean_gradients(
-    run: Run, batches: Iterable[tuple[Tensor, ...]], pass_number: int = 0
+    grower: GrowingNetwork, batches: Iterable[tuple[Tensor, ...]], pass_number: int = 0
 ) -> tuple[dict[str, Tensor], int]:
     """The gradient of the mean loss over batches, in train mode and the parameters' own precision.
 
     Statistics of normalisation are left as they were, and no optimizer steps.
 
     Args:
-        run: with the network as it is before it grows.
+        grower: with the network as it is before it grows.
         batches: this process's part of them.
         pass_number: what dropout draws is a function of it, of the batch's number and the process.
 
     Returns:
         By parameter name, and the number of samples over all processes.
     """
-    network, training, loss_of = run.network, run.training, run.training.loss
+    network, training, loss_of = grower.network, grower.training, grower.training.loss
     assert loss_of is not None
     parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
     sums = {name: torch.zeros_like(p) for name, p in parameters.items()}

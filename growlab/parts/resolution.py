@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from growlab.base.errors import UserError
 from growlab.grower.part import Part
-from growlab.grower.triggers import Run, Trigger
+from growlab.grower.triggers import GrowingNetwork, Never, Trigger
 from growlab.growth import GrowthEvent
 from growlab.growth.outputs import evaluate
 from growlab.widths import WidthGraph
@@ -33,10 +33,10 @@ class Resolution(Part):
     `Grower.targets`, which growlab's runner calls; models of transformers get theirs with the inputs.
 
     Args:
-        sizes: pixels of the shorter side, or tokens, in ascending order: reached evenly with the share of growth that
-            is done, so that as many sizes as stages are one for each stage. Or parts of the data's own size, above 0
-            and at most 1.0, which are rounded to a multiple of 8. The last need not be that of the data: then training
-            never sees whole inputs. A network that does not grow trains at the last.
+        sizes: pixels of the shorter side, or tokens, in ascending order: reached evenly with the fraction of growth
+            that is done, so that as many sizes as stages are one for each stage. Or fractions of the data's own size,
+            above 0 and at most 1.0, which are rounded to a multiple of 8. The last need not be that of the data: then
+            training never sees whole inputs. A network that does not grow trains at the last.
 
     Raises:
         UserError: they are no ascending positive numbers.
@@ -66,14 +66,14 @@ class Resolution(Part):
         """Size that training takes inputs at now: pixels of an image's shorter side, or tokens."""
         return self._own.size
 
-    def size_at(self, share: float) -> int:
-        """The same once a share of all growth is done."""
-        # A share is a quotient of whole numbers, and may lie just below the step that it stands for.
-        return self._sizes[int(share * (len(self._sizes) - 1) + 1e-9)]
+    def size_at(self, fraction_grown: float) -> int:
+        """The same at a fraction of growth."""
+        # A fraction is a quotient of whole numbers, and may be just below the step that it stands for.
+        return self._sizes[int(fraction_grown * (len(self._sizes) - 1) + 1e-9)]
 
     def applies(self, trigger: Trigger) -> bool:
-        """A network that does not grow trains at one size."""
-        return trigger.grows or len(self._given) == 1
+        """Return False for several sizes where nothing grows: it trains at one."""
+        return not isinstance(trigger, Never) or len(self._given) == 1
 
     def prepare(
         self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
@@ -106,44 +106,44 @@ class Resolution(Part):
                 ) from error
         return graph
 
-    def at_share(self, network: nn.Module, graph: WidthGraph, share: float) -> WidthGraph:
+    def shrink_to(self, network: nn.Module, graph: WidthGraph, fraction_grown: float) -> WidthGraph:
         """Let the network, or a copy for trial, train at its size."""
         detach(network)
-        network.register_forward_pre_hook(Resizer(self.size_at(share)), with_kwargs=True)
+        network.register_forward_pre_hook(Resizer(self.size_at(fraction_grown)), with_kwargs=True)
         return graph
 
-    def inputs_at(self, inputs: tuple[Any, ...], share: float) -> tuple[Any, ...]:
-        """Positional inputs of the network as training steps have them."""
-        return resized_inputs(inputs, self.size_at(share))
+    def inputs_at(self, inputs: tuple[Any, ...], fraction_grown: float) -> tuple[Any, ...]:
+        """Training inputs at the size of a fraction of growth."""
+        return resized_inputs(inputs, self.size_at(fraction_grown))
 
-    def check(self, run: Run) -> None:
-        """How far growth has come has to be known."""
-        if len(self._given) > 1 and run.trigger.share(0, run.trigger.first(run.graph)) is None:
+    def check(self, grower: GrowingNetwork) -> None:
+        """Refuse a trigger that does not know how far growth has come."""
+        if len(self._given) > 1 and grower.trigger.fraction_grown(0, grower.seed_widths) is None:
             raise UserError(
                 "sizes of several stages need a trigger that knows how far growth has come: take a schedule of stages "
                 "or a demand, and a growth method that follows it."
             )
 
-    def begin(self, run: Run) -> None:
+    def begin(self, grower: GrowingNetwork) -> None:
         """Begin at the first size; a network that does not grow trains at the last."""
-        self._network, (self._own,) = run.network, hooks_of(run.network)
-        if not run.trigger.grows:
+        self._network, (self._own,) = grower.network, hooks_of(grower.network)
+        if isinstance(grower.trigger, Never):
             self._own.size = self._sizes[-1]
 
     def targets(self, y: Tensor) -> Tensor:
         """Targets of the batch that the network has just seen, cut as that was."""
         return self._own.targets(y) if self._network is not None and acts_on(self._network) else y
 
-    def after_growth(self, run: Run, event: GrowthEvent) -> Mapping[str, Any]:
+    def after_growth(self, grower: GrowingNetwork, event: GrowthEvent) -> Mapping[str, Any]:
         """Go on to the next size."""
-        share = run.trigger.share(run.state.scheduled_stage, event.widths_after)
-        if share is not None:
-            self._own.size = self.size_at(share)
+        fraction = grower.trigger.fraction_grown(grower.state.scheduled_stage, event.widths_after)
+        if fraction is not None:
+            self._own.size = self.size_at(fraction)
         return {"input_size": self.size}
 
-    def finish(self, run: Run) -> None:
+    def finish(self, grower: GrowingNetwork) -> None:
         """Take the hook away."""
-        for network in (run.network, *run.copies().values()):
+        for network in (grower.network, *grower.copies().values()):
             detach(network)
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class Resolution(Part):
         return {"size": self.size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._own.size = state["size"]
 
 

@@ -115,7 +115,7 @@ def test_the_loss_inside_the_model_sees_the_output_factor(
     told = [record.message for record in caplog.records]
     assert any("growth is due at epoch 1, and training ends after 1" in message for message in told)
     assert any("training has ended in stage 0 of 2" in message for message in told)
-    growth.grower.reopen()
+    growth.grower.reattach_hooks()
     network = growth.grower.network.eval()
     loss, logits = network(WORDS, labels=torch.zeros(12, dtype=torch.long))[:2]
     growth.grower.state.output_factor = 2.0

@@ -270,7 +270,7 @@ def grower(network: nn.Module, method: str) -> growlab.Grower:
         anneal_steps=1,
         graph=graph_of(type(network)),
     )
-    grower.look_at(lambda n: [(inputs(9), torch.zeros(8, 3, dtype=torch.float64))] * n, F.mse_loss)
+    grower.provide(lambda n: [(inputs(9), torch.zeros(8, 3, dtype=torch.float64))] * n, F.mse_loss)
     return grower
 
 
@@ -386,7 +386,7 @@ def test_withdrawing_and_averages_leave_constants_whole(cls) -> None:
         growing.step(epoch=epoch)
     assert torch.equal(average.module.table, begun)
     network = built(cls)
-    grower(network, "net2net").withdraw()
+    grower(network, "net2net").restore_full_width()
     assert torch.equal(network.table, begun)
 
 

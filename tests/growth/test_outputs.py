@@ -76,7 +76,7 @@ def test_a_network_whose_first_parameter_is_complex_grows(method) -> None:
     torch.manual_seed(0)
     network = in_double(Spectral())
     grower = Grower(network, X, method=method, trigger={0: 0.5, 1: 1.0})
-    grower.look_at(lambda number: [(X, torch.zeros(4))] * number, lambda y, _: (y - 0.3).square().mean())
+    grower.provide(lambda number: [(X, torch.zeros(4))] * number, lambda y, _: (y - 0.3).square().mean())
     before = network.filter.detach().clone()
     (event,) = grower.step(epoch=1)
     assert event.parity_error_eval < 1e-12 or not method.preserves

@@ -63,7 +63,7 @@ def ours(seed: int, rate: float = RATE, **settings: object) -> float:
         epoch: {"0": first, "2": second} for epoch, (first, second) in enumerate(STAGES)
     }
     grower = Grower(model, TRAINING[0][0][:8], method=Tiny(**settings), trigger=trigger)
-    grower.look_at(batches=lambda number: TRAINING[:number], loss=F.mse_loss)
+    grower.provide(batches=lambda number: TRAINING[:number], loss=F.mse_loss)
     with torch.no_grad():
         for name, tensor in network(STAGES[0], seed).named_parameters():
             model.get_parameter(name).copy_(tensor)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
-from growlab.grower.triggers import Decided
+from growlab.grower.triggers import ByMethod
 from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, plant
 from growlab.growth.multipliers import fold_multipliers
 from growlab.growth.state import ParityError
@@ -241,7 +241,7 @@ def test_blocks_come_evenly() -> None:
 
 
 def test_a_trigger_has_to_know_how_far_growth_is() -> None:
-    run = SimpleNamespace(trigger=Decided(), graph=trace(resnet(), IMAGES))
+    run = SimpleNamespace(trigger=ByMethod(), seed_widths=trace(resnet(), IMAGES).full_widths)
     with pytest.raises(UserError, match="need a trigger that knows how far growth has come"):
         Depth().check(run)
 

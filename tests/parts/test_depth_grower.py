@@ -93,7 +93,7 @@ def loop(
 ) -> Loop:
     own: list[Part] = [Depth(**(parts or {})), *([Averages(0.9)] if average else [])]
     made = Loop(make, network, trigger, parts=own, **settings)
-    made.grower.look_at(lambda number: [batch(n) for n in range(number)], F.cross_entropy)
+    made.grower.provide(lambda number: [batch(n) for n in range(number)], F.cross_entropy)
     return made
 
 
@@ -198,7 +198,7 @@ def test_blocks_come_in_exactly_while_any_method_widens(method: GrowthMethod, st
     network = layer_normed().double()
     part = Depth(start=start)
     grower = Grower(network, PROBE, method=method, trigger=STAGES, parts=[part], anneal_steps=2)
-    grower.look_at(lambda number: [doubled(n) for n in range(number)], F.cross_entropy)
+    grower.provide(lambda number: [doubled(n) for n in range(number)], F.cross_entropy)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
     grower.follow(optimizer)
     for step in range(STEPS * EPOCHS):

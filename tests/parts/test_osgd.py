@@ -153,8 +153,8 @@ def test_steps_of_the_epochs_have_to_be_told() -> None:
     trigger, about = {0: 0.5, 1: 1.0}, {"loss": nn.functional.mse_loss}
     grower = Grower(network, torch.randn(2, 5), method=PairGrowth(), trigger=trigger, parts=[OldGradient()])
     data = [(torch.randn(4, 5), torch.randn(4, 2))]
-    with pytest.raises(UserError, match=r"the number of steps in every epoch, .* tell look_at of steps="):
-        grower.look_at(lambda number: data, epoch_batches=lambda: data, **about)
+    with pytest.raises(UserError, match=r"the number of steps in every epoch, .* give provide steps="):
+        grower.provide(lambda number: data, epoch_batches=lambda: data, **about)
 
 
 class Looked(nn.Module):

@@ -8,6 +8,7 @@ import torch
 
 from growlab.base.errors import UserError
 from growlab.grower import Grower
+from growlab.grower.part import checked_parts
 from growlab.growth import PairGrowth
 from growlab.lab.networks import mlp5
 from growlab.parts import Part
@@ -23,10 +24,10 @@ class Counted(Part):
     def __init__(self, start):
         self.steps = start
 
-    def after_step(self, run):
+    def after_step(self, grower):
         self.steps += 1
 
-    def after_growth(self, run, event):
+    def after_growth(self, grower, event):
         return {"counted_steps": self.steps}
 
     def state_dict(self):
@@ -62,11 +63,7 @@ def test_a_part_is_called_after_its_class_where_nothing_else_says_its_name() -> 
     class Named(Part):
         name = "own"
 
-    part, named = GradientNoise(), Named()
-    assert part.name == "gradient_noise"
-    for each in (part, named):
-        each.name_by_key("key")
-    assert (part.name, named.name) == ("key", "own")
+    assert [part.name for part in checked_parts([GradientNoise(), Named()])] == ["gradient_noise", "own"]
 
 
 def test_two_parts_of_one_name_are_refused() -> None:

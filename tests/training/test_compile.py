@@ -48,7 +48,7 @@ def train(backend: _Counter | None) -> dict[str, torch.Tensor]:
     grower = Grower(network, data.probe_batch(16), method=method, trigger=schedule)
     if backend is not None:
         network.compile(backend=backend)
-        grower.reopen()
+        grower.reattach_hooks()
     task = Task(grower, schedule, [3] * NUM_STAGES, lambda p: torch.optim.SGD(p, 0.05, 0.9))
     trainer = lightning.Trainer(
         max_epochs=NUM_STAGES,

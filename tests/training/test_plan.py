@@ -5,7 +5,7 @@ from omegaconf import DictConfig
 from growlab import parts
 from growlab.base.errors import UserError
 from growlab.base.settings import left_out
-from growlab.grower import prepared
+from growlab.grower import trace_for_growth
 from growlab.grower.triggers import Plateau
 from growlab.growth import FixedSize, GrowthMethod, PairGrowth
 from growlab.lab.data import ImageData
@@ -189,7 +189,7 @@ def test_at_one_budget_all_cost_the_same(growth, changes: dict, depth: str | Non
     network = CifarResNet(2, 10, 1, (4, 8))
     trigger = choose_trigger(settings, growth, None, data.batch_size, LOOP)
     chosen = [parts.Depth(depth)] if depth else []
-    graph = prepared(network, data.probe_batch(2), growth, chosen)
+    graph = trace_for_growth(network, data.probe_batch(2), growth, chosen)
     cost = StageCost(network, graph, chosen, data.probe_batch(1))
     arguments = (graph, cost, data, LOOP, chosen)
     settings["total_epochs"] = epochs_of_budget(settings, trigger, *arguments)

@@ -91,7 +91,7 @@ def test_a_network_without_channels_to_look_at_is_told_before_training() -> None
     trigger = OnDemand(Expressivity(), schedule, 4)
     grower = Grower(Stream(), torch.ones(2, 3), method=PairGrowth(), trigger=trigger)
     with pytest.raises(UserError, match="one layer puts out and one takes, of which this network has none"):
-        grower.look_at(records=list)
+        grower.provide(records=list)
 
 
 def test_groups_grow_where_most_is_missing() -> None:

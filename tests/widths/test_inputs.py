@@ -140,7 +140,7 @@ def test_inputs_by_name_grow_in_width_and_depth_and_are_measured() -> None:
 def test_a_method_looks_at_batches_of_inputs_by_name() -> None:
     network = ByName()
     grower = Grower(network, {"x": X, "mask": MASK}, method=GradMax(), trigger={0: 0.5, 1: 1.0})
-    grower.look_at(lambda number: [({"x": X, "mask": MASK}, TARGETS)] * number, F.cross_entropy)
+    grower.provide(lambda number: [({"x": X, "mask": MASK}, TARGETS)] * number, F.cross_entropy)
     (event,) = grower.step(epoch=1)
     assert event.parity_error_eval < 1e-5 and grower.events[0]["auxiliary_flops"] > 0
 

@@ -1,28 +1,28 @@
 """Triggers: which widths come next, and when."""
 
 from growlab.grower.triggers.at import At, Never, Scheduled, as_trigger
-from growlab.grower.triggers.decided import Decided
+from growlab.grower.triggers.by_method import ByMethod
 from growlab.grower.triggers.demand import Budget, Demand, Expressivity, GradientNorm, Plateau, Progress
-from growlab.grower.triggers.on_demand import OnDemand, climb
-from growlab.grower.triggers.trigger import Clock, Run, Training, Trigger, Widths
+from growlab.grower.triggers.on_demand import OnDemand, cheapest_remaining_cost
+from growlab.grower.triggers.trigger import Clock, GrowingNetwork, Training, Trigger, Widths
 
 __all__ = [
     "At",
     "Budget",
+    "ByMethod",
     "Clock",
-    "Decided",
     "Demand",
     "Expressivity",
     "GradientNorm",
+    "GrowingNetwork",
     "Never",
     "OnDemand",
     "Plateau",
     "Progress",
-    "Run",
     "Scheduled",
     "Training",
     "Trigger",
     "Widths",
     "as_trigger",
-    "climb",
+    "cheapest_remaining_cost",
 ]

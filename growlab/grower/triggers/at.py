@@ -1,4 +1,4 @@
-"""Triggers that know every stage beforehand: given widths at given moments, a schedule, no growth."""
+"""Triggers that know every stage beforehand: widths at given moments, a schedule, no growth."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -7,7 +7,7 @@ from numbers import Real
 from typing import Any
 
 from growlab.base.errors import UserError
-from growlab.grower.triggers.trigger import Clock, Run, Trigger, Widths
+from growlab.grower.triggers.trigger import Clock, GrowingNetwork, Trigger, Widths
 from growlab.growth import Schedule
 from growlab.growth.schedule import Number, exact
 from growlab.widths import WidthGraph
@@ -60,7 +60,7 @@ class At(Trigger):
         for width in self._widths:
             if not isinstance(width, Mapping) and not (_is_number(width) and 0 < width <= 1):
                 raise UserError(f"a width of {width!r} is no fraction of full width: above 0 and at most 1.")
-        self.unit, self.counts = unit, unit if len(self.starts) > 1 else None
+        self._clock, self.unit = unit, unit if len(self.starts) > 1 else None
         self.resizes = any(isinstance(width, Mapping) or width != 1 for width in self._widths)
         self.batch_sizes = None if batch_sizes is None else self._checked(batch_sizes)
 
@@ -99,24 +99,30 @@ class At(Trigger):
 
     def stage_at(self, clock: Clock) -> int:
         """Stage that a moment belongs to."""
-        now = getattr(clock, self.unit)
+        now = getattr(clock, self._clock)
         return max(stage for stage, start in enumerate(self.starts) if start <= max(now, 0))
 
-    def share(self, stage: int, widths: Widths) -> float:
-        """Part of all growth that is done: stages are equal steps."""
+    def fraction_grown(self, stage: int, widths: Widths) -> float:
+        """Fraction of all growth that is done: stages are equal steps."""
         last = len(self.starts) - 1
         return stage / last if last else 1.0
 
-    def stage_end(self, run: Run) -> int | None:
-        """Epoch behind the last one of the present stage."""
-        epochs = range(len(run.training.steps))
-        own = [epoch for epoch in epochs if self.stage_at(Clock(epoch=epoch)) == run.state.scheduled_stage]
-        return own[-1] + 1 if own and self.unit == "epoch" else None
+    def stage_end(self, grower: GrowingNetwork) -> int | None:
+        """Epoch (exclusive) at which the current stage ends."""
+        epochs, stage = range(len(grower.training.steps)), grower.state.scheduled_stage
+        own = [epoch for epoch in epochs if self.stage_at(Clock(epoch=epoch)) == stage]
+        return own[-1] + 1 if own and self._clock == "epoch" else None
 
-    def next(self, run: Run) -> Widths | None:
+    def next(self, grower: GrowingNetwork) -> Widths | None:
         """Widths of the next stage, once its moment has come."""
-        stage = run.state.scheduled_stage
-        return self.forecast(run.graph)[stage + 1] if stage < self.stage_at(run.clock) else None
+        stage = grower.state.scheduled_stage
+        return self.forecast(grower.graph)[stage + 1] if stage < self.stage_at(grower.clock) else None
+
+    def __repr__(self) -> str:
+        stages = ", ".join(
+            f"{start}: {width}" for start, width in zip(self.starts, self._widths, strict=True)
+        )
+        return f"{type(self).__name__}({{{stages}}}, unit={self._clock!r})"
 
 
 def _widths_of_groups(widths: Mapping[str, Any], graph: WidthGraph) -> dict[str, int]:
@@ -166,13 +172,12 @@ class Never(Trigger):
     Args:
         width: of every group relative to full width; may be above 1. At 1 the network keeps the weights that its
             constructor drew.
-        depth: part of the blocks that come in as a network grows which it has.
+        depth: fraction of the blocks that come in as a network grows which it has.
 
     Raises:
         UserError: they are not positive, or the depth is above 1.
     """
 
-    grows = False
     knows_stages = True
 
     def __init__(self, width: Number = 1, depth: float = 1.0) -> None:
@@ -187,21 +192,20 @@ class Never(Trigger):
         """The width of each group."""
         return [{name: max(1, round(g.full_width * self._width)) for name, g in graph.groups.items()}]
 
-    def share(self, stage: int, widths: Widths) -> float:
-        """The part of the blocks that it has; nothing is left to grow."""
+    def fraction_grown(self, stage: int, widths: Widths) -> float:
+        """Fraction of the blocks that it has; nothing is left to grow."""
         return self.depth
 
-    def stage_at(self, clock: Clock) -> int:
-        """The only stage."""
-        return 0
+    def stage_end(self, grower: GrowingNetwork) -> int:
+        """Number of the run's epochs."""
+        return len(grower.training.steps)
 
-    def stage_end(self, run: Run) -> int:
-        """Epoch behind the run's last one."""
-        return len(run.training.steps)
-
-    def next(self, run: Run) -> Widths | None:
-        """Nothing."""
+    def next(self, grower: GrowingNetwork) -> Widths | None:
+        """Return None: it keeps its widths."""
         return None
+
+    def __repr__(self) -> str:
+        return f"Never({self._width})"
 
 
 def as_trigger(trigger: Trigger | Schedule | Mapping[float, Any]) -> Trigger:

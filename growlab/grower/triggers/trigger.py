@@ -1,17 +1,21 @@
-"""The interface of triggers, and what they see of a run."""
+"""The interface of triggers, and the growing network that triggers and parts see."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from growlab.base import ranks
 from growlab.base.errors import UserError, as_user_errors
 from growlab.base.settings import finite
 from growlab.growth import GrowthMethod, GrowthState, Measurement
-from growlab.widths import WidthGraph
+from growlab.growth.outputs import network_inputs
+from growlab.growth.weighted_norms import annealed
+from growlab.optim.followers import Followers
+from growlab.widths import Example, WidthGraph
 
 Widths = Mapping[str, int]
 """Width of each group."""
@@ -20,12 +24,12 @@ _CALLED = {"batches", "loss", "weight", "records", "flops", "epoch_batches", "se
 
 @dataclass(frozen=True)
 class Clock:
-    """How far a training has come.
+    """Progress of a training.
 
     Attributes:
         epoch: the current epoch, from 0.
         step: optimizer steps done.
-        cost: what has been spent, in the unit of whoever counts (FLOPs, images, a part of the budget).
+        cost: spent so far, in the unit of whoever counts (FLOPs, images, a fraction of the budget).
 
     Raises:
         UserError: one is no finite number.
@@ -46,22 +50,22 @@ class Clock:
 
 @dataclass(frozen=True)
 class Training:
-    """What a training loop tells triggers, parts and methods beside the network.
+    """Data, cost and records that a training loop provides for triggers, parts and methods.
 
     Attributes:
         batches: maps a number to so many training batches, this process's part: tuples of inputs and a target,
             or of one mapping of inputs by name and a target.
         loss: mean loss of a batch from the network's output and the target.
         weight: weight of a batch in means over batches, from output and target; None: its samples.
-        near_zero: a number beside zero that training does not take for zero, in its precision.
+        near_zero: smallest number that training distinguishes from zero, in its precision.
         steps: optimizer steps of each epoch.
         samples: training samples of each epoch.
         records: what was recorded of each epoch so far, by column of metrics.csv.
         reference_flops: forward FLOPs of the fixed-size run, which percentages of cost are of.
-        flops: maps widths and the share of growth that is done to forward FLOPs per sample.
-        epoch_batches: maps an epoch and a number that order and augmentation are drawn by to all of the epoch's
-            training batches, this process's part.
-        seed_draws: makes what the network draws (dropout) a function of an epoch and a batch's number.
+        flops: maps widths and the fraction of growth that is done to forward FLOPs per sample.
+        epoch_batches: maps an epoch and a number that seeds order and augmentation to all of the epoch's training
+            batches, this process's part.
+        seed_draws: seeds the network's own draws (dropout) by an epoch and a batch's number.
     """
 
     batches: Callable[[int], Sequence[tuple[Tensor, ...]]] | None = None
@@ -76,106 +80,45 @@ class Training:
     epoch_batches: Callable[[int, int], Iterable[tuple[Tensor, ...]]] | None = None
     seed_draws: Callable[[int, int], None] | None = None
 
-    def with_told(self, **told: Any) -> "Training":
-        """The same with some of it told anew.
+    def updated(self, **given: Any) -> "Training":
+        """Copy with some fields replaced.
 
         Raises:
-            UserError: there is no such field, or what is to be called cannot be.
+            UserError: there is no such field, or a function cannot be called.
         """
         known = [field.name for field in fields(self)]
-        if unknown := [name for name in told if name not in known]:
-            raise UserError(f"look_at knows no {unknown[0]!r}; it takes {', '.join(known)}.")
-        for name in _CALLED & told.keys():
-            if told[name] is not None and not callable(told[name]):
+        if unknown := [name for name in given if name not in known]:
+            raise UserError(f"provide knows no {unknown[0]!r}; it takes {', '.join(known)}.")
+        for name in _CALLED & given.keys():
+            if given[name] is not None and not callable(given[name]):
                 raise UserError(
-                    f"{name} of look_at must be a function, not a {type(told[name]).__name__}; see "
+                    f"{name} of provide must be a function, not a {type(given[name]).__name__}; see "
                     "growlab.grower.triggers.Training."
                 )
-        return replace(self, **told)
-
-
-class Run(Protocol):
-    """A growing network in training, as triggers and parts see it; `growlab.Grower` is one."""
-
-    network: nn.Module
-    graph: WidthGraph
-    method: GrowthMethod
-    trigger: "Trigger"
-    state: GrowthState
-    clock: Clock
-    seed: int
-    events: list[dict[str, Any]]
-    training: Training
-    seed_widths: dict[str, int]
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers that follow and are still in use."""
-        ...
-
-    def copies(self) -> dict[str, nn.Module]:
-        """Averages of the network that grow along, by name."""
-        ...
-
-    def graph_at(self, state: GrowthState) -> WidthGraph:
-        """The width graph of the network in a state."""
-        ...
-
-    def probe(self) -> tuple[Any, ...]:
-        """Inputs that events are checked on, where the network is and in its precision."""
-        ...
-
-    def measurement(self, number: int, asker: str) -> Measurement:
-        """So many training batches to measure something on.
-
-        Raises:
-            UserError: the training loop gives none.
-        """
-        ...
-
-    def gradients(self) -> dict[str, Tensor]:
-        """The optimizers' running means of gradients, by parameter name."""
-        ...
+        return replace(self, **given)
 
 
 class Trigger(ABC):
-    """Says which widths come next, and when.
+    """Decide which widths come next, and when.
 
-    What it says must be a function of the run and of its own `state_dict`: ranks ask alike, and a resumed run asks
-    again.
+    Its decisions must be a function of the grower and of its own `state_dict`: all processes ask, and a resumed run
+    asks again.
     """
 
-    #: Global batch size of each stage, where the trigger says it.
-    batch_sizes: tuple[int, ...] | None = None
-    #: Whether the network grows at all.
-    grows: bool = True
-    #: Whether the network leaves the widths that it is made with.
-    resizes: bool = True
-    #: What it needs a loop to tell: "epoch", "step" or "cost"; None: nothing, or it looks at several.
-    counts: str | None = None
-    #: Whether it is known beforehand when each stage begins.
+    #: Clock unit that it reads ("epoch", "step" or "cost"), which the loop has to announce; None: none, or several.
+    unit: str | None = None
+    #: True if it is known beforehand when each stage begins.
     knows_stages: bool = False
-    #: Whether it decides by what widths to come will cost.
-    plans_cost: bool = False
-    #: Whether the norm of the optimizers' running gradients belongs into the records.
-    wants_gradients: bool = False
-    #: Passes of its own over data, with their results and their cost.
-    looks: Sequence[Mapping[str, Any]] = ()
-
-    def leave_to_parts(self, groups: Collection[str]) -> None:  # noqa: B027 - most have no use for it
-        """Groups whose widths parts decide while the network trains; told before anything is asked."""
+    #: False if the network keeps its full widths throughout.
+    resizes: bool = True
 
     def forecast(self, graph: WidthGraph) -> list[Widths] | None:
-        """Width of each group at every stage; None where it is not known before.
+        """Width of each group at every stage; None if not known beforehand.
 
         Raises:
             UserError: the network has no such widths.
         """
         return None
-
-    def steps(self, graph: WidthGraph) -> list[Widths]:
-        """Widths that each group goes through whatever comes, of the groups that are led; none where not known."""
-        return self.forecast(graph) or []
 
     def first(self, graph: WidthGraph) -> Widths:
         """Width of each group in the seed."""
@@ -183,45 +126,122 @@ class Trigger(ABC):
         return graph.full_widths if forecast is None else forecast[0]
 
     @abstractmethod
-    def next(self, run: Run) -> Widths | None:
-        """Widths to grow to now; None to go on with those that are there.
+    def next(self, grower: "GrowingNetwork") -> Widths | None:
+        """Widths to grow to now; None to keep the present ones.
 
-        It is asked at every boundary that the training loop announces, and again after each event.
+        Called at every boundary that the training loop announces, and again after each event. Entries that it puts into
+        `grower.notes` become part of the event's receipt.
         """
 
-    def share(self, stage: int, widths: Widths) -> float | None:
-        """Part of all growth that is done once a stage with these widths has begun; None where it is not known."""
+    def fraction_grown(self, stage: int, widths: Widths) -> float | None:
+        """Fraction of all growth that is done once a stage with these widths has begun; None if unknown."""
         return None
 
-    def check(self, run: Run) -> None:  # noqa: B027 - most go with every run
-        """Called when the run knows its training, before the first step.
-
-        Raises:
-            UserError: it does not go with the run, and why.
-        """
-
-    def check_records(self, columns: Collection[str]) -> None:  # noqa: B027 - most look at none
-        """Called before the first step with what each epoch's record will have.
-
-        Raises:
-            UserError: it looks at something else.
-        """
-
-    def stage_end(self, run: Run) -> int | None:
-        """Epoch behind the last one of the present stage, at the latest; None where it is not known before."""
-        return None
-
-    def told(self) -> Mapping[str, Any]:
-        """Entries for the receipt of the event that it has just asked for."""
-        return {}
-
-    def stage_at(self, clock: Clock) -> int | None:
-        """Stage that a moment belongs to; None where it is not known before."""
+    def stage_end(self, grower: "GrowingNetwork") -> int | None:
+        """Epoch (exclusive) at which the current stage ends, at the latest; None if unknown."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers, in plain containers."""
+        """Its memory, in plain containers."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most remember nothing
-        """Take up what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class GrowingNetwork(ABC):
+    """A network in growth, as triggers and parts see it; `growlab.Grower` is one.
+
+    Attributes:
+        network: at its present widths.
+        graph: its width graph.
+        full_graph: the same at full width.
+        method: of growth.
+        trigger: of growth.
+        state: stage, widths and all else that tensors do not say.
+        clock: progress of the training.
+        seed: of everything that growth draws.
+        events: receipts of all growth events.
+        training: data, cost and records of the training.
+        seed_widths: width of each group in the seed.
+        followers: the optimizers that follow.
+        averages: averages of the network that parts keep, by name: modules of its tensors and widths, which go through
+            every growth event with it.
+        notes: entries for the receipt of the next event that the trigger asks for.
+    """
+
+    network: nn.Module
+    graph: WidthGraph
+    full_graph: WidthGraph
+    method: GrowthMethod
+    trigger: Trigger
+    state: GrowthState
+    clock: Clock
+    seed: int
+    events: list[dict[str, Any]]
+    training: Training
+    seed_widths: dict[str, int]
+    followers: Followers
+    averages: dict[str, nn.Module]
+    notes: dict[str, Any]
+    _example: Example
+    _modules: list[nn.Module]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Optimizers that follow and are still in use."""
+        return self.followers.optimizers
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Running means of gradients that the optimizers keep, by parameter name."""
+        return self.followers.gradients()
+
+    def copies(self) -> dict[str, nn.Module]:
+        """Averages of the network that grow along, by name."""
+        return {**{f"module{index}": module for index, module in enumerate(self._modules)}, **self.averages}
+
+    @abstractmethod
+    def graph_at(self, state: GrowthState) -> WidthGraph:
+        """Width graph of the network in a state."""
+
+    def state_to_compare(self) -> Iterator[tuple[str, Any]]:
+        """Yield (name, value) of all state that must be identical on every rank."""
+        yield "the growth state", self.state.as_dict()
+        yield from ranks.held(self.network, self.optimizers)
+        for name, copy in self.copies().items():
+            yield from ((f"{key} of {name}", tensor) for key, tensor in copy.state_dict().items())
+
+    def probe(self) -> tuple[Any, ...]:
+        """Example inputs that events are checked on, on the network's device and in its precision."""
+        return network_inputs(self._example, self.network)
+
+    def measurement(self, number: int, asker: str) -> Measurement:
+        """Training batches to measure on; results are averaged over processes.
+
+        Args:
+            number: of batches.
+            asker: for the message.
+
+        Raises:
+            UserError: the loop has provided none.
+        """
+        training = self.training
+        if training.batches is None or training.loss is None:
+            raise UserError(
+                f"{asker} looks at training data, of which there is none; give some with Grower.provide, or choose "
+                "another."
+            )
+        weights = annealed(self.state.norm_weights, self.state.norm_progress)
+        return Measurement(
+            self.network,
+            self.graph,
+            training.batches(number),
+            training.loss,
+            ranks.averaged,
+            ranks.shared,
+            weights,
+            training.near_zero,
+        )

@@ -140,7 +140,7 @@ class Probe:
             seed=problem.seed,
         )
         grower.check_ranks = False
-        grower.look_at(
+        grower.provide(
             lambda number: [self._placed(b) for b in islice(problem.batches(0), number)], problem.loss
         )
         return grower

@@ -3,26 +3,26 @@
 from math import floor
 
 from growlab.base.errors import UserError
-from growlab.grower.triggers import Run
+from growlab.grower import Grower
 from growlab.lab.training.plan import Plan
 
 
-def anneal_steps(run: Run, part: float, plan: Plan) -> int:
+def anneal_steps(grower: Grower, part: float, plan: Plan) -> int:
     """Optimizer steps after the last growth event in which statistics over channels go back to plain ones.
 
     At least the last step of the training is one of the plain network.
 
     Args:
-        run: behind its last event.
+        grower: after its last event.
         part: of a stage's optimizer steps; of an epoch's, where it is not known before when the network grows.
         plan: of the run.
     """
-    if not run.events:
+    if not grower.events:
         return 0
-    epoch, begin = run.events[-1]["epoch"], run.events[-1]["step"]
+    epoch, begin = grower.events[-1]["epoch"], grower.events[-1]["step"]
     steps = plan.steps[epoch]
-    if run.trigger.knows_stages:
-        steps = sum(plan.steps[epoch : run.trigger.stage_end(run)])
+    if grower.trigger.knows_stages:
+        steps = sum(plan.steps[epoch : grower.trigger.stage_end(grower)])
     return min(floor(part * steps), sum(plan.steps) - begin - 1)
 
 

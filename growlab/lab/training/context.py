@@ -3,6 +3,7 @@
 import lightning
 
 from growlab.grower import Grower
+from growlab.grower.triggers import OnDemand
 from growlab.lab.data import RunData
 from growlab.lab.training import RunRecorder, Task
 from growlab.lab.training.recorder import metric_columns
@@ -39,8 +40,9 @@ def tell_training(
 
     unfilled = () if data.num_val else f"{task.watched}_"
     columns = metric_columns(task.objective, watched=task.watched)
-    grower.trigger.check_records([name for name in columns if not name.startswith(unfilled)])
-    grower.look_at(
+    if isinstance(grower.trigger, OnDemand):
+        grower.trigger.check_records([name for name in columns if not name.startswith(unfilled)])
+    grower.provide(
         known_batches if arriving else batches,
         task.loss,
         weight=lambda output, target: task.objective(output, grower.targets(target))[1][-1],

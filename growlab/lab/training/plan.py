@@ -6,10 +6,19 @@ from fractions import Fraction
 from typing import Any
 
 from growlab.base.errors import UserError
-from growlab.grower import forecast, knows_stages, nothing_grows, seed_widths
+from growlab.grower import Forecast
 from growlab.grower.cost import train_cost_percent
 from growlab.grower.part import Part
-from growlab.grower.triggers import Decided, Demand, Never, OnDemand, Scheduled, Trigger, Widths, climb
+from growlab.grower.triggers import (
+    ByMethod,
+    Demand,
+    Never,
+    OnDemand,
+    Scheduled,
+    Trigger,
+    Widths,
+    cheapest_remaining_cost,
+)
 from growlab.growth import FixedSize, GrowthMethod, Schedule, WidthDecision, make_schedule
 from growlab.lab.data import RunData
 from growlab.lab.training.budget import epochs_within
@@ -124,7 +133,7 @@ def choose_trigger(
         return OnDemand(demand, stages, settings["total_epochs"])
     if isinstance(method, WidthDecision):
         _refuse_widths(settings)
-        return Decided()
+        return ByMethod()
     if settings["equal_flops"]:
         raise UserError("schedule.equal_flops is for the fixed-size run; set growth=none with it.")
     return Scheduled(_schedule(settings, batch_size, loop))
@@ -159,9 +168,9 @@ def make_plan(
     """
     base = data.batch_size if fit is None else loop.num_processes
     total = settings["total_epochs"] if settings["epochs"] is None else sum(settings["epochs"])
-    seed = seed_widths(trigger, graph, parts)
-    widths = forecast(trigger, graph, parts) or [seed]
-    flops = [cost(each, _share(trigger, stage, each)) for stage, each in enumerate(widths)]
+    forecast = Forecast(trigger, graph, parts)
+    widths = forecast.stages or [forecast.seed]
+    flops = [cost(each, forecast.fraction_grown(stage, each)) for stage, each in enumerate(widths)]
     epochs = total
     if settings["equal_flops"]:
         grown = _schedule(settings, base, loop)
@@ -172,7 +181,7 @@ def make_plan(
         whole = budget * data.epoch_parts
         reference_epochs = int(whole) if whole == int(whole) else whole
     if fit is not None:
-        if not knows_stages(trigger, parts):
+        if not forecast.known:
             raise UserError(
                 "schedule.batch_size=auto needs to know how wide the network is at which epoch, and this run decides "
                 "that while it trains: leave it out."
@@ -215,8 +224,8 @@ def epochs_of_budget(
     Raises:
         UserError: the budget is too small.
     """
-    widths = forecast(trigger, graph, parts)
-    assert widths is not None
+    forecast = Forecast(trigger, graph, parts)
+    assert forecast.stages is not None
     scheduled = isinstance(trigger, Scheduled)
     base = data.batch_size
 
@@ -228,7 +237,7 @@ def epochs_of_budget(
         batches = data.samples_in_batches(epoch, size)
         return sum(batches[: _limited(len(batches), loop.limit_batches)])
 
-    flops = [cost(each, _share(trigger, stage, each)) for stage, each in enumerate(widths)]
+    flops = [cost(each, forecast.fraction_grown(n, each)) for n, each in enumerate(forecast.stages)]
     return epochs_within(settings["budget"], make, flops, cost(graph.full_widths), data, samples)
 
 
@@ -238,9 +247,9 @@ def check_growth(graph: WidthGraph, trigger: Trigger, parts: Sequence[Part]) -> 
     Raises:
         UserError: the network has no width groups, and no part grows otherwise.
     """
-    if told := nothing_grows(graph, trigger, parts):
+    if reason := Forecast(trigger, graph, parts).nothing_grows():
         raise UserError(
-            f"{told}; train it as it is with growth=none lr_adapt=none, or take another growth or model."
+            f"{reason}; train it as it is with growth=none lr_adapt=none, or take another growth or model."
         )
 
 
@@ -249,16 +258,12 @@ def _check_demand(trigger: OnDemand, graph: WidthGraph, cost: StageCost, plan: P
     ahead, total = len(steps) - 1, trigger.total_epochs
     narrow = demand.latest(total, ahead) if ahead else 0
     ways = [
-        cost({**plan.widths[0], **widths}, trigger.share(stage, widths)) for stage, widths in enumerate(steps)
+        cost({**plan.widths[0], **widths}, trigger.fraction_grown(stage, widths))
+        for stage, widths in enumerate(steps)
     ]
     spent = ways[0] * sum(plan.samples[:narrow])
-    spent += climb(ways[1:] or ways, plan.samples[narrow:], demand.min_epochs)
+    spent += cheapest_remaining_cost(ways[1:] or ways, plan.samples[narrow:], demand.min_epochs)
     demand.check(total, ahead, 100.0 * spent / plan.reference_flops)
-
-
-def _share(trigger: Trigger, stage: int, widths: Widths) -> float:
-    share = trigger.share(stage, widths)
-    return 1.0 if share is None else share
 
 
 def _schedule(settings: Mapping[str, Any], batch_size: int, loop: Loop) -> Schedule:
@@ -313,7 +318,10 @@ def carried_out(
     epochs = tuple(stage_of_epoch.count(number) for number in numbers)
     known = plan.schedule.batch_sizes
     sizes = tuple(known[min(scheduled[number], len(known) - 1)] for number in numbers)
-    flops = [cost(stages[n], _share(trigger, scheduled[n], stages[n])) for n in numbers]
+    fractions = [trigger.fraction_grown(scheduled[n], stages[n]) for n in numbers]
+    flops = [
+        cost(stages[n], 1.0 if grown is None else grown) for n, grown in zip(numbers, fractions, strict=True)
+    ]
     schedule = Schedule(epochs, (Fraction(1),) * len(numbers), sizes)
     return replace(plan, schedule=schedule, widths=widths, flops=flops, stage_numbers=numbers)
 

@@ -142,7 +142,7 @@ class GrowthProgress(Callback):
 
     def _moment(self, trainer: Trainer, task: Task) -> str:
         # The last stage is not known where widths are decided on the way.
-        last = f"/{task.schedule.num_stages - 1}" if task.grower.knows_stages else ""
+        last = f"/{task.schedule.num_stages - 1}" if task.grower.forecast.known else ""
         return f"stage {task.growth_state.stage}{last}  epoch {trainer.current_epoch}/{task.schedule.total_epochs - 1}"
 
     def _left(self, done: float, now: float) -> float:

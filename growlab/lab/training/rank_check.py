@@ -5,7 +5,6 @@ import time
 from lightning import Callback, Trainer
 
 from growlab.base.ranks import broadcast_buffers, compare
-from growlab.grower import held
 from growlab.lab.training.task import Task
 
 
@@ -49,5 +48,5 @@ class RankCheck(Callback):
             return 0.0
         began = time.perf_counter()
         when = f"{when} (stage {task.growth_state.stage})"
-        compare(held(task.grower), when, ", or set check_ranks=false to go on")
+        compare(task.grower.state_to_compare(), when, ", or set check_ranks=false to go on")
         return time.perf_counter() - began

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from growlab.base.errors import UserError, WriteError
 from growlab.base.files import write_json, write_text
+from growlab.grower.triggers import OnDemand
 from growlab.lab.training.memory import PeakMemory
 from growlab.lab.training.objective import Objective
 from growlab.lab.training.plan import Plan
@@ -171,7 +172,8 @@ class RunRecorder(Callback):
             "samples_per_sec": self.samples[epoch] / (seconds - self._validation_sec),
             "seconds": seconds,
         }
-        if pl_module.grower.trigger.wants_gradients:
+        trigger = pl_module.grower.trigger
+        if isinstance(trigger, OnDemand) and trigger.demand.wants_gradients:
             means = [mean for o in trainer.optimizers for mean in running_gradients(o).values()]
             row["gradient_norm"] = float(sum(mean.double().square().sum() for mean in means)) ** 0.5
         self.rows.append(row)
@@ -243,8 +245,9 @@ class RunRecorder(Callback):
             name: {"full_width": group.full_width, "widths": [stage[name] for stage in widths]}
             for name, group in task.graph.groups.items()
         }
-        looks = list(task.grower.trigger.looks)
-        write_json(self.run_dir / "growth.json", {"events": task.events, "looks": looks, "groups": groups})
+        trigger = task.grower.trigger
+        passes = list(trigger.auxiliary_passes) if isinstance(trigger, OnDemand) else []
+        write_json(self.run_dir / "growth.json", {"events": task.events, "looks": passes, "groups": groups})
 
 
 def metric_columns(objective: Objective, averages: Sequence[str] = (), watched: str = "val") -> list[str]:

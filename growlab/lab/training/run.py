@@ -140,7 +140,7 @@ def _run(cfg: DictConfig, run_dir: Path, ending: contextlib.ExitStack) -> None:
         if cfg.compile:
             # Not torch.compile(network), which would put a prefix before the names of all weights.
             task.network.compile()
-            grower.reopen()
+            grower.reattach_hooks()
         trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         plan = _carried_out(completed(plan, recorder.rows, task, cfg), planned, task, recorder)
         if trainer.is_global_zero:
@@ -187,7 +187,7 @@ def _data(cfg: DictConfig, ending: contextlib.ExitStack) -> RunData:
 def _carried_out(plan: Plan, planned: Planned, task: Task, recorder: RunRecorder) -> Plan:
     """The plan as it turned out: stages that were decided on the way, and passes beside training's."""
     grower = planned.grower
-    if not grower.knows_stages:
+    if not grower.forecast.known:
         stages = [row["stage"] for row in recorder.rows]
         counts = accumulate((event.get("asked_by") is None for event in grower.events), initial=0)
         plan = carried_out(plan, grower.trigger, stages, task.stage_widths, planned.cost, list(counts))
@@ -224,10 +224,10 @@ def _task(cfg: DictConfig, data: RunData, planned: Planned, run_id: str, begins:
     if cfg.start_from is not None and begins:
         maker = continuing(maker, start_from(planned.grower, cfg.start_from))
     objective = make_objective(cfg.objective, data)
-    settings = (learning_rate(cfg, planned.grower.knows_stages), objective, deciding_settings(cfg), run_id)
+    settings = (learning_rate(cfg, planned.grower.forecast.known), objective, deciding_settings(cfg), run_id)
     task = Task(planned.grower, plan.schedule, plan.steps, maker, *settings)
     task.batch_fit, task.watched = planned.batch_fit, data.watched
-    task.flops_in_epoch = plan.flops_in_epoch if planned.grower.knows_stages else None
+    task.flops_in_epoch = plan.flops_in_epoch if planned.grower.forecast.known else None
     if any(isinstance(module, _BATCH_NORMS) for module in task.network.modules()):
         task.statistics_ranks = 1 if cfg.trainer.get("sync_batchnorm") else world_size(cfg.trainer)
     return task

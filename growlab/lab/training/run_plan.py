@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from growlab.base.errors import UserError, as_user_errors
 from growlab.base.ranks import gather
 from growlab.base.settings import left_out
-from growlab.grower import Grower, no_widths, prepared
+from growlab.grower import Grower, no_widths, trace_for_growth
 from growlab.grower.triggers import Never, Trigger
 from growlab.growth import GrowthMethod
 from growlab.lab.data import ImageData, RunData
@@ -141,7 +141,7 @@ def _graph(
         return no_widths()
     if trigger.resizes:
         announce("tracing the network: which channels grow together")
-    return prepared(network, example, method, parts, cfg.seed, list(cfg.opaque), trigger.resizes)
+    return trace_for_growth(network, example, method, parts, cfg.seed, list(cfg.opaque), trigger.resizes)
 
 
 def probe_size(given: int | None, data: RunData) -> int:
@@ -223,7 +223,7 @@ def _make_part(name: str, settings: Any) -> Part:
     part = hydra.utils.instantiate(settings)
     if not isinstance(part, Part):
         raise UserError(f"parts.{name} makes a {type(part).__name__}, not a growlab.parts.Part.")
-    part.name_by_key(name)
+    part.name = part.name or name
     return part
 
 
@@ -288,9 +288,9 @@ class _FoundSizes:
         trainer.strategy.setup_environment()
 
         def narrow(copied: nn.Module, stage: int) -> WidthGraph:
-            graph, share = self._graph, self._trigger.share(stage, stages[stage])
+            graph, grown = self._graph, self._trigger.fraction_grown(stage, stages[stage])
             for part in self._parts:
-                graph = part.at_share(copied, graph, 1.0 if share is None else share)
+                graph = part.shrink_to(copied, graph, 1.0 if grown is None else grown)
             return graph
 
         run = TrialRun(

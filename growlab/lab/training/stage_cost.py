@@ -18,7 +18,7 @@ class StageCost:
     """Forward FLOPs per sample of a network at any stage of its growth.
 
     Args:
-        network: as `growlab.grower.prepared` left it, at full width; copied.
+        network: as `growlab.grower.trace_for_growth` left it, at full width; copied.
         graph: what it returned.
         parts: features beside growing.
         example: inputs, [B, ...], a tuple of them or inputs by name; the first sample is taken.
@@ -50,6 +50,6 @@ class StageCost:
         """A copy of the network at these widths."""
         copied, graph = copy.deepcopy(self._network), self._graph
         for part in () if share is None else self._parts:
-            graph = part.at_share(copied, graph, share)
+            graph = part.shrink_to(copied, graph, share)
         resize(copied, graph, graph.full_widths, widths)
         return copied

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from growlab.base.errors import UserError
 from growlab.base.ranks import stacked
-from growlab.grower import Grower, forecast
+from growlab.grower import Grower
 from growlab.growth import GrowthState, Schedule
 from growlab.lab.training.checkpoints import HEADER, as_precise, differences, shapes
 from growlab.lab.training.learning_rate import LearningRate
@@ -89,7 +89,7 @@ class Task(LightningModule):
     def stage_widths(self) -> list[dict[str, int]]:
         """Width of each group at every stage: of the whole schedule, or as has been decided so far."""
         grower = self.grower
-        known = forecast(grower.trigger, grower.full_graph, grower.parts) if grower.knows_stages else None
+        known = grower.forecast.stages if grower.forecast.known else None
         return known or [grower.seed_widths, *(event["widths_after"] for event in grower.events)]
 
     def forward(self, *inputs: Any) -> Tensor:

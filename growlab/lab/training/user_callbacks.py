@@ -147,7 +147,7 @@ def completed(plan: Plan, rows: Sequence[Mapping[str, Any]], task: Task, cfg: Di
         )
     state = task.growth_state
     # A method that decides widths by itself does not say how far it is.
-    grown = task.grower.trigger.share(state.scheduled_stage, state.widths) in (None, 1.0)
+    grown = task.grower.trigger.fraction_grown(state.scheduled_stage, state.widths) in (None, 1.0)
     stage = plan.schedule.stage_at(done - 1) if done else -1
     if not grown or stage < plan.schedule.num_stages - 1:
         raise UserError(

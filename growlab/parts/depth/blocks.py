@@ -86,9 +86,9 @@ class Blocks:
             name: [copied(modules[path]).cpu() for path in block.paths] for name, block in self.blocks.items()
         }
 
-    def present_at(self, share: float) -> list[str]:
-        """The blocks that are there when a share of all growth is done: they come evenly, all by the end."""
-        return list(self.blocks)[: round(share * len(self.blocks))]
+    def present_at(self, fraction_grown: float) -> list[str]:
+        """Blocks that are there at a fraction of growth: they come evenly, all by the end."""
+        return list(self.blocks)[: round(fraction_grown * len(self.blocks))]
 
     def tensors(self, name: str) -> list[str]:
         """Names of a block's tensors, as a `state_dict` has them."""

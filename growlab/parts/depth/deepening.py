@@ -9,8 +9,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from growlab.base import ranks
 from growlab.base.errors import UserError
-from growlab.grower.part import Part
-from growlab.grower.triggers import Never, Run, Trigger, Widths
+from growlab.grower.part import BlockPart
+from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
 from growlab.growth import GrowthState
 from growlab.optim.exchanging import order_parameters
 from growlab.optim.followers import copy_state
@@ -20,8 +20,8 @@ from growlab.parts.depth.starts import STARTS
 from growlab.widths import WidthGraph
 
 
-class Depth(Part):
-    """Lets blocks come in evenly with the share of growth that is done, before each event's widening.
+class Depth(BlockPart):
+    """Lets blocks come in evenly with the fraction of growth that is done, before each event's widening.
 
     Args:
         blocks: names of blocks in the order in which they come in; "auto": all that follow another of their kind in a
@@ -68,7 +68,7 @@ class Depth(Part):
 
     def applies(self, trigger: Trigger) -> bool:
         """A network that does not grow has all blocks, unless it is a smaller one."""
-        return trigger.grows or (isinstance(trigger, Never) and trigger.depth < 1)
+        return not isinstance(trigger, Never) or trigger.depth < 1
 
     def prepare(
         self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
@@ -88,31 +88,31 @@ class Depth(Part):
         self._depth = Blocks(network, graph, self._names, self._start, example)
         return graph
 
-    def at_share(self, network: nn.Module, graph: WidthGraph, share: float) -> WidthGraph:
-        """Leave out of a whole network what it does not have yet."""
-        present = self.depth.present_at(share)
+    def shrink_to(self, network: nn.Module, graph: WidthGraph, fraction_grown: float) -> WidthGraph:
+        """Take out the blocks that a whole network does not have yet."""
+        present = self.depth.present_at(fraction_grown)
         self.depth.leave_out(network, [name for name in self.depth.blocks if name not in present])
         return self.depth.graph(present, graph)
 
-    def check(self, run: Run) -> None:
-        """How far growth has come has to be known."""
-        if run.trigger.share(0, run.trigger.first(run.graph)) is None:
+    def check(self, grower: GrowingNetwork) -> None:
+        """Refuse a trigger that does not know how far growth has come."""
+        if grower.trigger.fraction_grown(0, grower.seed_widths) is None:
             raise UserError(
                 "blocks that come in later need a trigger that knows how far growth has come: take a schedule of "
                 "stages or a demand, and a growth method that follows it."
             )
 
-    def begin(self, run: Run) -> None:
+    def begin(self, grower: GrowingNetwork) -> None:
         """Note the blocks that the seed has: none where it grows, a part of them in a smaller network."""
-        share = run.trigger.share(0, run.seed_widths)
-        assert share is not None
-        run.state.blocks |= dict.fromkeys(self.depth.present_at(share), 0)
+        fraction = grower.trigger.fraction_grown(0, grower.seed_widths)
+        assert fraction is not None
+        grower.state.blocks |= dict.fromkeys(self.depth.present_at(fraction), 0)
 
     def births(self, state: GrowthState) -> Mapping[str, int]:
         """Stage that the blocks' tensors came with."""
         return self.depth.births(state.blocks)
 
-    def before_growth(self, run: Run, widths: Widths) -> Mapping[str, Any]:
+    def before_growth(self, grower: GrowingNetwork, widths: Widths) -> Mapping[str, Any]:
         """Put in the blocks that come with the next stage; optimizers and averages follow.
 
         Returns:
@@ -122,27 +122,27 @@ class Depth(Part):
             ParityError: a block changed the outputs; it was taken out again.
             UserError: a block cannot begin as configured, or an optimizer has several groups of parameters.
         """
-        state, stage = run.state, run.state.stage + 1
-        share = run.trigger.share(state.scheduled_stage + 1, widths)
-        assert share is not None
-        past, inserted, copied = dict(run.network.named_parameters()), [], dict[str, str]()
-        for name in self.depth.present_at(share):
+        state, stage = grower.state, grower.state.stage + 1
+        fraction = grower.trigger.fraction_grown(state.scheduled_stage + 1, widths)
+        assert fraction is not None
+        past, inserted, copied = dict(grower.network.named_parameters()), [], dict[str, str]()
+        for name in self.depth.present_at(fraction):
             if name in state.blocks:
                 continue
-            now = (run.method, state.widths, run.seed, stage)
-            told, sources = self.depth.insert(run.network, name, *now, run.probe(), ranks.agreed)
-            inserted.append(told)
+            now = (grower.method, state.widths, grower.seed, stage)
+            receipt, sources = self.depth.insert(grower.network, name, *now, grower.probe(), ranks.agreed)
+            inserted.append(receipt)
             copied |= sources
-            for copy in run.copies().values():
+            for copy in grower.copies().values():
                 # The average of what has only just begun is what it begins as.
-                self.depth.put_in(copy, name, state.widths, run.network)
+                self.depth.put_in(copy, name, state.widths, grower.network)
                 copy.requires_grad_(False)
             state.blocks[name] = stage
         if not inserted:
             return {}
-        run.graph = run.graph_at(state)
-        parameters = dict(run.network.named_parameters())
-        for optimizer in run.optimizers:
+        grower.graph = grower.graph_at(state)
+        parameters = dict(grower.network.named_parameters())
+        for optimizer in grower.optimizers:
             order_parameters(optimizer, past, parameters)
             if self._state == "copy":
                 copy_state(optimizer, {parameters[new]: parameters[old] for new, old in copied.items()})
@@ -152,11 +152,11 @@ class Depth(Part):
         """The width graph with a state's blocks."""
         return self.depth.graph(state.blocks, graph)
 
-    def recognise(self, names: Collection[str], state: GrowthState) -> GrowthState:
-        """Blocks are there whose tensors are."""
+    def state_from_keys(self, names: Collection[str], state: GrowthState) -> GrowthState:
+        """Read off the blocks whose tensors are there."""
         present = [name for name in self.depth.blocks if set(self.depth.tensors(name)) <= set(names)]
         return replace(state, blocks={name: state.blocks.get(name, state.stage) for name in present})
 
     def restore(self, network: nn.Module, state: GrowthState) -> None:
-        """Put in the blocks that a state has, and take out those that it has not."""
+        """Put in the blocks that a state has, and take out the others."""
         self.depth.restore(network, state.blocks, state.widths)

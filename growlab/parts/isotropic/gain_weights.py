@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from growlab.base.errors import UserError, as_user_errors
 from growlab.base.settings import at_least
 from growlab.grower.part import Part
-from growlab.grower.triggers import Run, Trigger
+from growlab.grower.triggers import GrowingNetwork
 from growlab.widths import WidthGraph
 
 MODES = ("constant", "decayed")
@@ -39,10 +39,6 @@ class GainWeights(Part):
         self._mode, self._decay = str(mode), decay
         self._held: list[tuple[nn.Module, Tensor]] = []
 
-    def applies(self, trigger: Trigger) -> bool:
-        """Networks of fixed size train psi too."""
-        return True
-
     def prepare(
         self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
     ) -> WidthGraph:
@@ -58,9 +54,9 @@ class GainWeights(Part):
             )
         return graph
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, grower: GrowingNetwork) -> None:
         """Add the decay's gradient, or note what psi is."""
-        layers = readers(run.network)
+        layers = readers(grower.network)
         if self._mode == "constant":
             self._held = [(layer, gain_weights(layer).clone()) for layer in layers]
         for layer in layers:
@@ -72,7 +68,7 @@ class GainWeights(Part):
             else:
                 gain_weights(layer, layer.weight.grad).add_(gain_weights(layer), alpha=2 * self._decay)
 
-    def after_step(self, run: Run) -> None:
+    def after_step(self, grower: GrowingNetwork) -> None:
         """Put back what a constant psi was."""
         for layer, value in self._held:
             gain_weights(layer).copy_(value)

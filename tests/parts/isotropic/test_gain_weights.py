@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from growlab.base.errors import UserError
 from growlab.grower import Grower
-from growlab.grower.triggers import Decided
+from growlab.grower.triggers import ByMethod
 from growlab.parts.isotropic import GainWeights, Isotropic, IsotropicMLP, change_inputs
 from growlab.parts.isotropic.gain_weights import gain_weights, readers
 from tests.command_line import CommandLine
@@ -41,7 +41,7 @@ def trained(
         network,
         x[:2],
         method=Isotropic(first=10**6),
-        trigger=Decided(),
+        trigger=ByMethod(),
         parts=() if part is None else (part,),
     )
     optimizer = make(network.parameters())

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from growlab import parts
 from growlab.base.errors import UserError
 from growlab.grower import Grower
-from growlab.grower.triggers import Decided
+from growlab.grower.triggers import ByMethod
 from growlab.growth import Net2Net, PairGrowth, RandomGrowth, VarianceTransfer
 from growlab.optim import SGD
 from growlab.parts.isotropic import Isotropic, IsotropicLayers, IsotropicMLP
@@ -132,7 +132,7 @@ def test_a_method_that_decides_by_itself_is_asked() -> None:
     torch.manual_seed(0)
     network = IsotropicMLP(5, [8], 3).double()
     method = Isotropic()
-    grower = Grower(network, batch(0)[0], method=method, trigger=Decided(0.5))
+    grower = Grower(network, batch(0)[0], method=method, trigger=ByMethod(0.5))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     grower.follow(optimizer)
     for epoch in range(3):
@@ -182,7 +182,7 @@ def test_the_gradient_follows_where_multiplied_rows_are_written_into_the_weights
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"method": Isotropic(), "trigger": Decided()}, "decides the widths of isotropic layers already"),
+        ({"method": Isotropic(), "trigger": ByMethod()}, "decides the widths of isotropic layers already"),
         (
             {"network": nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))},
             "isotropic growth needs a layer",

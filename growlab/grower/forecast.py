@@ -1,0 +1,159 @@
+"""Widths of a run at every stage, as far as trigger and parts know them before it trains."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from growlab.base.errors import UserError
+from growlab.grower.part import Part, WidthPart
+from growlab.grower.triggers import Never, OnDemand, Trigger, Widths
+from growlab.growth import GrowthMethod, GrowthState
+from growlab.widths import WidthGraph
+
+_ENTRIES_OF_STATE = ("full_widths", "growth", "clock", "events", "trigger", "parts")
+
+
+class Forecast:
+    """Stages of a run as they are known before it trains.
+
+    Args:
+        trigger: of the run.
+        graph: the network's width graph at full width, as trigger, method and parts have prepared it.
+        parts: features of the run; those with width groups of their own add these groups' widths.
+
+    Attributes:
+        stages: width of each group at every stage; None if training decides them.
+        seed: width of each group in the seed.
+        known: True if it is also known when each stage begins.
+        decided: groups whose widths parts decide while the network trains.
+
+    Raises:
+        UserError: the network has no such widths.
+    """
+
+    def __init__(self, trigger: Trigger, graph: WidthGraph, parts: Sequence[Part]) -> None:
+        self._trigger, self._graph, self._parts = trigger, graph, tuple(parts)
+        self.decided = {group for part in parts if part.method is not None for group in part.groups}
+        self._own = {group for part in parts for group in part.groups}
+        if isinstance(trigger, OnDemand):
+            trigger.leave_to_parts(self.decided)
+        self.known = trigger.knows_stages and all(part.method is None for part in parts)
+        stages = trigger.forecast(graph)
+        own = self._of_parts(1 if stages is None else len(stages))
+        self.stages: list[dict[str, int]] | None = None
+        if stages is not None:
+            self.stages = [
+                {**widths, **{g: each[stage] for g, each in own.items()}}
+                for stage, widths in enumerate(stages)
+            ]
+        self.seed = {**trigger.first(graph), **{group: each[0] for group, each in own.items()}}
+
+    def _of_parts(self, num_stages: int) -> dict[str, Sequence[int]]:
+        return {
+            group: each
+            for part in self._parts
+            if isinstance(part, WidthPart)
+            for group, each in part.stage_widths(num_stages).items()
+        }
+
+    def check(self, method: GrowthMethod) -> None:
+        """Refuse stages that a method cannot grow through.
+
+        Raises:
+            UserError: a stage is narrower than the one before it, and the method only widens; or it cannot grow a group
+                to these widths.
+        """
+        for stage, (before, after) in enumerate(pairwise(self.stages or ()), start=1):
+            narrower = next((group for group, width in before.items() if after[group] < width), None)
+            if narrower is not None and not method.shrinks:
+                raise UserError(
+                    f"stage {stage} of the trigger is narrower than the one before it ({before[narrower]} to "
+                    f"{after[narrower]} channels of {narrower!r}), and {method.name} only widens."
+                )
+        if not any(part.grows for part in self._parts):
+            # Blocks that come in change which groups there are, and parts widen their own groups themselves.
+            steps = self._trigger.steps(self._graph) if isinstance(self._trigger, OnDemand) else self.stages
+            method.check(
+                self._graph, [{g: step[g] for g in step if g not in self._own} for step in steps or ()]
+            )
+
+    def fraction_grown(self, stage: int, widths: Widths) -> float:
+        """Fraction of all growth that is done once a stage with these widths has begun; 1 where it is not known."""
+        fraction = self._trigger.fraction_grown(stage, widths)
+        return 1.0 if fraction is None else fraction
+
+    def complete(self, asked: Widths, now: Widths, stage: int) -> dict[str, int]:
+        """Widths of all groups, from those that the trigger asks for.
+
+        Args:
+            asked: by the trigger; groups that are left out keep their width.
+            now: width of each group now.
+            stage: that begins, as the trigger counts.
+        """
+        scheduled = {} if self.stages is None else {g: self.stages[stage][g] for g in self._own}
+        return {**now, **asked, **scheduled, **{group: now[group] for group in self.decided}}
+
+    def nothing_grows(self) -> str:
+        """Reason why nothing would grow, as a sentence; "" if something does, or nothing is to."""
+        if self._graph.groups or isinstance(self._trigger, Never) or any(part.grows for part in self._parts):
+            return ""
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self._graph.fixed.items())[:3])
+        return f"nothing in this network can grow{f' ({reasons})' if reasons else ''}"
+
+    def unreached(self, stage: int) -> str:
+        """Warning if stages behind this one are scheduled, else ""."""
+        if self.stages is None or stage >= len(self.stages) - 1:
+            return ""
+        return (
+            f"training has ended in stage {stage} of {len(self.stages) - 1}: the network is narrower than in its last "
+            "stage, which its trigger would have grown it to later"
+        )
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse what `Grower.state_dict` of another run returned: its next stage would be another one.
+
+        Raises:
+            UserError: it is no grower's state, another network's, or of a run of other parts or other widths at its
+                stage.
+        """
+        kinds = {name: list if name == "events" else Mapping for name in _ENTRIES_OF_STATE}
+        if not isinstance(state, Mapping) or not all(
+            isinstance(state.get(name), kind) for name, kind in kinds.items()
+        ):
+            raise UserError("this is no state of a Grower: give what its own state_dict() returned.")
+        if state["full_widths"] != self._graph.full_widths:
+            raise UserError("the state is of another network: its width groups or their full widths differ.")
+        names = {part.name for part in self._parts}
+        if names != set(state["parts"]):
+            saved, own = (", ".join(sorted(each)) or "none" for each in (state["parts"], names))
+            raise UserError(f"the state is of a run with other parts: {saved}; this one has {own}.")
+        growth = GrowthState.from_dict(state["growth"])
+        if self.stages is None or len(self.stages) == 1:
+            # With one stage, as where checkpoints are evaluated, there is no next one.
+            return
+        stage = growth.scheduled_stage
+        here = self.stages[min(stage, len(self.stages) - 1)]
+        for group, width in growth.widths.items():
+            if group not in self.decided and here.get(group, width) != width:
+                raise UserError(
+                    f"the state is of stage {stage} with {width} channels of {group!r}, where this trigger has "
+                    f"{here[group]}: give the trigger that the run began with; only later stages may differ."
+                )
+
+    def stage_of(self, widths: Mapping[str, int], default: int) -> tuple[int, dict[str, list[int]]]:
+        """Stage that has these widths, and the stage that each channel of a group comes with.
+
+        Args:
+            widths: of all groups.
+            default: the stage, where none has these widths.
+        """
+        stages = self.stages or []
+        stage = stages.index(dict(widths)) if dict(widths) in stages else default
+        births = {
+            group: [
+                next((s for s, known in enumerate(stages[:stage]) if known[group] > channel), stage)
+                for channel in range(width)
+            ]
+            for group, width in widths.items()
+        }
+        return stage, births
