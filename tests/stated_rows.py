@@ -13,10 +13,10 @@ import pandas
 from scipy.stats import t as student_t
 
 from growlab.lab.analysis.layer_figures import read
+from growlab.lab.analysis.paired import interval
 from growlab.lab.analysis.width_paths import path_of
 from growlab.recipes.papers.published import published
 from growlab.recipes.papers.statistics import first_loss
-from growlab.recipes.papers.verdicts import interval
 from tests.stated import (
     ALONE,
     EIGHT,

@@ -35,12 +35,17 @@ class Comparison:
 
     def interval(self, level: float = 0.95) -> tuple[float, float] | None:
         """Student's t interval of the mean difference, n - 1 degrees of freedom; None for fewer than two seeds."""
-        n = len(self.differences)
-        if n < 2:
-            return None
-        mean = statistics.fmean(self.differences)
-        reach = student_t.ppf((1 + level) / 2, n - 1) * statistics.stdev(self.differences) / math.sqrt(n)
-        return mean - float(reach), mean + float(reach)
+        return interval(self.differences, level)
+
+
+def interval(differences: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
+    """Student's t interval of their mean, n - 1 degrees of freedom; None for fewer than two."""
+    n = len(differences)
+    if n < 2:
+        return None
+    reach = float(student_t.ppf((1 + level) / 2, n - 1)) * statistics.stdev(differences) / math.sqrt(n)
+    mean = statistics.fmean(differences)
+    return mean - reach, mean + reach
 
 
 def compare_pairs(rows: Sequence[Row], against: str | None = None) -> list[Comparison]:
@@ -89,17 +94,17 @@ def paired_table(comparisons: Sequence[Comparison], level: float = 0.95) -> Grid
     names_of = dict(zip(map(id, compared), told_apart(compared), strict=True))
     rows = []
     for one in comparisons:
-        interval = one.interval(level)
+        bounds = one.interval(level)
         if one.mean is None:
             said = "no common seed"
-        elif interval is None:
+        elif bounds is None:
             said = "one seed: no interval"
         else:
-            said = f"{_points(one, interval[0])} to {_points(one, interval[1])}"
+            said = f"{_points(one, bounds[0])} to {_points(one, bounds[1])}"
         where = [one.row.group.model, one.row.group.data] if several else []
         names = [names_of[id(one.row)], names_of[id(one.against)]]
         mean = "" if one.mean is None else _points(one, one.mean)
-        if interval is not None and (interval[0] > 0 or interval[1] < 0):
+        if bounds is not None and (bounds[0] > 0 or bounds[1] < 0):
             mean = f"**{mean}**"
         rows.append([*where, *names, str(len(one.differences)), mean, said])
     metrics = sorted({comparison.row.metric for comparison in comparisons})

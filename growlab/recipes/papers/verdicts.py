@@ -10,10 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import t as student_t
-
 from growlab.base.errors import UserError
 from growlab.lab.analysis.metrics import metric_of
+from growlab.lab.analysis.paired import interval
 from growlab.lab.analysis.results import Run, open_run
 from growlab.recipes.papers.published import Published, published
 from growlab.recipes.papers.registry import Check
@@ -195,16 +194,6 @@ def _means_by_seed(runs: Sequence[Run], measure: Callable[[Run], float]) -> list
         values.setdefault(run.results["seed"], []).append(measure(run))
     finite = {seed: [one for one in of_seed if math.isfinite(one)] for seed, of_seed in values.items()}
     return [statistics.fmean(finite[seed]) if finite[seed] else math.nan for seed in sorted(finite)]
-
-
-def interval(differences: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
-    """Student's t interval of their mean, n - 1 degrees of freedom; None for fewer than two."""
-    n = len(differences)
-    if n < 2:
-        return None
-    reach = float(student_t.ppf((1 + level) / 2, n - 1)) * statistics.stdev(differences) / math.sqrt(n)
-    mean = statistics.fmean(differences)
-    return mean - reach, mean + reach
 
 
 def _published(named: tuple[str, ...]) -> tuple[Published, Published]:
