@@ -94,7 +94,7 @@ def _legend_name(name: str, row: Row, rows: Sequence[Row]) -> str:
 
 
 def _note(rows: Sequence[Row]) -> str:
-    """What intervals and marks of growth mean."""
+    """Note on intervals and marks of growth."""
     told = "one seed each: no interval is known"
     if any(len(row.runs) > 1 for row in rows):
         told = "lines and points: means over n seeds; bands and bars: one sample standard deviation"

@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def describe(entity: str, project: str) -> str:
-    """What would be made, a line a panel."""
+    """Description of the workspace and report, a line a panel."""
     lines = [f"workspace and report 'growlab' in {entity}/{project}, runs grouped by sweep:"]
     for name, panels in SECTIONS.items():
         lines += [f"  {name}", *(f"    {panel.describe()}" for panel in panels)]

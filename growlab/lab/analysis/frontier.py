@@ -113,7 +113,7 @@ def _draw(
 
 
 def _note(series: Sequence[Series]) -> str:
-    """What bars mean, and the symbols that names have."""
+    """Note on bars and on symbols in names."""
     names = " ".join(one.name for one in series)
     several = any(point.row.n > 1 for one in series for point in one.points)
     told = ["one seed each: no interval is known"]

@@ -1,4 +1,4 @@
-"""What went on in each layer of runs: histograms before and after training, deviations over it, from `layers.csv`.
+"""Layer statistics of runs: histograms before and after training, deviations over it, from `layers.csv`.
 
 They are the figures of Chang et al. 2020, Section 5.1 and Appendix B.1, without biases (in brackets: with them):
 activations before training 1 (18), over it 7 (19), at its end 8 (20); gradients 9, 10, 11 (21, 22, 23); what the output

@@ -1,4 +1,4 @@
-"""What a run is judged by: BLEU of a translation, bits of a text, what its objective says, or accuracy."""
+"""Metrics by which runs are compared: BLEU of a translation, bits of a text, an objective's own, or accuracy."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Metric:
 
     @property
     def difference(self) -> str:
-        """What a difference of two values is told in."""
+        """Unit in which differences are printed."""
         return f"{self.name} in percentage points" if self.unit == "%" else self.name
 
     def quality(self, value: float | None) -> float:

@@ -22,7 +22,7 @@ _NORMS = {"weight_norm": "weight norm", "grad_norm": "gradient norm"}
 
 
 def has_rate_factors(run: Run) -> bool:
-    """Whether the run recorded rate factors: norms are recorded without rate adaptation too."""
+    """True if the run recorded rate factors: norms are recorded without rate adaptation too."""
     adapted = run.results.get("lr_adapt") != "none"
     return adapted and run.rates is not None and bool(run.rates["rate_factor"].notna().any())
 

@@ -103,7 +103,7 @@ def _method(run: Run) -> str:
 
 
 def _told(run: Run, name: str, colour: str) -> dict[str, Any]:
-    """What the page shows of a run, in numbers that JSON knows."""
+    """Content of the page about a run, in types of JSON."""
     results = run.results
     return {
         "name": name,

@@ -1,4 +1,4 @@
-"""What each stage takes of a machine: time, throughput and memory, with and without batch adaptation."""
+"""Resources of each stage: time, throughput and memory, with and without batch adaptation."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -34,7 +34,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, order=True)
 class Group:
-    """What runs have in common that differ by nothing but their seed: one row of a table."""
+    """Row of a table: the fields that runs share which differ only by their seed."""
 
     experiment: str
     model: str
@@ -48,7 +48,7 @@ class Group:
 
     @property
     def is_fixed_size(self) -> bool:
-        """Whether the network keeps one width from start to end."""
+        """True if the network keeps one width from start to end."""
         return self.growth == "none"
 
     @property
@@ -143,13 +143,13 @@ class Run:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """What its seconds were measured on: the device's name, threads, and how many devices and machines."""
+        """Machine that its seconds were measured on: the device's name, threads, and how many devices and machines."""
         devices = {name: self.results.get(name) or 1 for name in ("world_size", "num_nodes")}
         return {**(self.results.get("machine") or {}), **devices}
 
     @property
     def keeps_full_width(self) -> bool:
-        """Whether each epoch cost as much as one of the fixed-size network at full width."""
+        """True if each epoch cost as much as one of the fixed-size network at full width."""
         cost = self.results["train_cost_percent"]
         share = None if cost is None else cost * self.reference_epochs / (100 * self.results["epochs"])
         return self.group.is_fixed_size and share is not None and math.isclose(share, 1, rel_tol=1e-3)

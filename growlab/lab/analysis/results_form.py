@@ -56,10 +56,10 @@ _STAGE_OPTIONAL: dict[str, Kinds] = {
 
 
 def check_form(content: Any) -> dict[str, Any]:
-    """What a `results.json` holds, if it is a run's.
+    """Return the content of a `results.json` if it is a run's.
 
     Raises:
-        ValueError: it is not; told as half a sentence.
+        ValueError: it is not; the message is half a sentence.
     """
     if not isinstance(content, dict):
         raise ValueError("it is not the result of a growlab run.")

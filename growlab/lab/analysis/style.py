@@ -1,4 +1,4 @@
-"""How figures look: size, palette, growth events, labels that do not touch each other."""
+"""Style of figures: size, palette, growth events, labels that do not touch each other."""
 
 import csv
 import io

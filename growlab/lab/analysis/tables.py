@@ -180,7 +180,7 @@ def one_task(rows: Sequence[Row], what: str) -> None:
 
 
 def told_apart(rows: Sequence[Row]) -> list[str]:
-    """The rows' methods; with what else tells apart two rows of one network and data that would share a name.
+    """Unique row names: the method, with more where two rows of one network and data would share it.
 
     Args:
         rows: from `summarise`.
@@ -228,7 +228,7 @@ def _one_per_seed(runs: Sequence[Run], report: Report) -> list[Run]:
 
 
 def _speedup(group: Group, members: Sequence[Run], kept: dict[Group, list[Run]]) -> float | None:
-    """How many times faster than the nearest fixed-size group; machines are compared each with itself."""
+    """Speed-up over the nearest fixed-size group, on the same machines."""
     if group.is_fixed_size:
         return None
     mine = _seconds_by_machine(members)

@@ -13,7 +13,7 @@ from growlab.lab.analysis.tables import Row, one_task
 
 @dataclass(frozen=True)
 class Amount:
-    """What it takes to reach a score.
+    """Amount that it takes to reach a score.
 
     Attributes:
         value: the amount; None where nothing was measured.
@@ -30,7 +30,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class TimeToScore:
-    """What one method takes to a test score, beside the reference.
+    """Cost and seconds of one method to a test score, and ratios to the reference.
 
     Attributes:
         level: the score, of accuracy a fraction.
@@ -54,7 +54,7 @@ class TimeToScore:
 def times_to_scores(
     rows: Sequence[Row], against: str | None = None, level: float | None = None
 ) -> list[TimeToScore]:
-    """What every method takes to the scores of the reference, or to one score ("time to accuracy").
+    """Cost and seconds of every method to the scores of the reference, or to one score ("time to accuracy").
 
     A method's test score is interpolated linearly over the logarithm of cost, and over that of seconds, between
     neighbouring budgets; the first crossing counts. Nothing is extrapolated: a score below that of the smallest

@@ -105,7 +105,7 @@ class _Line:
 
 
 def _note(lines: Sequence[_Line]) -> str:
-    """How many runs lines are of, and what bars and bands mean."""
+    """Note on the number of runs, bars and bands."""
     counts = sorted({line.n for line in lines})
     told = "one run each: no interval is known"
     if counts != [1]:

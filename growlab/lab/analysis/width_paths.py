@@ -73,7 +73,7 @@ def width_paths(runs: Sequence[Run]) -> Figure:
 
 
 def held_out_name(runs: Sequence[Run]) -> str:
-    """What the held-out accuracy of runs is of: "test accuracy" where they watched the test set in all of them."""
+    """Name of the held-out accuracy: "test accuracy" if all runs watched the test set."""
     if all(run.curve("val_accuracy") is None for run in runs):
         return "test accuracy"
     return "validation accuracy"

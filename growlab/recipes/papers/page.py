@@ -54,7 +54,7 @@ class Standing:
 
     @cached_property
     def outcomes(self) -> list[Outcome]:
-        """What the rows say of each statement."""
+        """Outcome of each statement."""
         return [] if self.results is None else [outcome(check, self.results) for check in self.item.checks]
 
     @cached_property
@@ -167,7 +167,7 @@ def _is_at_equal_flops(run: Run) -> bool:
 
 
 def _counted(outcomes: Iterable[Outcome]) -> str:
-    """How many have each verdict."""
+    """Number of outcomes with each verdict, in words."""
     verdicts = [one.verdict for one in outcomes]
     words = (HOLDS, CONTRADICTED, UNDECIDED, ONE_RUN)
     return ", ".join(f"{verdicts.count(word)} {word}" for word in words if word in verdicts)

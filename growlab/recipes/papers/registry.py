@@ -57,7 +57,7 @@ class Check:
 
     @property
     def is_bound(self) -> bool:
-        """Whether a number is held to a bound, and not compared with another."""
+        """True if a number is compared with a bound, not with another number."""
         return self.summary is not None or self.rows is not None
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class Job:
 
     @property
     def folder(self) -> str:
-        """Where `python -m growlab -m experiment=...` puts it, below its runs."""
+        """Folder that `python -m growlab -m experiment=...` gives it, below its runs."""
         kept = sorted(o for o in self.overrides if not o.startswith(_NOT_IN_FOLDER))
         return f"{self.experiment}/{','.join(kept) or 'run'}"
 
@@ -250,7 +250,7 @@ def _split(value: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a file of conf/experiment and those it builds on say of a run's length, data and seed, and of its sweep."""
+    """Length, data, seed and sweep that a file of conf/experiment, with those it builds on, gives a run."""
 
     epochs: int | None
     data: str

@@ -23,7 +23,7 @@ HOLDS, CONTRADICTED, UNDECIDED, ONE_RUN = "holds", "contradicted", "undecided", 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What our rows say of a statement.
+    """Result of comparing a statement with our rows.
 
     Attributes:
         check: the statement.
@@ -47,7 +47,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """Whether our rows bear the statement out: `HOLDS`, `CONTRADICTED`, `UNDECIDED` or `ONE_RUN`.
+        """Verdict of our rows on the statement: `HOLDS`, `CONTRADICTED`, `UNDECIDED` or `ONE_RUN`.
 
         Equality holds where the whole interval lies within the statement's margin around the published difference
         (around 0 where there is none), and is contradicted where none of it does. So does a bound on a number of each
@@ -75,13 +75,13 @@ class Outcome:
 
     @property
     def points_away(self) -> bool:
-        """Whether the difference itself has the other sign than stated."""
+        """True if the difference itself has the opposite sign."""
         signs = {"more": self.difference < 0, "less": self.difference > 0}
         return signs.get(self.check.expect, False)
 
     @property
     def within(self) -> bool | None:
-        """Whether the published difference lies in our interval; None without either."""
+        """True if the published difference lies in our interval; None without either."""
         if self.interval is None or self.published is None:
             return None
         return self.interval[0] <= self.published <= self.interval[1]

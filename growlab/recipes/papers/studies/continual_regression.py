@@ -33,7 +33,7 @@ _NOISE, _SAMPLES, _HIDDEN = 0.05, 100, 10
 
 @dataclass(frozen=True)
 class Settings:
-    """What the study does; the defaults are the paper's.
+    """Settings of the study; the defaults are the paper's.
 
     Attributes:
         initialisations: those compared.
@@ -59,7 +59,7 @@ class Settings:
 
 @dataclass
 class Curves:
-    """What was measured for every combination of initialisation, rate and seed.
+    """Measurements of every combination of initialisation, rate and seed.
 
     Attributes:
         steps: steps done at each measurement, [M], from 0 over all tasks.
@@ -327,7 +327,7 @@ def _table(settings: Settings, curves: Curves, rows: Sequence[dict[str, Any]]) -
 
 
 def _numbers(values: Tensor) -> list[float | None]:
-    """Of each seed, in four digits."""
+    """Values of each seed, in four digits."""
     return [float(f"{value:.4g}") if isfinite(value) else None for value in values.tolist()]
 
 

@@ -86,7 +86,7 @@ def rest(rows: Sequence[dict[str, Any]], shown: Sequence[str]) -> tuple[list[str
 
 
 def label(row: dict[str, Any]) -> str:
-    """What the legend and the terminal call a row of the summary."""
+    """Name of a row of the summary, in the legend and on the terminal."""
     if None in row["loss_when_learnt"]:
         return f"{row['initialisation']}: diverged at every rate"
     return f"{row['initialisation']}, lr {row['learning_rate']:g}, median first loss {row['median_first_loss']:.2g}"

@@ -137,7 +137,7 @@ def built(name: str, in_features: int, width: int, num_classes: int) -> nn.Seque
 
 
 def _affinity(network: nn.Module, x: Tensor, labels: Tensor) -> dict[str, float]:
-    """How far gains differ; share of the outputs' variance that no affine map of inputs, or of x / ||x||, explains."""
+    """Spread of gains; share of the outputs' variance that no affine map of inputs, or of x / ||x||, explains."""
     gains: list[Tensor] = []
     activations = [module for module in network.modules() if isinstance(module, IsotropicActivation)]
     handles = [a.register_forward_hook(lambda m, i, o: gains.append(m.gain(i[0]))) for a in activations]
@@ -260,7 +260,7 @@ def directions(
 def lengths(
     name: str, seed: int, data: Any, test: tuple[Tensor, Tensor], width: int, epochs: int, lr: float
 ) -> dict[str, Any]:
-    """What becomes of the intrinsic lengths of a kind of `LENGTHS` in training."""
+    """Intrinsic lengths of a kind of `LENGTHS` over training."""
     length, kind = LENGTHS[name]
     network, _ = _trained(seed, data, width, epochs, lr, length=length, length_kind=kind)
     known = [m.intrinsic_length for m in network.modules() if isinstance(m, IsotropicActivation)]

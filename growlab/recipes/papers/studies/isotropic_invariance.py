@@ -1,4 +1,4 @@
-"""What leaves a trained isotropic network as it is: neurons that come and go, diagonal layers, other bases.
+"""Changes that leave a trained isotropic network as it is: neurons that come and go, diagonal layers, other bases.
 
 Statements that G. Bird, "On De-Individuated Neurons", makes without a table: growth changes nothing and removal little
 (Section 3, Eqs. 27-30), every other layer can be a vector (Section 2.3, Eq. 19), and a network in another basis

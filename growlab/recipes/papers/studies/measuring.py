@@ -1,4 +1,4 @@
-"""What studies share: steps on batches, accuracies, and tables of rows."""
+"""Code that studies share: steps on batches, accuracies, and tables of rows."""
 
 import csv
 import io
