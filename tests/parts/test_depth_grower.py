@@ -254,6 +254,73 @@ def test_groups_by_layer_do_not_say_where_a_new_one_belongs() -> None:
         several.train()
 
 
+class Tabled(nn.Module):
+    """A residual block with a table of its own beside the stream, which no training changes."""
+
+    def __init__(self, index: int, kept: str) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        table = torch.sin((index + 1) * torch.arange(40.0).view(5, 8))
+        if kept == "plain":
+            self.table = table
+        elif kept == "frozen":
+            self.table = nn.Parameter(table, requires_grad=False)
+        else:
+            self.register_buffer("table", table, persistent=kept == "persistent")
+        self.register_buffer("scale", torch.tensor(1.0 / (index + 1)), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(self.norm(x)) + self.table.to(x)))
+
+
+def tabled(kept: str) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = (Tabled(index, kept) for index in range(4))
+    return nn.Sequential(nn.Linear(6, 8), *blocks, nn.LayerNorm(8), nn.Linear(8, 3)).double()
+
+
+def trained_with_blocks(network: nn.Module, start: Any, resumed: dict[str, Any] | None, end: int) -> Grower:
+    grower = Grower(
+        network,
+        torch.randn(4, 5, 6, dtype=torch.float64),
+        method=VarianceTransfer(),
+        trigger=At({0: 0.25, 1: 0.5, 2: 1.0}),
+        parts=[Depth(start=start)],
+        anneal_steps=1,
+    )
+    if resumed is not None:
+        grower.load_state_dict(resumed["grower"])
+        network.load_state_dict(resumed["network"])
+    optimizer = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], 0.01)
+    grower.follow(optimizer)
+    for epoch in range(0 if resumed is None else resumed["epoch"], end):
+        grower.step(epoch=epoch)
+        for _ in range(2):
+            optimizer.zero_grad()
+            network(torch.randn(4, 5, 6, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+    return grower
+
+
+@pytest.mark.parametrize("start", ["zero", "stack", "gstack"])
+@pytest.mark.parametrize("kept", ["plain", "not persistent", "persistent", "frozen"])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_constants_of_late_blocks_end_as_they_began(start: str, kept: str, resumed: bool) -> None:
+    network, fresh, state = tabled(kept), tabled(kept), None
+    tables = [block.table.clone() for block in fresh[1:5]]
+    if resumed:
+        first = tabled(kept)
+        grower = trained_with_blocks(first, start, None, 2)
+        state = {"grower": grower.state_dict(), "network": first.state_dict(), "epoch": 2}
+    grower = trained_with_blocks(network, start, state, 3)
+    grower.finish()
+    fresh.load_state_dict(network.state_dict())
+    for block, table in zip(network[1:5], tables, strict=True):
+        torch.testing.assert_close(block.table, table, rtol=0, atol=0)
+    x = torch.randn(4, 5, 6, dtype=torch.float64)
+    torch.testing.assert_close(fresh(x), network(x), rtol=0, atol=1e-12)
+
+
 class Untraceable(nn.Module):
     """Widths cannot be found: the forward leaves torch for NumPy."""
 

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from growlab.base.errors import UserError
+from growlab.growth import constants
 from growlab.growth.method import Expansion, GrowthMethod
+from growlab.growth.offsets import as_applied, as_kept
 from growlab.growth.outputs import device_and_precision, observe, positional
 from growlab.growth.parity import compare
 from growlab.growth.state import ParityError
@@ -40,6 +42,7 @@ class Blocks:
 
     Attributes:
         blocks: by name, in the order in which they come in.
+        constants: of the whole network at full width, see `growlab.growth.constants`.
         chains: where they were found, and why others were not; empty where they were named.
 
     Raises:
@@ -57,6 +60,7 @@ class Blocks:
         if start not in STARTS:
             raise UserError(f"start must be {' or '.join(STARTS)}, not {start!r}.")
         self.full, self.start = graph, start
+        self.constants = constants.kept(graph, tensors_of(network, graph))
         # Names that are none are told before the network runs.
         given = None if blocks is None else [(name, _paths(network, name)) for name in blocks]
         search = Search(network, example, start)
@@ -211,9 +215,12 @@ class Blocks:
         block, graph = self.blocks[name], self.only(name)
         try:
             if dict(widths) != self.full.full_widths:
-                expansion = Expansion(graph, tensors_of(network, graph), widths, widths, seed, stage)
-                replace_tensors(network, graph, method.initialise(expansion))
-            site = Site(network, block, probe, next(twins(network, block), ()), self._tied[name])
+                tensors = as_applied(graph, tensors_of(network, graph))
+                still = {own: self.constants[own] for own in tensors.keys() & self.constants.keys()}
+                expansion = Expansion(graph, tensors, widths, widths, seed, stage, constants=still)
+                replace_tensors(network, graph, as_kept(graph, method.initialise(expansion)))
+            own = self._tied[name].keys() | self.constants.keys()
+            site = Site(network, block, probe, next(twins(network, block), ()), own)
             with torch.no_grad():
                 STARTS[self.start](site)
             with alike_draws():

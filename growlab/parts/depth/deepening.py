@@ -107,6 +107,7 @@ class Depth(BlockPart):
         fraction = grower.trigger.fraction_grown(0, grower.seed_widths)
         assert fraction is not None
         grower.state.blocks |= dict.fromkeys(self.depth.present_at(fraction), 0)
+        grower.state.constants |= self.depth.constants
 
     def births(self, state: GrowthState) -> Mapping[str, int]:
         """Stage that the blocks' tensors came with."""

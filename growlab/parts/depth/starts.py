@@ -28,14 +28,14 @@ class Site:
         block: that came in.
         probe: positional inputs of the network.
         twin: paths of modules of the same shapes that are there, in the order of the block's; empty if there are none.
-        tied: names of the block's parameters that other modules share, whose values stay.
+        own: names of tensors whose values stay: parameters that other modules share, and constants.
     """
 
     network: nn.Module
     block: Block
     probe: tuple[Any, ...]
     twin: tuple[str, ...] = ()
-    tied: Collection[str] = ()
+    own: Collection[str] = ()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -49,7 +49,7 @@ class Site:
             f"{path}.{name}": f"{source}.{name}"
             for path, source in zip(self.block.paths, self.twin, strict=False)
             for name, _ in self.network.get_submodule(path).named_parameters()
-            if f"{path}.{name}" not in self.tied
+            if f"{path}.{name}" not in self.own
         }
 
 
@@ -152,7 +152,7 @@ def gstack(site: Site) -> None:
         fold_multipliers(source)
         known = _tensors(source)
         for name, tensor in _tensors(site.network.get_submodule(path)).items():
-            if f"{path}.{name}" not in site.tied:
+            if f"{path}.{name}" not in site.own:
                 tensor.copy_(known[name])
 
 
@@ -170,8 +170,10 @@ def _assign(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _tensors(block: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, without the weights of channels in statistics that a state_dict may hold."""
-    return {name: t.detach() for name, t in (*block.named_parameters(), *block.named_buffers())}
+    """Parameters and buffers of a state_dict, which may also have the weights of channels in statistics."""
+    saved = block.state_dict().keys()
+    named = (*block.named_parameters(), *block.named_buffers())
+    return {name: tensor.detach() for name, tensor in named if name in saved}
 
 
 STARTS: dict[str, Start] = {"zero": zero, "identity": identity, "stack": stack, "gstack": gstack}
