@@ -6,6 +6,8 @@ is then loaded by `growlab.widen.load_widened`. Exit code 2: the model cannot be
 """
 
 import argparse
+import contextlib
+import ctypes
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="C,H,W",
         help="of images, for torchvision and timm",
     )
+    _give_back_freed_memory()
     try:
         args = parser.parse_args(arguments)
         if args.width == args.depth == 1:
@@ -70,6 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, size in receipt["sizes"].items():
         print(f"  {name}: {size['before']} to {size['after']}")
     return 0
+
+
+def _give_back_freed_memory() -> None:
+    """Let glibc return each large tensor's memory when it is freed: kept for later ones, it would double the peak."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).mallopt(-3, 1 << 19)  # M_MMAP_THRESHOLD
 
 
 def _widen_named(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from growlab.base.errors import UserError
-from growlab.growth.outputs import main_output, quietly
+from growlab.growth.outputs import arithmetic, main_output, quietly
 from growlab.inspect.small_models import FirstOutput
 
 #: Yields a tensor of a given name in blocks of rows, from the first to the last.
@@ -114,8 +114,8 @@ def output_of(
         network.get_submodule(path).register_forward_hook(partial(given.watch, path)) for path in watched
     ]
     try:
-        # This mode is the outermost, so that weights are computed without the others.
-        with given, quietly(network):
+        # Entered last: the copy of all tensors that `quietly` goes back to would ask for each of them.
+        with quietly(network), given:
             return main_output(network(*inputs)), given.summands
     finally:
         for handle in handles:
@@ -127,7 +127,7 @@ class _Given(TorchFunctionMode):
 
     def __init__(self, names: Mapping[int, str], blocks: Blocks) -> None:
         super().__init__()
-        self._names, self._blocks = names, blocks
+        self._names, self._given = names, blocks
         self._last: tuple[str, Tensor] | None = None
         self._watched: dict[int, tuple[str, Tensor]] = {}
         self.summands: set[str] = set()
@@ -159,6 +159,16 @@ class _Given(TorchFunctionMode):
 
     def _name(self, tensor: Any) -> str | None:
         return self._names.get(id(tensor))
+
+    def _blocks(self, name: str) -> Iterator[Tensor]:
+        blocks = self._given(name)
+        while True:
+            # The modes that the network runs in are not for making its weights.
+            with arithmetic():
+                block = next(blocks, None)
+            if block is None:
+                return
+            yield block
 
     def _value(self, tensor: Tensor) -> Tensor:
         name = self._name(tensor)

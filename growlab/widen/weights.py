@@ -154,7 +154,7 @@ class Widening:
                 if group in graph.groups:
                     tensor = self._streamed(name, key, tensor, graph, between, group, way)
                     between = {**between, group: self.graph.full_widths[group]}
-        return tensor * factor - offset
+        return tensor if factor == 1.0 and offset == 0.0 else tensor * factor - offset
 
     def _attending(self, name: str, key: str, tensor: Tensor, expansion: Expansion, way: Way) -> Tensor:
         """A layer of queries and keys: new channels of keys are zero; queries take up the scale 1 / sqrt(d)."""
@@ -241,9 +241,9 @@ class Widening:
                 raise UserError(
                     f"channels of {group} lie beside others in {name}; give --parts without stream."
                 )
-            rows = new.index_select(dim, kept[dim])
-            rest = rows.mean(dim, keepdim=True) if way.fill == "mean" else torch.zeros(1, dtype=new.dtype)
-            new = rest.expand_as(new).clone().index_copy(dim, kept[dim], rows)
+            beyond = torch.ones(new.shape[dim], dtype=torch.bool).index_fill_(0, kept[dim], False)
+            rest = new.index_select(dim, kept[dim]).mean(dim) if way.fill == "mean" else 0.0
+            new.movedim(dim, 0)[beyond] = rest
         return new
 
     def _normed(
