@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         Lemon,
         Net2Net,
         PairGrowth,
+        ParityError,
         RandomGrowth,
         Splitting,
         Tiny,
@@ -56,6 +57,7 @@ __all__ = [
     "Net2Net",
     "Never",
     "PairGrowth",
+    "ParityError",
     "Part",
     "RandomGrowth",
     "Scheduled",
@@ -74,8 +76,8 @@ _MODULES = {
     "growlab.base.errors": "UserError",
     "growlab.frontends.lightning": "Growth",
     "growlab.grower": "Grower",
-    "growlab.growth": "Bert2Bert FireFly GradMax HyperCloning Lemon Net2Net PairGrowth RandomGrowth Splitting "
-    "Tiny VarianceTransfer make_schedule",
+    "growlab.growth": "Bert2Bert FireFly GradMax HyperCloning Lemon Net2Net PairGrowth ParityError RandomGrowth "
+    "Splitting Tiny VarianceTransfer make_schedule",
     "growlab.parts": "Averages Isotropic Part",
     "growlab.grower.triggers": "At ByMethod Never Scheduled Trigger",
     "growlab.widths": "trace",
@@ -95,4 +97,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__

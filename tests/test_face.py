@@ -19,7 +19,7 @@ from growlab.lab.training.library_messages import plain_errors, quiet_libraries
 
 def test_every_name_is_there() -> None:
     assert {name for name in growlab.__all__ if getattr(growlab, name) is None} == set()
-    assert set(growlab.__all__) <= set(dir(growlab))
+    assert set(growlab.__all__) == set(dir(growlab))
     assert growlab.__all__ == sorted(growlab.__all__, key=lambda name: (name.islower(), name))
 
 

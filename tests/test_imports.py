@@ -89,6 +89,24 @@ def test_each_room_has_a_floor() -> None:
     assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py"}
 
 
+def circles(arrows: dict[str, set[str]]) -> set[str]:
+    """Modules that import each other: those left once no module can go whose imports or importers have all gone."""
+    left = set(arrows)
+    while gone := {m for m in left if not arrows[m] & left or not any(m in arrows[other] for other in left)}:
+        left -= gone
+    return left
+
+
+def test_no_two_modules_import_each_other() -> None:
+    arrows = {
+        module: {name for _, name in imported(path.read_text(encoding="utf-8")) if name in MODULES} - {module}
+        for module, path in MODULES.items()
+    }
+    tracing = {"growlab.widths.findings", "growlab.widths.recorder", "growlab.widths.tracer"}
+    assert not {m for m in circles(arrows) - tracing if not m.startswith("growlab.widths.rules")}
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_down(module: str) -> None:
     assert violations(MODULES[module].read_text(encoding="utf-8"), module) == []

@@ -160,6 +160,11 @@ class Growth(GrowthSteps):
         """Checkpoints tell callbacks of different submodules apart by it."""
         return self._generate_state_key(network=self._network)
 
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Receipts of all growth events so far."""
+        return [] if self.grower is None else self.grower.events
+
     # Beginning and end -------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

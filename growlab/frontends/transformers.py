@@ -84,6 +84,11 @@ class Growth(TrainerCallback, ExportableState):
         self._wrapper: DistributedDataParallel | None = None
         self._mark = ""
 
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Receipts of all growth events so far."""
+        return [] if self.grower is None else self.grower.events
+
     def on_init_end(
         self,
         args: TrainingArguments,
