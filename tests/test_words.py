@@ -43,14 +43,18 @@ FEATURES = {
         ("parts/osgd.py",),
         {
             **EXPORTS,
-            "lab/analysis/published.py": "tells published rows apart by their settings",
-            "lab/analysis/results.py": "calls runs by the settings that make them",
+            "recipes/papers/published.py": "finds published rows by their settings",
+            "lab/analysis/identity.py": "knows which settings make a run",
         },
     ),
     "depth": Feature(
         r"\bDepth\b|parts.depth import|depth\.(blocks|start)|STARTS|\bAbsent\b",
         ("parts/depth",),
-        {**EXPORTS, "lab/analysis/results.py": "calls runs by the settings that make them"},
+        {
+            **EXPORTS,
+            "lab/analysis/identity.py": "knows which settings make a run",
+            "lab/analysis/results.py": "names runs that grow in depth",
+        },
     ),
     "arriving classes": Feature(
         r"\bCLASSES\b|\bClasses\b\(|import Classes|open_classes|with_classes|sort_classes|class_order",
@@ -88,7 +92,7 @@ FEATURES = {
     "resolution": Feature(
         r"[Rr]esolution\b(?!s)|Resizer",
         ("parts/resolution.py",),
-        {**EXPORTS, "lab/analysis/results.py": "calls runs by the settings that make them"},
+        {**EXPORTS, "lab/analysis/identity.py": "knows which settings make a run"},
     ),
     "growth on demand": Feature(
         r"\bOnDemand\b|\bPlateau\b|\bGradientNorm\b|\bBudget\b\(|climb",
