@@ -41,7 +41,7 @@ $(READY): pyproject.toml requirements.lock
 	@echo "Installing requirements.lock (3 GB to download, unless pip has them cached)"
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-compile -r requirements.lock
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@$(PY) -c 'import growlab.lab.training.run, growlab.lab.training.launcher'
+	@$(PY) -c 'import growlab.lab.training.build, growlab.lab.training.launcher'
 	@touch $@
 
 run: $(READY)  ## the main job: grow a network on the digits data and print its results (ARGS="..." to change it)

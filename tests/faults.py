@@ -24,13 +24,13 @@ def _strike(number: int) -> None:
 
 def _at_step(step: int, number: int) -> None:
     """A signal after so many optimizer steps."""
-    from growlab.lab.training import GrowthCallback
+    from growlab.frontends.lightning import Growth
 
     def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
         if trainer.global_step == step:
             _strike(number)
 
-    GrowthCallback.on_train_batch_end = on_train_batch_end
+    Growth.on_train_batch_end = on_train_batch_end
 
 
 def _at_validation(epoch: int, batch: int, number: int) -> None:
@@ -182,13 +182,13 @@ def _loss_is_nan(step: int) -> None:
 
 def _weights_are_nan(step: int) -> None:
     """The gradient of one step is not finite, though its loss is."""
-    from growlab.lab.training import GrowthCallback
+    from growlab.frontends.lightning import Growth
 
     def on_before_optimizer_step(self: Any, trainer: Any, task: Any, optimizer: Any) -> None:
         if trainer.global_step == step:
             next(task.network.parameters()).grad.fill_(float("nan"))
 
-    GrowthCallback.on_before_optimizer_step = on_before_optimizer_step
+    Growth.on_before_optimizer_step = on_before_optimizer_step
 
 
 # Phases of a run, each with the function that is called in it.

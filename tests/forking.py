@@ -124,6 +124,7 @@ def _import_everything(traces: Path) -> None:
 
     # What a run imports where it needs it, torch.export above all.
     for name in (
+        "growlab.lab.training.build",
         "growlab.lab.training.launcher",
         "growlab.lab.planner.__main__",
         "sympy.combinatorics",

@@ -37,7 +37,7 @@ def keep_ranks(folder: str) -> None:
 
 def drift(what: str, step: int) -> None:
     """After so many steps this process holds another "weight", "buffer", "average" or "state" of the optimizer."""
-    from growlab.lab.training import GrowthCallback
+    from growlab.frontends.lightning import Growth
 
     def on_train_batch_end(self: Any, trainer: Any, task: Any, *rest: Any) -> None:
         if trainer.global_step != step:
@@ -52,7 +52,7 @@ def drift(what: str, step: int) -> None:
         with torch.no_grad():
             tensor.view(-1)[-1].add_(1e-6)
 
-    GrowthCallback.on_train_batch_end = on_train_batch_end
+    Growth.on_train_batch_end = on_train_batch_end
 
 
 def other_draws() -> None:
@@ -77,18 +77,18 @@ def parity_fails() -> None:
 
 def breaks(step: int) -> None:
     """A mistake in the program that only this process runs into."""
-    from growlab.lab.training import GrowthCallback
+    from growlab.frontends.lightning import Growth
 
     def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
         if trainer.global_step == step:
             raise RuntimeError("our own mistake")
 
-    GrowthCallback.on_train_batch_end = on_train_batch_end
+    Growth.on_train_batch_end = on_train_batch_end
 
 
 def parent_dies(step: int, folder: str) -> None:
     """The process that started this one is killed; this one would go on for a minute, and says who it is."""
-    from growlab.lab.training import GrowthCallback
+    from growlab.frontends.lightning import Growth
 
     def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
         if trainer.global_step == step:
@@ -99,18 +99,18 @@ def parent_dies(step: int, folder: str) -> None:
                 os.kill(os.getppid(), 9)
             time.sleep(60)
 
-    GrowthCallback.on_train_batch_end = on_train_batch_end
+    Growth.on_train_batch_end = on_train_batch_end
 
 
 def interrupt_parent(step: int) -> None:
     """Ctrl-C, which reaches the process in the terminal's foreground: the one that started this one."""
-    from growlab.lab.training import GrowthCallback
+    from growlab.frontends.lightning import Growth
 
     def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
         if trainer.global_step == step and trainer.global_rank == 0:
             os.kill(os.getppid(), 2)
 
-    GrowthCallback.on_train_batch_end = on_train_batch_end
+    Growth.on_train_batch_end = on_train_batch_end
 
 
 def signal_parent(number: int) -> None:

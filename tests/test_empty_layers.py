@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from growlab.base.errors import UserError
-from growlab.lab.training.factories import make_network
+from growlab.lab.training.build import make_network
 from growlab.widths import UnsupportedOperation, trace
 
 

@@ -121,11 +121,49 @@ def test_imports_go_down(module: str) -> None:
         ("growlab.grower.grower", "from omegaconf import DictConfig"),
         ("growlab.parts.averages", "import lightning"),
         ("growlab.lab.data.module", "def f():\n    from growlab.lab.training import run"),
-        ("growlab.lab.training.run", "from growlab.recipes.papers.studies import measuring"),
+        ("growlab.lab.training.build", "from growlab.recipes.papers.studies import measuring"),
     ],
 )
 def test_a_forbidden_import_is_found(module: str, line: str) -> None:
     assert len(violations(line, module)) == 1
+
+
+# Rooms and modules that read Hydra's configuration; the objects that they make know nothing of it.
+CONFIGURED = ("growlab.lab.cli", "growlab.lab.planner", "growlab.lab.training.build")
+# Checks of what was typed, which stand between the command line and `build`.
+CHECKS = {
+    f"growlab.lab.training.{name}"
+    for name in (
+        "ineffective_settings",
+        "next_commands",
+        "setting_names",
+        "trainer_options",
+        "user_callbacks",
+    )
+}
+
+
+def configured(source: str) -> list[str]:
+    """Functions of a module that take a DictConfig."""
+    functions = (
+        n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return [
+        function.name
+        for function in functions
+        for one in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+        if one.annotation is not None and "DictConfig" in ast.unparse(one.annotation)
+    ]
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith(CONFIGURED) and m not in CHECKS])
+def test_the_configuration_ends_at_the_door(module: str) -> None:
+    assert configured(MODULES[module].read_text(encoding="utf-8")) == []
+
+
+def test_a_function_that_takes_the_configuration_is_found() -> None:
+    assert configured("class A:\n    def f(self, *, cfg: DictConfig | None = None): ...") == ["f"]
+    assert "build" in configured(MODULES["growlab.lab.training.build"].read_text(encoding="utf-8"))
 
 
 def test_an_allowed_import_passes() -> None:

@@ -9,8 +9,8 @@ import growlab
 
 PACKAGE = Path(growlab.__file__).parent
 MODULE_LINES, FUNCTION_LINES = 700, 80
-# A run from its configuration to its results, and its plan, read top to bottom.
-SHORT = {"lab/training/run.py": 60, "lab/training/run_plan.py": 60}
+# A run, read top to bottom.
+SHORT = {"lab/training/run.py": 60}
 
 
 def violations(source: str, function_lines: int = FUNCTION_LINES) -> list[str]:

@@ -157,14 +157,14 @@ def as_it_was() -> Iterator[None]:
 def growlab(
     as_it_was: None, conf: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., Outcome]:
-    """Run the command line in this process, `job` in the place of `growlab.lab.training.run.run`."""
+    """Run the command line in this process, `job` in the place of `growlab.lab.training.build.train`."""
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     monkeypatch.chdir(conf.parent)
 
     def call(*arguments: str, job: Callable[[Any], Any] = lambda cfg: None) -> Outcome:
-        experiment = types.ModuleType("growlab.lab.training.run")
-        experiment.run = job  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "growlab.lab.training.run", experiment)
+        experiment = types.ModuleType("growlab.lab.training.build")
+        experiment.train = job  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "growlab.lab.training.build", experiment)
         monkeypatch.setattr(sys, "argv", ["growlab", *arguments])
         try:
             code = command_line.main()

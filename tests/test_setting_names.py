@@ -10,8 +10,8 @@ from omegaconf import DictConfig
 from growlab.base.errors import UserError
 from growlab.grower.triggers import Never
 from growlab.growth import GradMax, VarianceTransfer, make_schedule
+from growlab.lab.training.build import make_parts
 from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
-from growlab.lab.training.run_plan import make_parts
 from growlab.lab.training.setting_names import named_as_settings
 from tests.parts_here import needs
 

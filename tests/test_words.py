@@ -84,7 +84,7 @@ FEATURES = {
             "lab/analysis/layer_figures.py": "draws the figures of their paper",
             "growth/method.py": "any method may draw new weights as hyperfan-initialised networks emit them",
             "lab/planner/probes.py": "says which weights cannot be probed",
-            "lab/training/run_plan.py": "says what to take in place of networks whose weights are computed from others",
+            "lab/training/build.py": "says what to take in place of networks whose weights are computed from others",
             "recipes/papers/studies/continual_regression.py": "a study with them",
             "recipes/papers/studies/continual_regression_figure.py": "draws it",
         },
@@ -100,6 +100,8 @@ FEATURES = {
         {
             "grower/triggers/__init__.py": "exports",
             "lab/training/plan.py": "chooses the trigger that a schedule means, and checks its budget",
+            "lab/training/recorder.py": "records gradient norms and auxiliary passes where demand needs them",
+            "lab/training/run.py": "checks that what demand reads is recorded",
         },
     ),
 }

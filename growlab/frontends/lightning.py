@@ -6,6 +6,7 @@ neither is where a loop keeps its data (`_data_source`). Tests say so if a versi
 
 import inspect
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from growlab.frontends.saving import Saving, hold_plain_networks, put_back_netwo
 from growlab.grower import Grower
 from growlab.grower.part import Part, WidthPart
 from growlab.grower.triggers import Never, Trigger, as_trigger
-from growlab.growth import GrowthEvent, GrowthMethod, Schedule, restore
+from growlab.growth import GrowthMethod, Schedule, restore
 from growlab.optim import Inheritance
 from growlab.widths.inputs import Example
 from growlab.widths.submodules import captured
@@ -42,12 +43,12 @@ _STEPS = {"fit": "training", "validate": "validation", "test": "test", "predict"
 
 
 def starts_by_copies(strategy: Any) -> bool:
-    """Whether a strategy forks or spawns its processes; no public name tells, and a test notices when this one goes."""
+    """True if a strategy forks or spawns its processes; a private name, and a test notices if it goes."""
     return isinstance(strategy, DDPStrategy) and strategy._start_method != "popen"
 
 
 def renew_wrapper(trainer: Trainer) -> None:
-    """Wrap the module anew after its parameters were replaced: torch's wrapper holds on to the old ones.
+    """Rebuild torch's wrapper after parameters were replaced: it keeps the old ones.
 
     The new wrapper's constructor sends rank 0's parameters and buffers to all ranks. Nothing to do on one device.
     """
@@ -62,50 +63,7 @@ def renew_wrapper(trainer: Trainer) -> None:
             raise
 
 
-class GrowthSteps(Callback):
-    """Drives a grower through Lightning's training loop: optimizers follow, boundaries are announced.
-
-    It asks whenever an epoch or a batch begins, so that a run resumed from just before an event grows as the
-    uninterrupted run does.
-
-    Args:
-        grower: None: made later, before training begins.
-        optimizer_state: what becomes of optimizer state at an event, see `growlab.optim.follow`.
-    """
-
-    def __init__(self, grower: Grower | None = None, optimizer_state: Inheritance = "auto") -> None:
-        self.grower, self._optimizer_state = grower, optimizer_state
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let all optimizers follow, which have been made by now."""
-        assert self.grower is not None
-        self.grower.follow(*trainer.optimizers, state=self._optimizer_state, announced=True)
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Let parts act on gradients, which Lightning computes inside of the optimizer's step."""
-        assert self.grower is not None
-        self.grower.before_step(optimizer)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Grow if the trigger says so."""
-        self._step(trainer)
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Grow if the trigger says so; a run resumed at the end of an epoch begins with a batch."""
-        self._step(trainer)
-
-    def _step(self, trainer: Trainer) -> list[GrowthEvent]:
-        assert self.grower is not None
-        return self.grower.step(
-            epoch=trainer.current_epoch, step=trainer.global_step, then=partial(renew_wrapper, trainer)
-        )
-
-
-class Growth(GrowthSteps):
+class Growth(Callback):
     """Grows a network of any LightningModule while it trains.
 
     The module becomes a seed before its optimizers are made, grows before the batches that the trigger says, and ends
@@ -118,18 +76,22 @@ class Growth(GrowthSteps):
         method: what new entries are and how old ones are rescaled.
         trigger: which widths come next, and when; see `growlab.Grower`. Batch sizes that it says are put into the
             data module's `batch_size`.
-        parts: features beside growing; see `growlab.parts`.
+        parts: features besides growing; see `growlab.parts`.
         example: the submodule's input, tuple of positional inputs or inputs by name, [B, ...] with B >= 2; None: the
             module's `example_input_array` if the module itself grows, else what the first training batch leads to.
         seed: of everything that growth draws.
         optimizer_state: see `growlab.optim.follow`.
         anneal_steps: see `growlab.Grower`.
+        grower: in place of all arguments about the network, its method and trigger: a Grower that the module has made
+            and saves, loads and finishes by itself. The callback then only lets it grow and its optimizers follow.
+        on_event: called with the trainer and each event's receipt, in place of a line in the log.
 
     Attributes:
         grower: the engine, from `setup` on.
 
     Raises:
         UserError: there is no such submodule, or it cannot be traced; the strategy shards parameters.
+        ValueError: neither a grower nor a method and a trigger, or both.
 
     Examples:
         `Trainer(callbacks=[Growth(method=VarianceTransfer(), trigger={0: 0.25, 10: 0.5, 20: 1.0})])`
@@ -139,15 +101,21 @@ class Growth(GrowthSteps):
         self,
         network: str | tuple[str, ...] | None = None,
         *,
-        method: GrowthMethod,
-        trigger: Trigger | Schedule | Mapping[float, Any],
+        method: GrowthMethod | None = None,
+        trigger: Trigger | Schedule | Mapping[float, Any] | None = None,
         parts: Sequence[Part] = (),
         example: Example | None = None,
         seed: int = 0,
         optimizer_state: Inheritance = "auto",
         anneal_steps: int = 100,
+        grower: Grower | None = None,
+        on_event: Callable[[Trainer, dict[str, Any]], None] | None = None,
     ) -> None:
-        super().__init__(None, optimizer_state)
+        trigger = trigger if grower is None else grower.trigger
+        if (method is None) == (grower is None) or trigger is None:
+            raise ValueError("give Growth a method and a trigger, or a grower, which has both.")
+        self.grower, self._is_given = grower, grower is not None
+        self._optimizer_state, self._on_event = optimizer_state, on_event
         self._network, *self._copies = distinct(network if isinstance(network, tuple) else (network,))
         self._example, self._trigger = example, as_trigger(trigger)
         self._make = partial(Grower, method=method, parts=parts, seed=seed, anneal_steps=anneal_steps)
@@ -181,6 +149,8 @@ class Growth(GrowthSteps):
                 "processes that are forked or spawned hand the network back in the shapes that it had before, and "
                 "training that ends before its last stage would be lost: take strategy='ddp' in a script."
             )
+        if self._is_given:
+            return
         check_unit(self._trigger, "Lightning")
         if is_overridden("configure_model", pl_module):
             # Lightning calls it next, and asks that a second call does nothing.
@@ -225,30 +195,71 @@ class Growth(GrowthSteps):
         restore(copy, grower.graph, grower.state)
         grower.follow(copy)
 
-    def _step(self, trainer: Trainer) -> list[GrowthEvent]:
-        events = super()._step(trainer)
-        for event in events:
-            log.info(
-                "stage %d: %s parameters, relative output error %.0e",
-                event.stage,
-                f"{event.num_params:,}",
-                event.parity_error_eval,
-            )
-        return events
+    # Growing -----------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let all optimizers follow, which have been made by now, and averages that other callbacks keep."""
+        assert self.grower is not None
+        self.grower.follow(*trainer.optimizers, state=self._optimizer_state, announced=True)
+        self._follow_averages(trainer, pl_module)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Let parts act on gradients, which Lightning computes inside of the optimizer's step."""
+        assert self.grower is not None
+        self.grower.before_step(optimizer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell of growth that this training is too short for."""
-        tell_unreached(self._trigger, *length(trainer))
+        """Grow if the run was resumed from a stage's last step; warn if training ends before the last stage."""
+        if not self._is_given:
+            tell_unreached(self._trigger, *length(trainer))
+        self._step(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Grow if the trigger says so."""
+        self._step(trainer)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Grow if the trigger says so; a run resumed at the end of an epoch begins with a batch."""
+        self._step(trainer)
+
+    def _step(self, trainer: Trainer) -> None:
+        assert self.grower is not None
+        number, began = len(self.grower.events), time.perf_counter()
+        self.grower.step(
+            epoch=trainer.current_epoch, step=trainer.global_step, then=partial(renew_wrapper, trainer)
+        )
+        seconds, receipts = time.perf_counter() - began, self.grower.events[number:]
+        # Nearly all of what the events' own times leave.
+        wrapper = (seconds - sum(receipt["seconds"] for receipt in receipts)) / max(1, len(receipts))
+        for receipt in receipts:
+            receipt["seconds_by_part"]["wrapper"] = wrapper
+            receipt["seconds"] += wrapper
+            if self._on_event is not None:
+                self._on_event(trainer, receipt)
+                continue
+            log.info(
+                "stage %d: %s parameters, relative output error %.0e",
+                receipt["stage"],
+                f"{receipt['num_params']:,}",
+                receipt["parity_error_eval"],
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave an ordinary network behind, and say so if it is not at the end of its growth."""
         assert self.grower is not None
         self._ended = True
-        finish(self.grower)
+        if not self._is_given:
+            finish(self.grower)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave an ordinary network behind that was evaluated at a checkpoint's weights, or had no step left to do."""
         assert self.grower is not None
+        if self._is_given:
+            return
         if self._saving is not None:
             self._saving.remove()
             self._saving = None
@@ -263,7 +274,7 @@ class Growth(GrowthSteps):
 
     def state_dict(self) -> dict[str, Any]:
         """State of growth, for Lightning's checkpoints."""
-        return {} if self.grower is None else self.grower.state_dict()
+        return {} if self.grower is None or self._is_given else self.grower.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint; the module has loaded its weights already."""
@@ -283,13 +294,10 @@ class Growth(GrowthSteps):
         """Let averages that other callbacks keep follow, before they load theirs."""
         self._follow_averages(trainer, pl_module)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let optimizers follow, and averages that other callbacks keep."""
-        super().on_fit_start(trainer, pl_module)
-        self._follow_averages(trainer, pl_module)
-
     def _follow_averages(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.grower is not None
+        if self._is_given:
+            return
         grower, others = self.grower, [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
         known = (pl_module, *grower.copies().values())
         for average in averages(others, grower.network, self._shapes, known):
@@ -351,7 +359,7 @@ class Growth(GrowthSteps):
     def _seen(
         self, trainer: Trainer, module: LightningModule, stage: str, network: nn.Module
     ) -> tuple[Any, ...]:
-        """What a step calls the network with on a few samples of its data."""
+        """Inputs that a step calls the network with on a few samples of its data."""
         if module.example_input_array is not None:
             return self._told(module, network)
         stage = getattr(stage, "value", stage)

@@ -10,7 +10,7 @@ from torch import nn
 from growlab.grower.cost import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
 from growlab.lab.networks import MLP, resnet20
-from growlab.lab.training.stage_cost import StageCost
+from growlab.lab.training.plan import StageCost
 from growlab.widths import trace
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from growlab.base.errors import UserError
 from growlab.growth import GradMax
-from growlab.lab.training.context import near_zero
+from growlab.lab.training.run import near_zero
 from tests.cases import NETWORKS
 from tests.growth.measured import Started, started
 

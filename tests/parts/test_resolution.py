@@ -22,7 +22,7 @@ from growlab.growth.methods.pairs import PairGrowth
 from growlab.lab.networks import CausalTransformer, resnet20
 from growlab.lab.planner import Candidate, Settings, plan
 from growlab.lab.planner.probes import Account, Probe
-from growlab.lab.training.stage_cost import StageCost
+from growlab.lab.training.plan import StageCost
 from growlab.parts import Resolution
 from tests.command_line import CommandLine
 from tests.parts.combined import check_resumed, check_two_ranks

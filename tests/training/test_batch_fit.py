@@ -16,9 +16,7 @@ from torch import nn
 
 from growlab.base.errors import UserError
 from growlab.growth.schedule import stage_batch_sizes
-from growlab.lab.training.batch_fit import _sizes, fit_batch_sizes
-from growlab.lab.training.memory import LiveTensors
-from growlab.lab.training.trial_steps import TrialRun, TrialSteps
+from growlab.lab.training.batch_fit import LiveTensors, TrialRun, TrialSteps, _sizes, fit_batch_sizes
 from growlab.widths import trace
 
 EQ8 = {
@@ -239,3 +237,12 @@ def test_a_gpus_memory_is_limited_filled_and_given_back() -> None:
     assert torch.cuda.memory_allocated(device) == before
     with contextlib.suppress(torch.OutOfMemoryError):
         torch.empty(2**30, dtype=torch.uint8, device=device)
+
+
+def test_counting_changes_no_operation() -> None:
+    with LiveTensors() as live:
+        made = torch.full((10,), 2.0, dtype=torch.float64)
+        counted = torch.arange(6, dtype=torch.int16)
+        mean = made.view(2, 5).mean(1, keepdim=True)
+    assert (made.dtype, counted.dtype, mean.shape) == (torch.float64, torch.int16, (2, 1))
+    assert live.bytes == made.nbytes + counted.nbytes + mean.nbytes

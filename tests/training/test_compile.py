@@ -7,11 +7,12 @@ import lightning
 import pytest
 import torch
 
+from growlab.frontends.lightning import Growth
 from growlab.grower import Grower
 from growlab.growth import PairGrowth, make_schedule
 from growlab.lab.data import ImageData
 from growlab.lab.networks.mlp import MLP
-from growlab.lab.training import GrowthCallback, Task
+from growlab.lab.training import Task
 
 NUM_STAGES = 10  # more widths than the compiler's recompile limit of 8
 
@@ -52,7 +53,7 @@ def train(backend: _Counter | None) -> dict[str, torch.Tensor]:
     task = Task(grower, schedule, [3] * NUM_STAGES, lambda p: torch.optim.SGD(p, 0.05, 0.9))
     trainer = lightning.Trainer(
         max_epochs=NUM_STAGES,
-        callbacks=[GrowthCallback(grower)],
+        callbacks=[Growth(grower=grower)],
         reload_dataloaders_every_n_epochs=1,
         num_sanity_val_steps=0,
         accelerator="cpu",

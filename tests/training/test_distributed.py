@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from growlab.base.errors import UserError
 from growlab.base.ranks import agreed, broadcast_buffers, checksums, differing, gather, stacked
 from growlab.frontends.lightning import renew_wrapper
-from growlab.lab.training.distributed import OneProcess, check_strategy
-from growlab.lab.training.sync_batchnorm import SynchroniseBatchNorm
+from growlab.lab.training.distributed import OneProcess, SynchroniseBatchNorm, check_strategy
 
 
 @pytest.fixture

@@ -7,11 +7,12 @@ import lightning
 import pytest
 import torch
 
+from growlab.frontends.lightning import Growth
 from growlab.grower import Grower
 from growlab.growth import VarianceTransfer, grow, make_schedule
 from growlab.lab.data import ImageData
 from growlab.lab.networks.mlp import MLP
-from growlab.lab.training import GrowthCallback, LearningRate, Task
+from growlab.lab.training import LearningRate, Task
 from growlab.optim import Inheritance, follow
 
 EPOCHS, WIDTHS, BATCHES = [2, 1, 2], [0.5, 0.75, 1], [40, 32, 24]
@@ -64,7 +65,7 @@ def test_one_fit_equals_one_fit_for_each_stage(
     make: Callable[..., torch.optim.Optimizer], inheritance: Inheritance
 ) -> None:
     task, data = new_run(make)
-    trainer = new_trainer(5, GrowthCallback(task.grower, inheritance))
+    trainer = new_trainer(5, Growth(grower=task.grower, optimizer_state=inheritance))
     trainer.fit(task, datamodule=data)
     assert len(task.events) == 2
 

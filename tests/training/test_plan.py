@@ -10,18 +10,18 @@ from growlab.grower.triggers import Plateau
 from growlab.growth import FixedSize, GrowthMethod, PairGrowth
 from growlab.lab.data import ImageData
 from growlab.lab.networks import CifarResNet, mlp8
-from growlab.lab.training.budget import check_budget
+from growlab.lab.training.build import optimizer_maker
 from growlab.lab.training.plan import (
     Loop,
     Plan,
     StageCost,
+    check_budget,
     check_growth,
     choose_trigger,
     epochs_of_budget,
     make_plan,
     optimizer_steps,
 )
-from growlab.lab.training.run_plan import optimizer_maker
 from growlab.widths import trace
 from tests.parts_here import needs
 

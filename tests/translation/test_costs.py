@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from growlab.grower.cost import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
 from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
-from growlab.lab.training.stage_cost import StageCost
+from growlab.lab.training.plan import StageCost
 from growlab.widths import trace
 from tests.command_line import ROOT
 

@@ -69,9 +69,9 @@ def _train(cfg: DictConfig, run_dir: Path, gpus: list[int] | None, resumed: bool
         launcher.run(number, processes.max_restarts(trainer), run_dir, more)
     else:
         processes.announce("importing PyTorch and Lightning")
-        from growlab.lab.training.run import run
+        from growlab.lab.training.build import train
 
-        run(cfg)
+        train(cfg)
 
 
 def _job(cfg: DictConfig) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from growlab.base.errors import UserError
 from growlab.base.files import CHECKPOINT_FOLDER, FAILURE, write_json
@@ -89,9 +89,9 @@ def has_finished(cfg: DictConfig, run_dir: Path) -> bool:
     if HydraConfig.get().mode != RunMode.MULTIRUN or not results.exists() or not written.exists():
         return False
     # Imported here: a sweep that starts anew need not wait for torch.
-    from growlab.lab.training.run import other_settings
+    from growlab.lab.training.identity import other_settings
 
-    if other := other_settings(cfg, run_dir):
+    if other := other_settings(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True), run_dir):
         raise UserError(
             f"{run_dir} holds the result of other settings, with {other[0]}: choose another hydra.sweep.dir, or remove "
             "that folder."
@@ -111,9 +111,9 @@ def resumes(cfg: DictConfig, run_dir: Path) -> bool:
         return False
     # Imported here: a sweep that starts anew need not wait for torch.
     from growlab.lab.training.checkpoints import usable_checkpoint
-    from growlab.lab.training.run import other_settings
+    from growlab.lab.training.identity import other_settings
 
-    if other := other_settings(cfg, run_dir):
+    if other := other_settings(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True), run_dir):
         print(f"starting from the beginning: {run_dir} was interrupted with {other[0]}", file=sys.stderr)
         return False
     try:

@@ -17,8 +17,15 @@ from growlab.base.settings import finite
 from growlab.grower.triggers import At
 from growlab.growth import FixedSize, GrowthMethod, PairGrowth, WidthDecision
 from growlab.lab.planner.problem import Batch, Candidate, Problem, Settings
-from growlab.lab.training.factories import make_data, make_network, make_objective
-from growlab.lab.training.run_plan import check_settings, make_parts, optimizer_maker, probe_size
+from growlab.lab.training.build import (
+    check_settings,
+    make_data,
+    make_network,
+    make_objective,
+    make_parts,
+    optimizer_maker,
+    probe_size,
+)
 from growlab.lab.training.trainer_options import check_trainer_options, for_lightning
 from growlab.parts import Part
 

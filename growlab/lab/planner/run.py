@@ -19,7 +19,6 @@ from growlab.lab.planner.problem import Problem
 from growlab.lab.planner.report import content, paragraph, table
 from growlab.lab.planner.search import Planned, plan
 from growlab.lab.training.library_messages import plain_errors, quiet_libraries
-from growlab.lab.training.memory import keep_freed
 from growlab.lab.training.processes import program
 from growlab.lab.training.run_folder import held_alone
 from growlab.lab.training.setting_names import named_as_settings
@@ -43,7 +42,6 @@ def run(cfg: DictConfig) -> None:
         settings = settings_of(cfg)
         if cfg.num_threads:
             torch.set_num_threads(cfg.num_threads)
-        keep_freed()
         problem, data = problem_of(cfg)
         ending.callback(data.teardown, "test")
         # Before minutes of probing, if nothing can be written there.

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there."""
+"""Atomic checkpoints."""
 
 import os
 import pickle
@@ -16,9 +16,9 @@ from growlab.base.errors import UserError, WriteError
 from growlab.base.files import CHECKPOINT_FOLDER, write_atomically
 
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
-# Where growlab keeps its own part of a checkpoint.
+# Key of growlab's part of a checkpoint.
 HEADER = "growlab"
-# What else a run goes on from, which some tools leave out.
+# What else resuming needs, which some tools leave out.
 _WHOLE = {
     **dict.fromkeys(("state_dict", "loops", "callbacks"), Mapping),
     **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
@@ -29,7 +29,7 @@ _WHOLE = {
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes checkpoints whole and keeps the one before, so that neither a kill nor a full disk loses both.
 
-    A checkpoint that cannot be written is told, and training goes on: the disk may have room again when the next
+    A checkpoint that cannot be written is a warning, and training continues: the disk may have room when the next
     one is due.
 
     Attributes:
@@ -70,7 +70,7 @@ def save(path: str | os.PathLike[str], content: Any, previous: Path | None = Non
         try:
             torch.save(content, file)
         except RuntimeError as error:
-            # torch's zip writer hides what the file said, such as a full disk, or Ctrl-C behind an error of its own.
+            # torch's zip writer hides what the file said, such as a full disk, or Ctrl-C.
             if isinstance(error.__context__, OSError | KeyboardInterrupt):
                 raise error.__context__ from error
             raise
@@ -79,14 +79,14 @@ def save(path: str | os.PathLike[str], content: Any, previous: Path | None = Non
 
 
 def last_checkpoint(run_dir: Path) -> Path:
-    """Where a run keeps its newest checkpoint."""
+    """Path of a run's newest checkpoint."""
     return run_dir / CHECKPOINT_FOLDER / LAST
 
 
 def usable_checkpoint(run_dir: Path) -> tuple[Path | None, str | None]:
-    """The newest checkpoint of a run that is whole, None if the run has none; and what a person should know of it.
+    """The newest checkpoint of a run that is whole, None if the run has none; and a warning about it, if any.
 
-    Nothing is changed: all ranks look at the same time.
+    Nothing is changed: all ranks read at the same time.
 
     Raises:
         UserError: there are checkpoints, and none of them can be read.
@@ -99,16 +99,16 @@ def usable_checkpoint(run_dir: Path) -> tuple[Path | None, str | None]:
     if reasons.get(last, "missing") is None:
         return last, None
     if reasons.get(previous, "missing") is not None:
-        told = "; ".join(f"{path}: {reason}" for path, reason in reasons.items())
-        raise UserError(f"no checkpoint can be read ({told}); start anew without ckpt_path.")
+        damages = "; ".join(f"{path}: {reason}" for path, reason in reasons.items())
+        raise UserError(f"no checkpoint can be read ({damages}); start anew without ckpt_path.")
     reason = reasons.get(last)
     return previous, reason and f"{last} is damaged ({reason}): going on from the checkpoint before it"
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's file, read to its end; None if nothing.
+    """Read a checkpoint's file to its end and say what is wrong with it; None if nothing.
 
-    torch writes a checksum beside every tensor, but does not look at it when it loads.
+    torch writes a checksum with every tensor, but does not check it on loading.
 
     Raises:
         UserError: this user may not read it, which is no damage.
@@ -125,7 +125,7 @@ def damage(path: Path) -> str | None:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """What a checkpoint says beside its tensors, which are checked but not loaded.
+    """Header of a checkpoint; its tensors are checked but not loaded.
 
     Raises:
         UserError: there is no such file, or it is not a checkpoint of growlab.
@@ -165,7 +165,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Settings that differ, as `name=theirs, not ours`; tuples and lists are alike.
+    """Settings that differ, as `name=theirs, not ours`; tuples equal lists.
 
     Args:
         theirs: nested settings.

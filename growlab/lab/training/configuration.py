@@ -1,4 +1,4 @@
-"""Where the configuration lives and what Hydra must know before it reads it."""
+"""Find the configuration and register its schemas with Hydra."""
 
 from pathlib import Path
 
@@ -12,13 +12,13 @@ SEARCHPATH = "hydra.searchpath"
 
 
 def config_dir(package: Path | None = None) -> Path:
-    """Absolute path of `conf/`: inside the package in a wheel, beside it in a checkout or editable install.
+    """Absolute path of `conf/`: inside the package in a wheel, next to it in a checkout or editable install.
 
     Args:
         package: folder of the growlab package; found from this file if None.
 
     Raises:
-        UserError: neither place holds a `config.yaml`.
+        UserError: there is no `config.yaml` in either place.
     """
     package = Path(__file__).resolve().parents[2] if package is None else package.resolve()
     places = (package / "conf", package.parent / "conf")
@@ -43,7 +43,7 @@ def register_schemas() -> None:
 
 
 def search_options() -> list[str]:
-    """Where this job's configuration was found, if not in `conf/` alone: what another command needs to find it too.
+    """Options with which another command finds this job's configuration, if it is not in `conf/` alone.
 
     Returns:
         `--config-name`, `--config-dir` and `hydra.searchpath` as they were given; they go before overrides.

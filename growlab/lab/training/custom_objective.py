@@ -1,4 +1,4 @@
-"""Any loss of torch or one's own as an objective, with metrics of torchmetrics."""
+"""Any loss as an objective, with metrics of torchmetrics."""
 
 import copy
 import functools
@@ -23,7 +23,7 @@ class CustomObjective(SumObjective):
     """A loss, and metrics over whole epochs and all ranks.
 
     A metric whose states are sums (accuracy, F1, confusion matrices, errors, R2, binned curves) is taken of training,
-    validation and test alike, and is exact whatever the batches and ranks: the states of single batches are added.
+    validation and test, and is exact whatever the batches and ranks: the states of single batches are added.
     Others, such as rank correlations, collect what they see: they are taken of validation and test alone.
 
     Args:
@@ -149,7 +149,7 @@ class CustomObjective(SumObjective):
         return value
 
     def _weight(self, output: Tensor, target: Tensor) -> Tensor | int:
-        """What the mean loss of a batch is a mean over."""
+        """Weight of a batch in the mean loss."""
         if not isinstance(self.loss, _BY_CLASS) or target.is_floating_point():
             return len(target)
         real = target[target != self.loss.ignore_index]
@@ -197,7 +197,7 @@ def _check(loss: Any, metrics: Mapping[str, Any], predict: Any) -> None:
 
 
 def _is_sum(metric: Metric) -> bool:
-    """Whether the state of a whole epoch is the sum of its batches' states."""
+    """True if the state of a whole epoch is the sum of its batches' states."""
     reductions = metric._reductions
     tensors = all(isinstance(state, Tensor) for state in metric.metric_state.values())
     return (

@@ -1,12 +1,16 @@
-"""All that leans on how Lightning and torch run one process per device: the environment and the strategy.
+"""Processes of a distributed run: environment, strategy, synchronised batch normalisation, comparison of ranks.
 
 The arguments that `DDPStrategy` keeps for torch's wrapper (`_ddp_kwargs`) are not a documented interface of Lightning;
-`tests/training/test_distributed.py` says so if a version changes them.
+`tests/training/test_distributed.py` fails if a version changes them.
 """
 
 import os
+from itertools import chain
+from typing import Any
 
-from lightning import Trainer
+import torch
+from lightning import Callback, Trainer
+from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.environments import (
     ClusterEnvironment,
     LightningEnvironment,
@@ -14,12 +18,17 @@ from lightning.pytorch.plugins.environments import (
     TorchElasticEnvironment,
 )
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
 
 from growlab.base.errors import UserError
+from growlab.base.ranks import broadcast_buffers, compare
 from growlab.frontends.lightning import starts_by_copies
+from growlab.lab.training.task import Task
 
 # Options of torch's wrapper without which ranks drift apart at a growth event.
 _NEEDED = {"broadcast_buffers": "statistics of normalisation", "init_sync": "weights"}
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class OneProcess(LightningEnvironment):
@@ -31,7 +40,7 @@ class OneProcess(LightningEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Always: `growlab.lab.training.launcher` does it."""
+        """True: `growlab.lab.training.launcher` does it."""
         return True
 
 
@@ -53,7 +62,7 @@ def check_strategy(trainer: Trainer) -> None:
     """Refuse ways of spreading a run over devices that growth cannot follow.
 
     Raises:
-        UserError: parameters are sharded, or ranks would not be kept alike.
+        UserError: parameters are sharded, or ranks could drift apart.
     """
     strategy = trainer.strategy
     if isinstance(strategy, SingleDeviceStrategy):
@@ -73,3 +82,130 @@ def check_strategy(trainer: Trainer) -> None:
             raise UserError(
                 f"trainer.strategy.{option}=false would let {what} differ between ranks; leave it out."
             )
+
+
+class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """`torch.nn.SyncBatchNorm` for CPUs, which torch's own does not support."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions, not {input.dim()}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise [N, C, ...] by the mean and variance over the images of all ranks."""
+        if not self.training or not torch.distributed.is_initialized():
+            return super().forward(input)
+        self._check_input_dim(input)
+        # As torch does: statistics in the precision of the weights, whatever autocast made of the input.
+        x = input.to(torch.promote_types(input.dtype, torch.float32))
+        dims = [d for d in range(x.dim()) if d != 1]
+        count = x.new_tensor([x.numel() / x.shape[1]])
+        totals = _SumOverRanks.apply(torch.cat([count, x.sum(dims)]))
+        count, mean_C = totals[0], totals[1:] / totals[0]
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        centred = x - mean_C.view(shape)
+        # In two passes: the mean of squares less the squared mean would cancel.
+        var_C = _SumOverRanks.apply(centred.square().sum(dims)) / count
+        if self.track_running_stats:
+            with torch.no_grad():
+                self.num_batches_tracked.add_(1)
+                momentum = self.momentum or 1.0 / float(self.num_batches_tracked)
+                self.running_mean.lerp_(mean_C.to(self.running_mean), momentum)
+                self.running_var.lerp_((var_C * count / (count - 1)).to(self.running_var), momentum)
+        normed = centred * (var_C + self.eps).rsqrt().view(shape)
+        if self.affine:
+            normed = normed * self.weight.view(shape)
+            normed = normed if self.bias is None else normed + self.bias.view(shape)
+        return normed.to(input.dtype)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum of all ranks' tensors; every rank's gradient reaches every rank's input, second derivatives included."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.detach().clone()
+        torch.distributed.all_reduce(total, ReduceOp.SUM)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        # Its own adjoint; the function itself, since growth methods differentiate this once more.
+        return _SumOverRanks.apply(grad)
+
+
+class SynchroniseBatchNorm(TorchSyncBatchNorm):
+    """Synchronise batch normalisation over all ranks while training (`trainer.sync_batchnorm=true`).
+
+    Lightning's replaces modules by others and cannot restore them. Here modules stay and
+    change their class, so that the trained network is of its original classes again.
+
+    Args:
+        on_cpu: whether the network trains on the CPU.
+    """
+
+    def __init__(self, on_cpu: bool) -> None:
+        self._class = CPUSyncBatchNorm if on_cpu else nn.SyncBatchNorm
+        self._classes: dict[nn.Module, type[nn.Module]] = {}
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Turn every batch normalisation into a synchronised one, in place.
+
+        Raises:
+            UserError: one is of another class, whose forward would be lost.
+        """
+        averages = model.grower.copies().values() if isinstance(model, Task) else ()
+        for name, module in chain(*(network.named_modules() for network in (model, *averages))):
+            if type(module) in _PLAIN:
+                self._classes[module] = type(module)
+                module.__class__ = self._class
+                module.process_group = None
+            elif isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(
+                module, nn.SyncBatchNorm
+            ):
+                raise UserError(
+                    f"trainer.sync_batchnorm=true cannot synchronise {name}, a {type(module).__name__}: it works for "
+                    "torch's own BatchNorm layers; leave it out."
+                )
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Give every module its class back."""
+        for module, kind in self._classes.items():
+            module.__class__ = kind
+            del module.process_group
+        self._classes.clear()
+        return model
+
+
+class RankCheck(Callback):
+    """Stops a run whose ranks have drifted apart.
+
+    Ranks are compared when training begins, after every growth event (by the grower), at the end of the
+    epoch after it and at the end of training. They exchange one number each; only if those differ, one a tensor.
+
+    Args:
+        enabled: compare. Statistics of normalisation are brought together at the end of each epoch in any case.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self._enabled = enabled
+
+    def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
+        """Compare what ranks begin with."""
+        self._compare(trainer, pl_module, "at the start")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
+        """Bring statistics together; after the first epoch of a stage and the last of all, compare."""
+        if trainer.world_size == 1:
+            return
+        for network in (pl_module.network, *pl_module.grower.copies().values()):
+            broadcast_buffers(network)
+        epoch, schedule = trainer.current_epoch, pl_module.schedule
+        if epoch in schedule.starts or epoch == schedule.total_epochs - 1:
+            self._compare(trainer, pl_module, f"at the end of epoch {epoch}")
+
+    def _compare(self, trainer: Trainer, task: Task, when: str) -> None:
+        if self._enabled and trainer.world_size > 1:
+            when = f"{when} (stage {task.growth_state.stage})"
+            compare(task.grower.state_to_compare(), when, ", or set check_ranks=false to go on")

@@ -1,4 +1,4 @@
-"""What goes on in each layer while a network trains (Chang et al. 2020, Figure 1)."""
+"""Statistics of each layer while a network trains (Chang et al. 2020, Figure 1)."""
 
 from pathlib import Path
 from typing import Any
@@ -85,11 +85,11 @@ class LayerStatistics(Callback):
         self._last_step = -1
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been recorded so far, in plain containers."""
+        """Return everything recorded so far, in plain containers."""
         return {"rows": "\n".join(self._rows), "last_step": self._last_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what had been recorded at the checkpoint."""
+        """Continue the records of the checkpoint."""
         self._rows, self._last_step = state_dict["rows"].splitlines(), state_dict["last_step"]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Task, batch: Any, batch_idx: int) -> None:

@@ -7,8 +7,11 @@ from itertools import accumulate
 from math import cos, inf, pi, sqrt
 from typing import Literal
 
+import torch
+
 from growlab.base.errors import UserError
 from growlab.growth import Schedule
+from growlab.optim import RateRule, Regional
 
 _CHOICES = {
     "shape": ("cosine", "constant", "steps", "inverse_sqrt", "wsd", "one_cycle"),
@@ -17,10 +20,10 @@ _CHOICES = {
     "restarts": ("none", "stage"),
     "batch_rule": ("none", "linear", "sqrt"),
 }
-# Of "one_cycle", as torch.optim.lr_scheduler.OneCycleLR has them: the rise takes 0.3 of the run unless told otherwise,
+# Of "one_cycle", as torch.optim.lr_scheduler.OneCycleLR has them: the rise takes 0.3 of the run by default,
 # begins at 1 / 25 of the base rate, and the fall ends at 1e-4 of that.
 _RISE, _FIRST, _LAST = 0.3, 1 / 25, 1 / 25e4
-# Shapes that count epochs or steps of their own.
+# Shapes with another clock: milestones in epochs, or steps.
 _OWN_COUNT = ("steps", "inverse_sqrt")
 # Of sums of decimal fractions.
 _ROUNDING = 1 + 1e-9
@@ -28,7 +31,7 @@ _ROUNDING = 1 + 1e-9
 
 @dataclass(frozen=True)
 class LearningRate:
-    """How the rate runs; the base rate is the optimizer's own `lr`.
+    """Schedule of the learning rate; the base rate is the optimizer's `lr`.
 
     Attributes:
         shape: "cosine" from the base rate to 0; "constant"; "steps", constant but for the milestones; "inverse_sqrt",
@@ -38,7 +41,7 @@ class LearningRate:
             Topin 2018), half a cosine up to the base rate over `warmup_fraction`, 0.3 if that is 0, and half a cosine
             down to nearly 0, as torch's OneCycleLR but for the momentum, which stays.
         warmup_epochs: epochs of linear rise from 0 at the beginning.
-        restarts: run the shape once over the whole run ("none"), or anew in each stage ("stage").
+        restarts: run the shape once over the whole run ("none"), or once in each stage ("stage").
         batch_rule: scale the rate with the stage's batch size over `batch_size`: "none", "linear", "sqrt".
         milestones: epochs of the run at which "steps" multiplies the rate by `decay`.
         decay: that factor.
@@ -215,3 +218,45 @@ class LearningRate:
             return left if self.decay_shape == "linear" else 1 - sqrt(1 - left)
         begin = max(begin, warmup)
         return 0.5 * (1 + cos(pi * (moment - begin) / (end - begin)))
+
+
+@dataclass(frozen=True)
+class RateAdaptation:
+    """Factors on the rates of regions, from their norms; see `growlab.optim`.
+
+    Attributes:
+        rule: factors from norms, or None for one global rate.
+        output_fan_in: divide the output layers' rate by their fan-in in the seed (Table 1: 1 / C_0).
+        optimizers: class names of the optimizers it is for; empty for all of `growlab.optim`.
+
+    Raises:
+        UserError: the output layers' rate is to be divided, but nothing sets rates by region.
+    """
+
+    rule: RateRule | None = None
+    output_fan_in: bool = False
+    optimizers: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.output_fan_in and self.rule is None:
+            raise UserError(
+                "lr_adapt.output_fan_in=true needs rates by region: choose lr_adapt=mup for one rate."
+            )
+
+    def apply(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer adapt its rates, in place.
+
+        Raises:
+            UserError: these rates are for other optimizers.
+        """
+        if self.rule is None:
+            return
+        if not isinstance(optimizer, Regional) or (
+            self.optimizers and type(optimizer).__name__ not in self.optimizers
+        ):
+            raise UserError(
+                f"this lr_adapt works with the optimizers {', '.join(self.optimizers) or 'of growlab.optim'}, not "
+                f"{type(optimizer).__module__}.{type(optimizer).__name__}; choose one of them with optimizer=..., or "
+                "lr_adapt=none."
+            )
+        optimizer.rule, optimizer.output_fan_in = self.rule, self.output_fan_in

@@ -1,4 +1,4 @@
-"""What libraries say, in this program's words or not at all."""
+"""Errors and warnings of third-party libraries, as sentences or silenced."""
 
 import contextlib
 import logging
@@ -9,6 +9,7 @@ from pathlib import Path
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from growlab.base.errors import UserError
+from growlab.growth import ParityError
 from growlab.lab.data.readers import DIED
 from growlab.widths import UnsupportedOperation
 
@@ -19,11 +20,13 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """Turn what libraries say of impossible settings into sentences."""
+    """Raise errors of libraries about impossible settings as UserError."""
     try:
         yield
     except (MisconfigurationException, UnsupportedOperation) as error:
         raise UserError(" ".join(str(error).split())) from error
+    except ParityError as error:
+        raise UserError(f"{error} Lower optimizer.lr or choose another growth method.") from error
     except Exception as error:
         if isinstance(error, RuntimeError) and str(error).startswith(DIED):
             reason = str(error).partition("\n")[0].strip(" .")
@@ -45,7 +48,7 @@ def plain_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Greetings and tips of libraries, and their own use of what torch deprecates, are not this run's news.
+    """Silence greetings and tips of libraries, and their use of what torch deprecates.
 
     Warnings of growlab itself are then sentences, without the line of code that gives them.
     """

@@ -1,4 +1,4 @@
-"""What loggers need from a run beside its numbers: tables, images, the checkpoint, and an end."""
+"""Tables, images and checkpoints of a run for its loggers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ _NOT_IN_NAMES = ("logger", "hydra", "ckpt_path", "data.root", "data.num_workers"
 
 
 class WandbRecords(Callback):
-    """Tells Weights & Biases what is no number: growth events and spectra as tables, figures, the checkpoint.
+    """Logs to Weights & Biases what is no number: growth events and spectra as tables, figures, the checkpoint.
 
     TensorBoard gets the figures; without either of them it does nothing. Spectra are singular values of every weight at
     the end of each stage: `rank` is their place from 0 (the largest) to 1 (the smallest), nine of each weight.
@@ -45,15 +45,15 @@ class WandbRecords(Callback):
         return {"spectra": self._spectra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the table of the checkpoint."""
+        """Continue the table of the checkpoint."""
         self._spectra = list(state_dict["spectra"])
 
     def on_fit_start(self, trainer: Trainer, pl_module: Task) -> None:
-        """Say which value of a curve stands for the run."""
+        """Define which value of a curve summarises the run."""
         if trainer.is_global_zero:
             for logger in self._loggers:
                 for name, summary in _SUMMARIES.items():
-                    # As Lightning defines all metrics: a definition of one's own replaces its `*`.
+                    # As Lightning defines all metrics: a definition by name replaces its `*`.
                     logger.experiment.define_metric(
                         name, step_metric="trainer/global_step", step_sync=True, summary=summary
                     )
@@ -107,9 +107,9 @@ def run_name(overrides: Sequence[str], otherwise: str) -> str:
         >>> run_name([], "digits")
         'digits'
     """
-    told = [o.lstrip("+") for o in overrides if not o.lstrip("+~").startswith(_NOT_IN_NAMES)]
-    choices = sorted((o for o in told if "." not in o.partition("=")[0]), key=lambda o: o.startswith("seed"))
-    values = [o for o in told if "." in o.partition("=")[0]]
+    named = [o.lstrip("+") for o in overrides if not o.lstrip("+~").startswith(_NOT_IN_NAMES)]
+    choices = sorted((o for o in named if "." not in o.partition("=")[0]), key=lambda o: o.startswith("seed"))
+    values = [o for o in named if "." in o.partition("=")[0]]
     return " ".join([*choices, *values])[:128] or otherwise
 
 
@@ -136,7 +136,7 @@ def spectra(network: nn.Module) -> list[list[Any]]:
 
 
 def close_loggers(loggers: Sequence[Logger], succeeded: bool) -> None:
-    """End the loggers' runs, so that the next run of the process begins its own.
+    """End the loggers' runs, so that the next run of the process begins another.
 
     Lightning leaves a W&B run open, and the next logger of the process would write into it.
 

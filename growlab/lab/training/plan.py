@@ -1,13 +1,18 @@
-"""What a run will do, worked out before it trains: stages, widths, cost, batches and steps."""
+"""Stages, widths, cost, batches and steps of a run, worked out before it trains."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate, count
+from math import floor
 from typing import Any
 
+from torch import Tensor, nn
+
 from growlab.base.errors import UserError
-from growlab.grower import Forecast
-from growlab.grower.cost import train_cost_percent
+from growlab.grower import Forecast, Grower
+from growlab.grower.cost import forward_flops, train_cost_percent
 from growlab.grower.part import Part
 from growlab.grower.triggers import (
     ByMethod,
@@ -20,18 +25,21 @@ from growlab.grower.triggers import (
     cheapest_remaining_cost,
 )
 from growlab.growth import FixedSize, GrowthMethod, Schedule, WidthDecision, make_schedule
+from growlab.growth.outputs import network_inputs
+from growlab.growth.schedule import MOST_EPOCHS
 from growlab.lab.data import RunData
-from growlab.lab.training.budget import epochs_within
-from growlab.lab.training.stage_cost import StageCost
-from growlab.widths import WidthGraph
+from growlab.widths import WidthGraph, resize
+from growlab.widths.inputs import Example, changed
 
 # A forward and a backward pass cost about three forward passes.
 _TRAINING_FACTOR = 3
+# Of sums of decimal fractions.
+_ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do.
+    """Stages, cost, batches and steps of a run.
 
     Attributes:
         schedule: its stages.
@@ -45,7 +53,7 @@ class Plan:
         reference_samples: training samples of the fixed-size run that cost is relative to, where epochs differ in
             them because data arrives with the stages; else None.
         stage_numbers: what growth events call each stage; None for 0, 1, 2, ...
-        auxiliary_flops: forward FLOPs of passes beside training's, each with a backward pass, or what costs as much.
+        auxiliary_flops: forward FLOPs of passes besides training's, each with a backward pass, or what costs as much.
     """
 
     schedule: Schedule
@@ -101,6 +109,47 @@ class Loop:
     limit_batches: float | None = None
     accumulate: int = 1
     num_processes: int = 1
+
+
+class StageCost:
+    """Forward FLOPs per sample of a network at any stage of its growth.
+
+    Args:
+        network: as `growlab.grower.trace_for_growth` left it, at full width; copied.
+        graph: what it returned.
+        parts: features besides growing.
+        example: inputs, [B, ...], a tuple of them or inputs by name; the first sample is taken.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        graph: WidthGraph,
+        parts: Sequence[Part],
+        example: Example,
+    ) -> None:
+        self._network, self._graph, self._parts = copy.deepcopy(network), graph, tuple(parts)
+        inputs = network_inputs(example, network)
+        self._sample = changed(lambda x: x[:1] if isinstance(x, Tensor) else x, inputs)
+        self._known: dict[tuple[Any, ...], int] = {}
+
+    def __call__(self, widths: Widths, share: float | None = None) -> int:
+        """FLOPs at these widths, when a share of all growth is done; None: of the whole network and whole inputs."""
+        key = (*(widths[group] for group in self._graph.groups), share)
+        if key not in self._known:
+            sample = self._sample
+            for part in () if share is None else self._parts:
+                sample = part.inputs_at(sample, share)
+            self._known[key] = forward_flops(self.copy_at(widths, share), sample)
+        return self._known[key]
+
+    def copy_at(self, widths: Widths, share: float | None = None) -> nn.Module:
+        """A copy of the network at these widths."""
+        copied, graph = copy.deepcopy(self._network), self._graph
+        for part in () if share is None else self._parts:
+            graph = part.shrink_to(copied, graph, share)
+        resize(copied, graph, graph.full_widths, widths)
+        return copied
 
 
 def choose_trigger(
@@ -159,7 +208,7 @@ def make_plan(
         cost: of the network.
         data: set up.
         loop: of the run.
-        parts: features beside growing.
+        parts: features besides growing.
         fit: finds the batch size of each stage from its widths, in place of the schedule's rates.
 
     Raises:
@@ -371,3 +420,123 @@ def _limited(batches: int, limit: float | None) -> int:
             "batches from 1 or a part of them up to 1.0."
         )
     return limited
+
+
+def check_budget(settings: Mapping[str, Any], method: GrowthMethod, demand: Demand | None) -> None:
+    """Refuse a budget together with other settings of a run's length.
+
+    Args:
+        settings: of the schedule, with `budget`.
+        method: of the run.
+        demand: of the run.
+
+    Raises:
+        UserError: they do not go together.
+    """
+    budget = settings["budget"]
+    if budget is None:
+        return
+    if not 0 < budget <= MOST_EPOCHS:
+        raise UserError(
+            f"schedule.budget={budget} must be a number of epochs of the fixed-size network above 0 and at most "
+            f"{MOST_EPOCHS:,}."
+        )
+    if settings["epochs"] is not None:
+        raise UserError(
+            "schedule.budget finds how many epochs the stages have, and schedule.epochs says it: leave one of them out."
+        )
+    if settings["equal_flops"]:
+        raise UserError(
+            "schedule.budget and schedule.equal_flops both say what the fixed-size run costs: leave one of them out."
+        )
+    if demand is not None or isinstance(method, WidthDecision):
+        raise UserError(
+            "schedule.budget needs to know before the run how wide the network is at which epoch, and this run decides "
+            "that while it trains: take schedule=budget, which grows on demand within a part of the cost, or "
+            "schedule=exponential with another growth method."
+        )
+
+
+def epochs_within(
+    budget: float,
+    make: Callable[[int], Schedule],
+    flops: Sequence[int],
+    full_flops: int,
+    data: RunData,
+    samples: Callable[[int, int], int],
+) -> int:
+    """The most epochs whose training costs no more than a budget.
+
+    The schedule that has them costs less than the budget by at most one epoch of its widest stage.
+
+    Args:
+        budget: in passes of the fixed full network over the training data.
+        make: maps a number of epochs to the schedule of so many.
+        flops: forward FLOPs per sample of each stage.
+        full_flops: the same of the full network.
+        data: set up.
+        samples: maps an epoch and its batch size to the samples that are trained on.
+
+    Raises:
+        UserError: the budget is below the cost of the shortest schedule, or data arrives with the stages.
+    """
+    if data.incremental is not None:
+        raise UserError(
+            "schedule.budget goes with data that is all there from the start: set schedule.total_epochs."
+        )
+    parts = data.epoch_parts
+    known: dict[int, list[int]] = {}
+
+    def until(epoch: int, size: int) -> int:
+        if size not in known:
+            known[size] = [0, *accumulate(samples(part, size) for part in range(parts))]
+        passes, part = divmod(epoch, parts)
+        return passes * known[size][-1] + known[size][part]
+
+    def cost(schedule: Schedule) -> int:
+        stages = zip(schedule.starts, schedule.epochs, schedule.batch_sizes, flops, strict=True)
+        return sum(
+            f * (until(start + length, size) - until(start, size)) for start, length, size, f in stages
+        )
+
+    allowed = _ROUNDING * budget * full_flops * until(parts, data.batch_size)
+    found, least = 0, 0.0
+    for epochs in count(len(flops)):
+        try:
+            spent = cost(make(epochs))
+        except ValueError:
+            # Too few epochs for stages of a given length.
+            if epochs * min(flops) * until(parts, data.batch_size) > parts * allowed:
+                break
+            continue
+        least = least or spent / (full_flops * until(parts, data.batch_size))
+        if spent > allowed:
+            break
+        found = epochs
+    if not found:
+        needed = f", which costs {least:.3g} epochs of the fixed-size network" if least else ""
+        stages = f"{len(flops)} stage{'s' * (len(flops) > 1)}"
+        raise UserError(
+            f"schedule.budget={budget:g} is below the shortest run of {stages}{needed}: raise it, lower "
+            "schedule.num_stages, or divide epochs with data.epoch_parts."
+        )
+    return found
+
+
+def anneal_steps(grower: Grower, part: float, plan: Plan) -> int:
+    """Optimizer steps after the last growth event in which statistics over channels go back to plain ones.
+
+    At least the last step of the training is one of the plain network.
+
+    Args:
+        grower: after its last event.
+        part: of a stage's optimizer steps; of an epoch's, where it is not known before when the network grows.
+        plan: of the run.
+    """
+    if not grower.events:
+        return 0
+    epoch, begin = grower.events[-1]["epoch"], grower.events[-1]["step"]
+    steps = plan.steps[epoch]
+    if grower.trigger.knows_stages:
+        steps = sum(plan.steps[epoch : grower.trigger.stage_end(grower)])
+    return min(floor(part * steps), sum(plan.steps) - begin - 1)

@@ -1,4 +1,4 @@
-"""Objectives beside classification: several labels for a sample, numbers, and a class for every place of an image.
+"""Objectives for several labels, for numbers, and for a class at every pixel.
 
 Shape suffixes: B samples, L labels, C classes.
 """

@@ -1,5 +1,6 @@
-"""Writes what happens in a run into its folder while it happens."""
+"""Records of a run: metrics.csv, rates.csv and growth.json."""
 
+import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,6 @@ from torch.optim import Optimizer
 from growlab.base.errors import UserError, WriteError
 from growlab.base.files import write_json, write_text
 from growlab.grower.triggers import OnDemand
-from growlab.lab.training.memory import PeakMemory
 from growlab.lab.training.objective import Objective
 from growlab.lab.training.plan import Plan
 from growlab.lab.training.task import Task
@@ -53,13 +53,12 @@ class RunRecorder(Callback):
         self._began = 0.0
         self._validation_sec = 0.0
         self._validation_began: float | None = None
-        self._memory: PeakMemory | None = None
-        self._peak: int | None = None
+        self._device, self._peak = torch.device("cpu"), 0
 
     # State ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been recorded so far, in plain containers."""
+        """Return everything recorded so far, in plain containers."""
         self._note_memory()
         return {
             "rows": self.rows,
@@ -73,38 +72,29 @@ class RunRecorder(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what had been recorded at the checkpoint."""
+        """Continue the records of the checkpoint."""
         self.rows = list(state_dict["rows"])
         self._rates = state_dict["rates"].splitlines()
         self.peak_memory_bytes = dict(state_dict["peak_memory_bytes"])
-        self._peak = state_dict.get("peak")
+        self._peak = state_dict["peak"]
         self._lr = state_dict["lr"]
         self._began = time.perf_counter() - state_dict["seconds"]
         self._validation_sec = state_dict["validation_seconds"]
 
-    @property
-    def memory_measure(self) -> str:
-        """What `peak_memory_bytes` are, or why there are none, see `PeakMemory`."""
-        return self._memory.measure
-
     # Hooks ---------------------------------------------------------------------------------------------
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Task) -> None:
-        """Look at what is held before training."""
-        self._memory = PeakMemory(pl_module.device)
-
     def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
-        """Measure memory from here on; an epoch that a checkpoint is in the middle of goes on."""
-        self._memory.reset()
+        """Measure memory from here on, and log the seed's widths."""
+        self._device = pl_module.device
+        _reset_peak(self._device)
         if trainer.global_step == 0 and pl_module.graph.groups:
-            # The seed's, before any event tells of widths.
             _log(trainer, _widths(pl_module.growth_state.widths), 0)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Start the epoch's clock."""
         self._began, self._validation_sec = time.perf_counter(), 0.0
-        self._peak = None
-        self._memory.reset()
+        self._peak = 0
+        _reset_peak(self._device)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Stop the training clock; batches of validation are no part of training's memory."""
@@ -115,11 +105,10 @@ class RunRecorder(Callback):
         """Start the training clock again."""
         self._validation_sec += self._validating_sec()
         self._validation_began = None
-        self._memory.reset()
+        _reset_peak(self._device)
 
     def _note_memory(self) -> None:
-        peak = None if self._memory is None else self._memory.bytes()
-        self._peak = peak if self._peak is None or peak is None else max(peak, self._peak)
+        self._peak = max(self._peak, _peak_memory(self._device))
 
     def _validating_sec(self) -> float:
         return 0.0 if self._validation_began is None else time.perf_counter() - self._validation_began
@@ -178,8 +167,7 @@ class RunRecorder(Callback):
             row["gradient_norm"] = float(sum(mean.double().square().sum() for mean in means)) ** 0.5
         self.rows.append(row)
         self._note_memory()
-        if self._peak is not None:
-            self.peak_memory_bytes[stage] = max(self._peak, self.peak_memory_bytes.get(stage, 0))
+        self.peak_memory_bytes[stage] = max(self._peak, self.peak_memory_bytes.get(stage, 0))
         # For other callbacks; the loggers get Python's numbers, which `log_dict` would round to float32.
         pl_module.log_dict(metrics, logger=False)
         _log(trainer, {key: value for key, value in row.items() if key != "step"}, trainer.global_step)
@@ -202,7 +190,7 @@ class RunRecorder(Callback):
         _log(trainer, {f"result/{key}": value for key, value in numbers.items()}, trainer.global_step)
 
     def stages(self, plan: Plan, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """What each stage was and took, for `results.json`.
+        """Describe each stage and its cost, for `results.json`.
 
         Args:
             plan: the run as it was carried out.
@@ -263,6 +251,25 @@ def metric_columns(objective: Objective, averages: Sequence[str] = (), watched: 
     metrics += [f"{watched}_{name}" for name in (*names, *objective.evaluated_names)]
     averaged = [f"{watched}_{average}_{name}" for average in averages for name in names]
     return [*_FIRST_COLUMNS, *metrics, *_LAST_COLUMNS, *averaged]
+
+
+def memory_measure(device: torch.device) -> str:
+    """Say what `peak_memory_bytes` are on a device."""
+    if device.type == "cuda":
+        return "bytes of tensors on the GPU"
+    return "bytes that the process has held in RAM at most so far (getrusage)"
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # macOS counts bytes, others KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _widths(widths: Mapping[str, int]) -> dict[str, float]:

@@ -1,80 +1,107 @@
-"""What came out of a run: the row that tables are made of."""
+"""Entries of `results.json`, which tables are made of."""
 
-import shlex
+import contextlib
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+import torch
+from lightning import Trainer
 
-from growlab.lab.analysis.identity import row_settings
-from growlab.lab.training import RunRecorder, Task
-from growlab.lab.training.configuration import search_options
+import growlab
+from growlab.lab.training.experiment import Identity
 from growlab.lab.training.plan import Plan
-from growlab.lab.training.provenance import git_commit, machine, versions
-from growlab.lab.training.resuming import LAST
+from growlab.lab.training.recorder import RunRecorder, memory_measure
+from growlab.lab.training.task import Task
 
 
 def results_row(
-    cfg: DictConfig, plan: Plan, task: Task, recorder: RunRecorder, world_size: int, num_nodes: int
+    identity: Identity, plan: Plan, task: Task, recorder: RunRecorder, trainer: Trainer
 ) -> dict[str, Any]:
-    """The content of `results.json`.
+    """Return the content of `results.json`.
 
     Args:
-        cfg: the run's configuration.
+        identity: the run's settings.
         plan: the run as it was carried out.
         task: tested.
         recorder: of every epoch.
-        world_size: processes.
-        num_nodes: machines.
+        trainer: of the run.
     """
-    grower = task.grower
-    config = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
-    choices, overrides = HydraConfig.get().runtime.choices, list(HydraConfig.get().overrides.task)
-    # A run that was interrupted is the same as one that was not.
-    whole = [one for one in overrides if one != LAST]
+    grower, objective = task.grower, task.objective
     stages = recorder.stages(plan, grower.events)
     errors = [event[f"parity_error_{mode}"] for event in grower.events for mode in ("eval", "train")]
+    name, higher = getattr(objective, "compared_by", ("accuracy", True))
     last = recorder.rows[-1]
+    names = {"train": objective.metric_names, "val": (*objective.metric_names, *objective.evaluated_names)}
     return {
-        "experiment": cfg.name,
-        **{key: choices[key] for key in ("model", "data", "growth", "lr_adapt", "optimizer")},
-        "seed": cfg.seed,
+        **identity.row,
         "epochs": plan.schedule.total_epochs,
         "reference_epochs": plan.reference_epochs,
-        "precision": str(cfg.trainer.precision),
-        "world_size": world_size,
-        "num_nodes": num_nodes,
+        "world_size": trainer.world_size,
+        "num_nodes": trainer.num_nodes,
         "batch_size": plan.schedule.batch_sizes[-1],
         "batch_fit": task.batch_fit,
-        # What runs are compared by.
-        "metric": dict(
-            zip(
-                ("name", "higher_is_better"),
-                getattr(task.objective, "compared_by", ("accuracy", True)),
-                strict=True,
-            )
-        ),
+        # The metric that runs are compared by.
+        "metric": {"name": name, "higher_is_better": higher},
         **task.metrics("test"),
-        **{key: value for name in grower.copies() for key, value in task.metrics(f"test_{name}").items()},
-        **{
-            f"{split}_{name}": last.get(f"{split}_{name}")
-            for split in ("train", "val")
-            for name in (
-                *task.objective.metric_names,
-                *(task.objective.evaluated_names if split == "val" else ()),
-            )
-        },
+        **{key: value for copy in grower.copies() for key, value in task.metrics(f"test_{copy}").items()},
+        **{f"{split}_{one}": last.get(f"{split}_{one}") for split in names for one in names[split]},
         "train_cost_percent": plan.train_cost_percent,
         "train_flops": plan.train_flops,
         "seconds": sum(stage["seconds"] for stage in stages),
         "parity_max_error": max((error for error in errors if error is not None), default=None),
-        "memory_measure": recorder.memory_measure,
+        "memory_measure": memory_measure(task.device),
         "stages": stages,
-        "schedule": config["schedule"],
-        "settings": row_settings(config, *(choices[key] for key in ("data", "optimizer", "growth"))),
-        "overrides": overrides,
-        "command": shlex.join(["python", "-m", "growlab", *search_options(), *whole]),
+        **provenance(task.device),
+    }
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Commit, versions and machine that a result comes from."""
+    return {
         "git_commit": git_commit(),
         "versions": versions(),
-        "machine": machine(task.device),
+        "machine": {"device": _device_name(device), "threads": torch.get_num_threads()},
     }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that decide results; None for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("torch", "lightning", "growlab"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout that growlab runs from, `-dirty` behind it after changes; None outside of one."""
+    package = Path(growlab.__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=package, capture_output=True, text=True, check=True, timeout=10
+        )
+        return done.stdout.strip()
+
+    try:
+        # An installed copy may lie inside a repository that it is no part of.
+        git("ls-files", "--error-unmatch", "__init__.py")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", "../conf")
+        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""A run's folder: one process writes to it at a time, and what an earlier run left there is not taken for its own."""
+"""A run's folder: one process writes to it at a time; results of earlier runs are removed."""
 
 import contextlib
 import fcntl
@@ -24,14 +24,14 @@ _HELD: set[int] = set()
 
 @contextlib.contextmanager
 def held_alone(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
-    """Hold a folder that one process writes to at a time; the system lets it go with the process, however that ends.
+    """Lock a folder while this process writes to it; the system unlocks it when the process ends.
 
     Args:
         folder: that is there.
         wait_sec: for a process that is about to end.
 
     Raises:
-        FolderHeld: another process holds it.
+        FolderHeld: another process has locked it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     _HELD.add(descriptor)
@@ -44,7 +44,7 @@ def held_alone(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether another process holds a folder, which need not be there."""
+    """True if another process has locked a folder, which need not be there."""
     if not folder.is_dir():
         return False
     try:
@@ -87,7 +87,7 @@ def check_places(folder: Path) -> None:
 
 
 def _let_go() -> None:
-    """Processes that a run has forked may outlive it by a moment, and are not to hold what it held."""
+    """Processes that a run has forked may outlive it by a moment, and must not keep its locks."""
     for descriptor in _HELD:
         os.close(descriptor)
     _HELD.clear()

@@ -1,4 +1,4 @@
-"""When checkpoints are saved: at the end of every epoch, between steps, and at once when a signal asks for it."""
+"""Saving of checkpoints: at the end of every epoch, between steps, and at once when a signal asks for it."""
 
 import contextlib
 import os
@@ -19,14 +19,14 @@ from growlab.base.errors import Stopped, UserError
 from growlab.lab.training.checkpoints import PREVIOUS, AtomicCheckpointIO
 from growlab.lab.training.task import Task
 
-# What a rank may want between two steps, the stronger wish the larger number.
+# Wishes of a rank between two steps, the stronger one the larger number.
 _SAVE, _STOP = 1, 2
 _FORBIDDEN = {"SIGKILL", "SIGSTOP", "SIGINT"}
 
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """When a run saves itself beside the ends of epochs.
+    """Moments besides the ends of epochs at which a run saves itself.
 
     Attributes:
         every_n_steps: after every so many optimizer steps; None: never.
@@ -55,7 +55,7 @@ class SavePolicy:
 
 
 class SaveCheckpoints(Checkpoint):
-    """Keeps the newest state of a run in one file, and the one before it beside it.
+    """Keeps the newest state of a run in one file, and the one before it in another.
 
     Between steps means between optimizer steps: gradients that are being accumulated are not part of a
     checkpoint. After the last step of an epoch its end is waited for, which follows at once but for validation;
@@ -69,7 +69,7 @@ class SaveCheckpoints(Checkpoint):
         path: the file.
         writer: what writes it.
         policy: when.
-        resumed: the file that the run goes on from.
+        resumed: the file that the run resumes from.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class SaveCheckpoints(Checkpoint):
     ) -> None:
         """Write a validation that has begun down as one that begins.
 
-        Lightning's loops go on with an evaluation that was interrupted, but its loaders are not asked where they
+        Lightning's loops continue an evaluation that was interrupted, but its loaders are not asked where they
         were. This is the one place that knows how Lightning names its counters.
         """
         if trainer.validating:
@@ -168,7 +168,7 @@ class SaveCheckpoints(Checkpoint):
                 os.write(2, b"stopping after this step; Ctrl-C again stops at once\n")
 
     def _agreed(self, trainer: Trainer) -> int:
-        """What any rank wants: `_STOP` after a signal, `_SAVE` after so many minutes, or 0; the same on all ranks.
+        """The strongest wish of any rank: `_STOP` after a signal, `_SAVE` after so many minutes, or 0.
 
         A signal may reach one rank only and clocks differ, but ranks save and end together.
         """
@@ -184,7 +184,7 @@ class SaveCheckpoints(Checkpoint):
         return int(trainer.strategy.reduce(wishes, reduce_op="max"))
 
     def _end(self, trainer: Trainer) -> None:
-        # Ranks that got no signal of their own stop with those that did.
+        # Ranks without a signal stop with those that got one.
         number = signal.SIGTERM if self._received is None else self._received
         if self._writer.failure is not None:
             raise UserError(f"{signal.Signals(number).name} ends the run, but {self._writer.failure}")

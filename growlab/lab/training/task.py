@@ -39,7 +39,7 @@ class Task(LightningModule):
         batch_fit: batch sizes that were found to fit, see `fit_batch_sizes`; None where the schedule says them.
         watched: what is evaluated behind each epoch: "val", or "test" where the test set is watched.
         flops_in_epoch: forward FLOPs of each epoch, where they are known before; a rate clocked by cost follows them.
-        evaluating: what a validation batch is evaluated in, see `FreshStatistics`.
+        evaluating: context of the evaluation of a validation batch, see `FreshStatistics`.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Task(LightningModule):
     # Steps ---------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Go on counting where a checkpoint in the middle of an epoch stopped."""
+        """Restore the sums of a checkpoint from the middle of an epoch."""
         saved, self._saved_sums = self._saved_sums, None
         if saved is None:
             return
@@ -122,11 +122,11 @@ class Task(LightningModule):
         if len(saved) == self.trainer.world_size:
             self._sums["train"] = saved[self.global_rank]
         else:
-            # The first rank goes on for all that there were.
+            # The first rank continues the sums of all that there were.
             self._sums["train"] = saved.sum(0) if self.global_rank == 0 else torch.zeros_like(saved[0])
 
     def on_train_epoch_start(self) -> None:
-        """Begin to count anew."""
+        """Reset the sums."""
         self._sums = {}
 
     def on_train_batch_start(self, batch: tuple[Tensor, ...], batch_index: int) -> None:
@@ -153,7 +153,7 @@ class Task(LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Begin to count anew."""
+        """Reset the sums."""
         self._forget(self.watched)
 
     def validation_step(self, batch: tuple[Tensor, ...], batch_index: int) -> None:
@@ -170,7 +170,7 @@ class Task(LightningModule):
         self._finish(self.watched, self.current_epoch)
 
     def on_test_epoch_start(self) -> None:
-        """Begin to count anew."""
+        """Reset the sums."""
         self._forget("test")
 
     def on_test_epoch_end(self) -> None:
@@ -202,7 +202,7 @@ class Task(LightningModule):
         """
         if self._bad_step is None:
             return
-        # Of all ranks, so that all stop alike.
+        # Of all ranks, so that all stop together.
         bad = [step for step in stacked(self._bad_step).tolist() if step >= 0]
         if bad:
             raise UserError(self._not_finite("the training loss became NaN or infinite at", min(bad)))

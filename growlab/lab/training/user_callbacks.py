@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import (
 from omegaconf import DictConfig, ListConfig
 
 from growlab.base.errors import UserError
-from growlab.lab.training import Task
 from growlab.lab.training.plan import Plan
+from growlab.lab.training.task import Task
 
 _AVERAGED = (
     "keeps an average of the weights that does not grow with the network; use ema.decay=0.999 instead."
@@ -125,14 +125,14 @@ def _made(name: str, settings: Any) -> Callback:
     return callback
 
 
-def completed(plan: Plan, rows: Sequence[Mapping[str, Any]], task: Task, cfg: DictConfig) -> Plan:
+def completed(plan: Plan, rows: Sequence[Mapping[str, Any]], task: Task, max_time: bool) -> Plan:
     """The plan as far as it was carried out: all of it, or less where a callback ended the run behind the last growth.
 
     Args:
         plan: of the whole run.
         rows: one for each epoch that was trained.
         task: trained.
-        cfg: the run's configuration.
+        max_time: `trainer.max_time` is set.
 
     Raises:
         UserError: the run was ended before the network had grown to its end, or because its time was over.
@@ -140,7 +140,7 @@ def completed(plan: Plan, rows: Sequence[Mapping[str, Any]], task: Task, cfg: Di
     done, wanted = len(rows), plan.schedule.total_epochs
     if done >= wanted:
         return plan
-    if cfg.trainer.get("max_time") is not None:
+    if max_time:
         raise UserError(
             f"training was stopped after {done} of {wanted} epochs (trainer.max_time), so there is no result yet; go "
             "on with ckpt_path=last and the run's hydra.run.dir."

@@ -14,7 +14,7 @@ from growlab.optim import load_named_state
 
 log = logging.getLogger(__name__)
 
-# Where such a file keeps `growlab.optim.named_state`, beside "state_dict".
+# Where such a file keeps `growlab.optim.named_state`, next to "state_dict".
 OPTIMIZER = "optimizer"
 
 
@@ -27,10 +27,10 @@ def start_from(grower: Grower, path: str) -> Callable[[Optimizer], None]:
             `growlab.lab.planner` writes it.
 
     Returns:
-        Hands an optimizer of the network the file's state; one of another class begins anew, with a warning.
+        Hands an optimizer of the network the file's state; one of another class starts fresh, with a warning.
 
     Raises:
-        UserError: the file cannot be read, or holds another network.
+        UserError: the file cannot be read, or is of another network.
     """
     what = f"start_from={path}"
     content = read_saved(path, what)
@@ -53,14 +53,14 @@ def start_from(grower: Grower, path: str) -> Callable[[Optimizer], None]:
 
 
 def continuing(make: Callable[[Any], Optimizer], hand_over: Callable[[Optimizer], None]) -> Any:
-    """A maker of optimizers whose optimizers go on with a file's state, see `start_from`."""
+    """Wrap a maker of optimizers so that they continue with a file's state, see `start_from`."""
 
-    def told(parameters: Any) -> Optimizer:
+    def make_and_load(parameters: Any) -> Optimizer:
         optimizer = make(parameters)
         hand_over(optimizer)
         return optimizer
 
-    return told
+    return make_and_load
 
 
 def _check(state: Mapping[str, Tensor], own: Mapping[str, Tensor], what: str) -> None:

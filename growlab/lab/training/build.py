@@ -1,0 +1,685 @@
+"""From configuration to objects: here, in `growlab.lab.cli` and in `growlab.lab.planner` alone a DictConfig is read."""
+
+import contextlib
+import secrets
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
+from hydra.types import RunMode
+from hydra.utils import get_object, instantiate
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
+from torch.optim import Optimizer
+
+from growlab.base.errors import Stopped, UserError, as_user_errors
+from growlab.base.files import remove_unfinished, write_json, write_text
+from growlab.base.ranks import gather
+from growlab.base.settings import left_out, parameters
+from growlab.grower import Grower, no_widths, trace_for_growth
+from growlab.grower.triggers import Never, Trigger
+from growlab.growth import GrowthMethod
+from growlab.lab.analysis.identity import resume_settings, row_settings
+from growlab.lab.data import CustomData, ImageData, RunData
+from growlab.lab.training.argument_types import check_types
+from growlab.lab.training.batch_fit import TrialRun, TrialSteps, fit_batch_sizes
+from growlab.lab.training.checkpoints import last_checkpoint, read_header, usable_checkpoint
+from growlab.lab.training.configuration import search_options
+from growlab.lab.training.custom_objective import CustomObjective
+from growlab.lab.training.distributed import SynchroniseBatchNorm, check_strategy, cluster_environment
+from growlab.lab.training.experiment import Experiment, Options
+from growlab.lab.training.identity import Identity, settings_in
+from growlab.lab.training.ineffective_settings import check_overruled, unused
+from growlab.lab.training.learning_rate import LearningRate
+from growlab.lab.training.library_messages import plain_errors, quiet_libraries
+from growlab.lab.training.loggers import close_loggers, run_name
+from growlab.lab.training.next_commands import next_commands
+from growlab.lab.training.objective import Objective
+from growlab.lab.training.plan import (
+    Loop,
+    Plan,
+    StageCost,
+    anneal_steps,
+    check_budget,
+    check_growth,
+    choose_trigger,
+    epochs_of_budget,
+    make_plan,
+)
+from growlab.lab.training.processes import (
+    announce,
+    in_folder,
+    is_first,
+    name_of,
+    program,
+    started_elsewhere,
+    world_size,
+)
+from growlab.lab.training.results_row import provenance
+from growlab.lab.training.resuming import LAST
+from growlab.lab.training.run import run
+from growlab.lab.training.run_folder import check_places, held_alone
+from growlab.lab.training.setting_names import named_as_settings
+from growlab.lab.training.trainer_options import check_trainer_options, for_lightning
+from growlab.lab.training.user_callbacks import user_callbacks
+from growlab.lab.training.warm_start import continuing, start_from
+from growlab.parts import Part
+from growlab.widths import WidthGraph
+
+# What torch starts with: a sweep's job without `num_threads` must not inherit the job's before it.
+_NUM_THREADS = torch.get_num_threads()
+_MANY_EPOCHS = 10**6
+# Of `conf/schedule` what is not about stages.
+_OTHERS = ("learning_rate", "demand", "batch_size", "max_memory_gib_per_device")
+# What numpy's generators take.
+_MAX_SEED = 2**32 - 1
+_MOST_THREADS = 1024
+# Options of optimizers for other loops than Lightning's.
+_NOT_IN_RUNS = {"differentiable": "loops that differentiate through steps", "capturable": "CUDA graphs"}
+_OF_AN_OBJECTIVE = ("metric_names", "evaluated_names", "uneven", "bind", "metrics", "evaluate", "exports")
+
+
+def train(cfg: DictConfig) -> None:
+    """Train one network as configured, or run the study that is named, and leave everything in the run's folder.
+
+    Args:
+        cfg: the composed configuration of `conf/config.yaml`.
+
+    Raises:
+        UserError: the configuration, the data, the machine or the training itself does not allow the run.
+    """
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        with named_as_settings(cfg), plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
+            if is_first():
+                ending.enter_context(held_alone(folder))
+            _check(cfg)
+            if cfg.study is not None:
+                _run_study(cfg, folder)
+                return
+            run(build(cfg, folder), folder)
+            if is_first() and HydraConfig.get().mode == RunMode.RUN:
+                print(next_commands(cfg))
+    except Stopped as stop:
+        raise Stopped(stop.signal, f"{stop.sentence}; resume with: {_resume_command(folder)}") from None
+
+
+def build(cfg: DictConfig, folder: Path) -> Experiment:
+    """Make the objects of a run: data, network, widths, plan and seed.
+
+    Args:
+        cfg: the composed configuration of `conf/config.yaml`.
+        folder: the run's, whose checkpoint it may resume from.
+
+    Raises:
+        UserError: the settings do not go together, or not with the data or the checkpoint.
+    """
+    checkpoint, header = _resume(cfg, folder)
+    with contextlib.ExitStack() as failing:
+        data = make_data(cfg.data, cfg.seed)
+        # Lightning does so only for a run that succeeds.
+        failing.callback(data.teardown, "test")
+        announce("reading data")
+        data.setup()
+        if is_first() and (line := data.describe()):
+            print(line, file=sys.stderr)
+        torch.set_num_threads(cfg.num_threads or _NUM_THREADS)
+        lightning.seed_everything(cfg.seed, verbose=False)
+        grower, plan, cost, batch_fit = _plan(cfg, data, header.get("batch_fit"))
+        data.batch_size_at_epoch = plan.schedule.batch_size_at
+        optimizer = optimizer_maker(cfg)
+        if cfg.start_from is not None and checkpoint is None:
+            optimizer = continuing(optimizer, start_from(grower, cfg.start_from))
+        before = None if checkpoint is None else settings_in(folder)
+        identity = _identity(cfg, header.get("run_id") or secrets.token_hex(4), before)
+        rate, objective = _learning_rate(cfg, grower.forecast.known), make_objective(cfg.objective, data)
+        experiment = Experiment(
+            *(data, grower, plan, cost, batch_fit, objective, optimizer, rate),
+            trainer=partial(_trainer, cfg, plan, data),
+            loggers=partial(_loggers, cfg, identity.run_id),
+            checkpoint=checkpoint,
+            identity=identity,
+            options=_options(cfg),
+        )
+        failing.pop_all()
+    return experiment
+
+
+# Settings ---------------------------------------------------------------------------------------------------
+
+
+def _check(cfg: DictConfig) -> None:
+    """Refuse what would only fail later."""
+    if cfg.plan is not None:
+        raise UserError(
+            "a run has no plan: leave plan=... out, or ask `growlab plan` with the other settings."
+        )
+    check_trainer_options(cfg.trainer)
+    check_settings(cfg)
+    job = HydraConfig.get()
+    check_overruled(cfg, job.overrides.task, is_sweep=job.mode == RunMode.MULTIRUN)
+    if is_first():
+        for override in unused(cfg, job.overrides.task):
+            print(f"warning: nothing uses {override}, which the + adds to the configuration", file=sys.stderr)
+    if not 0 <= cfg.norm_anneal < 1:
+        raise UserError(f"norm_anneal={cfg.norm_anneal} must be a part of a stage: at least 0 and below 1.")
+
+
+def check_settings(cfg: DictConfig) -> None:
+    """Refuse values of other types than their parameters, numbers out of their range, and a device that is not here.
+
+    Raises:
+        UserError: naming the first.
+    """
+    settings = OmegaConf.to_container(cfg, resolve=True)
+    parts = settings.pop("parts") or {}
+    check_types({name: value for name, value in settings.items() if name not in parts})
+    for name, part in parts.items():
+        if not left_out(part):
+            check_types(part, name)
+    if not 0 <= cfg.seed <= _MAX_SEED:
+        raise UserError(f"seed={cfg.seed} must lie between 0 and {_MAX_SEED}.")
+    if cfg.num_threads is not None and not 1 <= cfg.num_threads <= _MOST_THREADS:
+        raise UserError(
+            f"num_threads={cfg.num_threads} must be at least 1 and at most {_MOST_THREADS}, or null for all cores."
+        )
+    if cfg.probe_size is not None and cfg.probe_size < 2:
+        raise UserError(
+            f"probe_size={cfg.probe_size} must be at least 2: batch normalisation needs two images."
+        )
+    accelerator = cfg.trainer.accelerator
+    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        if accelerator == "gpu" and torch.backends.mps.is_available():
+            return
+        raise UserError(
+            f"trainer.accelerator={accelerator}, but torch {torch.__version__} sees no GPU here; use trainer=cpu, "
+            "or install a driver that fits this torch."
+        )
+
+
+def _options(cfg: DictConfig) -> Options:
+    return Options(
+        save=instantiate(cfg.checkpoint),
+        optimizer_state=str(cfg.optimizer_state),
+        log_rates_every_n_steps=cfg.log_rates_every_n_steps,
+        log_layers_every_n_steps=cfg.log_layers_every_n_steps,
+        statistics_images=cfg.statistics_images,
+        check_ranks=cfg.check_ranks,
+        compile=cfg.compile,
+        max_time=cfg.trainer.get("max_time") is not None,
+        synchronised=bool(cfg.trainer.get("sync_batchnorm")),
+        num_processes=world_size(cfg.trainer),
+    )
+
+
+def _identity(cfg: DictConfig, run_id: str, before: dict[str, Any] | None) -> Identity:
+    config = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    job = HydraConfig.get()
+    choices, overrides = job.runtime.choices, list(job.overrides.task)
+    # A run that was interrupted is the same as one that was not.
+    whole = [one for one in overrides if one != LAST]
+    row = {
+        "experiment": cfg.name,
+        **{key: choices[key] for key in ("model", "data", "growth", "lr_adapt", "optimizer")},
+        "seed": cfg.seed,
+        "precision": str(cfg.trainer.precision),
+        "schedule": config["schedule"],
+        "settings": row_settings(config, *(choices[key] for key in ("data", "optimizer", "growth"))),
+        "overrides": overrides,
+        "command": shlex.join(["python", "-m", "growlab", *search_options(), *whole]),
+    }
+    return Identity(run_id, resume_settings(config), OmegaConf.to_yaml(cfg, resolve=True), row, before)
+
+
+def _resume(cfg: DictConfig, folder: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint to resume from, and its header."""
+    if is_first():
+        check_places(folder)
+        for place in (folder, last_checkpoint(folder).parent):
+            remove_unfinished(place)
+    checkpoint = None if cfg.ckpt_path is None else Path(cfg.ckpt_path)
+    if cfg.ckpt_path == "last":
+        checkpoint, warning = usable_checkpoint(folder)
+        if warning and is_first():
+            print(warning, file=sys.stderr)
+    return checkpoint, read_header(checkpoint) if checkpoint else {}
+
+
+def _resume_command(folder: Path) -> str:
+    replaced = ("ckpt_path", "hydra.run.dir")
+    overrides = [o for o in HydraConfig.get().overrides.task if name_of(o) not in replaced]
+    return f"{program()} {shlex.join([*search_options(), *overrides, 'ckpt_path=last', in_folder(folder)])}"
+
+
+def _run_study(cfg: DictConfig, folder: Path) -> None:
+    """Call `cfg.study` with the run's folder and seed; write its configuration and provenance next to its results."""
+    if not isinstance(cfg.study, DictConfig) or "_target_" not in cfg.study:
+        raise UserError(f"study={cfg.study} is no study: give it a _target_ and its arguments, or null.")
+    if cfg.num_threads is not None:
+        torch.set_num_threads(cfg.num_threads)
+    torch.manual_seed(cfg.seed)
+    given = [*search_options(), *HydraConfig.get().overrides.task]
+    command = shlex.join(["python", "-m", "growlab", *given])
+    write_text(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+    write_json(folder / "provenance.json", {"command": command, **provenance(torch.device("cpu"))})
+    instantiate(cfg.study, run_dir=folder, seed=cfg.seed, _convert_="all")
+
+
+# Data, network, objective, optimizer ------------------------------------------------------------------------
+
+
+def make_data(settings: DictConfig, seed: int) -> RunData:
+    """Make the data module; anything that is not one of growlab's becomes the source of a `CustomData`.
+
+    Args:
+        settings: the configuration's `data`.
+        seed: of the order of a user's samples.
+    """
+    made = instantiate(settings)
+    return made if isinstance(made, RunData) else CustomData(made, seed=seed)
+
+
+def make_network(model: DictConfig, data: RunData) -> nn.Module:
+    """The network at full width.
+
+    Args:
+        model: the configuration's `model`.
+        data: set up.
+
+    Raises:
+        UserError: the network is not for such data, or no network.
+    """
+    given = data.network_arguments
+    unknown = [name for name in given if not _takes(model._target_, name)]
+    if unknown:
+        raise UserError(
+            f"model._target_={model._target_} does not take {' and '.join(unknown)}, which the data give"
+            + _advice(data)
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+        network = instantiate(model, **given, **_offered(model, data))
+    if not isinstance(network, nn.Module):
+        raise UserError(f"model._target_={model._target_} makes a {type(network).__name__}, not a network.")
+    if empty := [
+        name for name, value in network.named_parameters() if not is_lazy(value) and not value.numel()
+    ]:
+        shape = list(network.get_parameter(empty[0]).shape)
+        zeros = [f"model.{name}=0" for name, value in model.items() if value == 0 and value is not False]
+        raise UserError(
+            f"the network's {empty[0]} is of the shape {shape}, without entries"
+            + (f", with {' and '.join(zeros)}" if zeros else "")
+            + ": sizes of layers must be at least 1."
+        )
+    return network
+
+
+def make_objective(objective: DictConfig, data: RunData) -> Objective:
+    """The objective, bound to the data.
+
+    Args:
+        objective: the configuration's `objective`.
+        data: set up.
+
+    Raises:
+        UserError: it is no objective, or not for such data.
+    """
+    if "label_smoothing" in objective and not _takes(objective._target_, "label_smoothing"):
+        # The default file's, where another loss is put in the place of its `_target_`.
+        objective = OmegaConf.masked_copy(objective, [key for key in objective if key != "label_smoothing"])
+    made = instantiate(objective)
+    if isinstance(made, nn.Module) and not hasattr(made, "metric_names"):
+        made = CustomObjective(made)
+    missing = [name for name in _OF_AN_OBJECTIVE if not hasattr(made, name)]
+    if missing or not callable(made):
+        raise UserError(
+            f"objective._target_={objective._target_} is no objective, which has {', '.join(_OF_AN_OBJECTIVE)}, as "
+            f"growlab.lab.training.Classification does, and no loss of torch.nn; any other loss goes into "
+            f"objective=custom{_advice(data)}"
+        )
+    made.bind(data)
+    return made
+
+
+def _offered(model: DictConfig, data: RunData) -> dict[str, Any]:
+    """Arguments of the network that the configuration leaves open and that can be inferred from the data."""
+    try:
+        taken = parameters(get_object(model._target_))
+    except Exception:  # Raised again when the network is made.
+        return {}
+    known = (*model, *data.network_arguments)
+    found = {name: data.offer(name) for name in taken if name not in known}
+    for name, value in found.items():
+        parameter = taken[name]
+        open_ended = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if value is None and parameter.default is parameter.empty and not open_ended:
+            raise UserError(
+                f"model._target_={model._target_} takes {name}, which these data do not tell: set +model.{name}=VALUE, "
+                f"or take another network{_advice(data)}"
+            )
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _takes(target: str, name: str) -> bool:
+    """True if a callable has a parameter of this name, or cannot be imported or inspected."""
+    try:
+        taken = parameters(get_object(target))
+    except Exception:  # Raised again when the network is made.
+        return True
+    return name in taken or any(p.kind == p.VAR_KEYWORD for p in taken.values())
+
+
+def _advice(data: RunData) -> str:
+    return f": {data.goes_with}." if data.goes_with else "."
+
+
+def optimizer_maker(cfg: DictConfig) -> Callable[[Any], Optimizer]:
+    """A function that makes the configured optimizer of parameters, with its rates of regions.
+
+    It raises:
+        UserError: the optimizer does not take its settings, or not the rates of regions.
+    """
+    try:
+        make = instantiate(cfg.optimizer)
+    except (TypeError, InstantiationException):
+        if not isinstance(cfg.optimizer, DictConfig) or cfg.optimizer.get("_partial_") is True:
+            raise
+        make = None
+    if not callable(make):
+        raise UserError(
+            "optimizer makes no function of parameters: choose one with optimizer=NAME, or give it a _target_ and "
+            "_partial_=true."
+        )
+    adaptation = instantiate(cfg.lr_adapt)
+
+    def make_optimizer(parameters: Any) -> Optimizer:
+        try:
+            optimizer = make(parameters)
+        except (TypeError, ValueError) as error:
+            given = {key: value for key, value in cfg.optimizer.items() if not key.startswith("_")}
+            settings = ", ".join(f"{key}={value}" for key, value in given.items())
+            raise UserError(
+                f"optimizer cannot be made with {settings}: {str(error).rstrip('.')} (HYDRA_FULL_ERROR=1 shows where)."
+            ) from error
+        for name, use in _NOT_IN_RUNS.items():
+            if optimizer.defaults.get(name):
+                raise UserError(f"optimizer.{name}=true is for {use}, which runs are not: leave it out.")
+        adaptation.apply(optimizer)
+        return optimizer
+
+    return make_optimizer
+
+
+def _learning_rate(cfg: DictConfig, knows_stages: bool) -> Any:
+    """The schedule of the rate; with sizes that are found, the optimizer's rate is for the data's batch size."""
+    settings = cfg.schedule.learning_rate
+    known = cfg.schedule.batch_size is None or settings.batch_size is not None
+    rate = instantiate(settings, **({} if known else {"batch_size": cfg.data.batch_size}))
+    if isinstance(rate, LearningRate) and rate.needs_stages and not knows_stages:
+        raise UserError(
+            f"schedule.learning_rate.{rate.needs_stages} needs to know before the run how wide the network is at which "
+            "epoch, and this run decides that while it trains: leave it out, or take schedule=exponential."
+        )
+    return rate
+
+
+# Plan ---------------------------------------------------------------------------------------------------
+
+
+def _plan(
+    cfg: DictConfig, data: RunData, known_sizes: list[dict[str, int]] | None
+) -> tuple[Grower, Plan, StageCost, list[dict[str, int]] | None]:
+    """Make the grower, the plan, the network's cost at any widths, and batch sizes that fit, if these are searched for.
+
+    `known_sizes` were found before the run was interrupted.
+    """
+    network = make_network(cfg.model, data)
+    method: GrowthMethod = instantiate(cfg.growth)
+    settings = OmegaConf.to_container(cfg.schedule, resolve=True)
+    settings = {name: value for name, value in settings.items() if name not in _OTHERS}
+    loop = Loop(cfg.trainer.limit_train_batches, cfg.trainer.accumulate_grad_batches, world_size(cfg.trainer))
+    fits, sizes = cfg.schedule.batch_size is not None, known_sizes
+    if fits:
+        # The smallest that is possible, until the widths are known that sizes are found at.
+        settings |= {"batch_growth_rate": 0.0, "max_batch_size": None, "max_batch_size_per_device": None}
+
+    def fit(stages: Sequence[Mapping[str, int]]) -> list[int]:
+        nonlocal sizes
+        if sizes is None:
+            sizes = _fitting_sizes(cfg, network, graph, trigger, parts, data, stages)
+        return [one["batch_size"] for one in sizes]
+
+    with as_user_errors():
+        demand = instantiate(cfg.schedule.demand)
+        base = loop.num_processes if fits else data.batch_size
+        check_budget(settings, method, demand)
+        if settings["budget"] is not None:
+            # Enough for any stages, until their cost is known.
+            settings["total_epochs"] = _MANY_EPOCHS
+        trigger = choose_trigger(settings, method, demand, base, loop)
+        parts = make_parts(cfg.parts, data, trigger)
+        example = data.probe_batch(2)
+        graph = _graph(cfg, network, example, method, trigger, parts)
+        check_growth(graph, trigger, parts)
+        cost = StageCost(network, graph, parts, example)
+        if settings["budget"] is not None:
+            settings["total_epochs"] = epochs_of_budget(settings, trigger, graph, cost, data, loop, parts)
+            trigger = choose_trigger(settings, method, demand, base, loop)
+        plan = make_plan(settings, trigger, graph, cost, data, loop, parts, fit if fits else None)
+    _check_pretrained(cfg, plan, graph)
+    grower = Grower(
+        network,
+        data.probe_batch(probe_size(cfg.probe_size, data)),
+        method=method,
+        trigger=trigger,
+        parts=parts,
+        seed=cfg.seed,
+        anneal_steps=partial(anneal_steps, part=cfg.norm_anneal, plan=plan),
+        graph=graph,
+    )
+    grower.check_ranks = cfg.check_ranks
+    return grower, plan, cost, sizes if fits else None
+
+
+def _graph(
+    cfg: DictConfig,
+    network: nn.Module,
+    example: Any,
+    method: GrowthMethod,
+    trigger: Trigger,
+    parts: Sequence[Part],
+) -> WidthGraph:
+    """The network's width graph; one of no groups where it keeps its size and need not be traced."""
+    if any(map(is_parametrized, network.modules())):
+        if trigger.resizes:
+            raise UserError(
+                "a network whose weights are computed from others does not grow as it is: take the plain network as "
+                "model with growth=hyperfan, or train this one with growth=none."
+            )
+        return no_widths()
+    if trigger.resizes:
+        announce("tracing the network: which channels grow together")
+    return trace_for_growth(network, example, method, parts, cfg.seed, list(cfg.opaque), trigger.resizes)
+
+
+def probe_size(given: int | None, data: RunData) -> int:
+    """Training samples that parity is checked on; where none are given as many as the data say, or 32.
+
+    Raises:
+        UserError: there are not as many as were asked for.
+    """
+    if given is not None and given > data.num_train:
+        raise UserError(
+            f"probe_size={given} is more than the {data.num_train} training samples that there are; set "
+            f"probe_size={data.num_train} or less."
+        )
+    return max(2, min(data.probe_size, data.num_train)) if given is None else given
+
+
+def make_parts(settings: DictConfig, data: RunData, trigger: Trigger) -> list[Part]:
+    """Parts of the configuration that are not left out, and those that the data need.
+
+    Raises:
+        UserError: an entry is no part, or a depth is given to a network without blocks that come in.
+    """
+    given = [_make_part(str(name), part) for name, part in settings.items() if not left_out(part)]
+    of_data = data.parts()
+    if isinstance(trigger, Never) and trigger.depth < 1 and not any(part.grows for part in given):
+        raise UserError(
+            f"growth.depth_multiple={trigger.depth:g} is a part of the blocks that come in as a network "
+            "grows, and there are none: choose them, as method=smaller does."
+        )
+    return [part for part in (*given, *of_data) if part.applies(trigger)]
+
+
+def _make_part(name: str, settings: Any) -> Part:
+    if not isinstance(settings, Mapping) or "_target_" not in settings:
+        raise UserError(
+            f"parts.{name} is no part: give it a _target_, a growlab.parts.Part, and its arguments."
+        )
+    part = instantiate(settings)
+    if not isinstance(part, Part):
+        raise UserError(f"parts.{name} makes a {type(part).__name__}, not a growlab.parts.Part.")
+    part.name = part.name or name
+    return part
+
+
+def _check_pretrained(cfg: DictConfig, plan: Plan, graph: WidthGraph) -> None:
+    for key in ("pretrained", "weights"):
+        if cfg.model.get(key) and str(cfg.growth.get("initialisation", "constructor")) != "constructor":
+            raise UserError(
+                f"model.{key}={cfg.model.get(key)} are weights to go on from, but "
+                f"growth.initialisation={cfg.growth.initialisation} draws others: leave one of them out."
+            )
+        if cfg.model.get(key) and plan.widths[0] != graph.full_widths:
+            raise UserError(
+                f"model.{key}={cfg.model.get(key)} are weights of the full-width network, but this run starts "
+                "narrower or wider and would draw its own; set growth=none lr_adapt=none to train on from them."
+            )
+
+
+def _fitting_sizes(
+    cfg: DictConfig,
+    network: nn.Module,
+    graph: WidthGraph,
+    trigger: Trigger,
+    parts: Sequence[Part],
+    data: RunData,
+    stages: Sequence[Mapping[str, int]],
+) -> list[dict[str, int]]:
+    """Find the batch size of each stage by trial, from the width of each group at each stage."""
+    if not isinstance(data, ImageData):
+        raise UserError(
+            "schedule.batch_size=auto tries batches of images, which this data has none of: leave it out."
+        )
+    # Only for its device, its precision and its connection to other processes, which the run's trainer will reuse.
+    alone: dict[str, Any] = {"logger": False, "callbacks": [], "enable_checkpointing": False}
+    alone["plugins"] = cluster_environment(not started_elsewhere())
+    trainer: lightning.Trainer = instantiate(for_lightning(cfg.trainer), **alone, _convert_="all")
+    check_strategy(trainer)
+    trainer.strategy.setup_environment()
+
+    def narrow(copied: nn.Module, stage: int) -> WidthGraph:
+        narrowed, grown = graph, trigger.fraction_grown(stage, stages[stage])
+        for part in parts:
+            narrowed = part.shrink_to(copied, narrowed, 1.0 if grown is None else grown)
+        return narrowed
+
+    trial = TrialRun(
+        network,
+        graph,
+        optimizer_maker(cfg),
+        trainer.precision_plugin,
+        trainer.strategy.root_device,
+        data.image_shape,
+        data.channels_last,
+        num_copies=(trainer.world_size > 1) + sum(part.num_copies for part in parts),
+        held_bytes=data.held_bytes(),
+        narrow=narrow,
+        max_memory_gib=cfg.schedule.max_memory_gib_per_device,
+    )
+    with TrialSteps(trial, stages) as steps:
+        found = fit_batch_sizes(
+            *(len(stages), cfg.schedule, data.num_train, trainer.world_size, steps.fits),
+            lambda size: min(gather(size)),
+        )
+    if is_first():
+        sizes = " ".join(str(one["batch_size"]) for one in found)
+        print(f"batch sizes that fit, stage by stage: {sizes}", file=sys.stderr)
+    return found
+
+
+# Trainer and loggers ------------------------------------------------------------------------------------
+
+
+def _trainer(
+    cfg: DictConfig,
+    plan: Plan,
+    data: RunData,
+    folder: Path,
+    loggers: list[Logger],
+    callbacks: list[lightning.Callback],
+    plugins: list[Any],
+) -> lightning.Trainer:
+    plugins = [*plugins, *cluster_environment(not started_elsewhere())]
+    if cfg.trainer.get("sync_batchnorm"):
+        on_cpu = cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available()
+        plugins.append(SynchroniseBatchNorm(on_cpu))
+    validates = data.num_val > 0 and data.watched == "val"
+    trainer = instantiate(
+        for_lightning(cfg.trainer),
+        max_epochs=plan.schedule.total_epochs,
+        limit_val_batches=1.0 if data.num_val else 0,
+        logger=loggers or False,
+        callbacks=[*user_callbacks(cfg, validates), *callbacks],
+        plugins=plugins,
+        default_root_dir=str(folder),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        reload_dataloaders_every_n_epochs=1,
+        use_distributed_sampler=False,
+        _convert_="all",
+    )
+    check_strategy(trainer)
+    return trainer
+
+
+@contextlib.contextmanager
+def _loggers(cfg: DictConfig, run_id: str) -> Iterator[list[Logger]]:
+    """The configured loggers, which log the configuration and are closed whatever happens."""
+    loggers: list[Logger] = []
+    succeeded = False
+    try:
+        for name, settings in cfg.logger.items():
+            if not isinstance(settings, DictConfig):
+                raise UserError(
+                    f"logger.{name}={settings} is no logger: give it a _target_ and its arguments."
+                )
+            # The same identity after an interruption, where a logger has one.
+            known = {"id": run_id, "name": run_name(HydraConfig.get().overrides.task, cfg.name)}
+            own = {key: value for key, value in known.items() if key in settings and settings[key] is None}
+            logger = instantiate(settings, **own)
+            if not isinstance(logger, Logger):
+                raise UserError(
+                    f"logger.{name} makes a {type(logger).__name__}, not one of Lightning's loggers."
+                )
+            loggers.append(logger)
+        for logger in loggers:
+            logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
+        yield loggers
+        succeeded = True
+    finally:
+        close_loggers(loggers, succeeded)
