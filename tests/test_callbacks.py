@@ -4,10 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
-from growlab.base.errors import UserError
-from growlab.lab.training.user_callbacks import user_callbacks
 from tests.command_line import CommandLine
 from tests.runs import MLP, Left
 
@@ -18,6 +15,8 @@ STOPPED = (
     "callbacks.early_stopping.min_delta=10",
     "schedule.epochs=[1,1,9]",
 )
+STOPPING = "callbacks=early_stopping"
+SCHEDULER = "lightning.pytorch.callbacks.GradientAccumulationScheduler"
 
 
 def test_a_run_that_is_ended_early_has_a_result_and_is_not_trained_on(
@@ -56,38 +55,20 @@ def test_both_places_name_callbacks(cli: CommandLine, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        ((STOPPING, "data.validation=none"), "`val_loss` which is not available"),
         (
-            ("data.validation=none",),
-            "monitors val_loss, which this run does not record: set data.validation=split",
+            (STOPPING, "data.validation=test", "callbacks.early_stopping.monitor=test_loss"),
+            "would decide by test_loss",
         ),
         (
-            ("data.validation=test",),
-            "monitors val_loss, which this run does not record: set data.validation=split",
-        ),
-        (
-            ("data.validation=test", "callbacks.early_stopping.monitor=test_loss"),
-            "would decide by test_loss, and nothing may be selected on the test set",
+            (f"+trainer.callbacks=[{{_target_: {SCHEDULER}, scheduling: {{0: 2}}}}]",),
+            "set trainer.accumulate_grad_batches",
         ),
     ],
+    ids=["nothing", "test set", "steps"],
 )
-def test_no_callback_decides_by_the_test_set_or_by_nothing(
+def test_no_callback_decides_by_the_test_set_or_by_nothing_or_changes_the_steps(
     cli: CommandLine, tmp_path: Path, arguments: tuple[str, ...], told: str
 ) -> None:
-    outcome = cli(*MLP, "callbacks=early_stopping", *arguments, "hydra.run.dir=run", cwd=tmp_path)
-    assert outcome.code == 2 and told in outcome.err and "epoch 0" not in outcome.err
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments", "told"),
-    [
-        ("LearningRateFinder", {}, "optimizer.lr is its rate"),
-        ("BatchSizeFinder", {}, "schedule.batch_size=auto finds those that fit"),
-        ("GradientAccumulationScheduler", {"scheduling": {0: 2}}, "set trainer.accumulate_grad_batches"),
-        ("BackboneFinetuning", {}, "a script of your own with the callback growlab.Growth"),
-    ],
-)
-def test_what_a_run_could_not_follow_is_refused(kind: str, arguments: dict[str, object], told: str) -> None:
-    settings = {"_target_": f"lightning.pytorch.callbacks.{kind}", **arguments}
-    cfg = OmegaConf.create({"trainer": {}, "callbacks": {"x": settings}})
-    with pytest.raises(UserError, match=told):
-        user_callbacks(cfg, validates=True)
+    outcome = cli(*MLP, *arguments, "hydra.run.dir=run", cwd=tmp_path)
+    assert outcome.code == 2 and told in outcome.err and "Traceback" not in outcome.err, outcome.err

@@ -135,8 +135,6 @@ CHECKS = {
     f"growlab.lab.training.{name}"
     for name in (
         "ineffective_settings",
-        "next_commands",
-        "setting_names",
         "trainer_options",
         "user_callbacks",
     )

@@ -1,15 +1,13 @@
 """What is typed has an effect, or is refused."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
 from growlab.base.errors import UserError
 from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
-from growlab.lab.training.ineffective_settings import check_overruled, unused
-from tests.command_line import CommandLine
+from growlab.lab.training.ineffective_settings import check_overruled
 
 PARTS = sorted(path.stem for path in (config_dir() / "parts").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (config_dir() / "experiment").glob("*.yaml"))
@@ -31,21 +29,21 @@ def check(*overrides: str) -> None:
     [
         (
             ("experiment=mlp8_cifar10", "schedule.total_epochs=3"),
-            "schedule.total_epochs=3 has no effect beside schedule.epochs=[5,5,5,5,5,5,5,5,5,5], which the experiment "
+            "schedule.total_epochs=3 has no effect with schedule.epochs=[5,5,5,5,5,5,5,5,5,5], which the experiment "
             "sets: set that, or add schedule.epochs=null.",
         ),
         (
             ("experiment=testbed_cifar10", "schedule.total_epochs=3"),
-            "schedule.total_epochs=3 has no effect beside schedule.budget=3.6",
+            "schedule.total_epochs=3 has no effect with schedule.budget=3.6",
         ),
-        (("experiment=convnet4_cifar10", "schedule.num_stages=2"), "beside schedule.epochs=[10,10,10]"),
+        (("experiment=convnet4_cifar10", "schedule.num_stages=2"), "with schedule.epochs=[10,10,10]"),
         (
             ("experiment=convnet4_cifar10", "schedule.initial_fraction=0.5"),
-            "beside schedule.epochs=[10,10,10]",
+            "with schedule.epochs=[10,10,10]",
         ),
         (
             ("experiment=transformer_multi30k", "schedule.initial_width=0.5"),
-            "beside schedule.widths=[0.25,0.5,1.0]",
+            "with schedule.widths=[0.25,0.5,1.0]",
         ),
         (
             ("schedule.learning_rate.shape=wsd", "schedule.learning_rate.milestones=[1,2]"),
@@ -130,28 +128,8 @@ def test_a_setting_of_the_shape_that_is_used_passes(overrides: tuple[str, ...]) 
     check(*overrides)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (("+seeed=1",), ["+seeed=1"]),
-        (("++label.a=1", "seed=3"), ["++label.a=1"]),
-        (("+label=1", "name=run_${label}"), []),
-        (("+label.a=1", "name=run_${label.a}"), []),
-        (("+data.more=1", "++seed=2", "+optimizer.foreach=true"), []),
-    ],
-)
-def test_what_is_added_and_not_used_is_named(overrides: tuple[str, ...], told: list[str]) -> None:
-    assert unused(compose(PRIMARY, list(overrides)), overrides) == told
-
-
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_experiments_do_not_contradict_themselves(experiment: str) -> None:
     schedule = compose(PRIMARY, [f"experiment={experiment}"]).schedule
     if schedule.get("epochs") is not None:
         assert sum(schedule.epochs) == schedule.total_epochs
-
-
-def test_a_run_ends_before_it_begins(cli: CommandLine, tmp_path: Path) -> None:
-    outcome = cli("experiment=mlp8_cifar10", "schedule.total_epochs=3", "hydra.run.dir=run", cwd=tmp_path)
-    assert outcome.code != 0 and "Traceback" not in outcome.err
-    assert outcome.err.startswith("error: schedule.total_epochs=3 has no effect beside schedule.epochs=")

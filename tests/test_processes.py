@@ -388,18 +388,7 @@ def test_ctrl_c(cli: CommandLine, tmp_path: Path) -> None:
             marks=pytest.mark.slow,
         ),
         (("+trainer.strategy.init_sync=false",), "would let weights differ"),
-        pytest.param(("trainer.strategy=fsdp",), "`fsdp` requires a GPU", marks=pytest.mark.slow),
-        pytest.param(
-            ("trainer.strategy=ddp_spawn",),
-            "growlab starts the processes of DDP itself",
-            marks=pytest.mark.slow,
-        ),
         (("data.batch_size=33",), "a batch of 33 does not divide among 2 processes"),
-        pytest.param(
-            ("schedule.batch_sizes=[34,33,32]",),
-            "a batch of 33 does not divide among 2 processes",
-            marks=pytest.mark.slow,
-        ),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
 )

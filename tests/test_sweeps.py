@@ -1,7 +1,6 @@
 """A sweep goes on after a failure, says what failed and why, and is not run twice."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -31,13 +30,6 @@ def test_one_job_fails_the_others_have_rows_and_only_it_runs_again(cli: CommandL
     first = cli(*SWEEP, cwd=tmp_path)
     assert first.code == 2
     assert named(first.err, "error: ") == [f"error: seed={TOO_LARGE} must lie between 0 and {TOO_LARGE - 1}."]
-    started = named(first.err, "run ")
-    assert [line.partition(";")[0] for line in started] == [
-        f"run {number + 1} of 4: seed={seed}" for number, seed in enumerate((0, 1, 2, TOO_LARGE))
-    ]
-    assert "left" not in started[0] and all(
-        re.search(r"; about \d:\d\d:\d\d left$", line) for line in started[1:]
-    )
     sweep = tmp_path / "sweep"
     results = {path: path.stat().st_mtime_ns for path in sorted(sweep.rglob("results.json"))}
     assert [json.loads(path.read_text())["seed"] for path in results] == [0, 1, 2]
@@ -52,7 +44,6 @@ def test_one_job_fails_the_others_have_rows_and_only_it_runs_again(cli: CommandL
 
     again = cli(*SWEEP, cwd=tmp_path)
     assert again.code == 2
-    assert named(again.err, "run ") == [started[3].partition(";")[0]]
     assert named(again.out, "finished before: ") == [f"finished before: {path.parent}" for path in results]
     assert named(again.err, f"job 3 ({failure.parent.name}) failed: ")
     assert {path: path.stat().st_mtime_ns for path in sorted(sweep.rglob("results.json"))} == results

@@ -1,4 +1,4 @@
-"""The exceptions that a user is meant to read."""
+"""Exceptions whose message is for the user."""
 
 import contextlib
 import importlib.metadata
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class UserError(Exception):
-    """Input that growlab cannot use, told in one sentence: what is wrong and what to do about it.
+    """Input that growlab cannot use; its message is one sentence: what is wrong and what to do about it.
 
     `python -m growlab` prints the sentence after `error:` and exits with code 2, without a traceback.
     """
@@ -24,7 +24,7 @@ class FolderHeld(UserError):
 
 @contextlib.contextmanager
 def as_user_errors() -> Iterator[None]:
-    """Raise a ValueError of what is within as a UserError, with its sentence.
+    """Turn a ValueError raised inside into a UserError with the same message.
 
     Raises:
         UserError: in the place of a ValueError.
@@ -44,7 +44,7 @@ def as_user_errors() -> Iterator[None]:
 class Stopped(BaseException):
     """A signal ended the run in good order.
 
-    No `Exception`, so that a sweep ends with it instead of going on with the next job.
+    Not an `Exception`, so that a sweep ends instead of starting its next job.
 
     Attributes:
         signal: the signal.
@@ -57,7 +57,7 @@ class Stopped(BaseException):
 
 
 def how_to_install(extra: str | None = None) -> str:
-    """The command that installs the packages of one of growlab's extras, or with None those that it always needs.
+    """Return the command that installs the packages of an extra of growlab, or with None the required ones.
 
     It names the packages themselves: growlab may come from a checkout, and then there is no `growlab[EXTRA]` to install
     from.
@@ -83,7 +83,7 @@ def how_to_install(extra: str | None = None) -> str:
 
 @contextlib.contextmanager
 def needs(what: str, command: str) -> Iterator[None]:
-    """Say what installs a package that an import misses.
+    """Name the command that installs a package that an import inside does not find.
 
     Args:
         what: needs it, to begin the sentence with.
@@ -101,5 +101,5 @@ def needs(what: str, command: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as missing:
-        told = f"{what} needs {missing.name}, which is not installed: {command}"
-        raise ModuleNotFoundError(told, name=missing.name) from None
+        message = f"{what} needs {missing.name}, which is not installed: {command}"
+        raise ModuleNotFoundError(message, name=missing.name) from None

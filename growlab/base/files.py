@@ -23,7 +23,7 @@ FAILURE = "failure.json"
 def write_atomically(
     path: str | os.PathLike[str], write: Callable[[IO[bytes]], Any], previous: Path | None = None
 ) -> None:
-    """Call `write(file)` on a temporary file beside `path`, then rename it over `path`.
+    """Call `write(file)` on a temporary file in the same folder, then rename it to `path`.
 
     Args:
         path: where the content goes; its folder is made if need be.
@@ -62,7 +62,7 @@ def write_atomically(
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what processes that were killed while they wrote have left in a folder."""
+    """Remove temporary files of processes that were killed while writing."""
     for path in folder.glob(f".*{_UNFINISHED}"):
         path.unlink(missing_ok=True)
 

@@ -13,12 +13,8 @@ from numbers import Integral, Real
 from typing import Any
 
 
-class UnknownSetting(TypeError):
-    """A keyword argument that is no setting of the class which was called."""
-
-
 def parameters(made: Callable[..., Any]) -> dict[str, Parameter]:
-    """Parameters of a callable by name, those that a class takes by its `SETTINGS` in the place of `**settings`."""
+    """Parameters of a callable by name; fields of a class's `SETTINGS` in place of its `**settings`."""
     own = dict(signature(made).parameters)
     if kinds := getattr(made, "SETTINGS", ()):
         own = {name: one for name, one in own.items() if one.kind is not Parameter.VAR_KEYWORD}
@@ -26,7 +22,7 @@ def parameters(made: Callable[..., Any]) -> dict[str, Parameter]:
 
 
 def sorted_into(kinds: tuple[type, ...], settings: Mapping[str, Any], owner: str) -> list[Any]:
-    """One instance of each dataclass, from settings that belong to any of them.
+    """Make one instance of each dataclass, from settings that belong to any of them.
 
     Args:
         kinds: dataclasses that share no field.
@@ -34,7 +30,7 @@ def sorted_into(kinds: tuple[type, ...], settings: Mapping[str, Any], owner: str
         owner: whose settings they are, for the message.
 
     Raises:
-        UnknownSetting: a name is none of theirs.
+        TypeError: no dataclass has a field of a name.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -50,12 +46,12 @@ def sorted_into(kinds: tuple[type, ...], settings: Mapping[str, Any], owner: str
     names = {kind: {field.name for field in fields(kind)} for kind in kinds}
     unknown = sorted(set(settings) - {name for own in names.values() for name in own})
     if unknown:
-        raise UnknownSetting(f"{owner} got an unexpected keyword argument {unknown[0]!r}")
+        raise TypeError(f"{owner} got an unexpected keyword argument {unknown[0]!r}")
     return [kind(**{name: settings[name] for name in settings if name in names[kind]}) for kind in kinds]
 
 
 def left_out(part: Any) -> bool:
-    """Whether a part's settings leave it out: they are null, or the first argument is."""
+    """Return True if a part's settings leave it out: they are null, or the first argument is."""
     if not isinstance(part, Mapping):
         return part is None
     arguments = [value for key, value in part.items() if key != "_target_"]

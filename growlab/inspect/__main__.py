@@ -16,7 +16,6 @@ from pathlib import Path
 
 from growlab.base.command_parser import CommandParser, amount, count, sizes
 from growlab.base.errors import UserError
-from growlab.base.terminal import wrapped
 from growlab.inspect import METHODS, USUAL, Report, examine, expand, matrix
 
 _SHOWN_NAMES = 3
@@ -147,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for report in reports:
-        print(json.dumps(asdict(report)) if args.json else wrapped(describe(report)))
+        print(json.dumps(asdict(report)) if args.json else describe(report))
     return 1 if any(report.error is not None for report in reports) else 0
 
 

@@ -75,7 +75,7 @@ def test_the_fixed_size_network_has_the_same_data(cli: CommandLine, tmp_path: Pa
         (("log_layers_every_n_steps=1",), "log_layers_every_n_steps needs all classes"),
         (
             ("growth=isotropic", "model=isotropic_mlp", "lr_adapt=none", "osgd.anneal=stage"),
-            "osgd.anneal='run'",
+            "anneal='run'",
         ),
     ],
 )

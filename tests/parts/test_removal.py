@@ -121,6 +121,10 @@ def copied(code: Path, *parts: Files) -> None:
     for files in parts:
         for name, patterns in (("growlab", files.code), ("conf", files.conf), ("tests", files.tests)):
             remove(code / name, patterns)
+    # A run takes the parts that config.yaml names.
+    left = ", ".join(sorted(path.stem for path in (code / "conf" / "parts").glob("*.yaml")))
+    config = code / "conf" / "config.yaml"
+    config.write_text(re.sub(r"- parts: \[.*\]", f"- parts: [{left}]", config.read_text()))
 
 
 def called(code: Path, folder: Path, *command: str) -> str:

@@ -169,7 +169,7 @@ def test_weights_of_another_network_are_no_start(cli: CommandLine, tmp_path: Pat
         (["ckpt_path=last"], "error: ckpt_path is of runs: a plan probes networks from their beginning."),
         (["start_from=a.pt"], "error: start_from=a.pt is of runs: a plan probes networks from their"),
         (["plan.size=huge"], "error: plan.size=huge must be any or full."),
-        (["plan.sise=full"], "plan has no 'sise'; did you mean 'size'?"),
+        (["plan.sise=full"], "did you mean 'size'?"),
         (["plan=none"], "error: there is no plan 'none'"),
         (["study={_target_: builtins.dict}"], "error: a study is no training of one network"),
         (["trainer.precision=16-mixed"], "trainer.precision=16-mixed cannot be probed"),

@@ -9,8 +9,6 @@ from pathlib import Path
 from growlab.base.command_parser import CommandParser
 from growlab.base.errors import UserError
 from growlab.base.files import write_text
-from growlab.base.streams import drop_output
-from growlab.base.terminal import wrapped
 from growlab.lab.analysis.grid import Grid
 from growlab.lab.analysis.results import load_runs
 from growlab.lab.analysis.table_text import write_table
@@ -35,9 +33,6 @@ def carry_out(command: Callable[[Sequence[str]], None], argv: Sequence[str]) -> 
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        # The reader (head, less) has seen enough.
-        drop_output()
     return 0
 
 
@@ -71,7 +66,7 @@ def _put(text: str, arguments: argparse.Namespace) -> None:
     if arguments.output:
         write_text(arguments.output, text)
     else:
-        sys.stdout.write(wrapped(text))
+        sys.stdout.write(text)
 
 
 def put_grid(grid: Grid, arguments: argparse.Namespace) -> None:

@@ -1,9 +1,10 @@
 """The command line: `python -m growlab` or `growlab` composes one experiment and runs it, or does another command.
 
-Exit codes: 0 done, or saved and ended because a signal asked for it; 2 input that cannot be used, told in one
+Exit codes: 0 done, or saved and ended because a signal asked for it; 2 input that cannot be used, with one
 sentence on stderr; 130 interrupted by Ctrl-C; 1 anything else, with its traceback.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -33,15 +34,12 @@ try:
     from hydra.types import RunMode
     from omegaconf import DictConfig, OmegaConf
 except ModuleNotFoundError as missing:
-    # `pip install --no-deps growlab` beside a torch that is there already.
+    # After `pip install --no-deps growlab` where torch is installed already.
     sys.exit(run_without(missing))
 
 from growlab.base.errors import FolderHeld, Stopped, UserError
-from growlab.base.streams import drop_output, flushed, guard_streams
-from growlab.base.terminal import wrapped
 from growlab.lab.cli.explain import explain
 from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
-from growlab.lab.training.override_checks import check_choices, check_parts_of_job
 from growlab.lab.training.processes import ProcessFailed, apart, end_with_parent, is_first, name_of, report
 from growlab.lab.training.resuming import LAST, resume_override
 
@@ -49,7 +47,7 @@ _HELP_COLUMNS = 79
 
 
 class JobFailed(BaseException):
-    """Carries a job's exception past Hydra, which would print a line of its own; never seen by users."""
+    """Carries a job's exception past Hydra, which would print a line about it; never seen by users."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -81,7 +79,6 @@ def _job(cfg: DictConfig) -> Any:
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
-        check_parts_of_job()
         sweeps.check_selection(cfg)
         if not processes.started_elsewhere() and sweeps.has_finished(cfg, run_dir):
             print(f"finished before: {run_dir}")
@@ -92,14 +89,13 @@ def _job(cfg: DictConfig) -> Any:
         gpus = sweeps.gpus_in_turn(cfg)
         if gpus is not None:
             cfg.trainer.devices = gpus
-        with sweeps.run_of_sweep():
-            _train(cfg, run_dir, gpus, resumed)
+        _train(cfg, run_dir, gpus, resumed)
         return sweeps.objective(cfg, run_dir)
     except Exception as error:
         job = HydraConfig.get()
         if job.mode == RunMode.RUN:
             raise JobFailed(error) from None
-        # In a sweep Hydra goes on with the other jobs and raises the first failure after the last one.
+        # In a sweep Hydra runs the other jobs and raises the first failure after the last one.
         sentence = explain(error, list(job.overrides.task))
         reason = sentence or repr(error)
         print(f"job {job.job.num} ({job.job.override_dirname}) failed: {reason}", file=sys.stderr)
@@ -109,32 +105,25 @@ def _job(cfg: DictConfig) -> Any:
 
 
 def _read_arguments() -> Namespace:
-    """The command line, after checking options as Hydra will.
+    """Parse the command line as Hydra will.
 
     Raises:
-        UserError: an option that does not exist or does not fit.
+        UserError: an option does not exist or does not fit, or stands between overrides.
     """
 
     def complain(message: str) -> None:
-        unknown = message.removeprefix("unrecognized arguments: ")
-        if unknown != message and not unknown.startswith("-"):
-            raise UserError(
-                f"options such as -m must not stand between overrides: move '{unknown}' beside the others"
-            )
-        raise UserError(f"{message}; see growlab --help")
+        raise UserError(f"{message}; options stand before or after all overrides, see growlab --help")
 
     parser = get_args_parser()
     for action in parser._actions:
         if "--version" in action.option_strings:
             action.version = f"growlab {version('growlab')}"  # type: ignore[attr-defined]
     parser.error = complain  # type: ignore[method-assign, assignment]
-    arguments = parser.parse_args()
-    check_choices(arguments.overrides, config_dir(), arguments.config_dir)
-    return arguments
+    return parser.parse_args()
 
 
 def _with_more(argv: list[str], overrides: list[str], more: list[str]) -> list[str]:
-    """The command line with more overrides beside its own: options between overrides are not understood."""
+    """Insert more overrides after those of the command line: options may not stand between overrides."""
     last = len(argv)
     if overrides:
         ends = range(last, 0, -1)
@@ -144,7 +133,7 @@ def _with_more(argv: list[str], overrides: list[str], more: list[str]) -> list[s
 
 def _fail(error: BaseException, overrides: list[str], with_traceback: bool) -> int:
     try:
-        sentence = explain(error, overrides, _conf_or_none())
+        sentence = explain(error, overrides)
     except Exception:  # explaining must never hide what it explains
         sentence = None
     if report(1 if sentence is None else 2, sentence or "".join(traceback.format_exception(error)).rstrip()):
@@ -166,19 +155,12 @@ def _conclude() -> None:
     conclude()
 
 
-def _conf_or_none() -> Path | None:
-    try:
-        return config_dir()
-    except UserError:
-        return None
-
-
 def _settings_of_plan() -> str:
-    return wrapped(settings_of_plan(config_dir() / "plan" / "default.yaml"))
+    return settings_of_plan(config_dir() / "plan" / "default.yaml")
 
 
 def _groups() -> str:
-    """Groups and their options as Hydra lists them, no line longer than a terminal; `$`: as its template has it."""
+    """Groups and their options as Hydra lists them, wrapped for a terminal."""
     listed = GlobalHydra.instance().hydra.format_config_groups(
         lambda group: not f"{group}/".startswith("hydra/")
     )
@@ -187,13 +169,13 @@ def _groups() -> str:
 
 
 def _help_page(more: Sequence[str]) -> list[str]:
-    """The override that chooses a command's own help: the page named like a group that the command adds."""
+    """Choose the help page of a command: it is named like a group that the command adds."""
     pages = {path.stem for path in (config_dir() / "hydra" / "help").glob("*.yaml")}
     return [f"hydra/help={group}" for group in (one.partition("=")[0] for one in more) if group in pages]
 
 
 def _interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind the exception; Lightning turns it into an exit of its own."""
+    """Return True if Ctrl-C caused the exception; Lightning turns it into a SystemExit."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True
@@ -202,7 +184,7 @@ def _interrupted(error: BaseException | None) -> bool:
 
 
 def _complete_commands() -> bool:
-    """Answer a shell that asks what comes next; False where nothing of the configuration, which Hydra knows, does."""
+    """Complete commands for a shell; return False if nothing of the configuration, which Hydra completes, follows."""
     if not any(argument.startswith("query=") for argument in sys.argv[1:]):
         return True
     names, line = complete(os.environ.get("COMP_LINE", ""))
@@ -217,14 +199,17 @@ def main(job: Callable[[DictConfig], Any] = _job, more: Sequence[str] = ()) -> i
 
     Args:
         job: what is done with the composed configuration.
-        more: overrides beside the command line's, unless that has ones of the same names.
+        more: further overrides; those of the command line win.
     """
-    guard_streams()
     try:
-        return flushed(_main(job, more))
-    except SystemExit as stop:
-        stop.code = flushed(stop.code)
-        raise
+        try:
+            return _main(job, more)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output has gone, as in `growlab --cfg job | head`; Python would complain as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
@@ -256,13 +241,13 @@ def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
         added += apart([*overrides, folder or ""], multirun)
         sys.argv = _with_more(sys.argv, overrides, added)
         end_with_parent()
+        # It would print errors that are raised as well.
+        logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=PRIMARY)(job)()
     except JobFailed as failed:
         return _fail(failed.error, overrides, with_traceback)
     except BrokenPipeError:
-        # The reader of our output has gone, as in `growlab --cfg job | head`.
-        drop_output()
-        return 141
+        raise
     except Stopped as stop:
         if report(-stop.signal, stop.sentence):
             return 0
@@ -274,7 +259,7 @@ def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
             raise
         if report(130, "interrupted"):
             return 130
-        further = "the same command with ckpt_path=last goes on from the last checkpoint"
+        further = "the same command with ckpt_path=last resumes from the last checkpoint"
         print(f"interrupted; {further if job is _job else 'nothing of it is kept'}", file=sys.stderr)
         return 130
     except Exception as error:

@@ -30,16 +30,16 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "widths": Command(
-        "growlab.inspect.__main__", (), "what of a network can grow, what cannot and why", "PyTorch"
+        "growlab.inspect.__main__", (), "which parts of a network can grow, and why others cannot", "PyTorch"
     ),
     "plan": Command(
         "growlab.lab.planner.__main__", (), "does growing pay for this network and schedule.budget=N"
     ),
     "widen": Command(
-        "growlab.widen.__main__", (), "a saved network past its size, its function preserved", "PyTorch"
+        "growlab.widen.__main__", (), "widen a saved network past its size, function-preserving", "PyTorch"
     ),
     "table": Command("growlab.lab.analysis.__main__", (), "a table of finished runs over seeds"),
-    "paper": Command("growlab.recipes.papers.paper_table", (), "the same with published values beside ours"),
+    "paper": Command("growlab.recipes.papers.paper_table", (), "the same with published values next to ours"),
     "paired": Command(
         "growlab.lab.analysis.__main__", ("paired",), "differences between methods over equal seeds"
     ),

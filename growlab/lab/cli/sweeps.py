@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from growlab.base.errors import UserError
 from growlab.base.files import CHECKPOINT_FOLDER, FAILURE, write_json
-from growlab.lab.cli.sweep_progress import SweepProgress
 
 _ACCURACY_AND_COST = ["maximize", "minimize"]
 # Launchers that run several jobs at once on this machine, in processes that see all its GPUs.
@@ -26,7 +24,7 @@ def check_selection(cfg: DictConfig) -> None:
     """Refuse a search that would select on images that are trained or tested on, or towards what no run returns.
 
     Raises:
-        UserError: the sweeper selects, and nothing is held out or there are objectives other than a run's.
+        UserError: the sweeper selects, and no samples are kept apart, or it has other objectives than a run's.
     """
     job = HydraConfig.get()
     searches = "BasicSweeper" not in str(job.sweeper.get("_target_"))
@@ -46,7 +44,7 @@ def check_selection(cfg: DictConfig) -> None:
 
 
 def objective(cfg: DictConfig, run_dir: Path) -> float | tuple[float, float] | None:
-    """What a search may select on: the metric on samples held out from the training set, and the cost.
+    """Return what a search may select on: the metric on the validation split, and the cost.
 
     Returns:
         The metric that the objective is compared by, negative where lower is better; for a search in two directions
@@ -74,13 +72,13 @@ def _directions() -> list[str]:
 
 def _holds_out(cfg: DictConfig) -> bool:
     data = cfg.get("data") or {}
-    # Text always holds a part out, and has no such choice.
+    # Text always has a validation split, and no such setting.
     always = "validation_fraction" in data and "validation" not in data
     return always or data.get("validation") == "split" or bool((data.get("split") or {}).get("validation"))
 
 
 def has_finished(cfg: DictConfig, run_dir: Path) -> bool:
-    """Whether a job of a sweep has left its result here before, so that it need not run again.
+    """Return True if a job of a sweep has left its result here before, so that it need not run again.
 
     Raises:
         UserError: the folder holds the result of other settings, which a new run would overwrite.
@@ -88,7 +86,7 @@ def has_finished(cfg: DictConfig, run_dir: Path) -> bool:
     results, written = run_dir / "results.json", run_dir / "config.yaml"
     if HydraConfig.get().mode != RunMode.MULTIRUN or not results.exists() or not written.exists():
         return False
-    # Imported here: a sweep that starts anew need not wait for torch.
+    # Imported here: the first jobs of a sweep need not wait for torch.
     from growlab.lab.training.identity import other_settings
 
     if other := other_settings(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True), run_dir):
@@ -109,7 +107,7 @@ def resumes(cfg: DictConfig, run_dir: Path) -> bool:
         return False
     if not any(folder.glob("*.ckpt")):
         return False
-    # Imported here: a sweep that starts anew need not wait for torch.
+    # Imported here: the first jobs of a sweep need not wait for torch.
     from growlab.lab.training.checkpoints import usable_checkpoint
     from growlab.lab.training.identity import other_settings
 
@@ -117,12 +115,12 @@ def resumes(cfg: DictConfig, run_dir: Path) -> bool:
         print(f"starting from the beginning: {run_dir} was interrupted with {other[0]}", file=sys.stderr)
         return False
     try:
-        checkpoint, told = usable_checkpoint(run_dir)
+        checkpoint, message = usable_checkpoint(run_dir)
     except UserError as error:
         print(f"starting from the beginning: {error}", file=sys.stderr)
         return False
     if checkpoint is not None:
-        print(told or f"resuming from {checkpoint}")
+        print(message or f"resuming from {checkpoint}")
         cfg.ckpt_path = "last"
     return checkpoint is not None
 
@@ -167,21 +165,13 @@ def name_group(cfg: DictConfig) -> None:
         os.environ.setdefault("WANDB_RUN_GROUP", group)
 
 
-def run_of_sweep() -> AbstractContextManager[None]:
-    """Tell which run of the sweep this is, and time it; nothing where this process carries out no sweep."""
-    job, progress = HydraConfig.get(), SweepTable.progress
-    if progress is None or job.mode != RunMode.MULTIRUN:
-        return nullcontext()
-    return progress.told(job.job.num, list(job.overrides.task))
-
-
 def forget_failure(run_dir: Path) -> None:
     """A job that begins again has not failed yet."""
     (run_dir / FAILURE).unlink(missing_ok=True)
 
 
 def record_failure(run_dir: Path, reason: str, traceback: str) -> None:
-    """Leave the reason why a job failed in its folder, for the table and for whoever looks.
+    """Write the reason why a job failed into its folder; the sweep's table names it.
 
     Args:
         run_dir: the job's folder.
@@ -197,18 +187,12 @@ class SweepTable(Callback):
 
     unfinished: ClassVar[Path | None] = None
     """Folder of the sweep that runs in this process and has not printed its table yet."""
-    progress: ClassVar[SweepProgress | None] = None
-    """Of that sweep."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Keep the folder: Hydra says nothing at the end of a sweep in which a job has failed."""
         # Interpolations such as the experiment's name are resolved from here before the first job begins.
         HydraConfig.instance().set_config(config)
         SweepTable.unfinished = Path(config.hydra.sweep.dir)
-        sweeper = config.hydra.sweeper
-        overrides = [f"{key}={values}" for key, values in (sweeper.get("params") or {}).items()]
-        counted = "BasicSweeper" in str(sweeper.get("_target_"))
-        SweepTable.progress = SweepProgress([*overrides, *config.hydra.overrides.task], counted)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print it."""
@@ -218,7 +202,6 @@ class SweepTable(Callback):
 def conclude() -> None:
     """Print the table of the sweep that has ended, whether its jobs have all succeeded or not; else nothing."""
     # Imported here: Hydra makes callbacks before it knows whether anything will run.
-    from growlab.base.terminal import wrapped
     from growlab.lab.analysis.results import load_runs
     from growlab.lab.analysis.table_text import write_table
     from growlab.lab.analysis.tables import summarise
@@ -232,7 +215,5 @@ def conclude() -> None:
         print(f"warning: {sentence}", file=sys.stderr)
 
     if any(folder.rglob("results.json")):
-        sys.stdout.write(
-            "\n" + wrapped(write_table(summarise(load_runs([str(folder)], warn), warn), "markdown"))
-        )
+        sys.stdout.write("\n" + write_table(summarise(load_runs([str(folder)], warn), warn), "markdown"))
         print(f"everything about these runs: {folder}")

@@ -12,7 +12,6 @@ from omegaconf import DictConfig
 
 from growlab.lab.cli.app import JobFailed
 from growlab.lab.cli.app import main as composed
-from growlab.lab.training.override_checks import check_parts_of_job
 from growlab.lab.training.processes import announce, name_of
 
 # By pairs unless told otherwise: that seed begins as its constructor drew it, as a smaller network that stays does.
@@ -26,7 +25,6 @@ def _job(cfg: DictConfig) -> None:
     from growlab.lab.planner.run import run
 
     try:
-        check_parts_of_job()
         run(cfg)
     except Exception as error:
         raise JobFailed(error) from None

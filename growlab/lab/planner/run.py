@@ -21,7 +21,6 @@ from growlab.lab.planner.search import Planned, plan
 from growlab.lab.training.library_messages import plain_errors, quiet_libraries
 from growlab.lab.training.processes import program
 from growlab.lab.training.run_folder import held_alone
-from growlab.lab.training.setting_names import named_as_settings
 
 
 def run(cfg: DictConfig) -> None:
@@ -36,7 +35,7 @@ def run(cfg: DictConfig) -> None:
     if HydraConfig.get().mode != RunMode.RUN:
         raise UserError("a plan is of one budget: leave -m out, and plan others one after the other.")
     folder = Path(HydraConfig.get().runtime.output_dir)
-    with named_as_settings(cfg), plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
+    with plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
         ending.enter_context(held_alone(folder))
         _check_place(folder)
         settings = settings_of(cfg)

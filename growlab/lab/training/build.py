@@ -40,11 +40,10 @@ from growlab.lab.training.custom_objective import CustomObjective
 from growlab.lab.training.distributed import SynchroniseBatchNorm, check_strategy, cluster_environment
 from growlab.lab.training.experiment import Experiment, Options
 from growlab.lab.training.identity import Identity, settings_in
-from growlab.lab.training.ineffective_settings import check_overruled, unused
+from growlab.lab.training.ineffective_settings import check_overruled
 from growlab.lab.training.learning_rate import LearningRate
 from growlab.lab.training.library_messages import plain_errors, quiet_libraries
 from growlab.lab.training.loggers import close_loggers, run_name
-from growlab.lab.training.next_commands import next_commands
 from growlab.lab.training.objective import Objective
 from growlab.lab.training.plan import (
     Loop,
@@ -70,7 +69,6 @@ from growlab.lab.training.results_row import provenance
 from growlab.lab.training.resuming import LAST
 from growlab.lab.training.run import run
 from growlab.lab.training.run_folder import check_places, held_alone
-from growlab.lab.training.setting_names import named_as_settings
 from growlab.lab.training.trainer_options import check_trainer_options, for_lightning
 from growlab.lab.training.user_callbacks import user_callbacks
 from growlab.lab.training.warm_start import continuing, start_from
@@ -101,7 +99,7 @@ def train(cfg: DictConfig) -> None:
     """
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
-        with named_as_settings(cfg), plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
+        with plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
             if is_first():
                 ending.enter_context(held_alone(folder))
             _check(cfg)
@@ -110,7 +108,7 @@ def train(cfg: DictConfig) -> None:
                 return
             run(build(cfg, folder), folder)
             if is_first() and HydraConfig.get().mode == RunMode.RUN:
-                print(next_commands(cfg))
+                print(f"compare runs: {program()} table runs")
     except Stopped as stop:
         raise Stopped(stop.signal, f"{stop.sentence}; resume with: {_resume_command(folder)}") from None
 
@@ -169,9 +167,6 @@ def _check(cfg: DictConfig) -> None:
     check_settings(cfg)
     job = HydraConfig.get()
     check_overruled(cfg, job.overrides.task, is_sweep=job.mode == RunMode.MULTIRUN)
-    if is_first():
-        for override in unused(cfg, job.overrides.task):
-            print(f"warning: nothing uses {override}, which the + adds to the configuration", file=sys.stderr)
     if not 0 <= cfg.norm_anneal < 1:
         raise UserError(f"norm_anneal={cfg.norm_anneal} must be a part of a stage: at least 0 and below 1.")
 
@@ -636,13 +631,12 @@ def _trainer(
     if cfg.trainer.get("sync_batchnorm"):
         on_cpu = cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available()
         plugins.append(SynchroniseBatchNorm(on_cpu))
-    validates = data.num_val > 0 and data.watched == "val"
     trainer = instantiate(
         for_lightning(cfg.trainer),
         max_epochs=plan.schedule.total_epochs,
         limit_val_batches=1.0 if data.num_val else 0,
         logger=loggers or False,
-        callbacks=[*user_callbacks(cfg, validates), *callbacks],
+        callbacks=[*user_callbacks(cfg), *callbacks],
         plugins=plugins,
         default_root_dir=str(folder),
         enable_progress_bar=False,

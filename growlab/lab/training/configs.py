@@ -74,7 +74,7 @@ _PLUGINS: dict[str, dict[str, Any]] = {
 
 
 def _schedule() -> type:
-    """The arguments of `make_schedule` and what else stands beside them."""
+    """The arguments of `make_schedule` and the other settings of `schedule`."""
     return schema(
         "growlab.growth.make_schedule",
         leave_out=("batch_size", "num_processes"),

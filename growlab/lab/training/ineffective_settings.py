@@ -1,8 +1,6 @@
-"""Settings of the command line that others put out of force: the run would not be what was asked for."""
+"""Settings of the command line without effect: the run would not be what was asked for."""
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -42,8 +40,7 @@ def check_overruled(cfg: DictConfig, overrides: Sequence[str], is_sweep: bool = 
     Args:
         cfg: composed.
         overrides: of the command line.
-        is_sweep: the command line is of several runs, of which a setting may concern some only: what another setting or
-            a part does not use is let pass.
+        is_sweep: whether the command line starts several runs; then a setting may concern only some of them.
 
     Raises:
         UserError: naming the setting that comes before it, or without which it is not used.
@@ -57,41 +54,14 @@ def check_overruled(cfg: DictConfig, overrides: Sequence[str], is_sweep: bool = 
         given = cfg.schedule.get(name)
         for other in stronger:
             value = cfg.schedule.get(other)
-            # Who types both knows of both.
             if value is not None and f"schedule.{other}" not in typed and not _agree(name, given, value):
                 raise UserError(
-                    f"schedule.{name}={given} has no effect beside schedule.{other}={_text(value)}, which the "
+                    f"schedule.{name}={given} has no effect with schedule.{other}={_text(value)}, which the "
                     f"experiment sets: set that, or add schedule.{other}=null."
                 )
     if not is_sweep:
         _check_needs(cfg, typed)
         _check_parts(cfg, typed)
-
-
-def unused(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """Values that `+` has added at the top of the configuration and that nothing there refers to.
-
-    Args:
-        cfg: composed.
-        overrides: of the command line.
-
-    Returns:
-        The overrides; they may be labels, or misspelt.
-    """
-    known = (
-        {field.name for field in fields(OmegaConf.get_type(cfg))}
-        if is_dataclass(OmegaConf.get_type(cfg))
-        else set()
-    )
-    written = f"{OmegaConf.to_yaml(cfg)} {' '.join(overrides)}"
-    added = []
-    for override in overrides:
-        name = override.lstrip("+").partition("=")[0].partition(".")[0]
-        if not override.startswith("+") or name in known or "/" in name or "@" in name:
-            continue
-        if name in cfg and not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", written):
-            added.append(override)
-    return added
 
 
 def _check_needs(cfg: DictConfig, typed: Mapping[str, str]) -> None:
@@ -104,7 +74,7 @@ def _check_needs(cfg: DictConfig, typed: Mapping[str, str]) -> None:
 
 
 def _check_parts(cfg: DictConfig, typed: Mapping[str, str]) -> None:
-    """A part that is left out uses none of its settings."""
+    """Refuse settings of a part that is left out."""
     for name, part in (cfg.get("parts") or {}).items():
         settings = cfg.get(name)
         if not isinstance(settings, DictConfig) or part is None or not left_out(part):

@@ -1,14 +1,14 @@
 """Runs a job in several processes of this machine under torch's elastic agent, which can start them again.
 
-`torch.distributed.elastic` gives the processes a store to meet at, starts each as a command in a session of its own,
+`torch.distributed.elastic` gives the processes a store to meet at, starts each as a command in a separate session,
 keeps their output and error files and restarts all of them. This module keeps what the agent does not offer:
 
 - Signals are forwarded. The agent ends its processes at the first one and kills them 30 s later; here SIGTERM may take
   as long as a checkpoint takes, a second Ctrl-C stops at once, and SIGUSR1 need not end a run, nor the processes that
   read data.
-- One reason is told. The agent ends the others as soon as one process has failed, which is often one that lost its
-  neighbour; here they have a few seconds to say why, and the cause is told instead of what followed from it.
-- Restarts resume from the last checkpoint, and what would fail anew (bad input, a signal to end) has none.
+- One reason is reported. The agent ends the others as soon as one process has failed, which is often one that lost its
+  neighbour; here they have a few seconds to say why, and the cause is reported instead of what followed from it.
+- Restarts resume from the last checkpoint, and what would fail again (bad input, a signal to end) is not restarted.
 - Processes end with the one that started them (`growlab.lab.training.processes.end_with_parent`).
 - Nothing is looked up by name: the agent asks for this machine's full name at each event.
 """
@@ -59,7 +59,7 @@ def run(number: int, max_restarts: int, run_dir: Path, more: Sequence[str] = ())
         number: of processes.
         max_restarts: times that all processes start again after one of them was killed or failed.
         run_dir: the run's folder, for all of them.
-        more: overrides beside the job's.
+        more: further overrides.
 
     Raises:
         UserError: a process met input that cannot be used, or was ended from outside.
@@ -181,7 +181,7 @@ class _Agent(LocalElasticAgent):
         """The one reason among several why processes have ended: what a user can mend, else what came first.
 
         Returns:
-            An exception that tells it; None after a run that came to its end.
+            An exception with it; None after a run that came to its end.
         """
         files = map(Path, self._pcontext.error_files.values())
         found = [json.loads(path.read_text())["message"] for path in files if path.exists()]
@@ -194,8 +194,8 @@ class _Agent(LocalElasticAgent):
             return stop and Stopped(signal.SIGINT if interrupted else -stop["errorCode"], stop["message"])
         if interrupted:
             return KeyboardInterrupt()
-        if told := next((one for one in found if one["errorCode"] == 2), None):
-            return UserError(told["message"])
+        if bad_input := next((one for one in found if one["errorCode"] == 2), None):
+            return UserError(bad_input["message"])
         # Processes that lose a neighbour fail too: one that was killed is the cause.
         code, rank = min((code, rank) for rank, code in failed.items())
         if code < 0:

@@ -1,4 +1,4 @@
-"""Names of runs: how a run is called in the path of its folder, in titles and in its results."""
+"""Names of runs, in the path of their folder, in titles and in results."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-# Groups that a name tells, and the word in front of each behind an experiment's name.
+# Groups that a name contains, and the word in front of each after an experiment's name.
 _WORDS = {"model": "with", "data": "on"}
 
 
 def experiment_name(
     choices: Mapping[str, str | None], overrides: Sequence[str], swept: Collection[str] = ()
 ) -> str:
-    """The experiment's name, or one that tells the network and the data that the command line puts in its place.
+    """The experiment's name, or one made of the network and the data that the command line chooses instead.
 
     Nobody asks for the default experiment, so with another network or other data a run is named after these alone.
 

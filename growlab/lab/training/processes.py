@@ -1,7 +1,7 @@
-"""The processes of a run: whether this one is one of several, who has started it, and how many it has to start.
+"""The processes of a run: who started this one, and how many it has to start.
 
 Processes that torchrun or SLURM have started are left alone. Else `growlab.lab.training.launcher` starts one for each
-device, each a run of the command line of its own, with the same overrides and the same folder, so a job of a sweep is a
+device, each a separate run of the command line, with the same overrides and the same folder, so a job of a sweep is a
 fresh run too, and devices may differ from job to job. This module does without torch: most of what is asked needs none.
 """
 
@@ -25,7 +25,7 @@ from omegaconf import ListConfig
 from growlab.base.errors import UserError
 from growlab.base.files import write_json
 
-# Under these names torch's elastic agent tells a process which run it belongs to and where its error file goes.
+# Variables in which torch's elastic agent names the run that a process belongs to, and its error file.
 _RUN_ID, _ERROR_FILE = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
 _OURS = "growlab-"
 _POLL_SEC = 0.1
@@ -43,17 +43,17 @@ class ProcessFailed(RuntimeError):
 
 
 def run_id() -> str:
-    """The name of a run whose processes this one starts; it holds the number of this process."""
+    """Name of the run whose processes this one starts; it contains the number of this process."""
     return f"{_OURS}{os.getpid()}"
 
 
 def started_by_growlab() -> bool:
-    """Whether another process of growlab has started this one."""
+    """Return True if another process of growlab has started this one."""
     return os.environ.get(_RUN_ID, "").startswith(_OURS)
 
 
 def started_elsewhere() -> bool:
-    """Whether torchrun, SLURM or the like have started this process as one of several."""
+    """Return True if torchrun, SLURM or the like have started this process as one of several."""
     if started_by_growlab():
         return False
     several = int(os.environ.get("SLURM_NTASKS", "1")) > 1
@@ -61,7 +61,7 @@ def started_elsewhere() -> bool:
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes files and talks."""
+    """Return True in the process that writes files and prints."""
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
         if name in os.environ:
             return int(os.environ[name]) == 0
@@ -75,7 +75,7 @@ def announce(sentence: str) -> None:
 
 
 def program() -> str:
-    """How this command line is called from the current folder: `growlab`, or `PYTHON -m growlab`, for commands to copy.
+    """Program name for commands to copy: `growlab`, or `PYTHON -m growlab`, as called from the current folder.
 
     The program comes by its name where that finds it, else by its path, from the current folder if it lies there.
     """
@@ -100,7 +100,7 @@ def _callable(path: str) -> str:
 
 
 def to_start(trainer: Mapping[str, Any]) -> int:
-    """How many processes have to be started for this run; 0 if this one does it.
+    """Count the processes that have to be started for this run; 0 if this one runs it.
 
     Args:
         trainer: the configuration's `trainer`.
@@ -177,7 +177,7 @@ def end_with_parent() -> None:
     """
     if _RUN_ID not in os.environ:
         return
-    # What torch's sockets say when a neighbour has gone is no news beside the reason.
+    # The reason is reported; what torch's sockets say of a neighbour that has gone adds nothing.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     parent = int(os.environ[_RUN_ID].removeprefix(_OURS)) if started_by_growlab() else os.getppid()
 
@@ -211,7 +211,7 @@ def report(code: int, reason: str) -> bool:
 
 
 def name_of(override: str) -> str:
-    """What an override of the command line sets: `a` of `a=1`, `+a=1` and `++a=1`."""
+    """Name of the setting in an override: `a` of `a=1`, `+a=1` and `++a=1`."""
     return override.lstrip("+").partition("=")[0]
 
 
@@ -237,7 +237,7 @@ def _escaped(found: "re.Match[str]") -> str:
 
 
 def apart(overrides: Sequence[str], multirun: bool) -> list[str]:
-    """Overrides that keep a process that is not the first from leaving folders and logs of its own.
+    """Overrides that keep a process other than the first from leaving folders and logs.
 
     Args:
         overrides: those given; folders named there stay.

@@ -1,4 +1,4 @@
-"""Which run `ckpt_path=last` means."""
+"""Find the run that `ckpt_path=last` resumes."""
 
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ _SWEEP_DIR = "hydra.sweep.dir"
 def resume_override(
     overrides: list[str], multirun: bool = False, more: str | None = None, primary: str = PRIMARY
 ) -> str | None:
-    """The override that sends a run back into the folder of the run that it resumes.
+    """Return the override that sends a run back into the folder of the run that it resumes.
 
     Args:
         overrides: those given on the command line.
-        multirun: whether they make a sweep, each of whose jobs goes on in its own folder below the sweep's.
-        more: a folder of configurations of the user's own, beside `conf/`.
+        multirun: whether they make a sweep, each of whose jobs resumes in its folder below the sweep's.
+        more: a folder of the user's configurations, in addition to `conf/`.
         primary: name of the primary configuration.
 
     Returns:

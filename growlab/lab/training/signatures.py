@@ -39,16 +39,18 @@ def schema(target: str, leave_out: tuple[str, ...] = (), **more: Any) -> type:
 
 
 @cache
-def _tree(module: str) -> ast.Module:
+def _statements(module: str) -> list[ast.stmt]:
+    """Top-level statements of a module, those below `if TYPE_CHECKING` too."""
     path = _ROOT.joinpath(*module.split(".")[1:])
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return ast.parse(path.read_text())
+    body = ast.parse(path.read_text()).body
+    return [*body, *(inner for node in body if isinstance(node, ast.If) for inner in node.body)]
 
 
 def _find(target: str) -> tuple[ast.AST, str]:
     """The definition that a dotted path leads to, and the module that it stands in."""
     module, _, name = target.rpartition(".")
-    for node in _tree(module).body:
+    for node in _statements(module):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return node, module
         if isinstance(node, ast.Assign) and any(

@@ -1,4 +1,4 @@
-"""Callbacks of the user's own in a run, and runs that one of them ends early."""
+"""Callbacks that the user adds to a run, and runs that one of them ends early."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,10 +7,7 @@ from typing import Any
 import hydra
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    BatchSizeFinder,
     GradientAccumulationScheduler,
-    LearningRateFinder,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -20,40 +17,16 @@ from growlab.base.errors import UserError
 from growlab.lab.training.plan import Plan
 from growlab.lab.training.task import Task
 
-_AVERAGED = (
-    "keeps an average of the weights that does not grow with the network; use ema.decay=0.999 instead."
-)
-# Callbacks of Lightning's that do not go with a growing run, and why.
-_REFUSED: dict[type[Callback], str] = {
-    StochasticWeightAveraging: _AVERAGED,
-    WeightAveraging: _AVERAGED,
-    LearningRateFinder: (
-        "changes no rate of a growing run: optimizer.lr is its rate, and growlab plan chooses one for a network and a "
-        "budget."
-    ),
-    BatchSizeFinder: (
-        "changes no batch size of a growing run: schedule.batch_size=auto finds those that fit."
-    ),
-    GradientAccumulationScheduler: (
-        "changes the steps of an epoch, which the run's schedule counts before: set trainer.accumulate_grad_batches "
-        "for all epochs, or a batch size for each stage (schedule.batch_sizes)."
-    ),
-    BackboneFinetuning: (
-        "freezes the module `backbone` of a LightningModule, which a run of growlab's has not: train in a script of "
-        "your own with the callback growlab.Growth."
-    ),
-}
-
 
 class StayStopped(Callback):
-    """Lets a run that a callback has ended early stay ended when it is resumed behind its last epoch."""
+    """Keeps a run that a callback has ended early from training on when it is resumed."""
 
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
         self._stopped = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Know whom to ask."""
+        """Keep the trainer, whose `should_stop` goes into checkpoints."""
         self._trainer = trainer
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -61,24 +34,19 @@ class StayStopped(Callback):
         trainer.should_stop = trainer.should_stop or self._stopped
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether the run has been ended."""
+        """Return whether a callback has ended the run."""
         return {"stopped": self._trainer is not None and self._trainer.should_stop}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore it."""
         self._stopped = state_dict["stopped"]
 
 
-def user_callbacks(cfg: DictConfig, validates: bool) -> list[Callback]:
-    """The callbacks of the group `callbacks`, and those of the list `trainer.callbacks`.
-
-    Args:
-        cfg: the run's configuration.
-        validates: whether something is held out that a callback may decide by.
+def user_callbacks(cfg: DictConfig) -> list[Callback]:
+    """Make the callbacks of the group `callbacks`, and those of the list `trainer.callbacks`.
 
     Raises:
-        UserError: one is no callback, does not go with a growing run, or decides by the test set or by what is not
-            recorded.
+        UserError: one is no callback, decides by the test set, or changes the number of steps.
     """
     named = {f"callbacks.{name}": settings for name, settings in (cfg.get("callbacks") or {}).items()}
     listed = cfg.trainer.get("callbacks") or []
@@ -88,25 +56,26 @@ def user_callbacks(cfg: DictConfig, validates: bool) -> list[Callback]:
         )
     named |= {f"trainer.callbacks[{place}]": settings for place, settings in enumerate(listed)}
     made = [_made(name, settings) for name, settings in named.items() if settings is not None]
-    for callback in made:
-        _check_monitor(callback, validates)
     return [*made, StayStopped()] if made else []
 
 
-def _check_monitor(callback: Callback, validates: bool) -> None:
-    """Refuse what could select on the test set, and what Lightning would miss behind the first epoch."""
-    name, monitor = type(callback).__name__, getattr(callback, "monitor", None)
-    if not isinstance(monitor, str):
-        return
-    if monitor.startswith("test_"):
+def _check(callback: Callback) -> None:
+    """Refuse what would silently spoil the numbers of a run; other callbacks are the user's affair."""
+    monitor = getattr(callback, "monitor", None)
+    if isinstance(monitor, str) and monitor.startswith("test_"):
         raise UserError(
-            f"{name} would decide by {monitor}, and nothing may be selected on the test set: monitor val_loss with "
-            "data.validation=split, or train_loss."
+            f"{type(callback).__name__} would decide by {monitor}, and nothing may be selected on the test set: "
+            "monitor val_loss with data.validation=split, or train_loss."
         )
-    if monitor.startswith("val_") and not validates:
+    if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
         raise UserError(
-            f"{name} monitors {monitor}, which this run does not record: set data.validation=split, or monitor "
-            "train_loss."
+            f"{type(callback).__name__} keeps an average of the weights that does not grow with the network; use "
+            "ema.decay=0.999 instead."
+        )
+    if isinstance(callback, GradientAccumulationScheduler):
+        raise UserError(
+            "GradientAccumulationScheduler changes the steps of an epoch, which the schedule of rates counts before: "
+            "set trainer.accumulate_grad_batches, or a batch size for each stage (schedule.batch_sizes)."
         )
 
 
@@ -119,14 +88,12 @@ def _made(name: str, settings: Any) -> Callback:
         raise UserError(
             f"{name} is {given}, not a callback of Lightning: give it a _target_ and its arguments."
         )
-    for kind, why in _REFUSED.items():
-        if isinstance(callback, kind):
-            raise UserError(f"{type(callback).__name__} {why}")
+    _check(callback)
     return callback
 
 
 def completed(plan: Plan, rows: Sequence[Mapping[str, Any]], task: Task, max_time: bool) -> Plan:
-    """The plan as far as it was carried out: all of it, or less where a callback ended the run behind the last growth.
+    """Shorten the plan to what was trained, if a callback ended the run after the last growth event.
 
     Args:
         plan: of the whole run.

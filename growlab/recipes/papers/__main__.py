@@ -12,7 +12,6 @@ from pathlib import Path
 from growlab.base.command_parser import CommandParser, amount, count
 from growlab.base.errors import UserError
 from growlab.base.files import write_text
-from growlab.base.streams import drop_output
 from growlab.lab.analysis.results import Run, open_run
 from growlab.recipes.papers.registry import Item, Job, Registry, drawn, registry
 from growlab.recipes.papers.runs import Place, Training, device, runs_at_once
@@ -40,10 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        # The reader of our output has gone, as in `growlab reproduce --list | head`.
-        drop_output()
-        return 141
     except (KeyboardInterrupt, _Ended) as ended:
         number = ended.args[0] if isinstance(ended, _Ended) else signal.SIGINT
         print(f"{signal.Signals(number).name}; the same command resumes", file=sys.stderr)

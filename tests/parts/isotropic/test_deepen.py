@@ -76,7 +76,7 @@ def test_layers_come_in_from_the_command_line(cli: CommandLine, tmp_path: Path) 
         (("model.blend=true", "model.gain_channel=true"), "needs an activation without a gain channel"),
         (
             ("model.blend=true", "isotropic.mode=scaffold"),
-            "leave IsotropicLayers out (isotropic.mode=null), or let no layer come in",
+            "leave IsotropicLayers out, or let no layer come in",
         ),
     ],
 )

@@ -119,7 +119,7 @@ def _sizes(event: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("gain_weights.mode=held", "Choices: constant, decayed"),
+        ("gain_weights.mode=held", "expected one of [constant, decayed]"),
         ("gain_weights.decay=-1", "gain_weights.decay must be at least 0, not -1"),
         ("model.gain_channel=false", "needs layers that read gains"),
     ],

@@ -1,0 +1,119 @@
+"""Bad input of every kind ends in exit code 2 and one sentence that names it, without a traceback or a run's files."""
+
+import json
+import shlex
+
+import pytest
+
+from tests.command_line import CommandLine
+
+# A command line, and what its sentence has to name.
+TABLE = {
+    # Composing.
+    "growth=netnet": "there is no growth 'netnet'; choose bert2bert, ",
+    "parts=[emma]": "there is no parts 'emma'",
+    "grwth=ours": "did you mean 'growth'?",
+    "schedule.totl_epochs=3": "schedule.totl_epochs: Key 'totl_epochs' not in",
+    "model.widht=1": "did you mean 'width'?",
+    "schedule.total_epochs=abc": "schedule.total_epochs: Value 'abc' of type 'str' could not be converted to Int",
+    "growth.rule=rato": "growth.rule: Invalid value 'rato', expected one of [ratio, constraint]",
+    "schedule=3": "Config group override must be a string or a list",
+    "tabel runs": "'tabel' is neither NAME=VALUE, such as seed=1, nor a command (widths, ",
+    "data.root=~/images": "cannot read 'data.root=~/images'",
+    "schedule.epochs=[1": "cannot read 'schedule.epochs=[1'",
+    "seed=1,2": "To sweep over it, add --multirun",
+    "+seed=1": "An item is already at 'seed'",
+    "~growth": "growth",
+    "~seed": "seed",
+    "experiment=torn --config-dir own": "torn.yaml, line 3, is not valid YAML",
+    "--frobnicate": "unrecognized arguments: --frobnicate",
+    "seed=1 -m growth=ours": "unrecognized arguments: growth=ours; options stand before or after all overrides",
+    "hydra.run.dir=file/below": "cannot use",
+    "-m hydra.sweeper.params.seed='1,2'": "hydra.sweeper.params.seed",
+    "ckpt_path=last name=nothing": "holds no earlier run",
+    # Settings of a run.
+    "ckpt_path=/nowhere.ckpt": "ckpt_path=/nowhere.ckpt is not a file",
+    "data=cifar10 data.root=/nowhere data.download=false": "found no cifar10 data in /nowhere",
+    "seed=-1": "seed=-1 must lie between 0 and",
+    "gain=nan": "gain must be a finite number, not nan.",
+    "data.in_memory=perhaps": "data.in_memory must be ",
+    "growth=gradmax growth.batches=0": "growth.batches must be at least 1, not 0.",
+    "optimizer.dampening=-1": "dampening must be at least 0, not -1",
+    "model=custom model._target_=no.such.Network": "model: Error locating target 'no.such.Network'",
+    "model=custom model._target_=fractions.Fraction": "model._target_=fractions.Fraction",
+    "model.width=-3": "model cannot be made with model.width=-3",
+    "schedule.total_epochs=3": "3 epochs cannot hold 5 stages",
+    "experiment=mlp8_cifar10 schedule.total_epochs=3": "schedule.total_epochs=3 has no effect with schedule.epochs",
+    "~optimizer._target_": "optimizer",
+    "trainer.accelerator=gpu": "sees no GPU here",
+    "+trainer.max_epochs=3": "trainer.max_epochs",
+    "trainer.gradient_clip_val=-1": "trainer.gradient_clip_val",
+    "trainer.accumulate_grad_batches=0": "trainer.accumulate_grad_batches",
+    "+callbacks.x._target_=torch.nn.Identity": "callbacks.x is a Identity, not a callback of Lightning",
+    "objective=characters": "images go with objective=classification",
+    "parts=[] ema.decay=0.9": "ema",
+    "osgd.anneal=[]": "osgd.anneal",
+    "num_threads=100000": "num_threads=100000 must be at least 1 and at most 1024",
+    "data.std=[0]": "data.std=[0.0] must be above 0",
+    "schedule.epochs=[1,999999999]": "a run of 1,000,000,000 epochs is longer than",
+    "+optimizer.differentiable=true": "optimizer.differentiable=true is for loops that differentiate",
+    "trainer.devices=100000": "trainer.devices=100000 asks for 100,000 processes",
+    "+logger.x=3": "logger.x=3 is no logger",
+    "study={}": "study={} is no study",
+    "objective._target_=fractions.Fraction": "is no objective",
+    "model=gpt": "does not take image_shape and num_classes",
+    "schedule=plateau data.validation=none": "metric='val_loss' is not recorded",
+    "schedule.equal_flops=true": "set growth=none with it",
+    "-m seed=-1,-2": "seed=-1 must lie between 0 and",
+    # Commands.
+    "widths --input-shape x growlab/mlp8": "'x' is not of the form 3,32,32",
+    "table nowhere": "nowhere",
+    "report nowhere": "nowhere",
+    "reproduce nope": "nope",
+    "widen nowhere --width 2 -o out": "no config.json",
+    "plan": "schedule.budget=N",
+    "plan ckpt_path=last": "ckpt_path is of runs",
+}
+# All of them in one process, as if each were called from a shell.
+PROGRAM = """
+import contextlib, io, json, os, sys
+from hydra.core.global_hydra import GlobalHydra
+from growlab.lab.cli.app import main
+ended = []
+for arguments in {commands!r}:
+    GlobalHydra.instance().clear()
+    os.environ.pop("HYDRA_FULL_ERROR", None)
+    sys.argv = ["growlab", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            code = main()
+        except SystemExit as stop:
+            code = stop.code
+    ended.append([code, out.getvalue(), err.getvalue()])
+with open("ended.json", "w") as file:
+    json.dump(ended, file)
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """Exit code, output and messages by command line; all of them have ended when this returns."""
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "file").touch()
+    (folder / "own" / "experiment").mkdir(parents=True)
+    (folder / "own" / "experiment" / "torn.yaml").write_text("# @package _global_\na: [1\nb: 2\n")
+    program = PROGRAM.format(commands=[shlex.split(one) for one in TABLE])
+    outcome = cli(cwd=folder, program=program, limit_sec=600)
+    assert outcome.code == 0, outcome.err
+    assert [path for name in ("results.json", "*.ckpt") for path in folder.rglob(name)] == []
+    return dict(zip(TABLE, json.loads((folder / "ended.json").read_text()), strict=True))
+
+
+@pytest.mark.parametrize("command", TABLE)
+def test_bad_input_is_one_sentence(ended: dict[str, tuple[int, str, str]], command: str) -> None:
+    code, out, err = ended[command]
+    assert (code, "Traceback" in err) == (2, False), err
+    # Hydra lists the jobs of a sweep.
+    assert out == "" or command.startswith("-m ")
+    last = err.splitlines()[-1]
+    assert last.startswith("error: ") and last.endswith((".", "?")) and TABLE[command] in last
