@@ -16,7 +16,7 @@ JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-translation run reproduce test test-slow test-translation test-lowest test-gpu lint format chaos digests bench docs figures notebooks clean clean-all
+.PHONY: help setup setup-translation run reproduce test test-docs test-slow test-translation test-lowest test-gpu lint format chaos digests bench docs figures notebooks clean clean-all
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { \
@@ -50,8 +50,11 @@ run: $(READY)  ## the main job: grow a network on the digits data and print its 
 reproduce: $(READY)  ## train what is missing of the papers' tables and figures (ARGS="--list", ARGS="table2 --minutes 60")
 	$(PY) -m growlab reproduce $(ARGS)
 
-test: $(READY)  ## every test that needs neither a GPU nor patience
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+test: $(READY)  ## all fast CPU tests, without those of the documentation
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal --ignore=tests/docs $(ARGS)
+
+test-docs: $(READY)  ## README, notebooks, links, and the numbers and figures of the documentation
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal tests/docs $(ARGS)
 
 test-slow: $(READY)  ## the tests marked slow
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu" $(ARGS)

@@ -1,4 +1,4 @@
-"""Numbers that `notebooks/results/README.md`, smaller pages and notebooks state: see `tests/stated.py`."""
+"""Numbers that `notebooks/results/README.md`, smaller pages and notebooks state: see `tests/docs/stated.py`."""
 
 import csv
 import json
@@ -17,7 +17,7 @@ from growlab.lab.analysis.paired import interval
 from growlab.lab.analysis.width_paths import path_of
 from growlab.recipes.papers.published import published
 from growlab.recipes.papers.statistics import first_loss
-from tests.stated import (
+from tests.docs.stated import (
     ALONE,
     EIGHT,
     GRID,

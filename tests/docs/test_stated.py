@@ -1,4 +1,4 @@
-"""Sentences with numbers are those that the rows of their own folders give: see `tests/stated.py`."""
+"""Sentences with numbers are those that the rows of their own folders give: see `tests/docs/stated.py`."""
 
 import re
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import ROOT
+from tests.docs.stated import ISOTROPIC, MEASURED, OVERABUNDANCE, README, ROWS, Stated, plain, stated
+from tests.docs.stated_rows import PAIRS, more
+from tests.docs.test_numbers import COSTS, PAGES, prose
 from tests.parts_here import needs
-from tests.stated import ISOTROPIC, MEASURED, OVERABUNDANCE, README, ROWS, Stated, plain, stated
-from tests.stated_rows import PAIRS, more
-from tests.test_numbers import COSTS, PAGES, prose
 
 STATED = [*stated(), *more()]
 
@@ -101,7 +101,7 @@ def _with_unit(text: str, match: re.Match[str]) -> str:
     "page", [*PAGES, ROOT / CHANGES, ROOT / PAIRS], ids=lambda page: page.relative_to(ROOT).as_posix()
 )
 def test_no_result_stands_by_itself(page: Path) -> None:
-    """A new one is to be added to `tests/stated.py` or `stated_rows.py`, with the folder that it comes from."""
+    """A new one is to be added to `tests/docs/stated.py` or `stated_rows.py`, with the folder that it comes from."""
     name, text = page.relative_to(ROOT).as_posix(), prose(page)
     assert left_over(name, text) <= SETTINGS.get(name, set())
 
