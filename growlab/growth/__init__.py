@@ -1,4 +1,4 @@
-"""Growth methods, schedules and the surgery itself."""
+"""Growth methods, schedules and growth events (the surgery that widens a network in place)."""
 
 from growlab.growth.event import anneal_norms, grow, plant, restore
 from growlab.growth.expressivity import Bottleneck, bottlenecks, measurable, out_of_reach

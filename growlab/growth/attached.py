@@ -1,6 +1,6 @@
-"""Hooks that a growing network carries: the output's factor, and state_dicts that bring their own widths.
+"""Hooks of a growing network: the output factor, and state_dicts that restore the widths they were saved at.
 
-They are no part of its parameters, buffers, class or state_dict keys, and go at the end of growth.
+They add no parameters, buffers or state_dict keys, leave the class as it is, and are removed when growth ends.
 """
 
 import weakref
@@ -14,28 +14,29 @@ from growlab.growth import caches, entries
 from growlab.growth.state import GrowthState
 from growlab.widths import WidthGraph
 
-#: Where a state_dict's metadata, which other code leaves alone, holds the state of growth.
+#: Key of the growth state in a state_dict's metadata, which other code does not change.
 METADATA = "growlab"
 
 
-#: Called with a network that is about to load tensors, these, and `GrowthState.as_dict()` where it came along.
+#: Called before a network loads tensors: with the network, the tensors by name, and the saved `GrowthState.as_dict()`
+#: or None; resizes the network to their widths.
 Resize = Callable[[nn.Module, Mapping[str, Tensor], Mapping[str, Any] | None], None]
 
 
 class OutputScale:
-    """A forward hook that multiplies what a module puts out by the output factor of a growth state."""
+    """Forward hook that multiplies a module's output by `GrowthState.output_factor`."""
 
     def __init__(self, state: GrowthState) -> None:
         self.state = state
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Multiply."""
+        """Return the output times the factor; the output itself if the factor is 1."""
         factor = self.state.output_factor
         return output if factor == 1.0 else output * factor
 
 
 class _Eager(OutputScale):
-    """The same where the compiler does not inline hooks: of a network that was compiled by its own `compile`."""
+    """`OutputScale` for networks compiled with `Module.compile`, where the compiler does not inline hooks."""
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -43,7 +44,7 @@ class _Eager(OutputScale):
 
 
 class _WriteState:
-    """A state_dict hook that adds the state of growth to the metadata."""
+    """State_dict post-hook that adds the growth state to the metadata."""
 
     def __init__(self, state: GrowthState) -> None:
         self.state = state
@@ -53,7 +54,7 @@ class _WriteState:
 
 
 class _ReadState:
-    """A load_state_dict pre-hook that resizes the network to tensors before they are loaded."""
+    """Load_state_dict pre-hook that resizes the network to the tensors before they are loaded."""
 
     def __init__(self, resize: Resize | None) -> None:
         self._resize = None if resize is None else weakref.WeakMethod(resize)
@@ -82,16 +83,17 @@ class _ReadState:
 def attach(
     network: nn.Module, graph: WidthGraph, state: GrowthState, resize: Resize, probe: tuple[Any, ...]
 ) -> None:
-    """Let a network multiply its output by `state.output_factor`, and its state_dicts bring their widths.
+    """Add hooks that scale the output by `state.output_factor` and store the growth state in state_dicts.
 
-    A network that returns one tensor multiplies that. Of others (a dictionary of a loss and logits) the layers that
-    set the output's scale do, so that what is computed from it inside the network is right too.
+    If the network returns only tensors, its output is multiplied. Otherwise (a dictionary of a loss and logits) the
+    outputs of the layers that set its scale are, so that values computed from them inside the network, such as the
+    loss, are correct too.
 
     Args:
         network: the network, or a copy of it, which may have hooks of the original already.
         graph: its width graph.
-        state: looked at in every forward pass and by every state_dict.
-        resize: a method of the grower, referenced weakly.
+        state: read in every forward pass and written into every state_dict.
+        resize: method of the grower, kept by a weak reference; see `Resize`.
         probe: positional inputs.
     """
     detach(network)
@@ -110,7 +112,7 @@ def attach(
 
 
 def detach(network: nn.Module) -> None:
-    """Take away what `attach` added."""
+    """Remove the hooks that `attach` added."""
     for module in network.modules():
         for hooks in (module._forward_hooks, module._state_dict_hooks, module._load_state_dict_pre_hooks):
             for key, hook in list(hooks.items()):
@@ -120,7 +122,7 @@ def detach(network: nn.Module) -> None:
 
 
 def state_of(network: nn.Module) -> GrowthState | None:
-    """The state that a network's hooks go by: of a copy, its own."""
+    """Return the growth state that a network's hooks use (a copied network has its own), or None."""
     for module in network.modules():
         for hook in module._state_dict_hooks.values():
             if isinstance(hook, _WriteState):

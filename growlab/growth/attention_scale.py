@@ -1,4 +1,4 @@
-"""The softmax scale of attention whose head dimension grows."""
+"""Compensate the change of attention's softmax scale when the head dimension grows."""
 
 from dataclasses import replace
 from math import sqrt
@@ -9,16 +9,16 @@ from growlab.growth.method import Expansion, GrownTensors
 def with_attention_scale(
     expansion: Expansion, growth: GrownTensors, multiplied: frozenset[str] = frozenset()
 ) -> GrownTensors:
-    """The same growth, with queries that undo the change of the scale 1 / sqrt(d) (Yuan et al. 2023, Section 3.1).
+    """Rescale queries to undo the change of attention's scale 1 / sqrt(d) (Yuan et al. 2023, Section 3.1).
 
     Attention divides the products of queries and keys by the root of their dimension. From d to d' the tensors that
     queries are linear in are multiplied by sqrt(d' / d), and their gradients divided by it.
 
     Args:
         expansion: the event.
-        growth: what the method gave back.
-        multiplied: weights whose old rows are multiplied in the forward (see `multipliers`), so that their variance
-            stays what the method has made it.
+        growth: the result of the growth method.
+        multiplied: names of weights that get the factor as a row multiplier in the forward (see
+            `growlab.growth.multipliers`), so that their variance stays as set by the method.
     """
     tensors, scales = dict(growth.tensors), dict(growth.carry.scales)
     rescaled, multipliers = dict(growth.report.get("rescaled", {})), dict(growth.multipliers)
@@ -37,7 +37,7 @@ def with_attention_scale(
 
 
 def attention_factors(expansion: Expansion) -> dict[str, float]:
-    """By how much the event multiplies tensors that queries are linear in, by name."""
+    """Factor, by name, on each tensor that queries are linear in: sqrt(d' / d)."""
     factors: dict[str, float] = {}
     for attention in expansion.graph.attentions:
         before, after = (attention.axis.length(w) for w in (expansion.old_widths, expansion.new_widths))

@@ -1,9 +1,10 @@
-"""Batch normalisation's eps, which does not follow an input that growth has rescaled, set apart in parity's check.
+"""Parity check of train mode in which batch normalisation's eps is rescaled together with its input.
 
-A channel of batch variance v that is rescaled by c comes out multiplied by sqrt(c^2 (v + eps) / (c^2 v + eps)) in
-train mode. Where v is large against eps that is rounding, in a dead channel it is c: no bound is tight, and changes
-add up where one normalisation is applied several times. With c^2 eps in the place of eps a rescaled network computes
-what it did, so that train mode is as exact a check as eval mode. The change that eps itself makes is measured apart.
+A channel of batch variance v that is rescaled by c comes out multiplied by sqrt(c^2 (v + eps) / (c^2 v + eps)) in train
+mode. If v is large against eps, that factor is 1 up to rounding; in a dead channel it is c. No bound is tight, and
+changes add up if one normalisation is applied several times. With c^2 eps in place of eps, a rescaled network computes
+what it did before, so that train mode is as exact a check as eval mode. The change caused by eps itself is measured
+separately.
 """
 
 import contextlib
@@ -18,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from growlab.growth.method import Expansion, GrownTensors
 from growlab.growth.rescale import eps_ratio
 
-#: Runs a network's train mode as if eps had been rescaled too.
+#: Makes a context in which train mode runs as if eps had been rescaled too.
 Setting = Callable[[], contextlib.AbstractContextManager[Any]]
-# By where the running variance lies in memory: squared scale of the input, and what the weight was divided by [C].
+# By the data pointer of the running variance: squared scale of the input, and the divisor of the weight [C].
 _Rescaled = tuple[float, Tensor]
 _CALLED_WITH = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
@@ -28,7 +29,7 @@ _CALLED_WITH = ("input", "running_mean", "running_var", "weight", "bias", "train
 def eps_follows(
     model: nn.Module, expansion: Expansion, growth: GrownTensors, tensors: Mapping[str, Tensor]
 ) -> Setting | None:
-    """Make the setting in which a grown network's eps follows the scales of what enters batch normalisations.
+    """Make a context in which the eps of a grown network's batch normalisations is scaled with their inputs.
 
     Args:
         model: the network, after the event.
@@ -37,7 +38,7 @@ def eps_follows(
         tensors: the grown network's, by name.
 
     Returns:
-        A function that enters it, or None where no normalisation's input was rescaled.
+        A function that makes the context, or None if no normalisation's input was rescaled.
     """
     rescaled = {}
     for norm in expansion.graph.norms:
@@ -53,7 +54,7 @@ def eps_follows(
 
 @contextlib.contextmanager
 def _following(model: nn.Module, rescaled: Mapping[int, _Rescaled]) -> Iterator[None]:
-    """Let eps follow in all calls of torch's function, and in modules that normalise over processes by another."""
+    """Rescale eps in all `F.batch_norm` calls, and in synchronised batch normalisations, which call other functions."""
     others = dict(rescaled)
     with contextlib.ExitStack() as stack:
         for module in model.modules():
@@ -81,7 +82,7 @@ def _in_module(module: _BatchNorm, square: float, ratio: Tensor) -> Iterator[Non
 
 
 class _Following(TorchFunctionMode):
-    """Lets eps follow where statistics are the batch's; with running ones the weight has taken it up."""
+    """Rescales eps if batch statistics are used; with running statistics the weight already accounts for it."""
 
     def __init__(self, rescaled: Mapping[int, _Rescaled]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Caches that a forward fills and whose sizes depend on widths: emptied when a growth event changes those."""
+"""Find tensors that a network's forward caches, and empty them at a growth event if their sizes depend on widths."""
 
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,22 +11,22 @@ from growlab.widths.inputs import call_with
 from growlab.widths.unchanged import Kept, Snapshot
 
 _Shapes = list[list[torch.Size]]
-# Places, and shapes of the tensors there; None: they depend on widths.
+# Cached attributes, and the shapes of the tensors in them; None if the shapes depend on widths.
 _known: "WeakKeyDictionary[nn.Module, tuple[list[Kept], _Shapes | None]]" = WeakKeyDictionary()
 
 
 def find(network: nn.Module, probe: tuple[Any, ...]) -> list[Any]:
-    """Run a network in eval and in train mode and remember which caches that fills, to `forget` them at an event.
+    """Run a network in eval and train mode and record which caches this fills, for `forget` to empty.
 
-    A cache is a tensor, where nothing was before. With it go other attributes of its module that the first run has
-    changed and a second one does not change again, such as how far a table is filled.
+    A cache is an attribute that was empty before the run and is a tensor after it. Other attributes of its module that
+    the first run changes and a second one does not, such as the filled length of a table, belong to it.
 
     Args:
-        network: left as it is.
+        network: the network; left unchanged.
         probe: positional inputs.
 
     Returns:
-        What it returns in each of the modes.
+        The network's outputs, in eval mode and in train mode.
     """
     with quietly(network):
         before = Snapshot(network, "nothing")
@@ -41,12 +41,12 @@ def find(network: nn.Module, probe: tuple[Any, ...]) -> list[Any]:
 
 
 def forget(network: nn.Module, probe: tuple[Any, ...], failures: tuple[type[Exception], ...]) -> None:
-    """Empty the caches that `find` has found, if a forward fills any of them with tensors of other shapes now.
+    """Empty the caches that `find` recorded if a forward pass now fills any of them with tensors of other shapes.
 
     Args:
-        network: at its new widths.
-        probe: positional inputs that `find` had.
-        failures: that a forward ends in may have to do with the widths.
+        network: the network at its new widths.
+        probe: the positional inputs given to `find`.
+        failures: exceptions of a forward pass that the new widths may cause; the caches then stay empty.
     """
     kept, shapes = _known.get(network, ([], []))
     restore = [each.forget() for each in kept]
@@ -57,7 +57,7 @@ def forget(network: nn.Module, probe: tuple[Any, ...], failures: tuple[type[Exce
             _run(network, probe)
             now = [each.shapes() for each in kept]
     except failures:
-        # What is checked next says so.
+        # The next check reports it.
         return
     if now == shapes:
         for undo in restore:

@@ -1,4 +1,4 @@
-"""What growth methods share that look at training data: when they refuse, what stands in, how averages follow."""
+"""Base class of growth methods that use training data: unsupported groups, their fallback, averaged networks."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -23,17 +23,17 @@ FALLBACKS = ("pairs",)
 
 
 class DataDriven(GrowthMethod):
-    """A method that decides by what the network does on a few training batches.
+    """Base class of methods that compute new weights from a few training batches.
 
     Args:
-        batches: training batches that it is shown at an event: the first ones of the epoch that begins.
-        fallback: "pairs" lets function-preserving pairs grow the groups for which the method is not defined; the
-            event's report names them. None refuses them.
-        gain: of new hidden weights that are drawn, variance gain / fan_in.
+        batches: number of training batches used at an event: the first ones of the epoch that begins.
+        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs, and the event's
+            report names them. None raises an error for them.
+        gain: randomly drawn new hidden weights have variance gain / fan_in.
         new_weights: see `NewWeights`.
 
     Raises:
-        ValueError: a value cannot be used.
+        ValueError: an argument is out of range.
     """
 
     output_multiplier = False
@@ -52,9 +52,9 @@ class DataDriven(GrowthMethod):
 
     @abstractmethod
     def refuses(self, fans: Fans, before: int, after: int) -> str | None:
-        """Why the method is not defined for a group that grows between these widths; None if it is.
+        """Return why the method cannot grow a group between these widths, or None if it can.
 
-        What stands behind "growth=NAME cannot grow GROUP: " in a message to the user.
+        The text follows "NAME cannot grow GROUP: " in the error message.
         """
 
     @abstractmethod
@@ -66,18 +66,18 @@ class DataDriven(GrowthMethod):
         Args:
             expansion: an event in which these groups alone grow.
             data: training batches.
-            groups: what makes and takes the channels of each.
+            groups: producers and consumers of each group's channels.
 
         Returns:
-            The tensors; and groups for which the data have shown that the method is not defined, with the reason:
-            it then grows anew without them.
+            The tensors; and a reason for each group that the data show to be unsupported. If there are any, this method
+            is called again without them.
         """
 
     def grow(self, expansion: Expansion) -> GrownTensors:
         """Compute every tensor at the new widths.
 
         Raises:
-            UserError: the method is not defined for a group, or there are no data.
+            UserError: the method is not defined for a group and there is no fallback, or there are no data.
         """
         before, after = expansion.old_widths, expansion.new_widths
         growing = [group for group in expansion.graph.groups if before[group] != after[group]]
@@ -87,7 +87,7 @@ class DataDriven(GrowthMethod):
             return self._follow(expansion, expansion.leading)
         if expansion.data is None:
             raise UserError(f"{self.name} decides by training data; hand `grow` some with `data=`.")
-        # Blocks that are yet to come (depth) have no tensors: their groups merely change their numbers.
+        # Blocks that are not inserted yet (depth) have no tensors: for their groups only the recorded widths change.
         absent = {group for group in growing if not _present(expansion, group)}
         fans = {group: fans_of(expansion.graph, group) for group in growing}
         here = [fans[group] for group in growing if group not in absent]
@@ -107,13 +107,13 @@ class DataDriven(GrowthMethod):
             if not found:
                 break
             refused |= found
-        # Ranks have averaged what they measured; should one still decide otherwise, rank 0's word counts.
+        # Ranks average their measurements; should results still differ, those of rank 0 are used.
         share = expansion.data.share
         return replace(
             growth,
             tensors={
                 name: new if new is expansion.old[name] else share(new)
-                # The event will multiply queries again, which have been measured as they will be.
+                # Queries were measured at their final scale; the event multiplies them by the factor again.
                 for name, new in _divided(growth.tensors, factors).items()
             },
             carry=replace(
@@ -123,10 +123,10 @@ class DataDriven(GrowthMethod):
         )
 
     def check(self, graph: WidthGraph, stages: Sequence[Mapping[str, int]]) -> None:
-        """Refuse groups for which the method is not defined before training, where their widths tell.
+        """Check before training that the method is defined for every group that grows.
 
         Raises:
-            UserError: naming the first, unless something stands in for it.
+            UserError: it is not, and there is no fallback; the message names the first such group.
         """
         for before, after in pairwise(stages):
             growing = [
@@ -137,7 +137,7 @@ class DataDriven(GrowthMethod):
     def _refused(
         self, graph: WidthGraph, growing: Sequence[Fans], before: Mapping[str, int], after: Mapping[str, int]
     ) -> dict[str, str]:
-        """Groups for which the method is not defined, and why."""
+        """Return the groups for which the method is not defined, each with the reason."""
         reasons = {
             fans.group: _tied(graph, fans.group)
             or _constant(graph, fans.group)
@@ -156,7 +156,7 @@ class DataDriven(GrowthMethod):
             )
 
     def _follow(self, expansion: Expansion, leading: "tuple[Mapping[str, Tensor], Carry]") -> GrownTensors:
-        """Let an average of networks go through the affine map that the network went through."""
+        """Grow an average of the network's weights by the affine map that the network itself went through."""
         grown, carry = leading
         assert expansion.leader is not None
         tensors = {}
@@ -173,12 +173,12 @@ class DataDriven(GrowthMethod):
 
 
 def _present(expansion: Expansion, group: str) -> bool:
-    """Whether any tensor has a group's channels."""
+    """Return True if any tensor has the group's channels."""
     return any(group in axis.groups for name in expansion.old for axis in expansion.graph.axes.get(name, ()))
 
 
 def _tied(graph: WidthGraph, group: str) -> str | None:
-    """Why no new channel stands alone in a group: what one does depends on how many others there are."""
+    """Return the operation, in words, that makes a group's channels depend on their number, or None."""
     for norm in graph.channel_norms:
         if group in norm.axis.groups:
             return f"{norm.name} takes its statistics over its channels"
@@ -189,7 +189,7 @@ def _tied(graph: WidthGraph, group: str) -> str | None:
 
 
 def _constant(graph: WidthGraph, group: str) -> str | None:
-    """Why a group's channels are not what the layers before them make."""
+    """Return the untrained constant, in words, that a group's channels depend on, or None."""
     name = next((name for name, told in graph.constants.items() if group in told), None)
     return None if name is None else f"{name}, which is not trained, tells its channels apart"
 
@@ -199,9 +199,9 @@ def _divided(tensors: Mapping[str, Tensor], factors: Mapping[str, float]) -> dic
 
 
 def embedded(expansion: Expansion, name: str, sources: Mapping[str, Tensor]) -> Tensor:
-    """A tensor at the new widths where channels are copies of old ones, and new ones (-1) are zero.
+    """Return a tensor at the new widths: channels copy their sources, those without one (-1) are zero.
 
-    Columns of copies are divided by their number, as Net2Net does.
+    Columns of copies are divided by the number of copies, as in Net2Net.
     """
     if not expansion.changes(name):
         return expansion.old[name]
@@ -223,19 +223,19 @@ def embedded(expansion: Expansion, name: str, sources: Mapping[str, Tensor]) -> 
 
 
 def upright(rows: Tensor) -> Tensor:
-    """A sign for each row, [rows, 1], with which its largest entry is positive.
+    """Sign of each row, [rows, 1], that makes its entry of largest magnitude positive.
 
-    Singular vectors are known up to their sign, and a ReLU tells the two apart: without this rounding would choose.
+    Singular vectors are determined up to their sign, which matters to a ReLU: otherwise rounding would choose it.
     """
     largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))
     return torch.where(largest < 0, -1.0, 1.0).to(rows)
 
 
 def padded(method: GrowthMethod, expansion: Expansion) -> dict[str, Tensor]:
-    """Every tensor at the new widths with new channels that neither take nor give anything.
+    """Return every tensor at the new widths with new channels disconnected: no inputs and no effect.
 
-    Rows, columns and biases of layers are zero. What belongs to a channel alone is as the method draws it, alike for
-    all new channels of a group: a norm's parameters, a depthwise filter, a bare parameter.
+    Rows, columns and biases of layers are zero. Entries of a single channel (a norm's parameters, a depthwise filter, a
+    bare parameter) are drawn by the method, and are the same for all new channels of a group.
     """
     zero = {
         slot.name for group in expansion.graph.groups for slot in _mixing(fans_of(expansion.graph, group))
@@ -264,7 +264,7 @@ def _mixing(fans: Fans) -> list:
 
 
 def _in_two(expansion: Expansion, first: set[str]) -> tuple[Expansion, Expansion]:
-    """An event as one in which these groups grow, and one in which the others do."""
+    """Split an event in two: the given groups grow first, then all others."""
     between = {
         group: expansion.new_widths[group] if group in first else width
         for group, width in expansion.old_widths.items()

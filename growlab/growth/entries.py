@@ -1,7 +1,7 @@
-"""Entries of a growing network's state_dict beside its tensors: which hook loads them, once a module.
+"""One pre-hook per module that loads growlab's extra state_dict entries.
 
-torch walks through a module's load_state_dict pre-hooks while it calls them. A network's own hook may bring it to
-another state of growth there, so that what is loaded differs; what loads it must have been a hook before.
+torch iterates over a module's load_state_dict pre-hooks while it calls them. The network's own pre-hook may resize it
+there and so change which entries are loaded; the hook that loads them must be registered before.
 """
 
 from collections.abc import Iterable
@@ -11,21 +11,21 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-# The attribute of a module that holds its `_Entries`.
+# Attribute of a module in which its `_Entries` are stored.
 _ATTRIBUTE = "_growth_entries"
 
 
 class Loading(Protocol):
-    """What takes entries out of a state_dict."""
+    """Protocol of objects that load their own entries of a state_dict."""
 
     def load(self, state: dict[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
-        """Called before the module loads `state`: takes its entries out, whose names begin with `prefix`."""
+        """Load this object's entries (names begin with `prefix`) and remove them from `state`."""
         ...
 
 
 @dataclass
 class _Entries:
-    """The hook of a module, whether it stays while nothing needs it, and what it hands the state_dict to."""
+    """Hook of a module; `stays` keeps it without holders; `holders` are called with the state_dict."""
 
     handle: RemovableHandle
     stays: bool
@@ -33,12 +33,12 @@ class _Entries:
 
 
 def listen(module: nn.Module, holder: Loading, names: Iterable[str]) -> None:
-    """Let a holder load its entries with a module.
+    """Register an object that loads its entries whenever the module loads a state_dict.
 
     Args:
-        module: whose state_dict has them.
-        holder: takes them out of one that is loaded.
-        names: of the entries; `torch.distributed.checkpoint` asks modules for an attribute of each.
+        module: the module whose state_dict has the entries.
+        holder: its `load` is called with each state_dict that is loaded.
+        names: names of the entries; `torch.distributed.checkpoint` expects a module attribute for each.
     """
     module.__dict__.update(dict.fromkeys(names, holder))
     known: _Entries | None = module.__dict__.get(_ATTRIBUTE)
@@ -49,7 +49,7 @@ def listen(module: nn.Module, holder: Loading, names: Iterable[str]) -> None:
 
 
 def leave(module: nn.Module, holder: Loading, names: Iterable[str]) -> None:
-    """Let a holder load nothing any more; arguments as of `listen`."""
+    """Unregister an object that `listen` registered, with the same arguments."""
     for name in names:
         module.__dict__.pop(name, None)
     known: _Entries = module.__dict__[_ATTRIBUTE]
@@ -58,7 +58,7 @@ def leave(module: nn.Module, holder: Loading, names: Iterable[str]) -> None:
 
 
 def stay(module: nn.Module) -> None:
-    """Give a module the hook behind all that are there, until `forget`, whether or not anything needs it."""
+    """Register the hook behind all others of the module, and keep it until `forget` even if it has no holders."""
     known: _Entries | None = module.__dict__.get(_ATTRIBUTE)
     if known is not None:
         known.handle.remove()
@@ -67,7 +67,7 @@ def stay(module: nn.Module) -> None:
 
 
 def forget(module: nn.Module) -> None:
-    """Take a module's hook away, if it has one, once nothing needs it."""
+    """Remove a module's hook, if it has one, as soon as it has no holders."""
     known: _Entries | None = module.__dict__.get(_ATTRIBUTE)
     if known is not None:
         known.stays = False

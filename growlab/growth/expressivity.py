@@ -1,4 +1,4 @@
-"""The expressivity bottleneck: what the loss asks of a layer that its weights cannot do (Verbockhaven et al. 2024)."""
+"""Expressivity bottleneck: the functional gradient that a layer cannot follow (Verbockhaven et al. 2024)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from growlab.widths import WidthGraph, tensors_of
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """Of the layer that takes a group's channels, per sample.
+    """Expressivity bottleneck of the layer that consumes a group's channels, per sample.
 
     Attributes:
-        wanted: E|V|^2, V = -dL/dz of what the layer puts out: how much change the loss asks for.
-        missing: min over dW of E|V - dW b|^2, b what the layer reads: what of it no change of its weights gives.
+        wanted: E|V|^2 with V = -dL/dz at the layer's output z: the change that the loss asks for.
+        missing: min over dW of E|V - dW b|^2 with the layer's input b: the part that no change of its weights provides.
     """
 
     wanted: float
@@ -32,16 +32,16 @@ def bottlenecks(
 ) -> dict[str, Bottleneck]:
     """Measure the bottleneck of every growing group for which TINY is defined (Def. 2.3; Prop. 3.1 gives the best dW).
 
-    A layer that reads more numbers than the batches have outputs of it can do all that they ask: measure on enough.
+    A layer with more inputs than the batches have output positions can fit any change: use enough batches.
 
     Args:
         graph: the network's width graph.
         widths: width of each group now.
         data: training batches; costs one forward and one backward pass over them.
-        seed: of the run.
+        seed: the run's seed.
 
     Returns:
-        By group; none for groups that have full width, or whose channels several layers put out or take.
+        Bottlenecks by group; without groups at full width, and those with several producers or consumers.
     """
     tensors = tensors_of(data.model, graph)
     expansion = Expansion(graph, tensors, widths, widths, seed, 0, data=data)
@@ -59,13 +59,13 @@ def bottlenecks(
 
 
 def out_of_reach(found: Mapping[str, Bottleneck]) -> float:
-    """What is missing of all layers, in parts of what is wanted of them; 1 where nothing is wanted."""
+    """Return sum(missing) / sum(wanted) over all layers; 1 if nothing is wanted."""
     wanted = sum(bottleneck.wanted for bottleneck in found.values())
     return sum(bottleneck.missing for bottleneck in found.values()) / wanted if wanted else 1.0
 
 
 def measurable(graph: WidthGraph, model: nn.Module) -> list[Fans]:
-    """Groups whose channels one usual layer puts out and one takes: those that a bottleneck is defined for."""
+    """Groups for which a bottleneck is defined: one producer and one consumer, both linear or plain Conv2d."""
     modules, tiny = dict(model.named_modules()), Tiny()
     every = (fans_of(graph, group) for group in graph.groups)
     return [

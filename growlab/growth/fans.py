@@ -1,4 +1,4 @@
-"""What leads into a channel and out of it: rows and columns of weights, on any traced network."""
+"""Incoming and outgoing weights of channels (rows and columns), on any traced network."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class Fans:
-    """The tensors that make and take a group's channels.
+    """Tensors that produce and consume a group's channels.
 
     Attributes:
         group: the width group.
-        producers: layers whose rows put the channels out; no depthwise ones.
-        consumers: layers whose columns take them; no depthwise ones.
-        into: weights of the producers, then their biases: a channel's entries are what it is computed by.
-        out: weights of the consumers: a channel's entries are what is made of it.
+        producers: layers whose output channels they are; no depthwise ones.
+        consumers: layers whose input channels they are; no depthwise ones.
+        into: weights of the producers, then their biases: the incoming weights of a channel.
+        out: weights of the consumers: the outgoing weights of a channel.
         depthwise: layers that map each channel by its own filter.
         norms: batch and instance normalisations of the channels.
     """
@@ -41,7 +41,7 @@ class Fans:
 
 
 def fans_of(graph: WidthGraph, group: str) -> Fans:
-    """Find the tensors that make and take a group's channels."""
+    """Find the tensors that produce and consume a group's channels."""
 
     def dims(name: str | None, role: str) -> list[int]:
         axes = graph.axes.get(name, ()) if name is not None else ()
@@ -74,9 +74,9 @@ class View:
 
     Attributes:
         graph: the width graph.
-        widths: of the tensors.
-        among: entries count where all other dimensions lie on the first channels of these widths: for a new channel,
-            what connects it with old ones.
+        widths: width of each group in the tensors.
+        among: only entries whose other dimensions are among the first channels, up to these widths, are used: for a new
+            channel, its connections with old ones.
     """
 
     graph: WidthGraph
@@ -86,7 +86,7 @@ class View:
     def read(
         self, tensors: Mapping[str, Tensor], slots: Sequence[Slot], group: str, channels: Tensor
     ) -> Tensor:
-        """Entries of channels, [number of channels, entries of one], in the order of the slots."""
+        """Read the entries of channels, [channels, entries of one channel], in the order of the slots."""
         found = []
         for slot in slots:
             tensor = tensors[slot.name]
@@ -103,7 +103,7 @@ class View:
         channels: Tensor,
         values: Tensor,
     ) -> None:
-        """Put entries [number of channels, entries of one] into new tensors, in the order in which `read` reads."""
+        """Write entries, [channels, entries of one channel] as from `read`, into copies that replace the tensors."""
         start = 0
         for slot in slots:
             positions = self._positions(slot, group, channels)
@@ -138,7 +138,7 @@ class View:
         ]
 
     def places(self, axis: Axis, group: str) -> Tensor:
-        """Positions on an axis that each channel of the group has, [width, positions of one]."""
+        """Positions of each channel of the group on an axis, [width, positions of one channel]."""
         if len(axis.parts) == 1:
             (part,) = axis.parts
             every = torch.arange(axis.length(self.widths)).view(part.outer, self.widths[group], part.inner)

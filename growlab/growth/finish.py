@@ -1,4 +1,4 @@
-"""The end of a growing network's training: everything that growing has begun is finished, or refused."""
+"""Turn a grown network into an ordinary one: fold factors, undo method changes."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from growlab.growth.weighted_norms import weighted_modules
 from growlab.widths import WidthGraph
 
 
-# Training may go on with what it makes, wherever it is called.
+# Its tensors must be trainable even if it is called under inference mode.
 @torch.inference_mode(False)
 @in_own_precision
 def finish(
@@ -24,27 +24,26 @@ def finish(
     state: GrowthState,
     averages: Sequence[nn.Module] = (),
 ) -> dict[str, Folded]:
-    """Make the ordinary network of a grown one, in place: its plain copy computes what training has seen.
+    """Turn a grown network into an ordinary one, in place; it computes the same function without growlab's hooks.
 
-    The factor on the output is folded into the last layers, what the forward multiplies rows of weights by into the
-    weights, and what the method prepared is undone. Weighted
-    normalisations have no plain equal with the same shapes, so they have to be annealed while the network still
-    trains (`anneal_norms`). A second call does nothing.
+    The output factor is folded into the last layers, row multipliers into the weights, and the changes of the method's
+    `prepare` are undone. Weighted normalisations have no plain equivalent of the same shapes, so they have to be
+    annealed while the network still trains (`anneal_norms`). A second call does nothing.
 
     Args:
-        model: the network; its parameters stay the same objects, unless the method held its weights differently.
+        model: the network; its parameters stay the same objects, unless the method stores its weights differently.
         graph: its width graph.
         method: the growth method.
-        state: of the network; `output_factor` is 1 afterwards, and there are no `multipliers`.
-        averages: averages of the network's weights, which are finished alike.
+        state: its growth state; `output_factor` is 1 afterwards, and `multipliers` is empty.
+        averages: averages of the network's weights, which are finished in the same way.
 
     Returns:
-        Parameters of the network that what was folded into them has multiplied, by name, and what multiplies their
-        gradients: what an optimizer that goes on needs, see `growlab.optim.rescale_state`.
+        Factors on each parameter that folding multiplied and on its gradient, by name, for optimizers that continue
+        training: see `growlab.optim.rescale_state`.
 
     Raises:
-        UserError: statistics over channels are still weighted, or the output's factor cannot be folded. Network and
-            averages are then as before.
+        UserError: statistics over channels are still weighted, or the output factor cannot be folded. Network and
+            averages are then unchanged.
     """
     networks = (model, *averages)
     weighted = [name for network in networks for name in weighted_modules(network)]

@@ -1,7 +1,7 @@
-"""Auxiliary passes over a few training batches: what growth methods that look at data measure by.
+"""Auxiliary forward and backward passes over a few training batches, for data-driven growth methods.
 
-Tensors of any widths are put into the network for the passes and taken out again; what is measured is a mean over
-batches, and over ranks where there are several. Every pass is counted.
+Tensors of any widths are put into the network for the passes and removed again. Results are means over batches, and
+over ranks if there are several. The cost of every pass is counted.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from growlab.widths import Carry, WidthGraph, replace_tensors, restore_tensors, 
 from growlab.widths.inputs import call_on
 from growlab.widths.unchanged import Listener
 
-#: The network's positional inputs or a mapping of those by name, and the target behind them.
+#: The network's positional inputs, or a mapping of inputs by name, followed by the target.
 Batch = tuple[Tensor, ...]
-#: From (parameters by name, loss, what watched modules saw) to what is averaged, by name.
+#: Maps (parameters by name, loss, `Seen` of each watched module) to tensors by name, which are averaged.
 Visit = Callable[[Mapping[str, Tensor], Tensor, Mapping[str, "Seen"]], Mapping[str, Tensor]]
 
-# Of the loss among what is averaged; no tensor's name.
+# Key of the loss among the averaged values; no tensor has this name.
 _LOSS = "the loss"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a watched module saw in one pass: its first input, its output, and how many times it was called."""
+    """First input and output of a watched module in one pass, and its number of calls."""
 
     x: Tensor
     output: Tensor
@@ -46,13 +46,13 @@ class Seen:
 
 @dataclass
 class Cost:
-    """What auxiliary passes took.
+    """Cost of auxiliary passes.
 
     Attributes:
         flops: forward and backward, two per multiply-add.
         samples: inputs passed through, each pass counted.
-        held_bytes: most memory that a pass kept for its backward pass; a tensor that two operations keep counts twice.
-        peak_memory_bytes: most memory of the device that was in use; None on a CPU.
+        held_bytes: peak memory that a pass saved for backward; a tensor saved by two operations counts twice.
+        peak_memory_bytes: peak memory allocated on the device; None on a CPU.
         seconds: wall time.
     """
 
@@ -64,10 +64,10 @@ class Cost:
 
 
 def _of_inputs_and_target(batch: Any) -> tuple[Any, ...]:
-    """A batch as a tuple.
+    """Return a batch as a tuple.
 
     Raises:
-        UserError: it is none of inputs and a target.
+        UserError: the batch is not a tuple or list of inputs and a target.
     """
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         given = f"{len(batch)} entries" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
@@ -78,20 +78,20 @@ def _of_inputs_and_target(batch: Any) -> tuple[Any, ...]:
 
 
 class Measurement:
-    """Lets a growth method run the network on training batches.
+    """Runs a network on training batches, with its tensors replaced, for a growth method.
 
     Args:
-        model: the network at its widths before the event; after each measurement it is as it was.
+        model: the network at its widths before the event; unchanged after each measurement.
         graph: its width graph.
-        batches: this rank's.
-        loss: mean loss of a batch from the network's output and the targets.
-        average: the mean over ranks of a tensor that each rank holds; by default there is one rank.
-        share: rank 0's content of a tensor, which all ranks then go by.
-        norm_weights: channels' weights in statistics that run over channels; see `weighted_norms`.
-        near_zero: a number that training tells from zero, and that is lost beside any other.
+        batches: training batches of this rank.
+        loss: function from the network's output and the targets to the mean loss of a batch.
+        average: maps this rank's tensor to the mean over ranks; by default there is one rank.
+        share: maps this rank's tensor to rank 0's, so that all ranks use the same.
+        norm_weights: weights of channels in statistics over channels; see `weighted_norms`.
+        near_zero: a positive number that is not zero in training's precision, but vanishes when added to other values.
 
     Attributes:
-        cost: of this rank's passes so far.
+        cost: cost of this rank's passes so far.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class Measurement:
         self._flops: dict[Hashable, int] = {}
 
     def split(self) -> "tuple[Measurement, Measurement]":
-        """Batches to work something out from, and those held out to try it on: the last quarter, rounded up.
+        """Split the batches in two: all but the last quarter, and the last quarter (rounded up) held out.
 
-        A single batch is both. Passes over either add to `cost`.
+        A single batch serves as both. Passes over either add to `cost`.
         """
         held_out = -(-len(self._batches) // 4) if len(self._batches) > 1 else 0
         first, last = copy.copy(self), copy.copy(self)
@@ -126,9 +126,9 @@ class Measurement:
         return first, last
 
     def told(self) -> dict[str, Any]:
-        """Cost of the passes so far, for a receipt: work of all processes, memory of the one that took most.
+        """Cost of the passes so far, for a receipt: FLOPs and samples summed over ranks, peak memory of any.
 
-        FLOPs are those of forward passes that cost as much with a backward pass each.
+        FLOPs are given as forward passes that cost the same together with their backward passes.
         """
         cost = self.cost
         costs = ranks.gather((cost.flops, cost.samples, cost.held_bytes, cost.peak_memory_bytes))
@@ -150,19 +150,19 @@ class Measurement:
         work: Hashable = None,
         finite: bool = True,
     ) -> dict[str, Tensor]:
-        """Pass the batches in train mode, without dropout, through the network with other tensors.
+        """Run the batches through the network with other tensors, in train mode without dropout.
 
         Args:
-            tensors: by name, where they differ from the network's; of any widths that go together.
-            visit: called after each forward pass with gradients enabled; what it returns is averaged.
-            modes: entered around the passes.
-            watched: paths of modules whose input and output `visit` wants.
-            gradients: whether `visit` asks for any.
+            tensors: tensors by name that replace the network's; of any consistent widths.
+            visit: called after each forward pass with gradients enabled; its results are averaged.
+            modes: contexts entered around the passes.
+            watched: paths of modules whose inputs and outputs are passed to `visit`.
+            gradients: enable gradients.
             work: name of what `visit` computes, whose FLOPs are counted once for equal widths; None: in each pass.
-            finite: a loss that is not finite is an error.
+            finite: raise an error if the loss is not finite.
 
         Raises:
-            UserError: the loss is no single number, or not finite.
+            UserError: the loss is not a single number, or not finite.
         """
         began = time.perf_counter()
         sums: dict[str, Tensor] = {}
@@ -175,7 +175,7 @@ class Measurement:
         shapes = tuple((name, tuple(new.shape)) for name, (_, new) in replaced.items())
         try:
             for _, new in replaced.values():
-                # Frozen layers too: a method asks how the loss depends on them.
+                # Frozen layers too: methods need the derivatives by them.
                 new.requires_grad_(gradients and isinstance(new, nn.Parameter))
             with contextlib.ExitStack() as stack:
                 seen = stack.enter_context(_watching(self.model, watched))
@@ -216,7 +216,7 @@ class Measurement:
 
     @contextlib.contextmanager
     def _counted(self, work: Hashable, listeners: list[Listener]) -> Iterator[None]:
-        """Count what a pass takes: the FLOPs of work that was done before are known."""
+        """Count FLOPs and saved memory of a pass; FLOPs of the same `work` are counted once and reused."""
         if work is not None and work in self._flops:
             yield
         else:
@@ -230,21 +230,21 @@ class Measurement:
         self.cost.flops += self._flops[work]
 
     def _widths(self) -> dict[str, int]:
-        """Width of each group now, where it matters to statistics over channels."""
+        """Return the current width of each group; empty if no normalisation has statistics over channels."""
         if not self.graph.channel_norms:
             return {}
         tensors = tensors_of(self.model, self.graph)
         return self.graph.widths_of({name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
     def _weigh(self, before: Mapping[str, int]) -> None:
-        """Let statistics over channels leave out what has come since these widths."""
+        """Exclude channels added since these widths from statistics over channels."""
         if self.graph.channel_norms:
             now = self._widths()
             weights = carried_weights(self.graph, self._norm_weights, Carry(), before, now)
             weigh(self.model, self.graph, now, weights)
 
     def loss(self, tensors: Mapping[str, Tensor], finite: bool = True) -> float:
-        """Mean loss with these tensors; unless it is to be `finite`, that may be infinite or NaN."""
+        """Mean loss with these tensors; if `finite` is False it may be infinite or NaN."""
 
         def visit(
             parameters: Mapping[str, Tensor], loss: Tensor, seen: Mapping[str, Seen]
@@ -259,7 +259,7 @@ class Measurement:
         names: Sequence[str],
         modes: Sequence[contextlib.AbstractContextManager[Any]] = (),
     ) -> dict[str, Tensor]:
-        """Gradients of the mean loss by these parameters, and under "" the mean loss itself."""
+        """Gradients of the mean loss by these parameters, by name, and the mean loss itself under the key ""."""
 
         def visit(
             parameters: Mapping[str, Tensor], loss: Tensor, seen: Mapping[str, Seen]
@@ -281,7 +281,7 @@ class Measurement:
         With the same names on both sides this is the Hessian of the mean loss times a vector.
 
         Raises:
-            UserError: a module has no second derivatives.
+            UserError: an operation has no second derivative.
         """
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         several = several and torch.distributed.get_world_size() > 1
@@ -325,7 +325,7 @@ class Measurement:
 
 @contextlib.contextmanager
 def _watching(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Seen]]:
-    """What the named modules see, filled in with every forward pass."""
+    """Yield a dictionary that forward hooks fill with the `Seen` of each named module."""
     seen: dict[str, Seen] = {}
 
     def record(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
@@ -345,21 +345,21 @@ def _watching(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Seen
 
 
 class _FlopCounter:
-    """Counts FLOPs by torch's own formulas.
+    """Counts FLOPs by torch's formulas (`flop_registry`).
 
     `FlopCounterMode` also tracks modules, by hooks that trip over a parameter that is an input of a module (a class
-    token); the table of formulas that it reads is not documented, and a test says so should it go.
+    token); the table of formulas is not documented, and a test fails should it be removed.
     """
 
     def __init__(self) -> None:
         self.flops = 0
 
     def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Add those of an operation."""
+        """Add the FLOPs of an operation."""
         formula = flop_registry.get(getattr(func, "_overloadpacket", func))
         if formula is None:
             return
-        # Most are made for shapes: what torch wraps them in for tensors takes ten times as long as they do.
+        # Most formulas take shapes: torch's wrappers that take tensors are ten times as slow.
         of_shapes = getattr(formula, "__wrapped__", None)
         if of_shapes is None:
             self.flops += formula(*args, **kwargs, out_val=result)
@@ -374,20 +374,20 @@ def _shape(thing: Any) -> Any:
 
 
 class _Held:
-    """Bytes that passes keep for their backward passes."""
+    """Peak number of bytes that a pass saves for its backward pass."""
 
     def __init__(self) -> None:
         self.most = 0
 
     @contextlib.contextmanager
     def during(self) -> Iterator[None]:
-        """One pass."""
+        """Count the bytes saved within this context, one pass."""
         total = 0
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal total
             total += tensor.nbytes
-            # Detached: an operation that keeps its own output would keep itself alive. Autograd attaches it again.
+            # Detached: an operation that saves its own output would keep itself alive. Autograd attaches it again.
             return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

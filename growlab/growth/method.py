@@ -1,4 +1,4 @@
-"""What a growth method sees of a growth event, and what it gives back."""
+"""Interface of growth methods: the event that they get (`Expansion`) and the tensors that they return."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -17,15 +17,15 @@ from growlab.growth.measurement import Measurement
 from growlab.widths import Axis, Carry, Layer, WidthGraph, grid
 
 WeightRule = Literal["fan_in", "hyperfan_in", "hyperfan_out"]
-# Size of the embedding behind hyperfan's weights (Chang et al. 2020, Appendix B.1).
+# Size of the embedding that hyperfan weights are emitted from (Chang et al. 2020, Appendix B.1).
 _EMBEDDING = 50
 _Found = TypeVar("_Found")
 
 
 def generator(seed: int, stage: int, name: str) -> torch.Generator:
-    """A CPU generator that depends on the run's seed, the stage and a name alone.
+    """Return a CPU generator seeded from the run's seed, the stage and a name.
 
-    Every rank and every resumed run therefore draws the same numbers, in whatever order it draws them.
+    Every rank and every resumed run therefore draws the same numbers, in any order of draws.
     """
     digest = hashlib.sha256(f"{seed}/{stage}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -33,27 +33,27 @@ def generator(seed: int, stage: int, name: str) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Expansion:
-    """One growth event, or the drawing of the seed.
+    """Input of a growth method: one growth event, or the initialisation of the seed network.
 
     Attributes:
         graph: the network's width graph.
-        old: parameters and buffers of the graph's axes before the event, by name; for the seed, the
-            narrowed full-width ones.
+        old: parameters and buffers with axes in the graph, before the event, by name; for the seed network, those of
+            the full-width network, narrowed.
         old_widths: width of each group before.
         new_widths: width of each group after.
         seed: the run's seed.
         stage: the stage that begins.
-        leader: the tensors of the network that this one, its average, follows; None: it is its own.
-        gradients: running means of gradients by parameter name, where the method asked for them.
-        observed: what the method's `observe` has found.
-        leader_observed: the same of the leader, where it is known.
-        data: training batches, where the method asked for some.
-        leading: what the event of the network that this one is an average of came to: its new tensors by name, and
-            how gradients followed. For methods that must not look at data twice.
-        multipliers: what the forward multiplies the rows of weights by before the event, by the weight's name.
-        normalised: parameters whose optimizer normalises gradients (Adam), by name, as far as is known.
-        constants: tensors at full width, by name, of which the network has a part at any width: whatever a method says
-            of them, their new entries are those of the full ones.
+        leader: if the model is an average, the tensors of the network that it averages; else None.
+        gradients: running means of gradients by parameter name, if the method has `wants_gradients`.
+        observed: result of the method's `observe`.
+        leader_observed: the same for the leader, if known.
+        data: training batches, if the method has `batches`.
+        leading: if the model is an average, the new tensors of the network that it averages, by name, and its `Carry`.
+            For methods that must not measure twice.
+        multipliers: multipliers of rows that the forward applies before the event, by the weight's name.
+        normalised: names of parameters whose optimizer is known to normalise gradients (Adam).
+        constants: untrained tensors at full width, by name; their new entries are those of the full tensors, whatever
+            the method returns for them.
     """
 
     graph: WidthGraph
@@ -74,20 +74,20 @@ class Expansion:
 
     @cached_property
     def unlike(self) -> frozenset[str]:
-        """Groups whose channels constants tell apart: none equals another, so nothing may read new ones at first."""
+        """Groups whose channels differ by constants: none can copy another; new ones get zero outgoing weights."""
         return frozenset(group for name in self.constants for group in self.graph.constants[name])
 
     def constant(self, name: str, new: Tensor) -> Tensor:
-        """A constant after the event; entries beyond full width are those of `new`."""
+        """Return a constant at the new widths; entries beyond full width are taken from `new`."""
         return at_widths(self.graph, name, self.constants[name], self.new_widths, new)
 
     @property
     def deciding(self) -> Mapping[str, Tensor]:
-        """The tensors that a method may look at to decide by how much it scales and draws; else only map `old`."""
+        """Tensors from which a method may derive scales and draws: the leader's, or `old` without a leader."""
         return self.old if self.leader is None else self.leader
 
     def generator(self, name: str) -> torch.Generator:
-        """The generator for a tensor's or a group's draws at this event."""
+        """Return the generator for draws of a tensor or group at this event."""
         return generator(self.seed, self.stage, name)
 
     def new_shape(self, name: str) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class Expansion:
         return self.graph.shape(name, self.new_widths)
 
     def axes(self, name: str) -> tuple[Axis, ...]:
-        """The axes of a tensor, one a dimension."""
+        """Axes of a tensor, one per dimension."""
         return self.graph.axes[name]
 
     def kept(self, name: str) -> list[Tensor]:
@@ -103,7 +103,7 @@ class Expansion:
         return [self.of_axis(_kept, axis) for axis in self.axes(name)]
 
     def of_axis(self, find: Callable[[Axis, "Expansion"], _Found], axis: Axis) -> _Found:
-        """What a function finds on an axis at this event; once, as many tensors lie on the same axes."""
+        """Return `find(axis, self)`, cached, since many tensors share the same axes."""
         key = (find, axis)
         if key not in self._found:
             self._found[key] = find(axis, self)
@@ -115,7 +115,7 @@ class Expansion:
         return {}
 
     def changes(self, name: str) -> bool:
-        """Whether the event adds entries to a tensor."""
+        """Return True if the event changes the tensor's shape."""
         return self.graph.changes(name, self.old_widths, self.new_widths)
 
     def fan_in(self, layer: Layer, widths: Mapping[str, int]) -> int:
@@ -130,7 +130,7 @@ class Expansion:
 
     @cached_property
     def norm_defaults(self) -> dict[str, float]:
-        """What a new channel's entry is in each tensor of a normalisation."""
+        """Default of a new channel in each tensor of a normalisation: weight and variance 1, bias and mean 0."""
         defaults: dict[str, float] = {}
         for norm in self.graph.norms:
             for name, value in (
@@ -178,7 +178,7 @@ class NewWeights:
             the latter with variance gain / fan_out in hidden layers.
 
     Raises:
-        ValueError: there is no such rule.
+        ValueError: the rule is unknown.
     """
 
     gain: float = 2.0
@@ -200,12 +200,12 @@ class NewWeights:
         return sqrt(variance * layer.variance_per_entry)
 
     def draw(self, expansion: Expansion, name: str) -> Tensor:
-        """A tensor of the new shape, every entry as a new one: drawn, or a norm's or bias's default.
+        """Return a tensor of the new shape with every entry initialised as new: drawn, or a norm's or bias's default.
 
-        New biases of a recurrent layer's gate take the mean of the gate's old ones: that of a forget gate is often 1.
-        Tensors of other kinds (bare parameters and buffers) are drawn with the mean and deviation of their old entries,
-        between the smallest and the largest of them: a forward may take their root. Of complex numbers that holds for
-        real and imaginary parts.
+        New biases of a recurrent layer's gate are the mean of its old ones: a forget gate's bias is often 1. Tensors of
+        other kinds (bare parameters and buffers) are drawn with the mean and deviation of their old entries and clamped
+        to their range, since a forward may take their root. For complex numbers this is done for real and imaginary
+        parts separately.
         """
         shape, source = expansion.new_shape(name), expansion.generator(name)
         if name in expansion.layers:
@@ -224,7 +224,7 @@ class NewWeights:
 
 
 def _like(old: Tensor, shape: tuple[int, ...], source: torch.Generator) -> Tensor:
-    """Numbers of the mean and the deviation of others, between the smallest and the largest of them."""
+    """Draw numbers with the mean and deviation of `old`, clamped to its range."""
     old = old.detach().float().cpu()
     spread = float(old.std()) if old.numel() > 1 else 0.0
     drawn = _normal(shape, source) * spread + float(old.mean())
@@ -232,34 +232,35 @@ def _like(old: Tensor, shape: tuple[int, ...], source: torch.Generator) -> Tenso
 
 
 def _emitted(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
-    """Weights of variance 1, as a linear layer over an embedding emits them."""
+    """Draw weights of variance 1 as the product of a linear layer and a random embedding (hyperfan)."""
     embedding = (2 * torch.rand(_EMBEDDING, generator=source, dtype=torch.float32) - 1) * sqrt(3)
     weights = torch.zeros(shape)
-    # One number of the embedding after the other: the emitting layer has that many times the weight's entries.
+    # One entry of the embedding at a time: the emitting layer is larger than the weight by the embedding's size.
     for number in embedding.tolist():
         weights += (2 * torch.rand(shape, generator=source, dtype=torch.float32) - 1) * number
     return weights * sqrt(3 / _EMBEDDING)
 
 
 def _normal(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
-    # The same numbers whatever torch's default dtype is.
+    # The same numbers for any default dtype of torch.
     return torch.randn(shape, generator=source, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
 class GrownTensors:
-    """All tensors of a network after a growth event, as a method computes them, and what follows from them.
+    """Result of a growth method: all tensors after the event, and the factors that the caller has to apply.
 
     Attributes:
-        tensors: every tensor of `Expansion.old` at the new widths; the old object itself where nothing changed.
-        output_factor: the network's outputs must be multiplied by this to be what they were.
-        norm_scale: for each batch normalisation whose input was rescaled, by how much.
+        tensors: every tensor of `Expansion.old` at the new widths; the old object itself if nothing changed.
+        output_factor: factor on the network's outputs that restores their previous values.
+        norm_scale: factor on the input of each batch normalisation whose input was rescaled, by its name.
         carry: how gradients after the event follow from those before, for optimizer state.
-        allowed_error: relative output error beyond rounding that the event may make; None: any. Only a method
-            that `preserves` is held to it.
-        report: more of the event for its receipt, in plain containers.
-        multipliers: for each weight whose old rows the forward has to multiply anew, by how much; see `multipliers`.
-        folded: weights whose multipliers before the event are written into `tensors`.
+        allowed_error: relative output error beyond rounding that the event may make; None: any. Enforced only for a
+            method that `preserves`.
+        report: further details for the event's receipt, in plain containers.
+        multipliers: factor by which the forward multiplies the old rows of a weight from now on, by its name; see
+            `growlab.growth.multipliers`.
+        folded: names of weights whose previous multipliers are folded into `tensors`.
     """
 
     tensors: dict[str, Tensor]
@@ -273,22 +274,22 @@ class GrownTensors:
 
 
 class GrowthMethod(ABC):
-    """Says what new entries are and how old ones are rescaled.
+    """Base class of growth methods: computes new entries and the rescaling of old ones.
 
     Attributes:
-        preserves: the network computes the same function after an event, up to float rounding and the
-            `output_factor`; an event that breaks the promise is rolled back.
+        preserves: the network computes the same function after an event, up to float rounding and the `output_factor`;
+            an event that violates this is rolled back.
         new_weights: scale of the weights it draws.
-        noise_std: deviation of the noise that breaks symmetries among new entries, relative to the
-            initialisation's own.
-        output_multiplier: whether the run multiplies the output by `output_factor`.
-        layer_multipliers: whether the forward may multiply rows of weights, see `growlab.growth.multipliers`.
-        compensates: whether steps of optimizers that normalise gradients are divided by the multipliers.
+        noise_std: standard deviation of the noise that breaks symmetries among new entries, relative to that of the
+            initialisation.
+        output_multiplier: the run multiplies the output by `output_factor`.
+        layer_multipliers: the forward may multiply rows of weights, see `growlab.growth.multipliers`.
+        compensates: steps of optimizers that normalise gradients are divided by the multipliers.
         shrinks: events may narrow groups too.
-        follows_norms: knows what to do with channels whose norm is taken; see `trace`.
-        wants_gradients: wants the optimizer's running means of gradients.
-        batches: training batches that it wants to see at an event.
-        draws_full_width: a seed of full width is drawn as any other, in place of keeping the network's own weights.
+        follows_norms: supports channels whose norm is computed; see `trace`.
+        wants_gradients: `Expansion.gradients` are the optimizer's running means of gradients.
+        batches: number of training batches that it needs at an event.
+        draws_full_width: a seed of full width is drawn as any other, instead of keeping the network's weights.
     """
 
     preserves: bool = True
@@ -309,45 +310,45 @@ class GrowthMethod(ABC):
 
     @property
     def name(self) -> str:
-        """How growth events and tables call the method."""
+        """Name of the method in growth events and tables."""
         return type(self).__name__
 
     def prepare(self, network: nn.Module, graph: WidthGraph, seed: int) -> WidthGraph:
-        """Change how the full-width network holds its weights, before it is planted; most methods do not.
+        """Change how the full-width network stores its weights, before it is planted; by default nothing.
 
         Args:
-            network: changed in place.
+            network: the network; changed in place.
             graph: its width graph.
             seed: the run's seed.
 
         Returns:
-            The width graph to grow by.
+            The width graph to grow with.
         """
         return graph
 
     def check(self, graph: WidthGraph, stages: Sequence[Mapping[str, int]]) -> None:  # noqa: B027 - most have no limits
-        """Refuse widths of stages that it cannot grow through, where that is known before training."""
+        """Raise an error for widths that the method cannot grow through, if known before training."""
 
     @property
     def holds_otherwise(self) -> bool:
-        """Whether the network holds its weights in another way until `finish`."""
+        """True if the network stores its weights differently until `finish`."""
         return type(self).finish is not GrowthMethod.finish
 
     def finish(self, network: nn.Module) -> None:  # noqa: B027 - most methods have nothing to undo
-        """Undo what `prepare` did, once the network is trained: it is then an ordinary one again."""
+        """Undo the changes of `prepare` on the trained network, so that it is an ordinary one again."""
 
     def observe(self, model: nn.Module, graph: WidthGraph, probe: tuple[Any, ...]) -> Mapping[str, Any]:
-        """What the method needs to see of the network before an event; most need nothing.
+        """Measure the network before an event; the result is `Expansion.observed`. By default nothing.
 
         Args:
-            model: left as it is.
+            model: the network; left unchanged.
             graph: its width graph.
             probe: its positional inputs.
         """
         return {}
 
     def multiplied(self, expansion: Expansion) -> frozenset[str]:
-        """Weights whose rows the forward may multiply from this event on; others take up the factors themselves."""
+        """Names of weights whose rows the forward may multiply from now on; others get the factors folded in."""
         layers = expansion.graph.layers if self.layer_multipliers else ()
         return frozenset(layer.weight for layer in layers)
 
@@ -356,10 +357,9 @@ class GrowthMethod(ABC):
         """Compute every tensor at the new widths."""
 
     def initialise(self, expansion: Expansion) -> dict[str, Tensor]:
-        """Draw the seed's weights at its own fan-in; norms and biases take their defaults.
+        """Draw the seed network's weights at its fan-in; norms and biases take their defaults.
 
-        Only tensors of layers and norms are drawn: bare parameters keep what the network gave them, and so do biases of
-        recurrent layers.
+        Only tensors of layers and norms are drawn: bare parameters and biases of recurrent layers keep their values.
         """
         names = {*expansion.layers, *expansion.norm_defaults}
         names |= {name for layer in expansion.graph.layers for name in (layer.bias, layer.offset) if name}
@@ -369,7 +369,7 @@ class GrowthMethod(ABC):
         return {name: self.new_weights.draw(expansion, name) for name in growing}
 
     def noise(self, expansion: Expansion) -> dict[str, Tensor]:
-        """Noise to add to the new weights, zero at old ones; empty without noise."""
+        """Noise to add to the tensors, by name: zero at old entries; empty if `noise_std` is 0."""
         if self.noise_std == 0:
             return {}
         noises = {}
@@ -384,19 +384,19 @@ class GrowthMethod(ABC):
 
 
 class WidthDecision(ABC):
-    """What a growth method also is that decides widths by itself while a network trains, instead of a schedule.
+    """Mixin of growth methods that choose widths themselves during training, instead of a schedule.
 
-    A run then asks it at its boundaries. What it says must be a function of its arguments alone: ranks agree on
-    rank 0's answer, and a resumed run asks again.
+    A run calls it at its boundaries. Its decision must depend on its arguments alone: ranks use rank 0's decision, and
+    a resumed run calls it again.
     """
 
     @abstractmethod
     def boundary(self, epoch: int, step: int) -> int | None:
-        """Number of the boundary that lies before this batch, ascending over a run; None if there is none.
+        """Number of the boundary directly before this batch, ascending over a run, or None.
 
         Args:
             epoch: the current epoch.
-            step: optimizer steps done.
+            step: number of optimizer steps done.
         """
 
     @abstractmethod
@@ -407,11 +407,11 @@ class WidthDecision(ABC):
         widths: Mapping[str, int],
         gradients: Mapping[str, Tensor],
     ) -> dict[str, int]:
-        """Width of each group from here on.
+        """Decide the width of each group from now on.
 
         Args:
             graph: the network's width graph.
             tensors: its parameters and buffers by name.
             widths: width of each group now.
-            gradients: running means of gradients by name, where the method wants them.
+            gradients: running means of gradients by name, if the method has `wants_gradients`.
         """

@@ -1,4 +1,4 @@
-"""Second moments of what layers read and of what they should do, for TINY."""
+"""Second moments of layers' inputs and of the functional gradient, for TINY."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,12 +15,12 @@ from growlab.growth.outputs import arithmetic
 from growlab.growth.surrogates import IdentityNorms, right_derivatives
 from growlab.widths import Layer, WidthGraph
 
-# As many entries that lead out are measured at once, in multiples of the width; and at least so many.
+# Outgoing entries measured in one pass, in multiples of the width; and their least number.
 _AT_ONCE, _FEW = 2, 32
 
 
 def usual(module: nn.Module | None) -> bool:
-    """Whether a module is a layer whose reads are known: linear, or a plain 2d convolution."""
+    """Return True for layers whose inputs can be unfolded: Linear, or Conv2d without groups, with zero padding."""
     if isinstance(module, nn.Linear):
         return True
     return (
@@ -34,7 +34,7 @@ def usual(module: nn.Module | None) -> bool:
 def moments(
     expansion: Expansion, data: Measurement, groups: Sequence[Fans], modules: Mapping[str, nn.Module]
 ) -> dict[str, Tensor]:
-    """Second moments of what producers and consumers read, and with the goal, per sample."""
+    """Measure second moments per sample: of producers' and consumers' inputs, and of the latter with the goal V."""
     view = View(expansion.graph, expansion.old_widths, expansion.old_widths)
     names = list(
         dict.fromkeys(layer.name for fans in groups for layer in (fans.producers[0], fans.consumers[0]))
@@ -59,7 +59,7 @@ def moments(
                 found[f"wanted {fans.group}"] = v.square().sum() / len(b)
         return found
 
-    # Not in place either: an output that an activation overwrites is no longer what the layer put out.
+    # Out of place: an in-place activation would overwrite the layer's output.
     return data.run(expansion.old, visit, [right_derivatives()], names, work="moments")
 
 
@@ -71,7 +71,7 @@ def bottleneck(
     updates: Mapping[str, Tensor],
     modules: Mapping[str, nn.Module],
 ) -> dict[str, Tensor]:
-    """N of each group, [entries that lead in, entries that lead out], float64."""
+    """Measure N of each group, [incoming entries, outgoing entries], float64."""
     graph, old = expansion.graph, expansion.old_widths
     total = {fans.group: View(graph, old, old).size(fans.out, fans.group) for fans in groups}
     share = {group: min(count, max(_AT_ONCE * old[group], _FEW)) for group, count in total.items()}
@@ -133,7 +133,7 @@ def bottleneck(
 
 
 def _patches(module: nn.Module, layer: Layer, graph: WidthGraph, seen: Seen, view: View) -> Tensor:
-    """What each output position reads of old channels, and a 1 for the bias: [B, positions, entries], float64."""
+    """Inputs from old channels at each output position, with a 1 for the bias: [B, positions, entries], float64."""
     positions = graph.axes[layer.weight][1].kept(view.among, view.widths).to(seen.x.device)
     if isinstance(module, nn.Conv2d):
         x = seen.x.index_select(1, positions)
@@ -146,14 +146,14 @@ def _patches(module: nn.Module, layer: Layer, graph: WidthGraph, seen: Seen, vie
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
-    """Mean over samples of the products, summed over positions, of [B, positions, I] and [B, positions, J]: [I, J]."""
+    """Products of [B, positions, I] and [B, positions, J], summed over positions, as the mean over samples: [I, J]."""
     return one.flatten(0, 1).T @ other.flatten(0, 1) / len(one)
 
 
 def _reads(consumer: nn.Module, read: Seen, made: Seen) -> Tensor | None:
-    """Count of reads of each position of its producer's grid by a consumer, [positions]; None if all are equal.
+    """Number of times a consumer reads each position of its producer's output, [positions]; None if all are equal.
 
-    Where pooling lies between, a position counts as the one that it is pooled into.
+    With pooling in between, a position counts as the one that it is pooled into.
     """
     if not isinstance(consumer, nn.Conv2d) or made.output.dim() != 4:
         return None
@@ -164,14 +164,14 @@ def _reads(consumer: nn.Module, read: Seen, made: Seen) -> Tensor | None:
 
 
 def _rows(module: nn.Module, tensor: Tensor) -> Tensor:
-    """What a layer puts out, or its gradient, as [B, positions, rows]."""
+    """Reshape a layer's output, or its gradient, to [B, positions, rows]."""
     if isinstance(module, nn.Conv2d):
         return tensor.flatten(2).mT
     return tensor[:, None, :] if tensor.dim() == 2 else tensor.flatten(1, -2)
 
 
 def _new_channels(model: nn.Module, graph: WidthGraph, view: View, groups: Sequence[Fans]):
-    """For `IdentityNorms`: which channels of a norm are new, from its tensors."""
+    """Return the function for `IdentityNorms` that masks a norm's new channels, from its tensors."""
     names = {
         name: [fans.group for fans in groups if norm in fans.norms]
         for fans in groups

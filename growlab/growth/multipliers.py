@@ -28,9 +28,9 @@ from growlab.growth import entries
 from growlab.growth.recomputed import check_reached, check_whole
 from growlab.widths import Carry, Layer, WidthGraph
 
-# The attribute of a module that holds the multipliers of weights that it applies.
+# Attribute of a module in which the multipliers that it applies are stored.
 _ATTRIBUTE = "_row_multipliers"
-# Attributes of a tensor that hold its numbers.
+# Attributes of a tensor that are views of its data.
 _TRANSPOSES = ("T", "mT", "H", "mH")
 # Their entry of the state_dict, behind the weight's name. Loaded into a plain network it is an unexpected key.
 _KEY = "_unfinished_growth_multipliers"
@@ -96,7 +96,7 @@ def multiply(model: nn.Module, graph: WidthGraph, multipliers: Mapping[str, Sequ
 
 
 def row_multipliers(model: nn.Module) -> dict[str, Tensor]:
-    """What the network multiplies weights by, by the parameter's name: float64, broadcasts with the weight."""
+    """Return the row multipliers of weights, by the parameter's name: float64, broadcast with the weight."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         names[id(weight.parameter)]: weight.rows
@@ -122,7 +122,7 @@ def fold_multipliers(model: nn.Module) -> None:
 
 
 def is_multipliers(name: str) -> bool:
-    """Whether an entry of a state_dict holds multipliers."""
+    """Return True if an entry of a state_dict contains multipliers."""
     return name.endswith(_KEY)
 
 
@@ -180,7 +180,7 @@ class _Weight:
             return parameter * inverse + (parameter * rest).detach()
 
     def is_own(self, value: Any) -> bool:
-        """Whether this is one of the factors that `multiplied` itself multiplies the weight by."""
+        """Return True if a value is one of the factors by which `multiplied` itself multiplies the weight."""
         return self._ready is not None and (value is self._ready[0] or value is self._ready[1])
 
 
@@ -265,7 +265,7 @@ class _Multiplied(TorchFunctionMode):
             # A shape or a device is asked for.
             return func(*args, **kwargs)
         if any(weight.is_own(value) for value in args for _, weight in self._weights):
-            # A compiled forward holds the multiplication already; backends such as "eager" run it under this mode.
+            # A compiled forward includes the multiplication already; backends such as "eager" run it under this mode.
             return func(*args, **kwargs)
         return func(*map(self._used, args), **{name: self._used(value) for name, value in kwargs.items()})
 

@@ -1,7 +1,7 @@
-"""Statistics that new channels of batch and instance normalisation begin with: those of parity's batch.
+"""Initialise running statistics of new channels in batch and instance normalisation from the parity probe batch.
 
-At their defaults, mean 0 and variance 1, eval mode does not normalise new channels until running averages have found
-them: they get larger from layer to layer, in a deep network until what they leave of the output is rounding.
+With the defaults, mean 0 and variance 1, eval mode does not normalise new channels until running averages have adapted:
+their activations grow from layer to layer, and in a deep network they drown the output.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,16 +21,16 @@ def begin(
     tensors: Mapping[str, Tensor],
     average: Callable[[Tensor], Tensor],
 ) -> Callable[[Moments], None]:
-    """What writes them, once a batch has been seen in train mode.
+    """Return a callback that writes the probe batch's statistics into new channels.
 
-    Channels that the method gives statistics of its own, copies above all, keep these. An average of networks takes
-    what the network that it follows has got.
+    Channels whose statistics the method sets, such as copies, keep these. An average of networks takes the statistics
+    of the network that it averages.
 
     Args:
         expansion: the event.
-        growth: what its method has computed.
+        growth: the result of its method.
         tensors: the grown network's, by name; running averages are written in place.
-        average: maps what this process has seen to the mean over all.
+        average: maps this process's tensor to the mean over all processes.
     """
     new = dict(_new_channels(expansion, growth))
     leading = None if expansion.leading is None else expansion.leading[0]
@@ -53,7 +53,7 @@ def begin(
 
 
 def _new_channels(expansion: Expansion, growth: GrownTensors) -> Iterable[tuple[str, Tensor]]:
-    """By the name of a running average, a mask [channels] of what is new there and has its default."""
+    """Yield (name of a running average, mask [channels] of new channels that have the default)."""
     before, after = expansion.old_widths, expansion.new_widths
     for norm in expansion.graph.norms:
         for name in (norm.running_mean, norm.running_var):

@@ -1,4 +1,4 @@
-"""Parameters that a network keeps less a constant: it multiplies channels by 1 + w (Gemma's RMSNorm), not by w."""
+"""Parameters stored with an offset, such as w in Gemma's RMSNorm, which multiplies channels by 1 + w."""
 
 from collections.abc import Mapping
 
@@ -9,18 +9,18 @@ from growlab.widths import WidthGraph
 
 
 def as_applied(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by name as the forward applies them: what a growth method scales and draws.
+    """Return tensors as the forward applies them, offset included, which a growth method scales and draws.
 
     Args:
         graph: the network's width graph.
-        tensors: as the network keeps them; those without a constant stay the same objects, the others become float64,
-            in which a constant comes off again without a trace.
+        tensors: stored tensors by name; those without an offset stay the same objects, the others become float64, in
+            which the offset can be removed again exactly.
     """
     return _moved(graph, tensors, 1)
 
 
 def as_kept(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `as_applied`, in float64."""
+    """Return tensors as the network stores them: the inverse of `as_applied`, in float64."""
     return _moved(graph, tensors, -1)
 
 

@@ -1,4 +1,4 @@
-"""What a network puts out on a batch, run so that outputs before and after an event can be compared."""
+"""Run a network on a probe batch so that outputs before and after an event can be compared."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,10 +31,9 @@ class Outputs:
 
     Attributes:
         eval: in eval mode.
-        train: in train mode, dropout left out; of a network that draws other random numbers there, with the mean of
-            each draw in its place.
-        plain: the same outside of the setting that `observe` was given for it.
-        terms: single numbers that the network returns beside its output in train mode, such as terms of the loss.
+        train: in train mode without dropout; other random draws are replaced by their mean.
+        plain: the same without the `setting` given to `observe`.
+        terms: single numbers that the network returns after its output in train mode, such as terms of the loss.
     """
 
     eval: Tensor
@@ -44,7 +43,7 @@ class Outputs:
 
 
 def positional(probe: Any) -> tuple[Any, ...]:
-    """The positional inputs that a probe stands for: a single tensor is a forward's only input."""
+    """Return a probe as a tuple of positional inputs; a single tensor is the only input."""
     return (probe,) if isinstance(probe, Tensor) else probe if isinstance(probe, tuple) else tuple(probe)
 
 
@@ -55,19 +54,18 @@ def observe(
     between: Callable[[Mapping[str, tuple[Tensor, Tensor]]], None] | None = None,
     setting: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
 ) -> Outputs:
-    """Run the probe batch in eval and in train mode and leave no trace of it.
+    """Run the probe batch in eval and train mode, and restore all state that this changes.
 
-    All that it changes is put back; compiled modules run eagerly; dropout, whose masks
-    would differ with the widths, is left out; reduced-precision matrix modes are off, so that the error
-    measured is growth's and not the hardware's.
+    Compiled modules run eagerly; dropout, whose masks would differ with the widths, is disabled; reduced-precision
+    matrix modes are off, so that the measured error is that of growth and not of the hardware.
 
     Args:
         model: the network.
-        probe: its positional inputs, or the only one.
-        norms: batch and instance normalisations whose statistics `between` wants.
-        between: called between train and eval mode with the mean and the unbiased variance of what enters `norms`, by
-            module name, [channels], means over the calls of each.
-        setting: makes a context that train mode is run in once more, for `Outputs.train`.
+        probe: its positional inputs, or a single tensor.
+        norms: batch and instance normalisations whose statistics are passed to `between`.
+        between: called between train and eval mode with the mean and unbiased variance [channels] of the inputs of
+            `norms`, by module name, averaged over the calls of each.
+        setting: makes a context in which train mode is run again, for `Outputs.train`.
     """
     moments: dict[str, list[tuple[Tensor, Tensor, int]]] = {}
     probe = positional(probe)
@@ -85,7 +83,7 @@ def observe(
         if isinstance(module, (_BatchNorm, _InstanceNorm)):
             hooks.append(module.register_forward_pre_hook(record(norm.name)))
         elif module is not None:
-            # What enters a module that calls the normalisation may be another tensor.
+            # The input of a module that calls the normalisation may differ from the normalisation's input.
             called = _Called(moments.setdefault(norm.name, []))
             hooks.append(module.register_forward_pre_hook(called.enter))
             hooks.append(module.register_forward_hook(called.leave, always_call=True))
@@ -118,18 +116,18 @@ def observe(
 
 
 class _Called(TorchFunctionMode):
-    """Notes what enters batch normalisations that a module's forward calls as a function."""
+    """Records the inputs of `F.batch_norm` calls within a module's forward."""
 
     def __init__(self, moments: list[tuple[Tensor, Tensor, int]]) -> None:
         super().__init__()
         self._moments = moments
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
-        """Begin, in front of the module's forward."""
+        """Start recording: a forward pre-hook."""
         self.__enter__()
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """End, behind it."""
+        """Stop recording: a forward hook."""
         self.__exit__(None, None, None)
 
     def __torch_function__(
@@ -143,9 +141,9 @@ class _Called(TorchFunctionMode):
 
 
 def _moments(module: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Mean and variance of each channel of what enters a normalisation, and of how many values each is.
+    """Mean and variance per channel of a normalisation's input, and the number of values per channel.
 
-    Instance normalisation takes them of each sample: here they are means over the samples.
+    For instance normalisation, whose statistics are per sample, they are means over the samples.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     dims = [d for d in range(x.dim()) if d != 1]
@@ -161,21 +159,21 @@ def _moments(module: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def _unbiased(calls: Sequence[tuple[Tensor, Tensor, int]]) -> tuple[Tensor, Tensor]:
-    """Mean and variance as running averages follow them, from those of each call and its values a channel."""
+    """Mean and unbiased variance, averaged over calls, from the moments and value counts of each call."""
     means = torch.stack([mean for mean, _, _ in calls])
     variances = torch.stack([variance * (n / max(1, n - 1)) for _, variance, n in calls])
     return means.mean(0), variances.mean(0)
 
 
 def evaluate(model: nn.Module, probe: Tensor | Sequence[Tensor]) -> Tensor:
-    """The output on the probe batch in eval mode, as `observe` runs it."""
+    """Return the output on the probe batch in eval mode, run as in `observe`."""
     with quietly(model):
         return main_output(call_with(model.eval(), positional(probe)))
 
 
 @contextlib.contextmanager
 def quietly(model: nn.Module) -> Iterator["_Quiet"]:
-    """Run a network for its numbers alone: without gradients and dropout, in full precision; it is left as it was."""
+    """Context for passes without gradients and dropout, in full precision; the network is restored after it."""
     double = any(p.dtype == torch.float64 for p in model.parameters())
     in_double = doubles_kept() if double else contextlib.nullcontext()
     with (
@@ -183,7 +181,7 @@ def quietly(model: nn.Module) -> Iterator["_Quiet"]:
         own_precision(model),
         _full_precision(),
         unchanged(model, seed=0) as snapshot,
-        # Entered first: what it reads of tensors would pass through the other mode.
+        # Entered first: otherwise its reads of tensors would pass through the other mode.
         in_double,
         _Quiet(model, snapshot) as quiet,
     ):
@@ -191,24 +189,24 @@ def quietly(model: nn.Module) -> Iterator["_Quiet"]:
 
 
 def arithmetic() -> contextlib.AbstractContextManager[Any]:
-    """Leave out torch's function modes, which cost small operations around a pass many times their time.
+    """Disable torch function modes, which slow down small operations around a pass many times.
 
-    Not around backward passes, which may call a part of the network again.
+    Not for backward passes, which may call a part of the network again.
     """
     return torch._C.DisableTorchFunction()
 
 
 def doubles_kept() -> contextlib.AbstractContextManager[Any]:
-    """A context in which tensors in float64 stay so where code asks for float32 as the precise one.
+    """Context in which casts of float64 tensors to float32 are ignored.
 
-    Normalisations and softmax of language models are computed in float32 whatever the weights' type: what a network in
-    float64 puts out would be rounded to that.
+    Language models compute normalisations and softmax in float32 for weights of any type: outputs of a network in
+    float64 would be rounded to float32.
     """
     return _DoublesKept()
 
 
 def main_output(output: Any) -> Tensor:
-    """The first tensor of what a network returns: auxiliary heads of train mode come behind it."""
+    """Return the first tensor of a network's output: auxiliary heads of train mode come after it."""
     tensors = tensors_in(output)
     if not tensors:
         raise UserError(
@@ -222,7 +220,7 @@ _PRODUCTS = frozenset({Tensor.matmul, Tensor.__matmul__, Tensor.bmm, torch.matmu
 
 
 class _DoublesKept(TorchFunctionMode):
-    """Leaves out casts of float64 to float32, and casts integers, such as positions, to float64 in its place."""
+    """Ignores casts of float64 to float32, and casts integers, such as positions, to float64 instead."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -235,28 +233,28 @@ class _DoublesKept(TorchFunctionMode):
             args = [torch.float64 if arg is torch.float32 else arg for arg in args]
             kwargs = {n: torch.float64 if arg is torch.float32 else arg for n, arg in kwargs.items()}
         if func in _PRODUCTS and torch.float64 in {x.dtype for x in args}:
-            # Such as float32 frequencies by positions; torch multiplies matrices of one type alone.
+            # Such as float32 frequencies by positions; torch only multiplies matrices of the same dtype.
             args = [x.double() if x.dtype == torch.float32 else x for x in args]
         return func(*args, **kwargs)
 
 
 class _Quiet(TorchFunctionMode):
-    """Leaves out dropout, and takes note of other random numbers: in train mode their shape may grow.
+    """Disables dropout and notes other random draws, whose shapes may depend on widths.
 
     Args:
         model: the network.
-        snapshot: of its state.
+        snapshot: snapshot of its state.
 
     Attributes:
         snapshot: the same.
-        seen: random numbers were drawn.
-        means: put the mean of each draw in its place.
+        seen: True once random numbers were drawn.
+        means: replace each draw by its mean.
     """
 
     _KINDS = frozenset(
         {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
     )
-    # Between the layers of a recurrent module its chance is the only number that is no integer.
+    # In calls of recurrent layers, the dropout probability is the only float argument.
     _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
     _CHANGED = _KINDS | _RECURRENT | {F.scaled_dot_product_attention, F.multi_head_attention_forward, F.rrelu}
 
@@ -266,7 +264,7 @@ class _Quiet(TorchFunctionMode):
         self.seen = self.means = False
 
     def again(self) -> None:
-        """Put the network and the generators that it draws from back to where they were, for another pass."""
+        """Restore the network and the random generators, for another pass."""
         with arithmetic():
             self.snapshot.restore()
         seed_draws(self._model, 0)
@@ -277,7 +275,7 @@ class _Quiet(TorchFunctionMode):
         kwargs = kwargs or {}
         initialises = getattr(func, "__module__", "") == "torch.nn.init"
         mean = None if initialises else _MEANS.get(getattr(func, "__name__", ""))
-        # Reading a tensor's shape comes this way too.
+        # Reading a tensor's shape is dispatched here too.
         if mean is None and func not in self._CHANGED:
             return func(*args, **kwargs)
         if func in self._KINDS:
@@ -285,7 +283,7 @@ class _Quiet(TorchFunctionMode):
         if func in self._RECURRENT:
             args = [0.0 if isinstance(arg, float) else arg for arg in args]
         if func is F.scaled_dot_product_attention:
-            # After query, key, value and mask comes the chance of dropout.
+            # The dropout probability follows query, key, value and mask.
             args, kwargs = (*args[:4], *[0.0] * len(args[4:5]), *args[5:]), {**kwargs}
             kwargs.pop("dropout_p", None)
         if func is F.multi_head_attention_forward:
@@ -302,7 +300,7 @@ class _Quiet(TorchFunctionMode):
 
 
 def _filled(mean: Callable[..., float]) -> Callable[..., Tensor]:
-    """Of a method that fills a tensor and of the mean by its further arguments."""
+    """Wrap a mean, as a function of an in-place method's arguments, to fill the drawn tensor with it."""
     return lambda drawn, self, *args, **kwargs: drawn.fill_(mean(*args, **kwargs))
 
 
@@ -310,7 +308,7 @@ def _probability(self: Tensor, p: Any = None, **_: Any) -> Tensor:
     return self if p is None else torch.full_like(self, p)
 
 
-# The mean of what each of these draws, from what it has drawn and its arguments, by name.
+# Replacement of each draw by its mean, by function name; called with the drawn tensor and the arguments.
 _MEANS: dict[str, Callable[..., Tensor]] = {
     "rand": lambda drawn, *_, **__: drawn.fill_(0.5),
     "rand_like": lambda drawn, *_, **__: drawn.fill_(0.5),
@@ -329,7 +327,7 @@ _MEANS: dict[str, Callable[..., Tensor]] = {
 
 @contextlib.contextmanager
 def own_precision(model: nn.Module) -> Iterator[None]:
-    """Compute in the type of a network's numbers, also inside of autocast; one of several types may need it."""
+    """Disable autocast if the network has a single dtype; networks of mixed dtypes may need it."""
     types = {p.dtype for p in model.parameters() if p.is_floating_point()}
     devices = {"cpu", *(p.device.type for p in model.parameters())} - {"meta"}
     with contextlib.ExitStack() as stack:
@@ -342,7 +340,7 @@ def own_precision(model: nn.Module) -> Iterator[None]:
 def in_own_precision(
     function: Callable[Concatenate[nn.Module, _Further], _Result],
 ) -> Callable[Concatenate[nn.Module, _Further], _Result]:
-    """Let a function of a network compute so."""
+    """Decorator that runs a function of a network within `own_precision`."""
 
     @wraps(function)
     def called(model: nn.Module, *args: _Further.args, **named: _Further.kwargs) -> _Result:
@@ -364,7 +362,7 @@ def _full_precision() -> Iterator[None]:
 
 
 def device_and_precision(network: nn.Module) -> tuple[torch.device | None, torch.dtype | None]:
-    """Where a network is, and the type of its first parameter of real numbers; None where it has nothing to tell."""
+    """Device, and dtype of the first real parameter, each None if the network has none."""
     first = next(chain(network.parameters(), network.buffers()), None)
     real = next(
         (parameter.dtype for parameter in network.parameters() if parameter.is_floating_point()), None
@@ -373,7 +371,7 @@ def device_and_precision(network: nn.Module) -> tuple[torch.device | None, torch
 
 
 def network_inputs(example: Example, network: nn.Module) -> tuple[Any, ...]:
-    """Inputs as the network takes them: on its device, numbers in its precision, indices as they are."""
+    """Return inputs on the network's device, floating-point tensors in its precision, integers unchanged."""
     if not isinstance(network, nn.Module):
         raise UserError(f"a network must be a torch.nn.Module, not a {type(network).__name__}.")
     device, precision = device_and_precision(network)

@@ -1,4 +1,4 @@
-"""Rows of embedding tables that stand for padding: torch leaves them at zero and never trains them."""
+"""Keep the padding rows of embedding tables at zero, which torch never trains."""
 
 from collections.abc import Mapping
 
@@ -6,15 +6,15 @@ from torch import Tensor, nn
 
 
 def padding_kept(model: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """New tensors with zeros in the rows of padding, where these were zeros.
+    """Return the new tensors with padding rows set to zero where they were zero before.
 
     No gradient reaches such a row, so entries that an event drew there would stay in the network as noise. A row that
-    is not zero (a table that is tied to an output layer trains it) is left as it is.
+    is not zero (it is trained if the table is tied to an output layer) is left unchanged.
 
     Args:
         model: the network, at its old or its new widths.
         old: its tensors before the event, by name.
-        new: what is to come in their place or is to be added to them, by name.
+        new: tensors that will replace them or be added to them, by name.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     kept = dict(new)

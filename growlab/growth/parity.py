@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 # what is seen (about 1e-6 in float32, rarely 1e-5 where running statistics are far off): a run must not stop
 # over rounding, and a mistake in a rule shows as 1e-2 or worse.
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-# Where one is above that: how many times what rounding every weight anew does it may be (0.3 to 1.5 are seen in
-# networks of 18 to 101 layers), and from which multiple of the usual bound on rounding is no excuse.
+# Above that: largest multiple of the effect of rounding every weight again (0.3 to 1.5 are seen in networks of 18 to
+# 101 layers), and the multiple of the usual bound above which rounding is no explanation.
 _TIMES_ROUNDED = 8.0
 _AT_MOST = 100.0
 # Entries of an output that are compared at a time.
@@ -27,11 +27,11 @@ _PIECE = 2**18
 
 @dataclass(frozen=True)
 class Parity:
-    """What a change of a network has done to its outputs.
+    """Change of a network's outputs, relative to before, and its tolerances.
 
     Attributes:
         errors: relative output errors in eval and in train mode.
-        tolerances: how large they may be; None: as large as they are.
+        tolerances: largest allowed errors; None: any.
     """
 
     errors: tuple[float, float]
@@ -39,7 +39,7 @@ class Parity:
 
     @property
     def kept(self) -> bool:
-        """Whether no error is larger than its tolerance; NaN is."""
+        """True if no error is larger than its tolerance; NaN counts as larger."""
         if self.tolerances is None:
             return True
         return all(error <= most for error, most in zip(self.errors, self.tolerances, strict=True))
@@ -90,7 +90,7 @@ def compare(
 def _tell_of_moods(
     model: nn.Module, probe: tuple[Any, ...], outputs: Outputs, usual: float, setting: Setting | None
 ) -> None:
-    """Warn of a network that puts out other numbers each time: what a change of it has done cannot be told then."""
+    """Warn if a network's outputs are not reproducible, so that the effect of a change cannot be measured."""
     again = observe(model, probe, setting=setting)
     pairs = ((outputs.eval, again.eval), (outputs.train, again.train))
     if (error := max(relative_error(*pair) for pair in pairs)) > usual:
@@ -167,7 +167,7 @@ def rounding_measured(
     errors = [error if (error := relative_error(*pair)) > 0 else 0.0 for pair in pairs]
     most = _AT_MOST * usual
     if min(errors) * _TIMES_ROUNDED <= most:
-        # A mode of which the other tells what rounding hides may be off by more than it puts out.
+        # If the other mode is exact, rounding may change this one by more than its outputs.
         most = _TIMES_ROUNDED
     by_eval, by_train = (max(usual, min(_TIMES_ROUNDED * error, most)) for error in errors)
     return by_eval, by_train

@@ -1,4 +1,4 @@
-"""What hooks change in a module's forward, and code in it whose backward pass runs without those hooks."""
+"""Detect activation checkpointing, custom autograd.Functions and DataParallel, which bypass growlab's hooks."""
 
 import torch
 from torch import nn
@@ -8,14 +8,14 @@ from growlab.widths.apart import called_apart
 
 
 def check_whole(module: nn.Module) -> None:
-    """Refuse a copy of a module that `nn.DataParallel` makes for a device, from a hook of the module's.
+    """Raise an error if a module is a replica made by `nn.DataParallel`; called from the module's hooks.
 
-    Its weights are other tensors, which the hook would not know; and several devices would share what hooks keep.
+    Its weights are other tensors, which the hook does not know, and several devices would share the hooks' state.
 
     Raises:
-        UserError: it is one.
+        UserError: the module is a replica.
     """
-    # No public name says so; a test makes such a copy.
+    # There is no public attribute for this; a test makes such a replica.
     if getattr(module, "_is_replica", False):
         raise UserError(
             f"torch.nn.DataParallel copies {type(module).__name__} to several devices in each step, which growth "
@@ -24,14 +24,15 @@ def check_whole(module: nn.Module) -> None:
 
 
 def check_reached(module: nn.Module, what: str) -> None:
-    """Refuse an operation whose gradient would be another, called from a hook of the module around its forward.
+    """Raise an error if the hooked module calls an operation where backward would bypass the hook.
 
     Args:
-        module: whose forward runs.
-        what: the operation takes, for the message.
+        module: the module whose forward runs.
+        what: the operand of the operation, for the message.
 
     Raises:
-        UserError: it is called inside a checkpoint, or a function with a backward pass of its own, in that forward.
+        UserError: the operation is called inside activation checkpointing or a custom `autograd.Function` in that
+            forward.
     """
     if torch.compiler.is_compiling():
         return

@@ -1,4 +1,4 @@
-"""Multiply activations by constants through the weights, without changing what the network computes."""
+"""Rescale activations by constants through the weights, without changing the network's function."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -19,17 +19,17 @@ def rescale(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Multiply every activation by the factor of its scale class.
 
-    A layer that leads from a class with factor a to one with factor b has its weight multiplied by b / a and its
-    bias by b. A batch normalisation takes a factor away: see `_rescaled_norm`.
+    A layer that leads from a class with factor a to one with factor b has its weight multiplied by b / a and its bias
+    by b. A batch normalisation removes a factor: see `_rescaled_norm`.
 
     Args:
         graph: the width graph.
         tensors: parameters and buffers by name.
         classes: factor of each scale class; 1 where absent.
-        weights: factors of weights, by name, that take the place of b / a: something else makes up for the rest.
+        weights: factors of weights, by name, used instead of b / a: the caller compensates for the rest.
 
     Returns:
-        The tensors that change, by name, and for each batch normalisation whose input was rescaled, by how much.
+        The tensors that change, by name, and the factor on the input of each batch normalisation, by its name.
     """
     new: dict[str, Tensor] = {}
     norm_scale: dict[str, float] = {}
@@ -51,30 +51,30 @@ def rescale(
 
 
 def can_fold(graph: WidthGraph) -> bool:
-    """Whether affine layers alone set the scale of the output."""
+    """Return True if affine layers alone set the scale of the output."""
     return graph.output_class not in graph.unit_classes
 
 
 class Folded(NamedTuple):
-    """What a parameter was multiplied by, and what its gradient is multiplied by from then on; both broadcast."""
+    """Factors on a parameter and on its gradient after folding; both broadcast."""
 
     weight: Tensor
     gradient: Tensor
 
 
 def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> dict[str, Folded]:
-    """Multiply the network's output by `factor` for good, through the weights and biases that produce it.
+    """Multiply the network's output by `factor` permanently, through the weights and biases that produce it.
 
-    What the forward multiplies rows of weights by (`GrowthState.multipliers`) is written into them too.
+    Row multipliers of the forward (`GrowthState.multipliers`) are folded into the weights too.
 
     Args:
-        model: changed in place; its parameters stay the same objects.
+        model: the network, changed in place; its parameters stay the same objects.
         graph: its width graph.
-        factor: what the output is multiplied by.
+        factor: factor on the output.
 
     Returns:
-        The parameters that changed, by name. A weight W with multipliers m is W' = m W afterwards and its gradient
-        m times what it was (see `growlab.growth.multipliers`); with the output's factor f, f W and 1 / f.
+        Factors of the parameters that changed, by name. A weight W with multipliers m becomes m W and its gradient is
+        multiplied by m (see `growlab.growth.multipliers`); with the output factor f they are f and 1 / f.
 
     Raises:
         UserError: the output does not come straight from affine layers.
@@ -97,7 +97,7 @@ def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> di
 
 
 def folded(model: nn.Module, graph: WidthGraph, factor: float) -> dict[str, Tensor]:
-    """The tensors that `fold_output_factor` changes, as they are afterwards, by name; the network stays as it is."""
+    """Return the folded tensors that `fold_output_factor` would write, by name; the network is unchanged."""
     if factor != 1.0 and not can_fold(graph):
         raise UserError(
             f"the output's factor {factor:.4g} cannot be folded into the network: no affine layer alone sets the "
@@ -112,7 +112,7 @@ def folded(model: nn.Module, graph: WidthGraph, factor: float) -> dict[str, Tens
 
 
 def eps_ratio(variance: Tensor, scale: float, eps: float) -> Tensor:
-    """What a normalisation's output is multiplied by when its input is rescaled but eps is not.
+    """Factor on a normalisation's output when its input is rescaled but eps is not.
 
     `sqrt(c^2 (v + eps) / (c^2 v + eps))` for variance v and scale c.
     """
@@ -120,7 +120,7 @@ def eps_ratio(variance: Tensor, scale: float, eps: float) -> Tensor:
 
 
 def _rescaled_norm(norm: Norm, tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Statistics that fit the rescaled input; what eps then does to the output is folded into the weight."""
+    """Rescale a norm's running statistics with its input, and fold the effect of eps into its weight."""
     new = {}
     if norm.running_mean is not None and norm.running_mean in tensors:
         new[norm.running_mean] = tensors[norm.running_mean] * scale

@@ -1,4 +1,4 @@
-"""When a network grows and how wide it is: stages of epochs, widths and batch sizes (Yuan et al. 2023, Sec. 3.2)."""
+"""Growth schedules: epochs, widths and batch sizes of each stage (Yuan et al. 2023, Section 3.2)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from growlab.base.settings import at_least, finite, not_none, one_of, whole
 from growlab.widths import WidthGraph
 
 Number = int | float | Fraction
-# Runs keep a number or more for every epoch.
+# Limit of epochs: runs store at least one number per epoch.
 MOST_EPOCHS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The stages of one run.
+    """Stages of a run: epochs, widths and batch sizes.
 
     Attributes:
         epochs: epochs of each stage.
@@ -46,7 +46,7 @@ class Schedule:
         return tuple(sum(self.epochs[:stage]) for stage in range(self.num_stages))
 
     def stage_at(self, epoch: int) -> int:
-        """Stage that an epoch belongs to; the last one from its start on."""
+        """Stage of an epoch; epochs beyond the end belong to the last stage."""
         return max(stage for stage, start in enumerate(self.starts) if start <= max(epoch, 0))
 
     def batch_size_at(self, epoch: int) -> int:
@@ -56,8 +56,8 @@ class Schedule:
     def widths(self, graph: WidthGraph) -> list[dict[str, int]]:
         """Width of every group at every stage; never decreasing from stage to stage.
 
-        A group that completes a narrower stream (an option-A shortcut) gets what the wider stream has and the
-        narrower lacks, so that streams follow the rule and not their pieces.
+        A group that pads a narrower stream (an option-A shortcut) gets the difference of the two streams' widths, so
+        that the rule applies to whole streams and not to their pieces.
         """
         stages: list[dict[str, int]] = []
         for fraction in self.width_fractions:
@@ -151,13 +151,13 @@ def stage_batch_sizes(
 
     Args:
         num_stages: N.
-        batch_size: of the last stage, B_base, from which the others follow backwards; or of the first one, from
-            which they follow forwards by the inverse, `B_t = round(B_{t-1} / (1 + p_b))`.
+        batch_size: batch size of the last stage, B_base, from which the others are computed backwards; or of the first
+            one, from which they are computed forwards by the inverse, `B_t = round(B_{t-1} / (1 + p_b))`.
         growth_rate: p_b; 0 keeps the batch size.
         max_batch_size: upper limit, or None.
-        multiple: sizes other than the given one are rounded to the nearest multiple of it, under the limit: the
-            number of processes that a batch is divided among.
-        given: which stage `batch_size` is of.
+        multiple: number of processes that a batch is divided among; sizes other than the given one are rounded to its
+            nearest multiple, below the limit.
+        given: stage that `batch_size` belongs to, "last" or "first".
 
     Raises:
         ValueError: the limit is below the given batch size, or the rate is negative.
@@ -207,7 +207,7 @@ def make_schedule(
 
     Args:
         total_epochs: epochs of the whole run; ignored where `epochs` is given.
-        batch_size: of the last stage, or of the first.
+        batch_size: batch size of the last stage, or of the first.
         num_stages: N; where lists are given, their length counts.
         initial_epochs: T_0; None takes `initial_fraction` of all epochs.
         initial_fraction: T_0 / T_total where `initial_epochs` is None.
@@ -217,11 +217,11 @@ def make_schedule(
         batch_growth_rate: p_b.
         max_batch_size: upper limit of the batch size.
         max_batch_size_per_device: upper limit of each process's part of it.
-        batch_size_of: the stage that `batch_size` is of, "last" or "first".
+        batch_size_of: stage that `batch_size` belongs to, "last" or "first".
         epochs: epochs of each stage.
         widths: relative width of each stage; the last must be 1.
         batch_sizes: batch size of each stage.
-        num_processes: what every batch has to divide among.
+        num_processes: number of processes; every batch size must be divisible by it.
 
     Raises:
         ValueError: the schedule is impossible; the message says which setting to change.
@@ -296,5 +296,5 @@ def _check(schedule: Schedule, num_processes: int) -> None:
 
 
 def exact(number: Number) -> Fraction:
-    """The decimal number that a person wrote: 0.2 is one fifth, not the nearest binary fraction."""
+    """Return a number as the exact fraction of its decimal form: 0.2 is one fifth, not the nearest binary fraction."""
     return Fraction(str(number))

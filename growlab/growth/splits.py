@@ -1,4 +1,4 @@
-"""Neurons split in two, and how the loss depends on moving the halves apart: for Splitting and FireFly."""
+"""Split neurons in two, and differentiate by the distance of the halves: for Splitting and FireFly."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ from growlab.widths import Carry
 
 @dataclass(frozen=True)
 class Split:
-    """A network in which some channels have a copy behind all others; columns are shared by the two.
+    """Network in which some channels have a copy behind all others; the two share the outgoing weights equally.
 
-    Tensors of the network before are called plain here. Where a plain row of a split channel moves by +d in the
-    original and by -d in the copy, all such moves together are a tensor of the plain shape, `moves`.
+    Tensors before the split are called plain here. Where a plain row of a split channel moves by +d in the original and
+    by -d in the copy, all such moves together are a tensor of the plain shape, `moves`.
 
     Attributes:
         plain: an event whose `old` are the plain tensors, and whose new widths are those with copies.
@@ -33,8 +33,8 @@ class Split:
         """Split channels of a network.
 
         Args:
-            expansion: an event whose new widths the tensors have.
-            tensors: of the network.
+            expansion: an event whose new widths are those of the tensors.
+            tensors: tensors of the network, by name.
             copied: channels that get a copy, by group.
         """
         before = expansion.new_widths
@@ -48,7 +48,7 @@ class Split:
 
     @cached_property
     def sources(self) -> dict[str, Tensor]:
-        """For each group, the channel that each channel is or copies."""
+        """Source channel of each channel (itself, or the one that it copies), by group."""
         before = self.plain.old_widths
         return {
             group: torch.cat([torch.arange(before[group]), channels])
@@ -56,22 +56,22 @@ class Split:
         }
 
     def tensors(self, moves: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Every tensor of the split network: the plain one's function, where nothing moves."""
+        """Return every tensor of the split network; without moves it computes the plain network's function."""
         spread = {name: embedded(self.plain, name, self.sources) for name in self.plain.old}
         for name, move in self.signed(moves or {}).items():
             spread[name] = spread[name] + move
         return spread
 
     def signed(self, moves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What moves of originals and copies are in the split network's tensors."""
+        """Return moves as changes of the split network's tensors: +d at originals, -d at copies."""
         return {name: self._spread(name, move, signed=True) for name, move in moves.items()}
 
     def by_moves(self, gradients: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-        """Gradients by moves from those by the split network's tensors."""
+        """Convert gradients by the split network's tensors to gradients by moves."""
         return {name: self._gathered(name, gradients[name], signed=True) for name in names}
 
     def by_plain(self, gradients: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-        """Gradients by the plain tensors from those by the split network's."""
+        """Convert gradients by the split network's tensors to gradients by the plain tensors."""
         return {name: self._gathered(name, gradients[name], signed=False) for name in names}
 
     def _spread(self, name: str, plain: Tensor, signed: bool) -> Tensor:
@@ -100,9 +100,9 @@ class Split:
         return found
 
     def carry(self, old_widths: Mapping[str, int]) -> Carry:
-        """How gradients follow from those of a network whose channels are the first of the plain one's.
+        """Return the `Carry` of gradients from a network with `old_widths`, the first channels of the plain one.
 
-        Copies share the gradient of their original; channels between, which are new, have none.
+        Copies share the gradient of their original equally; new channels in between have no source.
         """
         sources, rows = {}, {}
         for group, source in self.sources.items():
@@ -113,7 +113,7 @@ class Split:
 
 
 def names_of(groups: Sequence[Fans], *sides: str) -> list[str]:
-    """Names of the tensors that lead into channels of the groups ("into"), or out of them ("out")."""
+    """Names of the groups' incoming ("into") or outgoing ("out") weights, without duplicates."""
     return list(dict.fromkeys(slot.name for fans in groups for side in sides for slot in getattr(fans, side)))
 
 
@@ -123,11 +123,11 @@ def lengths(rows: Tensor) -> Tensor:
 
 
 def unit(rows: Tensor) -> Tensor:
-    """Rows of length 1; rows of zeros stay so."""
+    """Normalise rows to length 1; zero rows stay zero."""
     return rows / lengths(rows).clamp(min=torch.finfo(rows.dtype).tiny)[:, None]
 
 
 def directions(expansion: Expansion, name: str, like: Tensor) -> Tensor:
-    """Random rows of length 1, the same on every rank and at a resumed run's event."""
+    """Draw random rows of length 1, the same on every rank and in a resumed run."""
     drawn = torch.randn(like.shape, generator=expansion.generator(name), dtype=torch.float32)
     return unit(drawn.to(like))

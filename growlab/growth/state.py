@@ -1,4 +1,4 @@
-"""State of a growing network beside its tensors, and the receipt of a growth event."""
+"""Growth state of a network (stage, widths, birth stages, factors), and the receipt of a growth event."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,28 +12,27 @@ _NOT_IN_RECEIPT = ("parity_sec", "replaced", "carry", "observed")
 
 
 class ParityError(RuntimeError):
-    """A growth event changed what the network computes by more than its method allows; it was undone."""
+    """Raised if a growth event changes the network's outputs by more than its method allows; it is undone."""
 
 
 @dataclass
 class GrowthState:
-    """What of a growing network its tensors do not tell.
+    """State of a growing network other than its tensors; stored in checkpoints.
 
     Attributes:
         stage: the stage it is in.
         widths: width of each group.
-        births: for each group, the stage that each channel came with.
-        output_factor: what the network's output has to be multiplied by.
-        asked: the last boundary at which a trigger asked a demand, or a method that decides widths; -1 for none.
-        norm_weights: weights of channels in the statistics of normalisations, as the last event left them, of groups
-            where they are not all 1: see `weighted_norms`.
-        norm_progress: how far they have gone from there to 1; `anneal_norms` moves it.
-        blocks: the stage that each block came with which was left out at first.
-        multipliers: what the forward multiplies the rows of weights by, by the weight's name, where they are not all 1:
+        births: birth stage of each channel, by group.
+        output_factor: factor on the network's output.
+        asked: last boundary at which a demand trigger or a `WidthDecision` was evaluated; -1 for none.
+        norm_weights: weights of channels in statistics of normalisations after the last event, by group, if they are
+            not all 1: see `weighted_norms`.
+        norm_progress: progress of annealing these weights to 1, from 0 to 1; set by `anneal_norms`.
+        blocks: birth stage of each inserted block, by name.
+        multipliers: factors by which the forward multiplies the rows of a weight, by its name, if they are not all 1:
             see `growlab.growth.multipliers`.
-        unscheduled: stages so far that began because a part asked for them, and not the trigger.
-        constants: what stands beside growing channels and training leaves as it is, at full width, by name: see
-            `growlab.growth.constants`.
+        unscheduled: number of stages so far that a part requested instead of the trigger.
+        constants: untrained tensors along growing channels, at full width, by name: see `growlab.growth.constants`.
     """
 
     stage: int
@@ -50,11 +49,11 @@ class GrowthState:
 
     @property
     def scheduled_stage(self) -> int:
-        """The stage as triggers count it."""
+        """Stage as triggers count it: without stages that parts requested."""
         return self.stage - self.unscheduled
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain containers, for a checkpoint."""
+        """Return the state as plain containers, for a checkpoint."""
         return {
             "stage": self.stage,
             "widths": dict(self.widths),
@@ -71,7 +70,7 @@ class GrowthState:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "GrowthState":
-        """Read what `as_dict` wrote."""
+        """Restore a state from the result of `as_dict`."""
         return cls(
             int(content["stage"]),
             dict(content["widths"]),
@@ -89,30 +88,30 @@ class GrowthState:
 
 @dataclass(frozen=True)
 class GrowthEvent:
-    """What happened, with its parity receipt.
+    """Record of a growth event, with its parity receipt.
 
     Attributes:
         stage: the stage that began.
         method: name of the growth method.
         widths_before: width of each group before the event.
-        widths_after: and after it.
+        widths_after: width of each group after it.
         num_params_before: number of parameters before the event.
-        num_params: and after it.
+        num_params: number of parameters after it.
         parity_error_eval: relative output error on the probe batch in eval mode, before noise.
-        parity_error_train: and in train mode, with batch normalisation's eps rescaled as its input was.
+        parity_error_train: the same in train mode, with batch normalisation's eps rescaled with its input.
         parity_tolerance_eval: error that the method allows in eval mode; None if it promises nothing.
-        parity_tolerance_train: and in train mode.
-        eps_error_train: relative output error in train mode with eps as it is, which is not checked.
-        noise_error_eval: relative change of the output that symmetry-breaking noise then made.
-        output_factor: what this event multiplied the output's multiplier by.
-        weighted_norms: modules whose statistics over channels are weighted until `anneal_norms` has brought the
+        parity_tolerance_train: the same in train mode.
+        eps_error_train: relative output error in train mode with eps unchanged; not checked.
+        noise_error_eval: relative change of the output by symmetry-breaking noise.
+        output_factor: factor by which this event multiplied `GrowthState.output_factor`.
+        weighted_norms: modules whose statistics over channels are weighted until `anneal_norms` has annealed the
             weights to 1.
-        report: what else the method has to say.
+        report: further details that the method reports.
         seconds: wall time of the event, checks included.
-        parity_sec: of that, the checks (not part of the receipt).
-        replaced: old and new tensor by name (not part of the receipt).
-        carry: how gradients follow, for optimizer state (not part of the receipt).
-        observed: what the method saw of the network before the event (not part of the receipt).
+        parity_sec: share of the checks in it (not part of the receipt).
+        replaced: old and new tensors by name (not part of the receipt).
+        carry: map from gradients before to gradients after, for optimizer state (not part of the receipt).
+        observed: result of the method's `observe` before the event (not part of the receipt).
     """
 
     stage: int
@@ -137,5 +136,5 @@ class GrowthEvent:
     observed: Mapping[str, Any] = field(repr=False, compare=False)
 
     def receipt(self) -> dict[str, Any]:
-        """Everything but the tensors, in plain containers."""
+        """Return everything except tensors and timings of checks, in plain containers."""
         return {name: value for name, value in vars(self).items() if name not in _NOT_IN_RECEIPT}

@@ -1,4 +1,4 @@
-"""What activations and norms are taken for while growth methods measure: derivatives that the real ones lack."""
+"""Surrogate activations and norms, with the derivatives that growth methods need while they measure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
@@ -17,7 +17,7 @@ _RELU = (F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
 
 
 class _InPlaceOf(TorchFunctionMode):
-    """Calls other functions in the place of some."""
+    """Replaces calls of some torch functions by others."""
 
     def __init__(self, others: Mapping[Any, Callable[..., Tensor]]) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class _InPlaceOf(TorchFunctionMode):
 
 
 def right_derivatives() -> TorchFunctionMode:
-    """ReLU and its like have the derivative 1 at 0, where torch says 0: new channels rest there (Evci et al. 2022)."""
+    """Mode in which ReLU and similar have the derivative 1 at 0 (torch: 0), for channels at zero (Evci et al. 2022)."""
 
     def relu(x: Tensor, inplace: bool = False) -> Tensor:
         return torch.where(x >= 0, x, torch.zeros_like(x))
@@ -51,7 +51,7 @@ def right_derivatives() -> TorchFunctionMode:
 
 
 def twice_differentiable() -> TorchFunctionMode:
-    """Hard sigmoids are put together from operations of which torch has second derivatives."""
+    """Mode in which hard sigmoids are composed of operations that have second derivatives in torch."""
 
     def hardsigmoid(x: Tensor, inplace: bool = False) -> Tensor:
         return (x + 3.0).clamp(0.0, 6.0) / 6.0
@@ -60,7 +60,7 @@ def twice_differentiable() -> TorchFunctionMode:
 
 
 def smooth(beta: float) -> TorchFunctionMode:
-    """Softplus in the place of ReLU, which has no second derivative (Liu et al. 2019), and of its bent relatives."""
+    """Mode that replaces ReLU, which has no second derivative, and similar by softplus (Liu et al. 2019)."""
 
     def softplus(x: Tensor, inplace: bool = False) -> Tensor:
         return F.softplus(x, beta=beta)
@@ -100,11 +100,11 @@ def smooth(beta: float) -> TorchFunctionMode:
 
 
 class IdentityNorms(TorchFunctionMode):
-    """Batch and instance normalisations let new channels pass, so that what lies behind is seen in its scale.
+    """Mode in which batch and instance normalisations are the identity on new channels.
 
     Args:
-        new: from a norm's running mean and its weight (what there is of them) to which of its channels are new,
-            [channels]; None for a norm that is as it is.
+        new: maps a norm's running mean and weight (None if absent) to a mask of its new channels, [channels]; None
+            leaves the norm unchanged.
     """
 
     _KINDS = frozenset({F.batch_norm, F.instance_norm, F.group_norm})
@@ -115,7 +115,7 @@ class IdentityNorms(TorchFunctionMode):
         self._hook: RemovableHandle | None = None
 
     def __enter__(self) -> "IdentityNorms":
-        # Those that are synchronised over ranks compute by functions of their own.
+        # Synchronised batch normalisations do not call `F.batch_norm`.
         self._hook = register_module_forward_hook(self._after)
         super().__enter__()
         return self

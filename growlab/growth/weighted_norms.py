@@ -25,7 +25,7 @@ from growlab.growth import entries
 from growlab.growth.recomputed import check_reached, check_whole
 from growlab.widths import Carry, WidthGraph
 
-# The attribute of a module that holds its weights while they are not all alike.
+# Attribute of a module in which its channel weights are stored while they differ.
 _ATTRIBUTE = "_weighted_statistics"
 # Their entry of the module's state_dict. Loaded into a plain network it is refused as an unexpected key.
 _KEY = "unfinished_growth_channel_weights"

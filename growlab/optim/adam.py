@@ -13,11 +13,11 @@ from growlab.optim.regions import Regions
 
 
 class _Aged(Regional):
-    """What Adam and AdamW share.
+    """Base of Adam and AdamW: ages of regions, and the update with a rate and bias correction per region.
 
-    A region's age begins with the call of `set_regions` that first names it, unless its second moments have been
-    carried there from elsewhere (replication): then it is as old as the oldest region. State holds
-    `region_start`: by stage, the step at which its region was born.
+    A region's age begins with the call of `set_regions` that first names it, unless its second moments were copied from
+    another region (replication): then it is as old as the oldest region. The state has `region_start`: by stage, the
+    step at which its region was added.
     """
 
     _init_group: Any
@@ -25,7 +25,7 @@ class _Aged(Regional):
     def set_regions(
         self, regions: Mapping[Tensor, Regions], scales: Mapping[Tensor, float] | None = None
     ) -> None:
-        """As `Regional.set_regions`; regions that are new from here on are born at this step."""
+        """Set regions as `Regional.set_regions` does; new regions start with age 0 at this step."""
         super().set_regions(regions, scales)
         for param, region in self._regions.items():
             starts = self.state[param].get("region_start") if param in self.state else None
@@ -118,7 +118,7 @@ class _Aged(Regional):
         self._sweep(params, tensors, values, lambda *pieces: _update(group, decoupled, *pieces))
 
     def _starts(self, params: list[Tensor], num_regions: int, device: torch.device) -> Tensor:
-        """The step at which each region was born, [P, K]; the padding takes 0."""
+        """Step at which each region was added, [P, K], padded with 0."""
         rows = []
         for param in params:
             starts = self.state[param].get("region_start", {})
@@ -147,7 +147,7 @@ class AdamW(_Aged, torch.optim.AdamW):
 
 
 def _fused_moments(weights: Any, grads: Any, means: Any, squares: Any, beta1: float, beta2: float) -> None:
-    """Both moments in one pass: torch's kernel at rate 0 leaves the weights as they are."""
+    """Update both moments in one pass, by torch's fused kernel at rate 0, which leaves the weights unchanged."""
     one = torch.ones((), dtype=torch.float32)
     torch._fused_adam_(
         weights,
@@ -160,7 +160,7 @@ def _fused_moments(weights: Any, grads: Any, means: Any, squares: Any, beta1: fl
         beta1=beta1,
         beta2=beta2,
         weight_decay=0.0,
-        # Whatever it is, the rate is 0; not 0 itself, which would make 0 / 0 of unused entries.
+        # Any value above 0: the rate is 0, and eps=0 would give 0 / 0 at unused entries.
         eps=1.0,
         amsgrad=False,
         maximize=False,
@@ -190,7 +190,7 @@ def _update(group: dict[str, Any], decoupled: bool, weights: Any, grads: Any, *r
     if largest:
         torch._foreach_maximum_(largest[0], squares)
         squares = largest[0]
-    # (m / b1) / (sqrt(v) / b2 + eps) = (b2 / b1) m / (sqrt(v) + eps b2): the corrections stay in row vectors.
+    # (m / b1) / (sqrt(v) / b2 + eps) = (b2 / b1) m / (sqrt(v) + eps b2): corrections stay row vectors.
     roots = torch._foreach_sqrt(squares)
     if group["differentiable"]:
         roots = torch._foreach_add(roots, eps)

@@ -20,10 +20,10 @@ class AvaGrad(Regional):
         m <- beta1 m + (1 - beta1) g
         eta = 1 / (sqrt(v) + eps)
         w <- w - lr * eta / ||eta / sqrt(d)|| * m          d = number of elements of the parameter group
-        v <- beta2 v + (1 - beta2) g^2                      after the weights: the delay of the paper
+        v <- beta2 v + (1 - beta2) g^2                      after the weights: the paper's delay
 
-    With a rule, norm and d are taken over what came with one stage (Yuan et al. 2023, Table 9), so young entries,
-    whose v is small, do not decide how far old ones move:
+    With a rule, norm and d are taken over the elements added at one stage (Yuan et al. 2023, Table 9), so that young
+    elements, whose v is small, do not determine the step of old ones:
 
         w_k <- w_k - lr * scale * factor_k * eta_k / ||eta_k / sqrt(d_k)|| * m_k
 
@@ -34,12 +34,12 @@ class AvaGrad(Regional):
         eps: added to sqrt(v).
         weight_decay: L2 penalty, part of the gradient.
         maximize: ascend instead.
-        normaliser: what "k" is. "stage": all that came with a stage, over all tensors of the parameter group, so
-            that a network of one stage is trained by AvaGrad as published. "region": each tensor by itself.
+        normaliser: scope of k. "stage": all elements added at a stage, over all tensors of the parameter group, so that
+            a network of one stage is trained by AvaGrad as published. "region": each tensor separately.
         rule: see `Regional`; without one the normaliser is the whole group's.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class AvaGrad(Regional):
             state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
     def _start(self, param: Tensor) -> Tensor:
-        """The second moments, zero at first."""
+        """Return the second moments of a parameter, and initialise its state with zeros if it has none."""
         state = self.state[param]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -91,7 +91,7 @@ class AvaGrad(Regional):
         return state["exp_avg_sq"]
 
     def _normalisers(self, group: dict[str, Any], params: list[Tensor], rates: list[Tensor]) -> list[Any]:
-        """1 / ||eta / sqrt(d)|| for each parameter: a number, or a tensor that broadcasts with it."""
+        """Normaliser 1 / ||eta / sqrt(d)|| of each parameter: a number, or a tensor that broadcasts with it."""
         squares: dict[Any, Any] = defaultdict(float)
         counts: dict[Any, int] = defaultdict(int)
         keys: list[list[Any]] = []

@@ -1,11 +1,11 @@
-"""Pieces of weights that one vector of rates fits, and batches of them that fit in cache.
+"""Cut weights into pieces that share one vector of rates, and into batches of pieces that fit in cache.
 
-On a CPU an optimizer's step is bound by memory: the arithmetic is done piece by piece while a piece is in cache,
-and the norm that the next step needs is taken from it before it leaves. Rows of a weight that came with the same
-stage are contiguous, and all of them take the same rates along the columns: such a run of rows, as a matrix, is a
-piece, and its rates are one row vector. Where runs are short, a piece is several of them, its rates a matrix, and
-its squares are summed by a product with a one-hot matrix. Elsewhere (GPUs, weights laid out in other ways) a
-piece is a whole weight, its rates a matrix that broadcasts, which costs the fewest operations.
+On a CPU an optimizer's step is memory-bound: the arithmetic is done piece by piece while a piece is in cache, and the
+norm for the next step is computed before it leaves. Rows of a weight that were added at the same stage are contiguous
+and have the same rates along the columns: such a run of rows, as a matrix, is a piece, and its rates are one row
+vector. If runs are short, a piece consists of several, its rates are a matrix, and its squares are summed by a product
+with a one-hot matrix. Elsewhere (GPUs, other memory layouts) a piece is a whole weight and its rates a matrix that
+broadcasts, which takes the fewest operations.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,23 +19,24 @@ from growlab.optim.regions import Regions
 # Elements in a piece and in a batch of pieces. Measured on ResNet-18 (11.2 M parameters): 2^17 to 2^18 are best,
 # 2^15 is slower by operation overhead and 2^20 by leaving the cache.
 BLOCK_ELEMENTS = 2**18
-# Runs shorter than this on average go together: one operation over several costs less than several operations.
+# Runs shorter than this on average share a piece: one operation over several is faster than several operations.
 _SHORT_RUN = 2**16
 # With more runs of rows than this (a fused qkv projection of many heads), operation overhead outweighs the cache.
 _MAX_RUNS = 64
 
 
-# Where the sums over rows go: a row [C], or a matrix [R, C] and the one-hot matrix [R, rows] of its runs.
+# Output buffer of sums over rows: a row [C], or a matrix [R, C] and the one-hot matrix [R, rows] of its runs.
 SumRows = tuple[Tensor, Tensor | None]
 
 
 class Pieces:
-    """How one tensor, its gradient and its state are cut.
+    """Partition of a tensor, its gradient and its state into pieces.
 
     Args:
-        tensor: the parameter; only shape, strides and device are read, so nothing here goes stale while they hold.
+        tensor: the parameter; only its shape, strides and device are read, so the partition is valid while they are the
+            same.
         regions: its regions.
-        whole: do not cut it.
+        whole: use a single piece.
     """
 
     def __init__(self, tensor: Tensor, regions: Regions, whole: bool = False) -> None:
@@ -61,7 +62,7 @@ class Pieces:
         # The rows of `index_RI`: one for each run in each piece.
         first_rows: list[int] = []
         dtype = torch.promote_types(tensor.dtype, torch.float32)
-        # For each piece, which rows of `index_RI` are its runs', and for each of its rows, which of these.
+        # For each piece: the rows of `index_RI` for its runs, and the run of each of its rows.
         self._runs: list[tuple[slice, Tensor | None, Tensor | None]] = []
         for start, end in pairwise(bounds):
             for row in range(start, end, longest):
@@ -92,11 +93,11 @@ class Pieces:
         ]
 
     def matches(self, tensor: Tensor) -> bool:
-        """Whether the cut still fits the tensor's shape, layout and device."""
+        """Return True if the partition fits the tensor's shape, strides and device."""
         return self.key == layout_key(tensor)
 
     def cut(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Views of a tensor that lies as the parameter does, one a piece."""
+        """Cut a tensor with the parameter's strides into views, one per piece."""
         if self.whole:
             return (tensor,)
         if self.channels_last:
@@ -104,7 +105,7 @@ class Pieces:
         return tensor.reshape(len(self.regions.rows_O), -1).split(self.sizes)
 
     def rates(self, values_K: Tensor) -> Sequence[Tensor]:
-        """For each piece, its region's value for every element, in a shape that broadcasts."""
+        """Spread one value per region over the elements of each piece, in shapes that broadcast."""
         if self.whole:
             return (self.regions.spread(values_K, self.dim),)
         table = self._spread(values_K[self.index_RI])
@@ -116,7 +117,7 @@ class Pieces:
         ]
 
     def take_sums(self) -> Tensor:
-        """Sum of each region, [K], once `sum_rows` holds the sums over the rows of each piece."""
+        """Sum of each region, [K], from the sums over rows in the `sum_rows` buffers."""
         sums = self.column_sums
         if self._inner > 1:
             rows, columns = self.index_RI.shape
@@ -145,18 +146,18 @@ class Pieces:
 
 
 def aligned(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor itself if it lies as another one does, else a copy that does."""
-    # Strides of dimensions of size 1 mean nothing.
+    """Return the tensor itself if it has the strides of `like`, else a copy that has."""
+    # Strides of dimensions of size 1 do not matter.
     if tensor.stride() == like.stride() or (tensor.is_contiguous() and like.is_contiguous()):
         return tensor
     return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
 
 
 def add_squares(pieces: Sequence[Tensor], rows: Sequence[SumRows]) -> None:
-    """Write the sums of squares over the rows of each run of each piece to where they belong."""
-    # `vector_norm(dim=0)` would be one operation, and slower than these two.
+    """Write the sums of squares over the rows of each run of each piece into its buffer."""
+    # `vector_norm(dim=0)` is one operation, but slower than these two.
     for piece, (row, one_hot) in zip(pieces, rows, strict=True):
-        piece = piece.to(row.dtype)  # Squares leave float16's range.
+        piece = piece.to(row.dtype)  # Squares overflow in float16.
         squares = piece * piece
         if one_hot is None:
             torch.sum(squares, 0, dtype=row.dtype, out=row)
@@ -177,12 +178,12 @@ def batches(elements: Sequence[int]) -> Iterator[slice]:
 
 
 def layout_key(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.device]:
-    """What a cut of a tensor depends on."""
+    """Key of a partition: the tensor's shape, strides and device."""
     return tensor.shape, tensor.stride(), tensor.device
 
 
 def handed_over(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, without waiting until the device has done what it has to do already."""
+    """Move a tensor to a device without waiting for work that is queued there."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Steps on multiplied weights that are as long as steps on the products."""
+"""Divide optimizer steps by the multipliers of weights, so that the multiplied weights move by plain steps."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from growlab.optim.muon import Muon
 
 
 class Compensated:
-    """Divide an optimizer's steps on weights by what a network multiplies them by.
+    """Divide an optimizer's steps on weights by the multipliers that the network applies to them.
 
     Where the network uses m W, a step d of an optimizer that normalises gradients moves m W by d, as if there were no
     multiplier, and decoupled weight decay, which is in proportion to W already, shortens it as before:
@@ -20,8 +20,8 @@ class Compensated:
         W <- (1 - decay) W + d / m
 
     Args:
-        optimizer: of torch or of growlab; others may step on copies of weights.
-        multipliers: asked before each step for what the network multiplies parameters by; they broadcast.
+        optimizer: an optimizer of torch or growlab; others may step on copies of weights.
+        multipliers: called before each step; returns the multipliers by parameter, which broadcast.
     """
 
     def __init__(self, optimizer: Optimizer, multipliers: Callable[[], Mapping[Tensor, Tensor]]) -> None:

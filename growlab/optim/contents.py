@@ -1,4 +1,4 @@
-"""Tensors in what an optimizer keeps of a parameter: alone, in dictionaries, lists and tuples, or in objects."""
+"""Find and map tensors in an optimizer's state of a parameter: in containers at any depth, or in objects."""
 
 import copy
 from collections import deque
@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Maps the name of an entry and a tensor of the parameter's shape to the tensor in its place.
+#: Maps the name of an entry and a tensor of the parameter's shape to its replacement.
 Change = Callable[[str, Tensor], Tensor]
 
 
 def mapped(value: Any, shape: torch.Size, new_shape: torch.Size, change: Change, key: str = "") -> Any:
-    """A copy of what is kept of a parameter, with other tensors in the place of those of the parameter's shape.
+    """Copy a parameter's state and replace the tensors in it that have the parameter's shape.
 
     Args:
-        value: a tensor, containers of them at any depth, or anything else, which is returned as it is.
-        shape: of the parameter.
-        new_shape: in the place of the shape, where that is kept too.
-        change: called with the innermost name that a tensor has, and the tensor.
-        key: the name of `value` itself.
+        value: a tensor, containers of tensors at any depth, or anything else, which is returned unchanged.
+        shape: the parameter's shape.
+        new_shape: replaces the shape itself if the state contains it.
+        change: called with the innermost name of a tensor, and the tensor; returns its replacement.
+        key: name of `value` itself.
     """
     if isinstance(value, Tensor):
         return change(key, value) if value.shape == shape else value
@@ -43,12 +43,12 @@ def mapped(value: Any, shape: torch.Size, new_shape: torch.Size, change: Change,
 
 
 def rebuilt(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """A tuple of the same class, named or not, of other items."""
+    """Make a tuple, or namedtuple of the same class, from other items."""
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def shaped(value: Any, shape: torch.Size, key: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of all that `mapped` would change."""
+    """Yield (name, tensor) of all tensors that `mapped` would replace."""
     found: list[tuple[str, Tensor]] = []
 
     def note(name: str, tensor: Tensor) -> Tensor:
@@ -60,9 +60,9 @@ def shaped(value: Any, shape: torch.Size, key: str = "") -> Iterator[tuple[str, 
 
 
 def misfit(value: Any, shape: torch.Size) -> str:
-    """What in a value `mapped` could not bring to another shape: a shape, or the class of an object; "" if nothing.
+    """Return the shape or class, in words, that `mapped` could not bring to another shape, or "".
 
-    Single numbers fit any parameter; objects that hold tensors or arrays may rely on their shapes.
+    Single numbers fit any parameter; objects that contain tensors or arrays may depend on their shapes.
     """
     if isinstance(value, Tensor):
         return "" if value.shape == shape or value.numel() <= 1 else str(tuple(value.shape))
@@ -73,7 +73,7 @@ def misfit(value: Any, shape: torch.Size) -> str:
 
 
 def tensors_within(value: Any) -> Iterator[Tensor]:
-    """All tensors in a value, its containers and objects, in their order."""
+    """Iterate over all tensors in a value, its containers and objects, in order."""
     return (one for one in _arrays(value, set()) if isinstance(one, Tensor))
 
 

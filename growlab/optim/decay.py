@@ -1,15 +1,15 @@
-"""Parameters that weight decay leaves alone."""
+"""Exempt parameters from weight decay."""
 
 import torch
 from torch import Tensor, nn
 
 
 def without_decay(network: nn.Module) -> list[Tensor]:
-    """Parameters for which smaller is not simpler: single numbers, and slopes of `nn.PReLU`, as torch advises.
+    """Parameters that should not decay: single numbers, and slopes of `nn.PReLU`, as torch advises.
 
-    A single number (a tensor without dimensions) is a logarithm, such as that of a length, a blend or a
-    temperature: decay would pull it to a value of no meaning. Gains and biases of normalisations and other vectors are
-    not among them: the papers that growlab reproduces decay them, as torch's optimizers do.
+    A single number (a tensor without dimensions) is a logarithm, such as that of a length, a blend or a temperature:
+    decay would pull it to an arbitrary value. Gains and biases of normalisations and other vectors are not
+        exempt: the papers that growlab reproduces decay them, as torch's optimizers do.
     """
     slopes = {
         id(p) for module in network.modules() if isinstance(module, nn.PReLU) for p in module.parameters()
@@ -18,13 +18,13 @@ def without_decay(network: nn.Module) -> list[Tensor]:
 
 
 def exempt_from_decay(optimizer: torch.optim.Optimizer, network: nn.Module) -> None:
-    """Move the network's `without_decay` parameters to a group of their own with weight decay 0, in place.
+    """Move the network's `without_decay` parameters to a separate group with weight decay 0, in place.
 
-    Nothing happens where there are none, where the optimizer does not decay, and where it has several groups, each
-    with a weight decay of its own. Call it before a schedule of the rate is made, which counts the groups.
+    Does nothing if there are none, if the optimizer has no weight decay, or if it has several groups, which set their
+    weight decay separately. Call it before a learning rate scheduler is made, which counts the groups.
 
     Args:
-        optimizer: over the network's parameters.
+        optimizer: an optimizer of the network's parameters.
         network: the network.
 
     Examples:

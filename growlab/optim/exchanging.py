@@ -1,4 +1,4 @@
-"""Optimizers hold other parameters in place of those that they hold: a loaded network's, or more of them."""
+"""Swap an optimizer's parameters for those of a resized network."""
 
 import re
 from collections.abc import Mapping
@@ -12,18 +12,18 @@ from growlab.optim.own_lists import cannot_exchange, exchange_own, holds_own
 
 
 def exchange(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> None:
-    """Let an optimizer track other parameters in place of those that it has: a loaded network's, at other widths.
+    """Replace an optimizer's parameters by those of a network that was resized to load a checkpoint.
 
-    State that fits the new parameter stays (the optimizer's own state was loaded before the network); other state is
-    of the old one and goes. A tensor fits that has the parameter's shape, or for each of its dimensions one of the
-    parameter's lengths, as Adafactor's rows and columns have.
+    State that fits the new parameter is kept (the optimizer's state was loaded before the network); other state belongs
+    to the old one and is removed. A tensor fits if each of its dimensions has a length of the parameter's, as with
+    Adafactor's rows and columns, or 1.
 
     Args:
         optimizer: any `torch.optim.Optimizer`; groups stay the same objects.
         replaced: the new parameter by `id` of the old one.
 
     Raises:
-        UserError: lists of the optimizer's own would not fit the new ones.
+        UserError: other containers of the optimizer would not fit the new parameters.
     """
     if told := cannot_exchange(optimizer, replaced):
         raise UserError(f"{told}.")
@@ -31,7 +31,7 @@ def exchange(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> None:
     for group in getattr(optimizer, "param_groups", ()):
         for index, old in enumerate(group["params"]):
             group["params"][index] = replaced.get(id(old), old)
-    # An optimizer around another one shares its groups, which may be exchanged already.
+    # A wrapper of another optimizer shares its groups, which may be exchanged already.
     state = getattr(optimizer, "state", {})
     for old in [parameter for parameter in state if id(parameter) in replaced]:
         new, kept = replaced[id(old)], state.pop(old)
@@ -40,20 +40,20 @@ def exchange(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> None:
 
 
 def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
-    """Let an optimizer that held a network's parameters hold those that have come since too, in the network's order.
+    """Add a network's new parameters to its optimizer, and sort each group in the network's order.
 
-    So a run that makes its optimizer of the network as it is then has the same order. Of several groups a new parameter
-    joins the one that holds those whose names differ from its own in numbers alone: `layers.3.norm.weight` that of
+    The order is then that of an optimizer made for the present network. With several groups, a new parameter joins the
+    group of the parameters whose names differ from its name only in numbers: `layers.3.norm.weight` that of
     `layers.0.norm.weight`.
 
     Args:
         optimizer: any.
         past: the network's parameters before, by name.
-        now: and as they are.
+        now: the network's present parameters, by name.
 
     Raises:
-        UserError: it has several groups, and names do not say which a new parameter belongs to; or it holds parameters
-            outside of its groups too.
+        UserError: it has several groups, and names do not determine the group of a new parameter; or it keeps
+            parameters outside of its groups too.
     """
     known = {id(p) for p in (*past.values(), *now.values())}
     if name := holds_own(optimizer, known):
@@ -63,7 +63,7 @@ def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapp
         )
     groups = optimizer.param_groups
     home = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
-    # Where the network is loading, an optimizer may hold its present parameters already.
+    # While the network is loading, an optimizer may have its present parameters already.
     held = {
         name: next(
             (home[id(p)] for p in (now.get(name), past[name]) if p is not None and id(p) in home), None
@@ -85,13 +85,13 @@ def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapp
 def _by_group(
     held: Mapping[str, int | None], now: Mapping[str, Tensor], num_groups: int, optimizer: str
 ) -> list[list[Tensor]]:
-    """A network's parameters in each group of an optimizer.
+    """Sort a network's parameters into the groups of its optimizer.
 
     Args:
-        held: index of the group that holds each parameter that was there, by name; None: it is not the optimizer's.
+        held: group index of each previous parameter, by name; None: it is not in the optimizer.
         now: the network's parameters by name.
-        num_groups: of the optimizer.
-        optimizer: its class, for the message.
+        num_groups: number of the optimizer's groups.
+        optimizer: name of its class, for the message.
     """
     alike: dict[str, set[int | None]] = {}
     for name, index in held.items():

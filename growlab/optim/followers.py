@@ -1,4 +1,4 @@
-"""Optimizers that follow a network through growth and through loading, and a guard against those that do not."""
+"""Optimizers that follow a network through growth events and loading."""
 
 import copy
 import logging
@@ -29,12 +29,12 @@ from growlab.widths import Carry, WidthGraph
 
 log = logging.getLogger(__name__)
 
-# Where torch's Optimizer keeps hooks of its own; one around another one may hand on to the hooks of that.
+# Attributes of torch's Optimizer with its hooks; a wrapper of another optimizer may delegate to that one's.
 _STEP_HOOKS, _LOAD_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_load_state_dict_pre_hooks"
 
 
 class Owner(Protocol):
-    """Who grows the network."""
+    """Protocol of the object that grows the network, a Grower."""
 
     network: nn.Module
     graph: WidthGraph
@@ -42,11 +42,11 @@ class Owner(Protocol):
 
     @property
     def parts(self) -> Sequence[Any]:
-        """What may change how many parameters the network has."""
+        """Parts, which may change the number of the network's parameters."""
         ...
 
     def regions(self) -> dict[str, Regions]:
-        """Which elements of which parameters came with which stage, by name."""
+        """Birth stages of the elements of parameters, as regions by name."""
         ...
 
     def divisors(self) -> Mapping[Tensor, Tensor]:
@@ -54,32 +54,32 @@ class Owner(Protocol):
         ...
 
     def on_step(self, after: bool) -> None:
-        """Called before (False) and after (True) each step of the optimizer that holds the network's parameters."""
+        """Act before (False) and after (True) each step of the network's optimizer."""
         ...
 
 
 class Followers:
-    """The optimizers of a growing network, held weakly.
+    """Optimizers of a growing network, kept by weak references.
 
     Args:
-        owner: held weakly; told of the steps of the optimizer that holds the network's parameters: of several, of the
-            last that was added.
+        owner: the Grower, kept by a weak reference; its `on_step` is called around the steps of the network's
+            optimizer, the last one added if there are several.
     """
 
     def __init__(self, owner: Owner) -> None:
-        # Else optimizers, which people copy and keep, would hold it.
+        # A strong reference would keep the owner alive with copies of its optimizers.
         self._owner = weakref.ref(owner)
         self._known: list[weakref.ref[Optimizer]] = []
         self._inheritance: dict[int, Inheritance] = {}
         self._announced: set[int] = set()
         self._handles: list[RemovableHandle] = []
         self._past: dict[int, tuple[weakref.ref[Tensor], str]] = {}
-        # By the id of an optimizer: what it is to load once the network has as many parameters.
+        # By the id of an optimizer: state to load once the network has the same number of parameters.
         self._awaited: dict[int, dict[str, Any]] = {}
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those that are still in use, in the order in which they were added."""
+        """Optimizers that are still in use, in the order in which they were added."""
         return [optimizer for known in self._known if (optimizer := known()) is not None]
 
     @property
@@ -89,12 +89,12 @@ class Followers:
         return owner
 
     def add(self, optimizer: Optimizer, inheritance: Inheritance, announced: bool = False) -> None:
-        """Let an optimizer follow from now on; it may hold parameters that the network had before.
+        """Add an optimizer; parameters that the network had before an event are exchanged for the present ones.
 
         Args:
             optimizer: any.
-            inheritance: what becomes of its state at an event, see `follow`.
-            announced: `before_step` is called when it has gradients.
+            inheritance: treatment of its state at an event, see `follow`.
+            announced: the loop calls `before_step` itself, once gradients are computed.
         """
         now = dict(self._run.network.named_parameters())
         exchange(
@@ -102,7 +102,7 @@ class Followers:
         )
         if not any(known is optimizer for known in self.optimizers):
             own = {id(parameter) for parameter in now.values()}
-            # A loop that announces all optimizers that it has may have those of other networks, such as a GAN's.
+            # A loop that announces all its optimizers may include those of other networks, as in a GAN.
             if not announced and not any(id(parameter) in own for parameter in _parameters(optimizer)):
                 log.warning(
                     "%s holds no parameter of the network that grows and has nothing to follow: is it the optimizer of "
@@ -117,7 +117,7 @@ class Followers:
         self.relabel(optimizer)
 
     def _listen(self, optimizer: Optimizer) -> None:
-        """Register hooks on an optimizer, as far as it has any of its own: those around another one may not."""
+        """Register hooks on an optimizer, if it supports them: wrappers of other optimizers may not."""
         if _STEP_HOOKS in vars(optimizer):
             if id(optimizer) not in self._announced:
                 self._handles.append(optimizer.register_step_pre_hook(partial(self._step, False)))
@@ -128,7 +128,7 @@ class Followers:
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._await_network))
 
     def check(self, before: Mapping[str, int], after: Mapping[str, int]) -> None:
-        """Refuse an event that an optimizer could not follow, before the network grows.
+        """Check before a growth event that every optimizer can follow it.
 
         Raises:
             ValueError: an optimizer has state that cannot follow.
@@ -137,7 +137,7 @@ class Followers:
         places = {
             id(parameter): (name, parameter)
             for name, parameter in self._run.network.named_parameters()
-            # An event may rescale any of them.
+            # An event may rescale any parameter.
             if name in graph.axes and dict(before) != dict(after)
         }
         for optimizer in self.optimizers:
@@ -150,9 +150,9 @@ class Followers:
         after: Mapping[str, int],
         carry: Carry,
     ) -> None:
-        """Let all follow through a growth event, with gradients that are being accumulated.
+        """Carry all optimizers, and accumulated gradients, through a growth event.
 
-        State of parameters that are not the network's stays as it is.
+        State of other networks' parameters is unchanged.
 
         Raises:
             ValueError: an optimizer has state that cannot follow.
@@ -180,13 +180,13 @@ class Followers:
                 parameter.grad.mul_(carry.every)
         self.forget({name: old for name, (old, _) in replaced.items()})
 
-    # Training may go on with it, wherever growth ends.
+    # State must be usable in training even if it is called under inference mode.
     @torch.inference_mode(False)
     def rescale(self, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Let all follow parameters that have been multiplied, with gradients that are being accumulated.
+        """Rescale state and accumulated gradients of parameters that were multiplied by factors.
 
         Args:
-            factors: by name, what a parameter was multiplied by, and what its gradient is multiplied by from now on.
+            factors: by name, the factor on a parameter and the factor on its gradient from now on.
         """
         named = dict(self._run.network.named_parameters())
         own: dict[Tensor, tuple[Tensor, Tensor]] = {
@@ -199,14 +199,14 @@ class Followers:
             rescale_state(optimizer, own)
         for parameter, (_, gradient) in own.items():
             if parameter.grad is not None:
-                # Sparse ones are not broadcast.
+                # Sparse gradients do not broadcast.
                 parameter.grad = parameter.grad * gradient.expand_as(parameter)
 
     def exchange(self, past: Mapping[str, Tensor]) -> None:
-        """Let all follow where the network has been resized to load something.
+        """Exchange the parameters of all optimizers after the network was resized to load a checkpoint.
 
         Args:
-            past: its parameters before that, by name.
+            past: the network's previous parameters, by name.
         """
         now = dict(self._run.network.named_parameters())
         for optimizer in self.optimizers:
@@ -225,7 +225,7 @@ class Followers:
         self.forget(past)
 
     def _await_network(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Put off loading a state of other numbers of parameters until the network has them; it may load later."""
+        """Defer loading a state for a different number of parameters until the network has that many."""
         self._awaited.pop(id(optimizer), None)
         now = optimizer.state_dict()
         saved, own = _sizes(state), _sizes(now)
@@ -236,14 +236,14 @@ class Followers:
         return now
 
     def forget(self, past: Mapping[str, Tensor]) -> None:
-        """Note which of these parameters, by name, are no longer the network's."""
+        """Record which of these parameters, by name, are no longer the network's."""
         now = dict(self._run.network.named_parameters())
         self._past = {key: known for key, known in self._past.items() if known[0]() is not None}
         gone = {name: old for name, old in past.items() if name in now and old is not now[name]}
         self._past |= {id(old): (weakref.ref(old), name) for name, old in gone.items()}
 
     def relabel(self, optimizer: Optimizer) -> None:
-        """Tell an optimizer of growlab which elements came with which stage, and the output layers' scale."""
+        """Set the regions of a growlab optimizer, and the rate scale of output layers."""
         if not isinstance(optimizer, Regional) or optimizer.rule is None:
             return
         run = self._run
@@ -257,17 +257,17 @@ class Followers:
         optimizer.set_regions({named[name]: region for name, region in run.regions().items()}, scales)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Running means of gradients, by parameter name."""
+        """Return the optimizers' running means of gradients, by parameter name."""
         names: dict[Tensor, str] = {p: name for name, p in self._run.network.named_parameters()}
         found = {p: mean for optimizer in self.optimizers for p, mean in running_gradients(optimizer).items()}
         return {names[parameter]: mean for parameter, mean in found.items() if parameter in names}
 
     def normalised(self) -> frozenset[str]:
-        """Names of parameters whose optimizer normalises gradients, as all but those that are known not to do."""
+        """Names of parameters whose optimizers normalise gradients: all except those known not to."""
         stepped, others = set[int](), set[int]()
         for one in self.optimizers:
             (stepped if normalises(one) else others).update(map(id, _parameters(one)))
-        # One around SGD, such as Lookahead, has the same parameters.
+        # A wrapper of SGD, such as Lookahead, has the same parameters.
         stepped -= others
         return frozenset(name for name, p in self._run.network.named_parameters() if id(p) in stepped)
 
@@ -276,28 +276,28 @@ class Followers:
         return {} if owner is None else owner.divisors()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Tell the owner that an optimizer is about to step."""
+        """Call the owner's `on_step` before a step of an announced optimizer."""
         self._step(False, optimizer)
 
     def rebind(self, owner: Owner, memo: dict[int, Any]) -> None:
-        """Follow a copy of the owner, with the copies of the optimizers.
+        """Attach copies of the optimizers to a copy of the owner.
 
         Args:
             owner: the copy.
-            memo: of `copy.deepcopy`, which is copying both.
+            memo: memo of the `copy.deepcopy` that copies both.
         """
         self._owner, followers = weakref.ref(owner), self.optimizers
         about, awaited = self._inheritance, self._awaited
         self._known, self._handles, self._past, self._inheritance, self._awaited = [], [], {}, {}, {}
         for known in followers:
-            # Its hooks are not copied.
+            # Hooks of an optimizer are not copied.
             own = copy.deepcopy(known, memo)
             self.add(own, about[id(known)], id(known) in self._announced)
             if id(known) in awaited:
                 self._awaited[id(own)] = awaited[id(known)]
 
     def release(self) -> None:
-        """Take the hooks off all optimizers."""
+        """Remove the hooks of all optimizers, and forget them."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._known, self._awaited = [], [], {}
@@ -315,7 +315,7 @@ class Followers:
     def _leading(self) -> Optimizer | None:
         if len(self._known) == 1:
             return self._known[0]()
-        # One without hooks of its own, around another one, cannot say when it steps.
+        # A wrapper without hooks does not report its steps.
         mine = {id(parameter) for parameter in self._run.network.parameters()}
         for optimizer in reversed(self.optimizers):
             if _STEP_HOOKS in vars(optimizer) and any(id(p) in mine for p in _parameters(optimizer)):
@@ -324,7 +324,7 @@ class Followers:
 
 
 def _rows_of(gradient: Tensor, sparse: Tensor) -> Tensor:
-    """A dense gradient as a sparse one, of the rows that another one is of: an embedding table keeps its rows."""
+    """Convert a dense gradient to a sparse one with the indices of another; an embedding keeps its rows."""
     indices = sparse.coalesce().indices()
     values = gradient[tuple(indices)]
     return torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=True, is_coalesced=True)
@@ -336,11 +336,11 @@ def _sizes(state: Mapping[str, Any]) -> list[int]:
 
 
 def copy_state(optimizer: Optimizer, sources: Mapping[Tensor, Tensor]) -> None:
-    """Give parameters that are copies of others a copy of their state.
+    """Copy optimizer state to parameters that are copies of others.
 
     Args:
         optimizer: any.
-        sources: by copy, what it is a copy of.
+        sources: maps each copy to its original.
     """
     for parameter, source in sources.items():
         if source in optimizer.state:

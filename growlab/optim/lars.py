@@ -18,14 +18,14 @@ class LARS(Regional):
         V <- momentum * V + lr * rate * (G + weight_decay * W)
         W <- W - V
 
-    Where weight or gradient has norm 0 the rate is 1. With a rule, region k moves by factor_k * V_k.
+    If weight or gradient has norm 0, the rate is 1. With a rule, region k moves by factor_k * V_k.
 
     **Departs from the paper**: vectors (biases, norm parameters) take rate 1, as is usual since; eps.
 
     Args:
         params: parameters or groups of them.
         lr: global learning rate.
-        momentum: of V, which holds the rates that it was built with.
+        momentum: decay of V; V includes the rates of the steps that built it up.
         weight_decay: L2 penalty.
         trust_coefficient: relative size of an update; 0.001 in the paper.
         eps: added to the denominator.
@@ -33,7 +33,7 @@ class LARS(Regional):
         rule: see `Regional`.
 
     Raises:
-        ValueError: a negative number.
+        ValueError: an argument is negative.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LARS(Regional):
             param.addcmul_(update, factors, value=-1)
 
     def factors(self, param: Tensor) -> Tensor | None:
-        """Rate factor of each region of a weight, the layer's own rate included, [K]; None without regions."""
+        """Rate factor of each region of a weight, times the layer's rate, [K]; None without regions."""
         factors_K = super().factors(param)
         if factors_K is None or param.grad is None:
             return factors_K
@@ -78,14 +78,14 @@ class LARS(Regional):
         return factors_K * _trust(group, norms[0], norms[1])
 
     def inherited(self, old: Tensor, new: Tensor, momentum: Tensor, carried: Tensor) -> Tensor:
-        """V of a grown weight, from one that was carried as a gradient is.
+        """Rescale the momentum V of a grown weight that was carried like a gradient.
 
-        V is long as the weight is and points as gradients did; what lengthens all of these leaves V as it is:
+        V is proportional to the weight's norm and has the gradients' direction; it does not depend on their scale:
 
             V' = carried * (||V|| / ||carried||) * (||W'|| / ||W||)
 
-        That is the V of a weight that had its present size all along, where all gradients became longer alike. Weight
-        decay's part is carried along with the gradients'. Vectors move as their gradients do.
+        This is the V of a weight that always had its present size, if all gradients are scaled by the same factor. The
+        part of weight decay is carried with the gradients'. Vectors are carried like gradients.
 
         Args:
             old: the parameter W before.
@@ -129,7 +129,7 @@ def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _trust(group: dict[str, Any], weight_norm: Tensor, grad_norm: Tensor) -> Tensor:
-    """The layer's rate; 1 where a norm is 0."""
+    """Return the layer's rate (trust ratio); 1 if a norm is 0."""
     trust = group["trust_coefficient"] * weight_norm
     trust = trust / (grad_norm + group["weight_decay"] * weight_norm + group["eps"])
     return torch.where((weight_norm > 0) & (grad_norm > 0), trust, 1.0)

@@ -1,4 +1,4 @@
-"""Muon whose rate differs between the regions of a weight, for the parameters of a whole network."""
+"""Muon with a rate per region of a weight, for all parameters of a network."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Private, and the only part of Muon that is more than a line; the tests compare with `torch.optim.Muon` bit for bit.
+# Private, but the only long part of Muon; tests compare with `torch.optim.Muon` bit for bit.
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.optim.adamw import adamw
 
@@ -15,7 +15,7 @@ from growlab.optim.rates import RateRule
 from growlab.optim.regional import Regional
 from growlab.optim.settings import check_settings
 
-# Newton-Schulz steps that torch refuses when it takes them.
+# Number of Newton-Schulz steps that torch rejects at the first step.
 _TOO_MANY = 100
 
 
@@ -30,20 +30,20 @@ class Muon(Regional):
     bit.
 
     **Departs from torch**, which takes matrices alone: a convolution's weight is orthogonalised as the matrix
-    [out_channels, everything else]; vectors and scalars take `torch.optim.AdamW` at the same `lr` and
-    `weight_decay`. With `adjust_lr_fn="match_rms_adamw"` that rate means the same for both.
+    [out_channels, everything else]; vectors and scalars take `torch.optim.AdamW` at the same `lr` and `weight_decay`.
+    With `adjust_lr_fn="match_rms_adamw"` this rate has the same meaning for both.
 
     Args:
         params: parameters or groups of them.
         lr: learning rate.
-        weight_decay: decoupled.
+        weight_decay: decoupled weight decay.
         betas: AdamW's, for vectors.
         adam_eps: AdamW's eps.
         rule: see `Regional`.
         options: as for `torch.optim.Muon`: momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: an argument is out of range.
         RuntimeError: at a step, complex parameters or sparse gradients.
     """
 
@@ -65,7 +65,7 @@ class Muon(Regional):
             whole(1, ns_steps=options["ns_steps"])
             if options["ns_steps"] >= _TOO_MANY:
                 raise ValueError(f"ns_steps must be below {_TOO_MANY}, not {options['ns_steps']}.")
-        # torch checks its own arguments, and a list (from a file) serves as well as its tuple.
+        # torch checks its arguments; a list (from a file) is accepted in place of a tuple.
         if "ns_coefficients" in options:
             options["ns_coefficients"] = tuple(options["ns_coefficients"])
         matrix = [torch.zeros(1, 1, requires_grad=True)]

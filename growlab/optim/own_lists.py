@@ -1,7 +1,7 @@
-"""Parameters that optimizers hold outside of `param_groups[...]["params"]`: lists of their own, by size or by kind.
+"""Replace parameters in containers that an optimizer keeps besides `param_groups[...]["params"]`.
 
-Such as `group["matrices"]` of a Muon, `self.by_size`, or `self.state["all"]`. They are exchanged in place where growth
-exchanges parameters; what a dictionary holds of each parameter moves as state does.
+Examples are `group["matrices"]` of a Muon, `self.by_size`, or `self.state["all"]`. They are updated in place when
+growth replaces parameters; values of dictionaries with parameters as keys are carried like state.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from growlab.optim.contents import misfit, rebuilt
 from growlab.optim.regional import Regional
 
-# What torch's Optimizer holds itself, and growlab carries.
+# Attributes of torch's Optimizer, which growlab carries separately.
 _KNOWN = ("state", "param_groups", "defaults")
-#: Maps an old parameter, what a dictionary holds of it and the dictionary's name to what it holds of the new one.
+#: Maps an old parameter, its value in a dictionary and the dictionary's name to the new parameter's value.
 Moved = Callable[[Tensor, Any, str], Any]
 
 
@@ -25,12 +25,12 @@ def _kept(parameter: Tensor, value: Any, name: str) -> Any:
 
 
 def exchange_own(optimizer: Optimizer, replaced: Mapping[int, Tensor], moved: Moved = _kept) -> None:
-    """Let an optimizer's own lists, tuples, sets and dictionaries hold other parameters in place of those they hold.
+    """Replace parameters in the lists, tuples, sets and dictionaries that an optimizer keeps itself.
 
     Args:
         optimizer: any.
         replaced: the new parameter by `id` of the old one.
-        moved: applied to what dictionaries hold of parameters that are replaced.
+        moved: applied to the dictionary values of parameters that are replaced.
     """
     for owner, name, value in _own(optimizer):
         if (exchanged := _exchanged(value, replaced, set(), moved, name)) is not value:
@@ -38,7 +38,7 @@ def exchange_own(optimizer: Optimizer, replaced: Mapping[int, Tensor], moved: Mo
 
 
 def kept_by_parameter(optimizer: Optimizer) -> Iterator[tuple[Tensor, Any, str]]:
-    """Yield (parameter, value, name of the dictionary) of all that an optimizer keeps of parameters by itself."""
+    """Yield (parameter, value, name) of all dictionaries keyed by parameter that an optimizer keeps itself."""
     for _, name, value in _own(optimizer):
         for container in _containers(value, set()):
             for key, held in container.items() if isinstance(container, dict) else ():
@@ -47,7 +47,7 @@ def kept_by_parameter(optimizer: Optimizer) -> Iterator[tuple[Tensor, Any, str]]
 
 
 def inside(holder: Any) -> Iterator[Optimizer]:
-    """Optimizers that another one, or any object around them, holds as attributes or in lists and dictionaries."""
+    """Optimizers wrapped by another one or any object: its attributes, or in lists and dictionaries there."""
     for value in getattr(holder, "__dict__", {}).values():
         held = value.values() if isinstance(value, dict) else value
         for one in held if isinstance(value, (list, tuple, dict)) else (value,):
@@ -56,7 +56,7 @@ def inside(holder: Any) -> Iterator[Optimizer]:
 
 
 def holds_own(optimizer: Optimizer, wanted: Container[int]) -> str:
-    """Name of an attribute or an entry of a group in which an optimizer holds parameters of these `id`s; "": none."""
+    """Name of an optimizer's attribute or group entry that contains parameters with these `id`s; "" if none."""
     for _, name, value in _own(optimizer):
         if any(id(tensor) in wanted for tensor in _tensors(value, set())):
             return name
@@ -64,11 +64,11 @@ def holds_own(optimizer: Optimizer, wanted: Container[int]) -> str:
 
 
 def cannot_exchange(optimizer: Optimizer, wanted: Container[int]) -> str:
-    """Says which of an optimizer's own containers would not fit parameters of other shapes; "": none.
+    """Describe the optimizer's container that would not fit parameters of other shapes, or "".
 
     Args:
         optimizer: any.
-        wanted: the `id`s of those of its parameters that are replaced.
+        wanted: `id`s of the parameters that will be replaced.
     """
     for parameter, held, name in kept_by_parameter(optimizer):
         if id(parameter) in wanted and (found := misfit(held, parameter.shape)):
@@ -88,7 +88,7 @@ def cannot_exchange(optimizer: Optimizer, wanted: Container[int]) -> str:
                     for one in _tensors(held, set())
                     if id(one) in wanted
                 ]
-                # One key that is a size may be a number of something else.
+                # A single key that equals a size may be another number by chance.
                 bad = bool(placed) and all(_is_size(key, one) for key, one in placed)
                 how = "holds parameters by their size in"
             else:
@@ -102,9 +102,9 @@ def cannot_exchange(optimizer: Optimizer, wanted: Container[int]) -> str:
 
 
 def _own(optimizer: Optimizer) -> Iterator[tuple[Any, Any, Any]]:
-    """Attributes, entries of groups and of the state that are the optimizer's own: where they are, name, value."""
+    """Yield (container, name, value) of attributes and of entries of groups and state that torch does not define."""
     if isinstance(optimizer, Regional):
-        # Growlab's know their parameters by `set_regions`.
+        # Growlab's optimizers get their parameters by `set_regions`.
         return
     for group in getattr(optimizer, "param_groups", ()):
         yield from ((group, name, value) for name, value in list(group.items()) if name != "params")
@@ -165,6 +165,6 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 def _is_size(key: Any, tensor: Tensor) -> bool:
     if isinstance(key, tuple):
-        # Among others perhaps, such as a dtype.
+        # Perhaps together with other keys, such as a dtype.
         return key == tuple(tensor.shape) or any(isinstance(one, torch.Size) for one in key)
     return isinstance(key, int) and tensor.numel() > 1 and key == tensor.numel()

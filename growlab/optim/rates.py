@@ -1,4 +1,4 @@
-"""Rate rules: how fast each region of a weight learns (Yuan et al. 2023, Eq. 5, Tables 1 and 9, Appendix D)."""
+"""Learning rate rules for regions of a weight (Yuan et al. 2023, Eq. 5, Tables 1 and 9, Appendix D)."""
 
 import warnings
 from numbers import Real
@@ -9,37 +9,37 @@ from torch import Tensor
 
 from growlab.base.errors import UserError
 
-# Ratios of norms below this say nothing of how fast a region should learn; 0.056 is the least of measured runs.
+# Ratios of norms below this are not meaningful as rates; 0.056 is the smallest in measured runs.
 _SMALL = 1e-3
 _LOOK_EVERY = 100
 
 
 class RateRule(Protocol):
-    """Turns the norms of a weight's regions into factors on the learning rate."""
+    """Protocol of rules that map the norms of a weight's regions to factors on the learning rate."""
 
     def factors(self, norms_K: Tensor) -> Tensor:
-        """Factors [..., K] from the Frobenius norms [..., K] of the regions, oldest first.
+        """Return factors [..., K] from the Frobenius norms [..., K] of the regions, oldest first.
 
-        Leading dimensions are weights; one with fewer regions has norms 0 at the end of its row.
+        Leading dimensions are weights; norms are padded with 0 for weights with fewer regions.
         """
 
 
 class BaseRate:
-    """Every region at the base rate; Adam and AvaGrad still treat regions apart (Table 9)."""
+    """Base rate for every region; Adam and AvaGrad still keep separate ages and normalisers (Table 9)."""
 
     def factors(self, norms_K: Tensor) -> Tensor:
-        """Factors [..., K] from the norms [..., K] of the regions, oldest first."""
+        """Return factors [..., K] from the norms [..., K] of the regions, oldest first."""
         return torch.ones_like(norms_K)
 
 
 class _Bounded:
-    """Factors up to a bound, with a warning the first time that it binds.
+    """Base of rules with an upper bound on factors, and a warning when it first applies.
 
     Args:
         max_factor: the largest factor on the base rate, at least 1.
 
     Raises:
-        UserError: a smaller bound.
+        UserError: `max_factor` is below 1.
     """
 
     def __init__(self, max_factor: float) -> None:
@@ -67,25 +67,25 @@ class _Bounded:
 
 
 class NormRatio(_Bounded):
-    """Rate in proportion to the region's norm: `||W_k|| / ||W_0||` (Eq. 5).
+    """Rate proportional to the region's norm: `||W_k|| / ||W_0||` (Eq. 5).
 
-    **Departs from the paper** at both ends. The ratio is held at `max_factor`, also where the oldest region has no
-    weight. Below 0.001 the factor rises again, evenly to 1 at 0: new weights that start at or beside zero (GradMax)
-    would not move otherwise. A norm that is NaN gives NaN.
+    **Departs from the paper** at both ends. The ratio is clamped to `max_factor`, also if the oldest region is zero.
+    Below 0.001 the factor rises again, linearly to 1 at 0: otherwise new weights that start at or near zero (GradMax)
+    would not move. A norm that is NaN gives NaN.
 
     Args:
         max_factor: the largest factor, at least 1. The regions of growing from a quarter of the width have ratios of
             at most sqrt(15) at equal variances; 0.056 to 3.3 in the runs on digits and CIFAR-10.
 
     Raises:
-        UserError: a smaller bound.
+        UserError: `max_factor` is below 1.
     """
 
     def __init__(self, max_factor: float = 10.0) -> None:
         super().__init__(max_factor)
 
     def factors(self, norms_K: Tensor) -> Tensor:
-        """Factors [..., K] from the norms [..., K] of the regions, oldest first."""
+        """Return factors [..., K] from the norms [..., K] of the regions, oldest first."""
         ratios = torch.where(norms_K == 0, norms_K, norms_K / norms_K[..., :1])
         rising = 1.0 - (1.0 / _SMALL - 1.0) * ratios
         return self._bounded(torch.where(ratios < _SMALL, rising, ratios))
@@ -99,12 +99,12 @@ class MaxOne(_Bounded):
             for 2048 channels.
 
     Raises:
-        UserError: a smaller bound.
+        UserError: `max_factor` is below 1.
     """
 
     def __init__(self, max_factor: float = 100.0) -> None:
         super().__init__(max_factor)
 
     def factors(self, norms_K: Tensor) -> Tensor:
-        """Factors [..., K] from the norms [..., K] of the regions, oldest first."""
+        """Return factors [..., K] from the norms [..., K] of the regions, oldest first."""
         return self._bounded(norms_K.clamp(min=1.0))

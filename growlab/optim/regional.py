@@ -1,4 +1,4 @@
-"""What the optimizers with a rate per region share: regions, rates, norms that are never stale."""
+"""Base class of optimizers with a rate per region of a weight."""
 
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
@@ -30,22 +30,22 @@ class Regional(torch.optim.Optimizer):
     weights with a single one, are updated by torch's own function.
 
     Args:
-        args: as for torch's optimizer.
+        args: arguments of torch's optimizer.
         rule: turns region norms into factors; None treats every parameter as one region.
-        kwargs: as for torch's optimizer.
+        kwargs: arguments of torch's optimizer.
 
     Attributes:
-        output_fan_in: divide the rate of a network's output layers by their fan-in in the seed (Table 1: 1 / C_0);
-            whoever grows the network does it when it labels regions.
+        output_fan_in: divide the rate of a network's output layers by their fan-in in the seed (Table 1: 1 / C_0); a
+            Grower applies it when it sets regions.
     """
 
     output_fan_in: bool = False
 
     def __init__(self, *args: Any, rule: RateRule | None = None, **kwargs: Any) -> None:
-        # Before torch compares them.
+        # Checked here, before torch compares values of wrong types.
         check_settings(dict(zip(signature(super().__init__).parameters, args, strict=False)) | kwargs)
         super().__init__(*args, **kwargs)
-        # Fused steps of torch unscale gradients inside the kernel, which a step in parts cannot do.
+        # torch's fused steps unscale gradients inside the kernel, which a step by regions cannot do.
         self._step_supports_amp_scaling = False
         self.rule = rule
         self._regions: dict[Tensor, Regions] = {}
@@ -79,14 +79,14 @@ class Regional(torch.optim.Optimizer):
                 f"rule={rule!r} must be a rate rule, such as growlab.optim.NormRatio(), or None."
             )
         self._rule = rule
-        # A rule that leaves a lone region at its base rate needs no work on weights that never grew.
+        # If a rule gives a single region the base rate, weights that never grew need no extra work.
         self._spares_one = rule is not None and bool((rule.factors(torch.tensor([2.0])) == 1.0).all())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch's optimizers do.
 
         Raises:
-            ValueError: a setting of the group's own is not what the optimizer computes with.
+            ValueError: a setting of the group is invalid.
         """
         if isinstance(param_group, dict):
             check_settings(param_group)
@@ -97,14 +97,14 @@ class Regional(torch.optim.Optimizer):
     def set_regions(
         self, regions: Mapping[Tensor, Regions], scales: Mapping[Tensor, float] | None = None
     ) -> None:
-        """Say which elements of which parameters came when; call it again after every growth event.
+        """Set the birth stages of parameters' elements; call it again after every growth event.
 
         Args:
-            regions: by parameter.
-            scales: a further factor on a parameter's rate (1 / C_0 on the output layer, Table 1).
+            regions: regions by parameter.
+            scales: additional factors on parameters' rates (1 / C_0 on the output layer, Table 1).
 
         Raises:
-            ValueError: regions of another shape than the parameter's, or of a complex parameter.
+            ValueError: regions do not have the parameter's shape, or belong to a complex parameter.
         """
         for param, region in regions.items():
             if not region.fits(param):
@@ -117,13 +117,13 @@ class Regional(torch.optim.Optimizer):
         self._pieces, self._square_sums = {}, {}
 
     def factors(self, param: Tensor) -> Tensor | None:
-        """Rate factor of each region of a weight now, [K]; None for vectors and others at the base rate."""
+        """Current rate factor of each region of a weight, [K]; None for vectors and others at the base rate."""
         if self._rule is None or param not in self._regions or not self._regions[param].has_rates(param):
             return None
         return self._rule.factors(self._norms(param)) * self._scales.get(param, 1.0)
 
     def region_norms(self, param: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Stages [K] and Frobenius norms [K] of a parameter's regions; None where it has none."""
+        """Stages [K] and Frobenius norms [K] of a parameter's regions; None if it has none."""
         regions = self._regions.get(param)
         return None if regions is None else (regions.stages, self._norms(param))
 
@@ -166,14 +166,14 @@ class Regional(torch.optim.Optimizer):
             self._step_regional({**group, "params": alike}, self._factors(alike))
 
     def _step_plain(self, group: dict[str, Any]) -> None:
-        """Update the group's parameters as torch does."""
+        """Update the group's parameters by torch's function."""
         raise NotImplementedError
 
     def _foreach(self, group: dict[str, Any]) -> bool | None:
-        """Whether torch should take the rest of the group's parameters together.
+        """Return the `foreach` argument for torch: True for parameters on a CPU that are few, dense and small.
 
-        On a CPU the numbers are the same in single and double precision (not in half), and vectors are many and
-        small. Large ones would need more memory.
+        On a CPU results are the same in single and double precision (not in half), and faster for many small vectors.
+        Large tensors would need more memory.
         """
         if group["foreach"] is not None or group["fused"] or group["differentiable"]:
             return group["foreach"]
@@ -225,9 +225,9 @@ class Regional(torch.optim.Optimizer):
         """Run an update over batches of pieces: `update(weights, *tensors, *values)`, lists of equal length.
 
         Args:
-            params: weights with regions, alike in dtype and device.
+            params: weights with regions, of the same dtype and device.
             tensors: gradients and state, each a list in the order of `params`.
-            values_PK: numbers that differ between regions; handed on as rows that broadcast with the pieces.
+            values_PK: values per region; passed to `update` as rows that broadcast with the pieces.
             update: works in place on the pieces of the weights and of the state.
         """
         cuts = [self._cut(p) for p in params]
@@ -242,7 +242,7 @@ class Regional(torch.optim.Optimizer):
         watched = not isinstance(self._rule, BaseRate) and not any(cut.whole for cut in cuts)
         sum_rows = [row for cut in cuts for row in cut.sum_rows] if watched else []
         elements = [n for cut in cuts for n in cut.elements]
-        # A GPU counts launches, not what fits in a cache.
+        # On a GPU the number of launches matters, not the cache.
         for part in batches(elements) if params[0].device.type == "cpu" else [slice(None)]:
             update(*(pieces[part] for pieces in lists))
             if watched:
@@ -252,11 +252,11 @@ class Regional(torch.optim.Optimizer):
                 self._square_sums[param] = (param._version, param.data_ptr(), cut.take_sums())
 
     def _gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients that lie as their parameters do."""
+        """Return gradients with the strides of their parameters."""
         return [aligned(p.grad, p) for p in params if p.grad is not None]
 
     def _aligned_state(self, param: Tensor, key: str) -> Tensor:
-        """A state tensor that lies as its parameter does (a checkpoint's may not)."""
+        """Return a state tensor with the strides of its parameter (one from a checkpoint may differ)."""
         state = self.state[param]
         state[key] = aligned(state[key], param)
         return state[key]
@@ -272,8 +272,8 @@ class Regional(torch.optim.Optimizer):
     def _squares(self, param: Tensor) -> Tensor:
         """Sums of squares of a parameter's regions, [K].
 
-        Those taken at the end of the last step hold while the parameter's version counter and storage do. What is
-        written through `.data` is not counted and shows one step later.
+        Sums from the end of the last step are reused while the parameter's version counter and storage are the same.
+        Writes through `.data` are not counted and take effect one step later.
         """
         if isinstance(self._rule, BaseRate):
             num_regions = self._regions[param].num_regions

@@ -1,4 +1,4 @@
-"""Regions: which elements of a tensor came with which growth stage (Yuan et al. 2023, Sec. 3.1, Eq. 5).
+"""Regions of a tensor: its elements by the growth stage that added them (Yuan et al. 2023, Sec. 3.1, Eq. 5).
 
 Element (i, j, ...) of a tensor belongs to stage max(birth of channel i of the first axis, of channel j of the second,
 ...). A vector (a bias, a norm's weight) is treated as the single row of a matrix.
@@ -21,8 +21,8 @@ class Regions:
     Attributes:
         rows_O: birth stage of each row, int64 [O].
         columns_I: birth stage of each column, int64 [I].
-        column_shape: how many dimensions behind the first the columns run over, and their lengths; None: one, [I].
-        rated: the regions have rates of their own. Those of vectors never have: they keep the base rate.
+        column_shape: lengths of the dimensions after the first that form the columns; None: one dimension, [I].
+        rated: the regions have separate rates. Those of vectors never have: they keep the base rate.
     """
 
     rows_O: Tensor
@@ -32,27 +32,27 @@ class Regions:
 
     @cached_property
     def stages(self) -> Tensor:
-        """The stages that occur, ascending: [K]."""
+        """Stages that occur, ascending: [K]."""
         return torch.unique(torch.maximum(self.rows_O.unique()[:, None], self.columns_I.unique()[None, :]))
 
     @cached_property
     def index_OI(self) -> Tensor:
-        """Which of the stages each (row, column) belongs to: int64 [O, I]."""
+        """Index into `stages` of each (row, column): int64 [O, I]."""
         return self.index_of(self.rows_O)
 
     def index_of(self, births_R: Tensor) -> Tensor:
-        """Which of the stages each column of rows with these births belongs to: int64 [R, I]."""
+        """Index into `stages` of each column, for rows with these birth stages: int64 [R, I]."""
         births_RI = torch.maximum(births_R[:, None], self.columns_I[None, :])
         return torch.searchsorted(self.stages, births_RI)
 
     @property
     def num_regions(self) -> int:
-        """K."""
+        """Number of regions, K."""
         return len(self.stages)
 
     @cached_property
     def counts(self) -> Tensor:
-        """Pairs of a row and a column in each region: int64 [K]."""
+        """Number of (row, column) pairs in each region: int64 [K]."""
         births, rows_of_kind = torch.unique(self.rows_O, return_counts=True)
         found = zip(self.index_of(births), rows_of_kind, strict=True)
         return torch.stack(
@@ -60,12 +60,12 @@ class Regions:
         ).sum(0)
 
     def has_rates(self, tensor: Tensor) -> bool:
-        """Whether the regions of a tensor take rates of their own."""
+        """Return True if the regions of a tensor have separate rates."""
         return self.rated and tensor.dim() > 1
 
     @property
     def num_column_axes(self) -> int:
-        """How many dimensions the columns run over."""
+        """Number of dimensions that form the columns."""
         return 1 if self.column_shape is None else len(self.column_shape)
 
     @cached_property
@@ -80,7 +80,7 @@ class Regions:
         )
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor has the shape that the regions are about."""
+        """Return True if the regions fit the tensor's shape."""
         rows, columns = len(self.rows_O), self.column_shape or (len(self.columns_I),)
         shape = tuple(tensor.shape)
         return (shape == columns and rows == 1) or shape[: 1 + len(columns)] == (rows, *columns)
@@ -88,7 +88,7 @@ class Regions:
     def sums(self, tensor: Tensor) -> Tensor:
         """Sum of each region of a tensor [O, I, ...] or [I]: [K], in at least float32.
 
-        Products with one-hot matrices: no atomic additions, so a GPU gives the same sums each time.
+        Computed by products with one-hot matrices, without atomic additions: deterministic on a GPU.
         """
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         beside = 1 + self.num_column_axes
@@ -103,11 +103,11 @@ class Regions:
         return self.square_sums(tensor).sqrt_()
 
     def square_sums(self, tensor: Tensor) -> Tensor:
-        """Sum of squares of each region of a tensor, [K], in at least float32: squares leave float16's range."""
+        """Sum of squares of each region of a tensor, [K], in at least float32: squares overflow in float16."""
         return self.sums(tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)).square())
 
     def spread(self, values_K: Tensor, dim: int) -> Tensor:
-        """Give every element its region's value, in a shape that broadcasts with a tensor of `dim` dimensions."""
+        """Spread one value per region over the elements; broadcasts with a tensor of `dim` dimensions."""
         values_OI = values_K[self.index_OI]
         if dim == 1:
             return values_OI[0]
@@ -115,7 +115,7 @@ class Regions:
         return values_OI.view(len(values_OI), *columns, *[1] * (dim - 1 - len(columns)))
 
     def to(self, device: torch.device) -> "Regions":
-        """The same regions on another device."""
+        """Return the regions on a device."""
         return (
             self
             if self.rows_O.device == device
@@ -126,19 +126,18 @@ class Regions:
 def weight_regions(
     graph: WidthGraph, births: Mapping[str, Sequence[int]], since: Mapping[str, int] | None = None
 ) -> dict[str, Regions]:
-    """Regions of every layer's weight, every vector and every other tensor with growing channels.
+    """Build the regions of every layer's weight, every vector and every other tensor with growing channels.
 
-    Those of layers' weights take rates of their own. Vectors, embeddings, tables and other bare parameters keep the
-    base rate; their regions have ages (`Adam`) and normalisers (`AvaGrad`).
+    Regions of layers' weights have separate rates. Vectors, embeddings, tables and other bare parameters keep the base
+    rate; their regions have ages (`Adam`) and normalisers (`AvaGrad`).
 
     Args:
         graph: width graph of the network.
-        births: for each group, the stage that each of its channels came with.
-        since: the stage that a tensor itself came with, by name; left out: 0. Nothing of it is older.
+        births: birth stage of each channel, by group.
+        since: stage at which a whole tensor was added, by name (default 0); none of its elements is older.
 
     Returns:
-        Regions by the tensor's name: of parameters and of buffers such as norm statistics. Fixed channels count as
-        born at stage 0.
+        Regions by the tensor's name, of parameters and of buffers such as norm statistics. Fixed channels have stage 0.
     """
     widths = {group: len(stages) for group, stages in births.items()}
     births_by_group = {group: torch.tensor(list(stages)) for group, stages in births.items()}
@@ -147,7 +146,7 @@ def weight_regions(
     for name, axes in graph.axes.items():
         if name in weights or len(axes) == 1 or graph.grows(name):
             stage = (since or {}).get(name, 0)
-            # Behind the last axis that grows, and behind the second, all is of one age.
+            # Beyond the last growing axis, and beyond the second, all elements have the same age.
             last = max((dim for dim, axis in enumerate(axes) if axis.groups), default=0)
             stages = [
                 axis.spread(births_by_group, widths, fixed=0).long().clamp(min=stage)
@@ -161,7 +160,7 @@ def weight_regions(
 
 
 def _greatest(births: Sequence[Tensor]) -> Tensor:
-    """The latest birth for each combination of channels of several axes, flattened."""
+    """Latest birth stage of each combination of channels of several axes, flattened."""
     greatest, *others = births
     for other in others:
         greatest = torch.maximum(greatest[:, None], other[None, :]).flatten()

@@ -1,4 +1,4 @@
-"""Settings of optimizers, checked where torch compares and computes with whatever it is given."""
+"""Checks of optimizers' arguments that torch does not validate."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,14 +12,14 @@ _FLAGS = ("amsgrad", "maximize", "nesterov")
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that torch lets pass, or fails on in a sentence about Python's operators.
+    """Raise an error for settings that torch accepts, or that fail in it with an unhelpful TypeError.
 
     Args:
-        settings: arguments of an optimizer, or a group of parameters with settings of its own.
+        settings: arguments of an optimizer, or a parameter group with its settings.
 
     Raises:
-        ValueError: a number is none, negative or not finite, betas are not two numbers from 0 to below 1, or what is
-            True or False is neither.
+        ValueError: a numeric setting is not a finite number from 0 on, betas are not two numbers from 0 to below 1, or
+            a flag is neither True nor False.
 
     Examples:
         >>> check_settings({"lr": 0.1, "betas": (0.9,)})
@@ -27,7 +27,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         ValueError: betas must be two numbers, each from 0 to below 1, not (0.9,).
     """
     for name in _NUMBERS:
-        # A rate may be a tensor, which is not read here: that would stall a GPU.
+        # A rate may be a tensor, which is not read here: that would synchronise with the GPU.
         if name in settings and not isinstance(settings[name], Tensor):
             at_least(0, **{name: settings[name]})
     for name in _FLAGS:

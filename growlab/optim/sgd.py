@@ -1,4 +1,4 @@
-"""SGD whose rate differs between the regions of a weight."""
+"""SGD with a rate per region of a weight."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +15,8 @@ _FUSED_DTYPES = (torch.float32, torch.float64)
 class SGD(Regional, torch.optim.SGD):
     """`torch.optim.SGD` with a rate per region (Yuan et al. 2023, Eq. 5).
 
-    Takes every argument of `torch.optim.SGD`, and `rule`; see `Regional`. With all factors 1 the result is that of
-    torch's, bit for bit (up to rounding with `fused=True`, which takes
-    torch's fused kernels and is the fastest on a CPU).
+    Takes every argument of `torch.optim.SGD`, and `rule`; see `Regional`. With all factors 1 the result equals torch's
+    bit for bit (up to rounding with `fused=True`, which uses torch's fused kernels and is the fastest on a CPU).
 
     Examples:
         >>> from growlab.optim import NormRatio
@@ -29,7 +28,7 @@ class SGD(Regional, torch.optim.SGD):
         """Add a group of parameters, as torch's optimizers do.
 
         Raises:
-            ValueError: its dampening lies outside of 0 to 1, which torch takes without a word.
+            ValueError: its dampening is not between 0 and 1, which torch does not check.
         """
         super().add_param_group(param_group)
         if not 0 <= (dampening := self.param_groups[-1]["dampening"]) <= 1:
@@ -109,7 +108,7 @@ def _update(group: dict[str, Any], weights: Any, grads: Any, *rest: Any) -> None
 
 
 def _fused_update(group: dict[str, Any], weights: Any, grads: Any, buffers: Any, rates: Any) -> None:
-    """The same numbers in two passes: torch's kernel at rate 0 leaves the weights and updates the momentum."""
+    """Compute `_update` in two passes: torch's fused kernel at rate 0 updates only the momentum."""
     torch._fused_sgd_(
         weights,
         grads,

@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 Inheritance = Literal["auto", "inherit", "reset", "zero_new"]
 INHERITANCES = ("auto", "inherit", "reset", "zero_new")
 
-# Cosine between weights and what holds weights, at least; moments of gradients are far below.
+# Least cosine between weights and state that stores weights; that of moments of gradients is far below.
 _ALIKE = 0.7
-# How state scales with the gradient, by the names that torch.optim gives it.
+# Power of the gradient that state scales with, by its name in torch.optim.
 _POWERS = {
     **dict.fromkeys(("momentum_buffer", "exp_avg", "grad_avg", "exp_inf", "prev"), 1),
     **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"), 2),
@@ -31,25 +31,24 @@ _POWERS = {
 
 
 def default_inheritance(optimizer: torch.optim.Optimizer, carry: Carry | None = None) -> Inheritance:
-    """The papers' choice at a growth event.
+    """Return the papers' treatment of optimizer state at a growth event: "reset" or "inherit".
 
-    Yuan et al. (2023) start SGD's momentum anew and let adaptive optimizers keep their state. Where a
-    layer's basis was turned, momentum turns with it exactly and the same training goes on (Bird, Appendix D): SGD and
-    LARS keep it.
+    Yuan et al. (2023) reset SGD's momentum and let adaptive optimizers keep their state. If a layer's basis was
+    rotated, momentum rotates with it exactly, which does not change training (Bird, Appendix D): SGD and LARS keep it.
 
     Args:
         optimizer: any.
-        carry: the event's rule.
+        carry: rule of the event, see `follow`.
     """
     turned = carry is not None and bool(carry.bases)
     return "reset" if isinstance(optimizer, (torch.optim.SGD, LARS)) and not turned else "inherit"
 
 
 def normalises(optimizer: torch.optim.Optimizer) -> bool:
-    """True if an optimizer's steps are as long for gradients that are all twice as large.
+    """Return True if an optimizer's steps do not depend on the scale of gradients.
 
-    So it is with Adam, Lion, Muon and any other that is not known to step in proportion to the gradient (SGD, AvaGrad),
-    or to the weights (LARS) or by curvature (L-BFGS), with which the gradient's scale agrees.
+    This is so for Adam, Lion, Muon and any other that is not known to step in proportion to the gradient (SGD, AvaGrad)
+    or the weights (LARS), or by curvature (L-BFGS).
     """
     others = (torch.optim.SGD, torch.optim.ASGD, AvaGrad, LARS, torch.optim.LBFGS)
     return not isinstance(optimizer, others)
@@ -64,27 +63,27 @@ def follow(
     inheritance: Inheritance = "auto",
     carry: Carry | None = None,
 ) -> None:
-    """Let an optimizer track the parameters of a grown network, in place.
+    """Carry an optimizer through a growth event: replace its parameters and map its state, in place.
 
     Schedulers, scalers and loggers hold references to the optimizer and its groups, so neither is replaced.
 
     Args:
-        optimizer: any `torch.optim.Optimizer` whose state is shaped like its parameters, or one number each.
+        optimizer: any `torch.optim.Optimizer` whose state has the shape of its parameters, or is a number each.
         replaced: old and new tensor by name, from the growth event.
         graph: the network's width graph.
         widths_before: width of each group before.
-        widths_after: and after.
-        inheritance: "reset" forgets all state. "zero_new" carries state to the old entries' places as it is; at new
-            entries is what the optimizer begins with, zeros for most. "inherit" carries it by the method's rule: first
-            moments as the gradient, second moments as its square; state of unknown meaning as "zero_new". "auto":
-            `default_inheritance`, and "reset", with a warning, where state cannot be carried (Adafactor's factors,
-            L-BFGS's directions). Copies and averages of weights, such as Lookahead's and schedule-free optimizers',
-            stay as far from the weights as they were, none at new entries.
-        carry: the method's rule, from the growth event; None for old entries as they are.
+        widths_after: width of each group after.
+        inheritance: "reset" deletes all state. "zero_new" keeps state unchanged at old entries; new entries get the
+            optimizer's initial state, mostly zeros. "inherit" maps it by the method's rule: first moments like the
+            gradient, second moments like its square; state of unknown meaning as "zero_new". "auto":
+            `default_inheritance`, or "reset", with a warning, if state cannot be carried (Adafactor's factors, L-BFGS's
+            directions). Copies and averages of weights, such as those of Lookahead and schedule-free optimizers, keep
+            their distance from the weights, 0 at new entries.
+        carry: the method's rule, from the growth event; None keeps state unchanged at old entries.
 
     Raises:
-        ValueError: state that is neither shaped like its parameter nor a number and is not to be reset, lists of the
-            optimizer's own that would not fit, or an unknown `inheritance`. The optimizer is then as before.
+        ValueError: state that is not reset has neither its parameter's shape nor a single number, other containers of
+            the optimizer would not fit, or `inheritance` is unknown. The optimizer is then unchanged.
     """
     check_inheritance(inheritance)
     follow_once(optimizer, replaced, (graph, widths_before, widths_after), inheritance, carry, {})
@@ -98,15 +97,15 @@ def follow_once(
     carry: Carry | None,
     done: dict[int, tuple[Any, Any]],
 ) -> None:
-    """Let one of several optimizers follow, which may share groups, the whole state or that of a parameter.
+    """Carry one of several optimizers that may share groups or state (wrappers), mapping each state once.
 
     Args:
-        optimizer: with `param_groups` and `state`, as far as it has them.
+        optimizer: any object that may have `param_groups` and `state`.
         replaced: see `follow`.
         widths: the network's width graph, widths before and after.
         inheritance: see `follow`.
         carry: see `follow`.
-        done: state that an optimizer before it had, by its id: old and new; brought up to date.
+        done: state mapped for previous optimizers, by its id: old and new; updated.
     """
     places = {id(old): (name, new) for name, (old, new) in replaced.items()}
     state = getattr(optimizer, "state", {})
@@ -118,9 +117,9 @@ def follow_once(
             inheritance = "reset"
     check_following(optimizer, places, inheritance)
     moving = _Moving(optimizer, places, widths, inheritance, carry)
-    # Entries of the optimizer as a whole, under names of their own, are none of a parameter's.
+    # Entries with names as keys belong to the optimizer as a whole, not to a parameter.
     own = [] if shares else [param for param in state if isinstance(param, Tensor)]
-    # One around another optimizer may have made its state when it was made itself, and never again.
+    # A wrapper of another optimizer may create its state only in its constructor.
     made_once = any(True for _ in inside(optimizer))
     states: dict[Tensor, Any] = {}
     for param in own if inheritance != "reset" or made_once else ():
@@ -131,7 +130,7 @@ def follow_once(
             states[places[id(param)][1] if id(param) in places else param] = done[id(old)][1]
     if inheritance == "reset" and not shares and not made_once:
         begin_anew(optimizer)
-    # An optimizer around another one shares its groups, which may be the grown network's already.
+    # A wrapper of another optimizer shares its groups, which may be updated already.
     for group in getattr(optimizer, "param_groups", ()):
         for index, param in enumerate(group["params"]):
             if id(param) in places:
@@ -143,23 +142,23 @@ def follow_once(
     state.update(states)
     done[id(state)] = state, state
     if isinstance(optimizer, torch.optim.LBFGS):
-        # It counts its parameters' elements once.
+        # It caches the number of its parameters' elements.
         optimizer._numel_cache = None
 
 
 def begin_anew(optimizer: Any) -> None:
-    """Let an optimizer forget what it keeps of parameters, so that it begins as if none had been stepped."""
+    """Delete an optimizer's state of parameters, as before its first step."""
     state = getattr(optimizer, "state", {})
     for param in [param for param in state if isinstance(param, Tensor)]:
         del state[param]
     for group in getattr(optimizer, "param_groups", ()):
-        # Some count steps here, and make their state in the first.
+        # Some count steps here, and create their state in the first.
         if "step" not in getattr(optimizer, "defaults", ()):
             group.pop("step", None)
 
 
 class _Moving:
-    """Brings what an optimizer keeps of its parameters through one growth event; arguments as of `follow_once`."""
+    """Maps an optimizer's state of parameters through one growth event; arguments as of `follow_once`."""
 
     def __init__(
         self,
@@ -179,12 +178,12 @@ class _Moving:
         self._settings = {param: group for group in groups for param in group["params"]}
 
     def moved(self, param: Tensor, value: Any, key: str = "") -> Any:
-        """What is kept of a parameter, as it is to be kept of the one in its place.
+        """Map a parameter's state to the state of its replacement.
 
         Args:
-            param: the old one, or one that stays.
-            value: of any kind.
-            key: its name, where it is not a dictionary of names.
+            param: the old parameter, or one that is not replaced.
+            value: its state, of any type.
+            key: name of the state, if it is not a dictionary of named entries.
         """
         if id(param) not in self._places:
             return mapped(value, param.shape, param.shape, partial(self._rescaled, param), key)
@@ -218,7 +217,7 @@ class _Moving:
         return torch.empty_like(new, dtype=value.dtype).copy_(moved)
 
     def _rescaled(self, param: Tensor, key: str, value: Tensor) -> Tensor:
-        """Of a parameter that was not replaced, while its gradient has changed by a factor."""
+        """Rescale state of a parameter that was not replaced, but whose gradient changed by a factor."""
         if self._lars is not None and param.dim() > 1:
             return value
         power = _power(self._optimizer, key)
@@ -226,11 +225,11 @@ class _Moving:
 
 
 def rescale_state(optimizer: torch.optim.Optimizer, factors: Mapping[Tensor, tuple[Tensor, Tensor]]) -> None:
-    """Bring state to parameters that have been multiplied, in place, so that the same training goes on.
+    """Rescale the state of parameters that were multiplied by factors, in place, so that training continues unchanged.
 
     Args:
         optimizer: any.
-        factors: for a parameter, what it was multiplied by, and what its gradient is multiplied by from now on.
+        factors: by parameter, the factor on it and the factor on its gradient from now on.
     """
     copies, _ = _meanings(optimizer)
     for param, (weight, gradient) in factors.items():
@@ -260,10 +259,10 @@ def _multiplied(
 
 
 def check_inheritance(inheritance: str) -> None:
-    """Refuse an unknown name.
+    """Check the name of an inheritance.
 
     Raises:
-        ValueError: it is none of `INHERITANCES`.
+        ValueError: it is not in `INHERITANCES`.
     """
     one_of(INHERITANCES, optimizer_state=inheritance)
 
@@ -271,16 +270,16 @@ def check_inheritance(inheritance: str) -> None:
 def check_following(
     optimizer: torch.optim.Optimizer, places: Mapping[int, tuple[str, Tensor]], inheritance: Inheritance
 ) -> None:
-    """Refuse state that cannot be carried through an event where parameters are replaced.
+    """Check that an optimizer's state can be carried through an event that replaces parameters.
 
     Args:
         optimizer: any.
-        places: by the `id` of a parameter that is replaced, its name and the new one.
+        places: name and replacement of each parameter that is replaced, by its `id`.
         inheritance: see `follow`.
 
     Raises:
-        ValueError: it is neither shaped like its parameter nor a number, and is not to be reset; or the optimizer
-            holds parameters by their size.
+        ValueError: state that is not reset has neither its parameter's shape nor a single number; or the optimizer
+            groups parameters by size in a container that growlab cannot carry.
     """
     if told := cannot_exchange(optimizer, places):
         raise ValueError(f"{told}.")
@@ -289,9 +288,9 @@ def check_following(
 
 
 def _cannot_follow(optimizer: Any, places: Mapping[int, tuple[str, Tensor]]) -> str:
-    """Says which state of a parameter that is replaced could not be brought to another shape; "": all could."""
+    """Describe the state of a replaced parameter that cannot be brought to another shape, or ""."""
     for param, state in getattr(optimizer, "state", {}).items():
-        # L-BFGS keeps what it knows of all parameters with the first.
+        # L-BFGS keeps the state of all parameters with the first.
         everything = bool(places) and isinstance(optimizer, torch.optim.LBFGS)
         if not isinstance(param, Tensor) or not (everything or id(param) in places):
             continue
@@ -306,7 +305,7 @@ def _cannot_follow(optimizer: Any, places: Mapping[int, tuple[str, Tensor]]) -> 
 
 
 def running_gradients(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
-    """The optimizer's running mean of the gradient of each parameter; parameters without one are left out."""
+    """Return the optimizer's running means of gradients, by parameter; parameters without one are left out."""
     found: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -318,23 +317,23 @@ def running_gradients(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
 
 
 def _power(optimizer: torch.optim.Optimizer, key: str) -> int | None:
-    """How an optimizer's state of this name scales with the gradient; None if unknown."""
+    """Return the power of the gradient that state of this name scales with; None if unknown."""
     if isinstance(optimizer, torch.optim.RMSprop) and key == "momentum_buffer":
-        # Of gradients that are divided by their root mean square already.
+        # It accumulates gradients that are already divided by their root mean square.
         return 0
     if key in _POWERS:
         return _POWERS[key]
-    # Other libraries follow these names: exp_avg_diff, exp_avg_lr_1, exp_grad_norm_sq, ...
+    # Other libraries use similar names: exp_avg_diff, exp_avg_lr_1, exp_grad_norm_sq, ...
     if key.endswith(("_sq", "_var")) or "square" in key or "variance" in key:
         return 2
     return 1 if "momentum" in key or key.startswith(("exp_avg", "grad")) or key.endswith("_grad") else None
 
 
 def _meanings(optimizer: Any) -> tuple[set[str], set[str]]:
-    """Names of state of other libraries that holds weights, and of state that is above 0 everywhere.
+    """Names of state, in other libraries' optimizers, that stores weights, and of state that is positive everywhere.
 
-    Weights, of now or of before, point where the parameters point. State without zeros or signs is a scale or a rate,
-    such as a preconditioner that begins with ones: 0 may be no value for it.
+    State that stores present or past weights is recognised by its cosine with the parameters. Positive state is a scale
+    or a rate, such as a preconditioner initialised with ones, for which 0 may be invalid.
     """
     found: dict[str, list[Tensor]] = {}
     state = getattr(optimizer, "state", {})
@@ -363,25 +362,25 @@ def _meanings(optimizer: Any) -> tuple[set[str], set[str]]:
 
 
 def _moved_along(kept: Tensor, before: Tensor, after: Tensor, place: Callable[[Tensor], Tensor]) -> Tensor:
-    """What is kept of weights, as far from the new ones as it was from the old, where these are scaled to those.
+    """Map a stored copy of weights so that it keeps its distance from them, scaled as they are.
 
     Args:
-        kept: of the old weights' shape.
+        kept: the stored copy, of the old weights' shape.
         before: the old weights.
-        after: the new ones; at entries of their own it is these.
-        place: puts a tensor's entries at their places among the new ones, 0 elsewhere.
+        after: the new weights; the result equals them at new entries.
+        place: maps a tensor of the old shape to the new one, with 0 at new entries.
     """
     old, new = place(before.to(kept)), after.to(kept)
     scale = (new * old.conj()).sum() / old.abs().square().sum().clamp(min=torch.finfo(old.dtype).tiny)
     ratio = new / old
-    # Where noise was added to a small weight, or there is none, the whole tensor's scale says more.
+    # For zero weights, and small ones with added noise, the scale of the whole tensor is more reliable.
     return new + place(kept - before.to(kept)) * torch.where(
         (ratio - scale).abs() <= scale.abs(), ratio, scale
     )
 
 
 def _begins_with(optimizer: torch.optim.Optimizer, key: str, settings: Mapping[str, Any]) -> float:
-    """What state of this name holds before the first step, if not 0."""
+    """Return the initial value of state of this name, before the first step."""
     if isinstance(optimizer, torch.optim.Rprop) and key == "step_size":
         return float(settings.get("lr", optimizer.defaults["lr"]))
     if isinstance(optimizer, torch.optim.Adagrad) and key == "sum":

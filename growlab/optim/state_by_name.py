@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name, so that another run of the same network can go on with it."""
+"""Save and load optimizer state by parameter name, to continue in another run of the same network."""
 
 import copy
 from collections.abc import Mapping
@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 
 def named_state(optimizer: torch.optim.Optimizer, network: nn.Module) -> dict[str, Any]:
-    """A copy of an optimizer's state on the CPU, in plain containers, by the names of a network's parameters.
+    """Copy an optimizer's state to the CPU, in plain containers, by the names of a network's parameters.
 
     Args:
         optimizer: any.
-        network: whose parameters it has trained; state of other parameters is left out.
+        network: the network that it trains; state of other parameters is left out.
 
     Returns:
-        "class": the optimizer's; "state": by parameter name; "entries": of no parameter.
-        `torch.load(weights_only=True)` reads it from a file.
+        "class": the optimizer's class; "state": state by parameter name; "entries": state of no parameter. It can be
+        read from a file with `torch.load(weights_only=True)`.
 
     Raises:
-        ValueError: state that is neither tensors nor numbers.
+        ValueError: state contains an object other than tensors, numbers and plain containers.
     """
     state = {
         name: _plain(dict(optimizer.state[parameter]), f"{type(optimizer).__name__}'s state of {name}")
@@ -36,15 +36,15 @@ def named_state(optimizer: torch.optim.Optimizer, network: nn.Module) -> dict[st
 
 
 def load_named_state(optimizer: torch.optim.Optimizer, network: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Let an optimizer go on with the state that `named_state` took; its settings and groups stay its own.
+    """Load state saved by `named_state` into an optimizer; its settings and groups are unchanged.
 
     Args:
-        optimizer: of the same class.
-        network: with the parameters that it holds; of those that have no saved state it begins anew.
-        saved: from `named_state`.
+        optimizer: an optimizer of the same class.
+        network: the network that it trains; parameters without saved state start without state.
+        saved: result of `named_state`.
 
     Raises:
-        ValueError: it is of another class, or of parameters of other shapes.
+        ValueError: it belongs to another class of optimizer, or to parameters of other shapes.
     """
     if saved["class"] != _class_of(optimizer):
         raise ValueError(f"it is of {saved['class']}, not of {_class_of(optimizer)}.")
@@ -61,7 +61,7 @@ def load_named_state(optimizer: torch.optim.Optimizer, network: nn.Module, saved
             for key, value in state[index].items():
                 if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
                     raise ValueError(f"{key} of {name} is {list(value.shape)}, not {list(parameter.shape)}.")
-    # Through the optimizer's own loading, which places tensors on devices and knows their precision.
+    # `load_state_dict` moves tensors to the parameters' devices and precisions.
     optimizer.load_state_dict({**optimizer.state_dict(), "state": copy.deepcopy(state)})
 
 

@@ -1,4 +1,4 @@
-"""Parts: features beside growing, each of its own and none known to the engine."""
+"""Parts: optional features that plug into a Grower, independent of each other and unknown to the engine."""
 
 import importlib
 import importlib.util
@@ -30,7 +30,7 @@ __all__ = [
     "available",
 ]
 
-# None is imported before it is used: a part's file may be taken away.
+# Imported on first use: a part's file may be deleted.
 _HOMES = {
     "Averages": "averages",
     "Classes": "classes",
@@ -51,7 +51,7 @@ def __getattr__(name: str) -> Any:
 
 
 def available() -> Iterator[type[Part]]:
-    """The parts whose files are there."""
+    """Iterate over the part classes that are installed."""
     for name, home in _HOMES.items():
         if importlib.util.find_spec(f"growlab.parts.{home}") is not None:
             found = getattr(importlib.import_module(f"growlab.parts.{home}"), name)

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights that grows with the network."""
+"""Exponential moving average (EMA) of the weights that grows with the network."""
 
 from collections.abc import Mapping
 from numbers import Real
@@ -14,18 +14,17 @@ from growlab.widths.trials import named_tensors, share_attributes
 
 
 class Averages(Part):
-    """`a <- decay a + (1 - decay) w` after every optimizer step, statistics of normalisation included.
+    """Exponential moving average of weights and buffers: `a <- decay a + (1 - decay) w` after every step.
 
-    A growth event maps weights to `G(w)`, linear in the old ones plus what it draws. The average goes through the
-    same map, with the same draws and with scales that are decided by `w`. Since an average's coefficients add up to
-    one, `G(average of w) = average of G(w)`: it is the average that there would be had the network always been this
-    wide.
+    A growth event maps weights to `G(w)`, an affine function of the old ones and the draws. The average is mapped by
+    the same function, with the same draws and with scales computed from `w`. Since an average's coefficients sum to
+    one, `G(average of w) = average of G(w)`: the result is the average of a network that always had this width.
 
     Args:
-        decay: between 0 and 1, such as 0.999.
+        decay: decay rate between 0 and 1, such as 0.999.
 
     Raises:
-        UserError: another decay.
+        UserError: `decay` is out of range.
     """
 
     name = "ema"
@@ -42,14 +41,14 @@ class Averages(Part):
         """The averaged network, at the widths of the network.
 
         Raises:
-            UserError: no network grows with it yet.
+            UserError: the part is not attached to a Grower yet.
         """
         if self._average is None:
             raise UserError("averaged weights are there once a Grower has them among its parts.")
         return self._average.module
 
     def begin(self, grower: GrowingNetwork) -> None:
-        """Start as a copy of the seed."""
+        """Start the average as a copy of the seed network."""
         average = get_ema_multi_avg_fn(self._decay)
         self._average = AveragedModel(grower.network, multi_avg_fn=average, use_buffers=True)
         self._average.requires_grad_(False).eval()
@@ -57,27 +56,27 @@ class Averages(Part):
         grower.averages[self.name] = self._average.module
 
     def after_step(self, grower: GrowingNetwork) -> None:
-        """Average."""
+        """Update the average with the network's weights and buffers."""
         if self._average is not None:
-            # Not its state_dict, which leaves out buffers that are not persistent.
+            # Not from its state_dict, which omits non-persistent buffers.
             _go_along(self._average.module, named_tensors(grower.network))
             self._average.n_averaged = self._average.n_averaged.to(next(grower.network.parameters()).device)
             self._average.update_parameters(grower.network)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averaged weights and the number of steps in them."""
+        """Return the averaged weights and the number of averaged steps."""
         return {} if self._average is None else self._average.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         if self._average is not None:
-            # In the precision that was saved, which the network may only take on later.
+            # In the saved precision, to which the network may be converted later.
             _go_along(self._average, state)
             self._average.load_state_dict(state)
 
 
 def _go_along(average: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Bring the average's tensors to the devices and the precision of the network's."""
+    """Move the average's tensors to the devices and dtypes of the given tensors."""
     for name, tensor in named_tensors(average).items():
         other = tensors.get(name)
         if other is not None and (tensor.device, tensor.dtype) != (other.device, other.dtype):

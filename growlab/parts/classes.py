@@ -1,4 +1,4 @@
-"""A head that grows with the classes: the output layer's rows open as classes appear (Yuan et al. 2023, App. H)."""
+"""Class-incremental growth: rows are added to the output layer as classes appear (Yuan et al. 2023, App. H)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,14 +22,14 @@ CLASSES = "classes"
 
 
 class Classes(WidthPart):
-    """Opens the output layer's rows stage by stage, as classes arrive.
+    """Adds rows to the output layer from stage to stage, as classes arrive.
 
     Args:
-        order: the classes in the order in which they arrive, all of them.
-        counts: maps a number of stages to how many classes each has.
+        order: all classes in their order of arrival.
+        counts: maps the number of stages to the number of classes at each stage.
 
     Raises:
-        UserError: the order does not name every class from 0 on once, or the counts are no function.
+        UserError: `order` is not a permutation of 0, 1, ..., or `counts` is not callable.
     """
 
     name = "classes"
@@ -45,23 +45,23 @@ class Classes(WidthPart):
         self._sorted = False
 
     def applies(self, trigger: Trigger) -> bool:
-        """Return False where stages are not known beforehand: the network then has all outputs from the start."""
+        """Return True if the network grows in stages known in advance; otherwise all outputs exist from the start."""
         return not isinstance(trigger, Never) and trigger.knows_stages
 
     def prepare(
         self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
     ) -> WidthGraph:
-        """Make the network's outputs a width group, where one layer puts them out."""
+        """Make the network's outputs a width group, if a single layer produces them."""
         self._sorted = False
         opened = with_classes(graph, len(self._order))
         self.groups = () if opened is None else (CLASSES,)
         return opened or graph
 
     def stage_widths(self, num_stages: int) -> Mapping[str, Sequence[int]]:
-        """Classes of each stage.
+        """Return the number of classes at each stage.
 
         Raises:
-            UserError: the counts are not one for each stage, ascending, of the classes that there are.
+            UserError: `counts` does not return one number per stage, ascending and at most the number of classes.
         """
         if not self.groups:
             return {}
@@ -81,46 +81,46 @@ class Classes(WidthPart):
     def widen(
         self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths
     ) -> Replaced:
-        """Open rows."""
+        """Add rows for the classes of the next stage; see `open_classes`."""
         if not self.groups:
             return {}
         return open_classes(network, grower.graph, grower.method, state, widths[CLASSES], grower.seed)
 
     def targets(self, y: Tensor) -> Tensor:
-        """Map classes to the head's rows, which are in the order of arrival while the network trains."""
+        """Map class labels to output rows, which are in the order of arrival while the network trains."""
         if self._sorted or not self.groups:
             return y
         return torch.argsort(torch.tensor(self._order, device=y.device))[y]
 
     def finish(self, grower: GrowingNetwork) -> None:
-        """Bring rows into the order of the labels."""
+        """Sort rows into the order of the labels; see `sort_classes`."""
         if self.groups and not self._sorted:
             for network in (grower.network, *grower.copies().values()):
                 sort_classes(network, grower.graph, self._order)
             self._sorted = True
 
     def state_dict(self) -> dict[str, Any]:
-        """True under "sorted" if rows are in the order of the labels already."""
+        """Return the state: "sorted" is True once rows are in the order of the labels."""
         return {"sorted": self._sorted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         self._sorted = bool(state.get("sorted", False))
 
     load_for_inference = load_state_dict
 
 
 def with_classes(graph: WidthGraph, num_classes: int) -> WidthGraph | None:
-    """The same graph with the network's outputs as one more group.
+    """Add the network's outputs to a width graph as one more group.
 
-    Growth methods leave its width alone: a new class is not a copy or a twin of another. `open_classes` widens it.
+    Growth methods do not change its width: a new class is not a copy or a twin of another. `open_classes` widens it.
 
     Args:
-        graph: of a network at full width.
-        num_classes: its outputs.
+        graph: width graph of a network at full width.
+        num_classes: number of its outputs.
 
     Returns:
-        None where no single layer with rows of its own puts the outputs out.
+        The graph with the group, or None if the outputs are not the plain rows of a single layer.
     """
     heads = [layer for layer in graph.layers if layer.scale_out == graph.output_class]
     if len(heads) != 1 or CLASSES in graph.groups:
@@ -140,20 +140,20 @@ def with_classes(graph: WidthGraph, num_classes: int) -> WidthGraph | None:
 def open_classes(
     model: nn.Module, graph: WidthGraph, method: GrowthMethod, state: GrowthState, count: int, seed: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Give the head rows for classes that appear, drawn as the method draws the output layer's; biases are zero.
+    """Add rows to the output layer for new classes, drawn as the method draws its weights; biases are zero.
 
-    **Preserves** the outputs of the classes that there were, exactly.
+    **Preserves** the outputs of previous classes exactly.
 
     Args:
-        model: changed in place.
-        graph: with the group of classes.
-        method: whose new weights they are.
-        state: brought up to date; the rows are born at its stage.
-        count: classes from here on.
+        model: the network; changed in place.
+        graph: width graph with the group of classes.
+        method: growth method; `method.new_weights` draws the rows.
+        state: growth state, which is updated; the rows' birth stage is its stage.
+        count: number of classes from now on.
         seed: the run's seed.
 
     Returns:
-        Old and new tensor by name, for an optimizer to follow.
+        Old and new tensors by name, for `growlab.optim.follow`.
     """
     before = dict(state.widths)
     widths = {**before, CLASSES: count}
@@ -172,14 +172,14 @@ def open_classes(
 
 
 def sort_classes(model: nn.Module, graph: WidthGraph, order: Sequence[int]) -> None:
-    """Bring the head's rows from the order in which classes appeared into that of the labels, in place.
+    """Sort the output layer's rows from the order of arrival into that of the labels, in place.
 
-    What the forward multiplies rows of weights by is written into them first.
+    Row multipliers of the forward are folded into the weights first.
 
     Args:
-        model: with all classes.
-        graph: with the group of classes.
-        order: the class that each row is of.
+        model: the network, with all classes.
+        graph: width graph with the group of classes.
+        order: class of each row.
     """
     fold_multipliers(model)
     tensors = tensors_of(model, graph)

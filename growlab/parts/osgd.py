@@ -1,4 +1,4 @@
-"""Dynamic orthogonalised SGD (Yuan et al. 2023, App. H, Eq. 21), around any optimizer."""
+"""Dynamic orthogonalised SGD (Yuan et al. 2023, App. H, Eq. 21), for any optimizer."""
 
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
@@ -20,21 +20,21 @@ from growlab.widths.unchanged import unchanged
 
 
 class Orthogonalised:
-    """Take out of each gradient what would undo the steps on the data of before.
+    """Remove from each gradient the component along the mean gradient on previous data.
 
-    Before a network grows, the mean gradient G of its loss on the data that it was trained on is remembered. Then the
-    gradient g of every step, all parameters as one vector, becomes
+    Before a network grows, the mean gradient G of its loss on the data that it was trained on is stored. Then the
+    gradient g of every step, with all parameters as one vector, becomes
 
         g* = g - strength * (<g, G_pad> / <G_pad, G_pad>) G_pad                  (Eq. 21; strength is its lambda)
 
-    where G_pad is G in the places of the old entries and zero at those that have come since. At strength 1 nothing of
-    the step is along G; the strength then falls to 0, and the optimizer steps on the gradient as it is.
+    where G_pad is G at old entries and zero at new ones. At strength 1 the gradient is orthogonal to G; as the strength
+    falls to 0, it becomes the plain gradient.
 
-    It stands before the optimizer, whichever it is: `project` between the backward pass and `optimizer.step()`, and
-    `follow` beside `growlab.optim.follow` at a growth event.
+    Call `project` between the backward pass and the step of any optimizer, and `follow` together with
+    `growlab.optim.follow` at a growth event.
 
     Args:
-        network: whose parameters have the gradients; one that is replaced is found by its name.
+        network: the network; its parameters are found by name, also after they were replaced.
 
     Examples:
         >>> weight = nn.Linear(2, 1, bias=False)
@@ -52,10 +52,10 @@ class Orthogonalised:
         self._square: Tensor | None = None
 
     def remember(self, gradients: Mapping[str, Tensor]) -> None:
-        """Keep G.
+        """Store the mean gradient G.
 
         Args:
-            gradients: by parameter name; parameters without one count as zero.
+            gradients: gradients by parameter name; missing ones count as zero.
         """
         self.gradients, self._square = {name: g.detach().clone() for name, g in gradients.items()}, None
 
@@ -66,13 +66,13 @@ class Orthogonalised:
         widths_after: Mapping[str, int],
         carry: Carry | None = None,
     ) -> None:
-        """Bring G to new widths: zero at new entries, and turned where the basis of channels was turned.
+        """Carry G through a growth event: zero at new entries, and rotated with the basis of channels.
 
         Args:
             graph: the network's width graph.
             widths_before: width of each group before the growth event.
-            widths_after: and after.
-            carry: the event's rule for gradients, of which entries that stay where they are need nothing.
+            widths_after: width of each group after it.
+            carry: the event's rule for gradients, used only if it rotates bases.
         """
         turned = carry is not None and bool(carry.bases)
         rule = carry if carry is not None and turned else Carry()
@@ -83,10 +83,10 @@ class Orthogonalised:
         self._square = None
 
     def project(self, strength: float) -> None:
-        """Take `strength` of the part along G out of the gradients, in place.
+        """Subtract `strength` times the component along G from the gradients, in place.
 
         Args:
-            strength: lambda, from 0 (nothing) to 1 (all of it).
+            strength: lambda, from 0 (no change) to 1 (orthogonal to G).
         """
         if strength == 0 or not self.gradients:
             return
@@ -101,7 +101,7 @@ class Orthogonalised:
             return
         if self._square is None:
             self._square = _inner([(g, g) for g in self.gradients.values()])
-        # Where G is zero there is nothing to take out; no number is read back, which would stall a GPU.
+        # Clamped for G = 0, without reading a number back, which would synchronise with the GPU.
         square = self._square.to(pairs[0][1].device).clamp(min=torch.finfo(self._square.dtype).tiny)
         along = strength * _inner(pairs) / square
         with torch.no_grad():
@@ -109,16 +109,16 @@ class Orthogonalised:
                 gradient.sub_(known.to(gradient.dtype) * along.to(gradient.dtype))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs."""
+        """Return the state for a checkpoint: the gradients on the CPU."""
         return {"gradients": {name: g.cpu() for name, g in self.gradients.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Load the result of `state_dict`."""
         self.remember(state["gradients"])
 
 
 def _inner(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Inner product over all pairs, added up in double precision where the device has it."""
+    """Inner product over all pairs, in double precision if the device supports it."""
     device = pairs[0][1].device
     dtype = torch.float32 if device.type == "mps" else torch.float64
     products = [(one.detach().to(dtype) * other.to(dtype)).sum() for one, other in pairs]
@@ -126,14 +126,14 @@ def _inner(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 class OldGradient(Part):
-    """Takes the mean gradient on the data of the stage that ends, before each event, and orthogonalises steps to it.
+    """Measures the mean gradient on the ending stage's data before each event, and orthogonalises steps to it.
 
     Args:
-        anneal: "stage": the strength falls evenly from 1 at the first step after an event to 0 at the last one before
+        anneal: "stage": the strength falls linearly from 1 at the first step after an event to 0 at the last one before
             the next; "run": from 1 after the first event to 0 at the end of the run.
 
     Raises:
-        UserError: there is no such way.
+        UserError: `anneal` is unknown.
     """
 
     name = "osgd"
@@ -146,7 +146,7 @@ class OldGradient(Part):
         self._saved: Mapping[str, Any] | None = None
 
     def check(self, grower: GrowingNetwork) -> None:
-        """Refuse stages whose ends are unknown, for strengths that fall to 0 by them, and data that come only once."""
+        """Check that stages' ends are known, for annealing, and that previous data can be iterated again."""
         if self._anneal == "stage" and grower.training.steps and grower.trigger.stage_end(grower) is None:
             raise UserError(
                 "anneal='stage' needs stages whose ends, or the latest ones, are known before; set anneal='run'."
@@ -162,20 +162,20 @@ class OldGradient(Part):
             )
 
     def begin(self, grower: GrowingNetwork) -> None:
-        """Remember nothing yet."""
+        """Start without a stored gradient, or with that of a loaded checkpoint."""
         self._known = Orthogonalised(grower.network)
         if self._saved is not None:
             self._known.load_state_dict(self._saved)
 
     def before_growth(self, grower: GrowingNetwork, widths: Widths) -> Mapping[str, Any]:
-        """Remember the gradient on the data of the stage that ends; what that takes counts as cost."""
+        """Measure and store the gradient on the data of the stage that ends; its passes count as cost."""
         assert self._known is not None
         if grower.training.epoch_batches is None:
             raise UserError(
                 "osgd looks at the data of the stage that ends: give epoch_batches to Grower.provide."
             )
         stage = grower.state.stage + 1
-        # An order and augmentation that no epoch of training has.
+        # An order and augmentation that differ from every training epoch's.
         batches = grower.training.epoch_batches(
             max(0, grower.clock.epoch - 1), len(grower.training.steps) + stage
         )
@@ -185,31 +185,31 @@ class OldGradient(Part):
         return {"auxiliary_flops": forward_flops(grower.network, one) * samples, "auxiliary_samples": samples}
 
     def after_growth(self, grower: GrowingNetwork, event: GrowthEvent) -> Mapping[str, Any]:
-        """Let the gradient go through the event."""
+        """Carry the stored gradient through the event."""
         assert self._known is not None
         self._known.follow(grower.graph, event.widths_before, event.widths_after, event.carry)
         return {}
 
     def before_step(self, grower: GrowingNetwork) -> None:
-        """Take out of the gradients what lies along the remembered one."""
+        """Project the gradients before the optimizer's step."""
         assert self._known is not None
         self._known.project(strength(grower, self._anneal))
 
     def state_dict(self) -> dict[str, Any]:
-        """The gradient that is remembered."""
+        """Return the stored gradient."""
         return {} if self._known is None else self._known.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Load the result of `state_dict`."""
         if self._known is not None and state:
             self._known.load_state_dict(state)
 
 
 def strength(grower: GrowingNetwork, anneal: str) -> float:
-    """Fraction that is taken out at the step to come: lambda of Eq. 21.
+    """Return the strength of the projection at the next step: lambda of Eq. 21.
 
     Args:
-        grower: at `grower.clock.step` steps of `grower.training.steps`.
+        grower: the grower, at step `grower.clock.step` of `grower.training.steps`.
         anneal: see `OldGradient`.
     """
     if not grower.events:
@@ -226,24 +226,24 @@ def strength(grower: GrowingNetwork, anneal: str) -> float:
 def mean_gradients(
     grower: GrowingNetwork, batches: Iterable[tuple[Tensor, ...]], pass_number: int = 0
 ) -> tuple[dict[str, Tensor], int]:
-    """The gradient of the mean loss over batches, in train mode and the parameters' own precision.
+    """Compute the gradient of the mean loss over batches, in train mode and the parameters' precision.
 
-    Statistics of normalisation are left as they were, and no optimizer steps.
+    Statistics of normalisations are restored, and no optimizer steps.
 
     Args:
-        grower: with the network as it is before it grows.
-        batches: this process's part of them.
-        pass_number: what dropout draws is a function of it, of the batch's number and the process.
+        grower: the grower, with the network before it grows.
+        batches: this process's batches.
+        pass_number: seeds dropout, together with the batch's number and the process.
 
     Returns:
-        By parameter name, and the number of samples over all processes.
+        Gradients by parameter name, and the number of samples over all processes.
     """
     network, training, loss_of = grower.network, grower.training, grower.training.loss
     assert loss_of is not None
     parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
     sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
     example = next(iter(parameters.values()))
-    # Not whole where classes have weights.
+    # Not an integer if classes have weights.
     precise = torch.float32 if example.device.type == "mps" else torch.float64
     count = torch.zeros((), dtype=precise, device=example.device)
     samples = torch.zeros((), dtype=torch.long, device=example.device)

@@ -1,8 +1,8 @@
-"""The part that trains on small images or short sequences first.
+"""Progressive resizing: train on small images or short sequences first.
 
-Small inputs cost less (a convolution's cost goes with the area of its image, an attention's with the square of its
-length), and large ones are needed for the last details alone (Tan and Le 2021, EfficientNetV2, progressive learning;
-Li et al. 2022, sequence length warm-up).
+Small inputs cost less (a convolution's cost is proportional to the image's area, that of attention to the square of the
+sequence's length), and large ones are only needed for the last details (Tan and Le 2021, EfficientNetV2, progressive
+learning; Li et al. 2022, sequence length warm-up).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,23 +23,23 @@ from growlab.widths.inputs import Inputs, named_in, values_of
 
 
 class Resolution(Part):
-    """Resizes images, or cuts sequences, in the forward pass of training steps; evaluation sees whole ones.
+    """Resizes images, or truncates sequences, in the forward pass of training steps; evaluation uses full inputs.
 
-    Images [B, C, H, W] are scaled to the size of their shorter side, bilinear with antialiasing, on the device that
-    they are on. Of sequences [B, T] of tokens the first ones are taken, with masks and labels of the same length. A
-    network that reads positions from a table reads its first entries.
+    Images [B, C, H, W] are scaled to the given size of their shorter side, bilinear with antialiasing, on their device.
+    Sequences [B, T] of tokens are truncated, with masks and labels of the same length. A network with a table of
+    positions uses its first entries.
 
-    Targets of a cut batch (labels of tokens [B, T], maps of classes [B, H, W]) are brought to the same size by
-    `Grower.targets`, which growlab's runner calls; models of transformers get theirs with the inputs.
+    Targets of a resized batch (labels of tokens [B, T], maps of classes [B, H, W]) are resized by `Grower.targets`,
+    which growlab's runner calls; models of transformers get them with the inputs.
 
     Args:
-        sizes: pixels of the shorter side, or tokens, in ascending order: reached evenly with the fraction of growth
-            that is done, so that as many sizes as stages are one for each stage. Or fractions of the data's own size,
-            above 0 and at most 1.0, which are rounded to a multiple of 8. The last need not be that of the data: then
-            training never sees whole inputs. A network that does not grow trains at the last.
+        sizes: pixels of the shorter side, or tokens, in ascending order, reached evenly as growth proceeds: one per
+            stage if there are as many as stages. Or fractions of the data's size, above 0 and at most 1.0, rounded to a
+            multiple of 8. If the last is below the data's size, training never uses full inputs. A network that does
+            not grow trains at the last size.
 
     Raises:
-        UserError: they are no ascending positive numbers.
+        UserError: they are not ascending positive numbers.
     """
 
     name = "resolution"
@@ -63,26 +63,26 @@ class Resolution(Part):
 
     @property
     def size(self) -> int:
-        """Size that training takes inputs at now: pixels of an image's shorter side, or tokens."""
+        """Current size of training inputs: pixels of an image's shorter side, or tokens."""
         return self._own.size
 
     def size_at(self, fraction_grown: float) -> int:
-        """The same at a fraction of growth."""
-        # A fraction is a quotient of whole numbers, and may be just below the step that it stands for.
+        """Return the size of training inputs at a fraction of growth."""
+        # A fraction of growth may be slightly below its exact value by rounding.
         return self._sizes[int(fraction_grown * (len(self._sizes) - 1) + 1e-9)]
 
     def applies(self, trigger: Trigger) -> bool:
-        """Return False for several sizes where nothing grows: it trains at one."""
+        """Return True if the network grows, or a single size is given."""
         return not isinstance(trigger, Never) or len(self._given) == 1
 
     def prepare(
         self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
     ) -> WidthGraph:
-        """Try every size.
+        """Run the network at every size, to check that it accepts them.
 
         Raises:
-            UserError: the network does not take one, none makes the inputs smaller, or they are neither images nor
-                sequences.
+            UserError: the network does not accept a size, no size is smaller than the inputs, or these are neither
+                images nor sequences.
         """
         if self._relative:
             whole = size_of(values_of(example))
@@ -107,17 +107,17 @@ class Resolution(Part):
         return graph
 
     def shrink_to(self, network: nn.Module, graph: WidthGraph, fraction_grown: float) -> WidthGraph:
-        """Let the network, or a copy for trial, train at its size."""
+        """Add the hook that resizes inputs, at the size for a fraction of growth."""
         detach(network)
         network.register_forward_pre_hook(Resizer(self.size_at(fraction_grown)), with_kwargs=True)
         return graph
 
     def inputs_at(self, inputs: tuple[Any, ...], fraction_grown: float) -> tuple[Any, ...]:
-        """Training inputs at the size of a fraction of growth."""
+        """Return training inputs at a fraction of growth, resized."""
         return resized_inputs(inputs, self.size_at(fraction_grown))
 
     def check(self, grower: GrowingNetwork) -> None:
-        """Refuse a trigger that does not know how far growth has come."""
+        """Check that the trigger knows the fraction of growth, if there are several sizes."""
         if len(self._given) > 1 and grower.trigger.fraction_grown(0, grower.seed_widths) is None:
             raise UserError(
                 "sizes of several stages need a trigger that knows how far growth has come: take a schedule of stages "
@@ -125,50 +125,50 @@ class Resolution(Part):
             )
 
     def begin(self, grower: GrowingNetwork) -> None:
-        """Begin at the first size; a network that does not grow trains at the last."""
+        """Start at the first size; a network that does not grow trains at the last."""
         self._network, (self._own,) = grower.network, hooks_of(grower.network)
         if isinstance(grower.trigger, Never):
             self._own.size = self._sizes[-1]
 
     def targets(self, y: Tensor) -> Tensor:
-        """Targets of the batch that the network has just seen, cut as that was."""
+        """Resize targets as the last training batch was resized."""
         return self._own.targets(y) if self._network is not None and acts_on(self._network) else y
 
     def after_growth(self, grower: GrowingNetwork, event: GrowthEvent) -> Mapping[str, Any]:
-        """Go on to the next size."""
+        """Set the size of the new stage."""
         fraction = grower.trigger.fraction_grown(grower.state.scheduled_stage, event.widths_after)
         if fraction is not None:
             self._own.size = self.size_at(fraction)
         return {"input_size": self.size}
 
     def finish(self, grower: GrowingNetwork) -> None:
-        """Take the hook away."""
+        """Remove the hooks that resize inputs."""
         for network in (grower.network, *grower.copies().values()):
             detach(network)
 
     def state_dict(self) -> dict[str, Any]:
-        """The size."""
+        """Return the current size."""
         return {"size": self.size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         self._own.size = state["size"]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What became of a batch.
+    """Sizes of a batch before and after resizing.
 
     Attributes:
-        before: (H, W) of its images, or (T,) of its sequences.
-        after: the same now.
+        before: original size, (H, W) of images or (T,) of sequences.
+        after: new size.
     """
 
     before: tuple[int, ...]
     after: tuple[int, ...]
 
     def apply(self, x: Tensor) -> Tensor:
-        """Cut a tensor that has these sizes; another one is returned as it is."""
+        """Resize a tensor that has the original size; others are returned unchanged."""
         if len(self.before) == 1:
             # [B, T, ...], and masks [B, 1, T, T].
             axes = [axis for axis in ((1,) if x.dim() < 4 else (2, 3)) if x.dim() > axis]
@@ -181,7 +181,7 @@ class Cut:
         if x.is_floating_point():
             small = F.interpolate(whole, self.after, mode="bilinear", antialias=True)
         else:
-            # Numbers of classes cannot be mixed; bytes hold any below 256, floats any below 2^24.
+            # Class indices cannot be interpolated; float32 represents any below 2^24.
             small = F.interpolate(whole.float(), self.after, mode="nearest-exact").to(x.dtype)
         return small if x.dim() == 4 else small.squeeze(1)
 
@@ -189,7 +189,7 @@ class Cut:
 class Resizer:
     """A forward pre-hook that resizes a network's inputs in training mode while gradients are recorded.
 
-    Passes without gradients (evaluation, probes, statistics of batch normalisation) see whole inputs.
+    Passes without gradients (evaluation, probes, statistics of batch normalisation) use full inputs.
 
     Attributes:
         size: pixels of the shorter side, or tokens.
@@ -200,21 +200,21 @@ class Resizer:
         self._cut: Cut | None = None
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Resize."""
+        """Resize the inputs of a training step."""
         self._cut = None
         if acts_on(module):
             inputs, named, self._cut = resized(inputs, named, self.size)
         return inputs, named
 
     def targets(self, y: Tensor) -> Tensor:
-        """Targets of the batch that the network has seen last."""
+        """Resize targets as the last batch was resized."""
         return y if self._cut is None else self._cut.apply(y)
 
 
 def resized(
     inputs: tuple[Any, ...], named: dict[str, Any], size: int
 ) -> tuple[tuple[Any, ...], dict[str, Any], Cut | None]:
-    """A forward's inputs with images or sequences at a size, and what became of them; None: they are no larger.
+    """Resize the images or sequences among a forward's inputs; also return the `Cut`, or None if not larger.
 
     Raises:
         UserError: they are neither images nor sequences.
@@ -228,24 +228,24 @@ def resized(
 
 
 def resized_inputs(inputs: tuple[Any, ...], size: int) -> tuple[Any, ...]:
-    """Inputs of a network, those by name too, with images or sequences at a size; see `resized`."""
+    """Resize the images or sequences among a network's inputs, including those by name; see `resized`."""
     positional, named, _ = resized(tuple(inputs), named_in(inputs), size)
     return Inputs(positional, named) if named else positional
 
 
 def size_of(inputs: Iterable[Any]) -> int:
-    """Pixels of the shorter side of images among a network's inputs, or tokens of sequences.
+    """Return the size of a network's inputs: pixels of the shorter side of images, or tokens of sequences.
 
     Raises:
         UserError: they are neither.
     """
-    # No inputs are so small that nothing is cut.
+    # At size 1, any larger input is cut.
     cut = _cut_of([x for x in inputs if isinstance(x, Tensor)], 1)
     return 1 if cut is None else min(cut.before)
 
 
 def _part_of(whole: int, part: float) -> int:
-    """A part of a size, to a multiple of 8 where the size is one of at least 16 itself."""
+    """Return a fraction of a size, rounded to a multiple of 8 if the size is at least 16."""
     unit = 8 if whole >= 16 else 1
     return whole if part == 1 else min(whole, max(unit, unit * round(part * whole / unit)))
 
@@ -268,17 +268,17 @@ def _cut_of(tensors: Sequence[Tensor], size: int) -> Cut | None:
 
 
 def acts_on(network: nn.Module) -> bool:
-    """Whether a forward pass would be one of a training step."""
+    """Return True if a forward pass of the network would be that of a training step."""
     return network.training and torch.is_grad_enabled()
 
 
 def hooks_of(network: nn.Module) -> Iterable[Resizer]:
-    """The resizers that a network has."""
+    """Return the resizing hooks of a network."""
     return [hook for hook in network._forward_pre_hooks.values() if isinstance(hook, Resizer)]
 
 
 def detach(network: nn.Module) -> None:
-    """Take away what resizes a network's inputs."""
+    """Remove the resizing hooks of a network."""
     for key, hook in list(network._forward_pre_hooks.items()):
         if isinstance(hook, Resizer):
             del network._forward_pre_hooks[key]

@@ -13,21 +13,21 @@ from growlab.widths import Layer, Part, grid
 
 
 class Bert2Bert(GrowthMethod):
-    """Copy channels, and let the new rows of a layer be those of the same layer in the next block.
+    """Copy channels; take the new rows of a layer from the same layer in the next block.
 
     With pi and n as `Net2Net` has them, U(V)[i, j] = V[i, pi(j)] / n(pi(j)), and V the weight W of block l or l + 1,
 
         W'_l[i] = U(W_l)[i] for old rows i,    W'_l[i] = U(W_(l+1))[pi(i)] for new ones
 
     (Section 3.3, AKI). A bias follows its weight's rows. Embeddings, norm parameters, layers of the last block and
-    layers without a like in a next one take their own rows, which is the paper's FPI.
+    layers without a counterpart in a next block take their own rows, which is the paper's FPI.
 
-    **Preserves** nothing: units of the next block read the stream of this one. It is near to it where adjacent blocks
-    do alike, which is the paper's argument; the receipt shows by how much outputs move. Where no block has a like it is
-    `Net2Net`, exact.
-    **Gradients** do not follow from the old network's. Optimizer state goes where `Net2Net`'s would.
-    **Departs from the paper**: the next block is found by name (`layers.3.` and `layers.4.`), by equal shapes; under
-    normalisations over channels copies share their channel's weight in the statistics (`weighted_norms`).
+    **Preserves** nothing exactly: units of the next block read the stream of this one. The change is small if adjacent
+    blocks compute similar functions, which is the paper's argument; the receipt shows it. Without counterparts the
+    method is `Net2Net`, exact.
+    **Gradients** do not follow from the old network's. Optimizer state is mapped as for `Net2Net`.
+    **Departs from the paper**: the next block is found by name (`layers.3.` and `layers.4.`), by equal
+    shapes; under normalisations over channels copies share their channel's weight in the statistics (`weighted_norms`).
     """
 
     preserves = False
@@ -47,7 +47,7 @@ class Bert2Bert(GrowthMethod):
 
 
 def _with_old_rows(expansion: Expansion, name: str, own: Tensor, upper: Tensor) -> Tensor:
-    """The old rows of one tensor, all others of another."""
+    """Return `upper` with its old rows replaced by those of `own`."""
     places = [
         axis.kept(expansion.old_widths, expansion.new_widths)
         if axis.role == "out"
@@ -60,7 +60,7 @@ def _with_old_rows(expansion: Expansion, name: str, own: Tensor, upper: Tensor) 
 
 
 def _rows_of_the_next_block(expansion: Expansion) -> dict[str, str]:
-    """For each tensor that takes new rows from another one, that one: a layer's weight, and with it its bias."""
+    """Map each weight (and its bias) to the tensor of the next block that it takes new rows from."""
     layers, taken = expansion.graph.layers, {}
     for layer in layers:
         alike = [other for other in layers if _kind(other) == _kind(layer)]
@@ -80,7 +80,7 @@ def _kind(layer: Layer) -> tuple[bool, bool]:
 
 
 def _above(expansion: Expansion, name: str, layers: Collection[str | None]) -> str | None:
-    """Of layers' tensors, that of the next block: the outermost number of the path, one more, leads to it."""
+    """Name of the same tensor one block higher, or None: increments the first index in the path that leads to one."""
     for number in re.finditer(r"(?<=\.)\d+(?=\.)", f".{name}"):
         start, end = number.start() - 1, number.end() - 1
         upper = f"{name[:start]}{int(number[0]) + 1}{name[end:]}"
@@ -90,7 +90,7 @@ def _above(expansion: Expansion, name: str, layers: Collection[str | None]) -> s
 
 
 def _form(expansion: Expansion, name: str) -> tuple[tuple[object, ...], ...]:
-    """Roles and parts of a tensor's axes, with the widths of groups in place of their names."""
+    """Roles and parts of a tensor's axes, with groups' widths in place of their names, for comparison."""
     return tuple(
         (axis.role, *((part.outer, part.inner, _width(expansion, part)) for part in axis.parts))
         for axis in expansion.axes(name)

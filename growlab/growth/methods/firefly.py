@@ -17,33 +17,34 @@ from growlab.growth.methods.splitting import refuses_to_split
 from growlab.growth.splits import Split, directions, lengths, names_of, unit
 from growlab.widths import resized
 
-# The gradients of the halves of a neuron in whose way nothing bends are the same: what they differ by, up to so many
-# roundings of them, is 0. Steps of one length would make a direction of it.
+# If all that follows a neuron is linear, the gradients of its halves are equal. A difference below this many roundings
+# counts as 0: steps of a fixed length would turn rounding into a direction.
 _ROUNDINGS = 100.0
 
 
 class FireFly(DataDriven):
-    """Over-grow by small amounts in every way, and keep what lowers the loss most to first order.
+    """Over-grow with many small candidate neurons, and keep those that lower the loss most to first order.
 
-    Candidates of a group are a split of each neuron, theta +- e d, each half with half of what led out, and new
+    Candidates of a group are a split of each neuron, theta +- e d, each half with half of the outgoing weights, and new
     neurons with drawn rows a and columns e b (Eq. 3). First d, a and b descend on the loss with e fixed (step one of
-    Algorithm 1), `steps` steps at lengths that stay: |d| = |theta|, columns b of the mean length of old ones. Then each
-    candidate is scored by the integral of dL/de from 0 to e, by the midpoint rule: by how much the loss falls with it
-    (step two, Eqs. 6 and 7). Of each group the candidates of the largest decrease stay, at the sign of e that gives it.
+    Algorithm 1), `steps` steps at fixed lengths: |d| = |theta|, columns b of the mean length of old ones. Then each
+    candidate is scored by the integral of dL/de from 0 to e, by the midpoint rule: the predicted decrease of the loss
+    (step two, Eqs. 6 and 7). In each group the candidates with the largest decrease are kept, with the sign of e that
+    gives it.
 
-    **Preserves** up to epsilon; the report has the change of the loss that is predicted.
+    **Preserves** up to epsilon; the report has the predicted change of the loss.
     **Departs from the paper**: the schedule says how many neurons each group gets, so candidates compete within a
     group. Steps are normalised, since candidates' gradients are of any size.
 
     Args:
-        batches: training batches that it is shown at an event: the first ones of the epoch that begins.
-        new_candidates: new neurons that are tried for each that the group gets; 0 splits only (FireFly-split).
-        steps: of descent, a pass each.
-        rate: length of a step relative to what it moves, falling linearly to 0.
-        epsilon: e.
-        fallback: "pairs" lets function-preserving pairs grow the groups for which the method is not defined; None
-            refuses them.
-        gain: of new hidden weights that are drawn, variance gain / fan_in.
+        batches: number of training batches used at an event: the first ones of the epoch that begins.
+        new_candidates: number of new neurons tried for each neuron that the group gets; 0 splits only (FireFly-split).
+        steps: number of descent steps, one pass each.
+        rate: length of a step relative to the vector that it moves, falling linearly to 0.
+        epsilon: size e of the candidates.
+        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises an
+            error for them.
+        gain: randomly drawn new hidden weights have variance gain / fan_in.
         new_weights: see `NewWeights`.
     """
 
@@ -68,11 +69,11 @@ class FireFly(DataDriven):
 
     @property
     def name(self) -> str:
-        """How growth events and tables call the method."""
+        """Name of the method in growth events and tables."""
         return "FireFly" if self.new_candidates else "FireFlySplit"
 
     def refuses(self, fans: Fans, before: int, after: int) -> str | None:
-        """More neurons than there are candidates, or channels that no layer makes or takes."""
+        """Refuse more new neurons than candidates, and channels without a producer or consumer."""
         if self.new_candidates < 1:
             return refuses_to_split(fans, before, after)
         return None if fans.into and fans.out else "no layer puts out, or none takes, its channels"
@@ -103,7 +104,7 @@ class FireFly(DataDriven):
 
 @dataclass
 class _Neighbourhood:
-    """All candidates and where they are: `moves` of splits, and new channels in `tensors`, behind the old ones."""
+    """All candidates of an event: `moves` of the splits, and new channels in `tensors` behind the old ones."""
 
     method: FireFly
     expansion: Expansion
@@ -156,7 +157,7 @@ class _Neighbourhood:
         return Split.of(self.wider, self.tensors, every)
 
     def descend(self, data: Measurement, rate: float) -> None:
-        """One step of all candidates, each as long relative to what it moves."""
+        """Move all candidates by one normalised gradient step, of length `rate` relative to each vector."""
         moved, plain = self._gradients(data)
         for fans in self.groups:
             old, new = torch.arange(self.expansion.old_widths[fans.group]), self._new(fans)
@@ -181,7 +182,7 @@ class _Neighbourhood:
         view.write(tensors, slots, fans.group, channels, unit(rows - rate * slope) * length)
 
     def _gradients(self, data: Measurement) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Gradients by moves and by the tensors that new channels lie in."""
+        """Return the gradients by moves, and those by the tensors that contain new channels."""
         split = self._split()
         names = names_of(self.groups, "into", "out")
         found = data.gradients(split.tensors(self.moves), names)
@@ -193,7 +194,7 @@ class _Neighbourhood:
         return moved, split.by_plain(found, names)
 
     def _without_rounding(self, moved: dict[str, Tensor], sizes: Mapping[str, Tensor], fans: Fans) -> None:
-        """Put zeros where a row of gradients by moves is no more than the rounding of what it is a difference of."""
+        """Zero rows of gradients by moves that are no larger than the rounding error of their difference."""
         channels, view = torch.arange(self.expansion.old_widths[fans.group]), self._view
         rows, size = (view.read(one, fans.into, fans.group, channels) for one in (moved, sizes))
         rounding = _ROUNDINGS * torch.finfo(rows.dtype).eps * lengths(size)
@@ -201,7 +202,7 @@ class _Neighbourhood:
         view.write(moved, fans.into, fans.group, channels, rows)
 
     def scores(self, data: Measurement) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """By how much the loss falls with each candidate, splits first, and the signs of new columns that it takes."""
+        """Return the predicted decrease of the loss for each candidate (splits first), and the signs of new columns."""
         half = _at_half(self)
         moved, plain = half._gradients(data)
         view, decreases, signs = self._view, {}, {}
@@ -224,7 +225,7 @@ class _Neighbourhood:
         signs: dict[str, Tensor],
         report: dict[str, object],
     ) -> GrownTensors:
-        """The network with the chosen splits and new neurons: old channels, new ones, copies."""
+        """Build the grown tensors from the chosen candidates: old channels, new ones, then copies of splits."""
         old, view = self.expansion.old_widths, self._view
         widths = {
             group: width + len(grown[group][1]) if group in grown else width for group, width in old.items()
@@ -251,7 +252,7 @@ class _Neighbourhood:
 
 
 def _at_half(neighbourhood: _Neighbourhood) -> _Neighbourhood:
-    """The same candidates at half of e."""
+    """Return the same candidates at e / 2, the midpoint."""
     tensors, view = dict(neighbourhood.tensors), neighbourhood._view
     for fans in neighbourhood.groups:
         new = neighbourhood._new(fans)

@@ -10,25 +10,25 @@ _OUTPUT_POWER = {"constructor": 1, "standard": 1, "mup": 2}
 
 
 class FixedSize(GrowthMethod):
-    """Trains one width from beginning to end.
+    """Train one width from beginning to end: the baseline.
 
-    What its weights are drawn with, where C is a layer's fan-in:
+    Initialisation of the weights, where C is a layer's fan-in:
 
-        constructor    at full width the network keeps what its own constructor gave it; at others as "standard"
+        constructor    at full width the network keeps its constructor's weights; at other widths as "standard"
         standard       hidden layers N(0, gain / C), output layers N(0, 1 / C)
         mup            hidden layers N(0, gain / C), output layers N(0, 1 / C^2), as the seed of growth=ours
 
-    The last is Yang et al.'s (2021) as Yuan et al. (2023) use it in Figure 3 and Table 1. With SGD its output layers'
-    rate goes with 1 / C: `lr_adapt=mup`. As with growing, tensors without a growing axis keep what they have.
+    The last is Yang et al.'s (2021) as Yuan et al. (2023) use it in Figure 3 and Table 1. With SGD the rate of its
+    output layers scales with 1 / C: `lr_adapt=mup`. As with growing, tensors without a growing axis keep their values.
 
     Args:
         width_multiple: width of every group relative to full width; may be above 1.
         initialisation: "constructor", "standard" or "mup".
-        gain: of hidden layers; 2 suits ReLU.
-        depth_multiple: part of the blocks that come in as a network grows which it has, the first ones; 0: none.
+        gain: variance of hidden weights times fan-in; 2 suits ReLU.
+        depth_multiple: fraction of the insertable blocks that the network has, the first ones; 0: none.
 
     Raises:
-        ValueError: there is no such initialisation, or a multiple is impossible.
+        ValueError: the initialisation is unknown, or a multiple is out of range.
     """
 
     def __init__(
@@ -51,5 +51,5 @@ class FixedSize(GrowthMethod):
         self.new_weights = NewWeights(gain, output_power=_OUTPUT_POWER[initialisation])
 
     def grow(self, expansion: Expansion) -> GrownTensors:
-        """A fixed-size run has one stage and never grows."""
+        """Raise an error: a fixed-size run has one stage and never grows."""
         raise RuntimeError("a fixed-size run does not grow")

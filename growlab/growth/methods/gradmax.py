@@ -16,53 +16,54 @@ from growlab.growth.splits import unit
 from growlab.growth.surrogates import right_derivatives
 
 SIDES = ("auto", "fan_in", "fan_out")
-# Candidates that are measured at once, in multiples of a group's width: a pass then costs some three plain ones.
+# Candidates measured in one pass, in multiples of a group's width: a pass then costs about three plain ones.
 _AT_ONCE = 2
-# At least so many: in a narrow group a pass costs the same with them.
+# Least number of candidates per pass: in a narrow group they cost nothing extra.
 _FEW = 32
-# Relative change of the loss that rounding explains where channels should add nothing.
+# Relative change of the loss that counts as rounding if new channels should not contribute.
 _ROUNDING = 1e-4
-# Where new channels are tried to rest: at zero, then as near as can be to the right and to the left of it.
+# Resting points tried for new channels, in units of the smallest number used: zero, then just above and below it.
 _RESTS = (0.0, 1.0, -1.0)
-# Parts of the gradient worked out that the network must show: enough to look no further, and not to be refused.
+# Fractions of the predicted gradient norm that the network must show: to stop searching, and not to be refused.
 _ENOUGH, _LEAST = 0.99, 1e-3
 
 
 class GradMax(DataDriven):
-    """Add neurons that leave the function alone and get the largest gradient.
+    """Add neurons that leave the function unchanged and get the largest gradient.
 
-    Where no batch or instance normalisation takes the new channels, what leads into them is zero and what leads out of
-    them, Z, maximises the norm of the gradient of what leads into them. With f(0) = 0, f'(0) = 1 that is Z^T G,
+    Without a batch or instance normalisation of the new channels, their incoming weights are zero and their outgoing
+    weights Z maximise the norm of the gradient of the incoming ones. With f(0) = 0, f'(0) = 1 that gradient is Z^T G,
 
-        G = E[dL/dz_next h^T]        [entries that lead out, entries that lead in]
+        G = E[dL/dz_next h^T]        [outgoing entries, incoming entries]
 
-    h being what the producers read and z_next what the consumers put out (Eq. 8). Columns of Z are the first left
-    singular vectors u_1, ..., u_k of G (Eq. 11), each as long as `scale` times the mean of the old ones: of all Z with
+    with h the producers' input and z_next the consumers' output (Eq. 8). Columns of Z are the first left singular
+    vectors u_1, ..., u_k of G (Eq. 11), each as long as `scale` times the mean of the old ones: of all Z with
     orthogonal columns of these lengths c it has the largest gradient, c sqrt(sigma_1^2 + ... + sigma_k^2).
 
-    Behind such a normalisation these channels would be blown up by 1 / sqrt(eps) in the first step. There what leads
-    out is zero, and what leads in maximises the norm of the gradient of what leads out, by `steps` steps of normalised
-    gradient ascent from drawn weights at their usual length ("GradMaxOpt"); `zero="fan_out"` does so everywhere.
+    Such a normalisation would amplify these channels by 1 / sqrt(eps) in the first step. There the outgoing weights are
+    zero, and the incoming ones maximise the norm of the outgoing ones' gradient, by `steps` steps of normalised
+    gradient ascent from drawn weights of the usual length ("GradMaxOpt"); `zero="fan_out"` does so everywhere.
 
-    torch's ReLU has the derivative 0 at 0, where the new channels would stay for ever. So where the grown network does
-    not show the gradient worked out, they rest beside zero: biases of what leads into them are 2^-100, and where there
-    is no bias, rows are of that length. Half precision takes 2^-23.
+    torch's ReLU has the derivative 0 at 0, where the new channels would stay for ever. So if the grown network does not
+    show the predicted gradient, they rest next to zero: their biases are 2^-100, or without a bias their rows have that
+    length. In half precision it is 2^-23.
 
     **Preserves** exactly, in eval and train mode; in half precision up to rounding.
-    **Departs from the paper**: G is measured, not put together from hooks: a candidate for each entry that leads out
-    is added to the network, with a 1 there, and the gradient of what leads into it is a row of G. So it is defined for
-    several producers and consumers (residual streams), pooling, flattening and depthwise convolutions in between,
-    wherever channels stay zero whose inputs are. Ascent keeps each channel's best.
+    **Departs from the paper**: G is measured, not put together from hooks: for each outgoing entry a candidate with a 1
+    there is added to the network, and the gradient of its incoming weights is a row of G. So it is defined for several
+    producers and consumers (residual streams), and for pooling, flattening and depthwise convolutions in between, as
+    long as zero inputs give zero channels. Ascent keeps the best weights of each channel.
 
     Args:
-        batches: training batches that it is shown at an event: the first ones of the epoch that begins.
-        zero: "fan_in", "fan_out", or "auto": "fan_out" where a batch or instance normalisation takes the channels.
-        scale: length of new entries relative to the mean of the old ones.
-        steps: of ascent, two passes each.
+        batches: number of training batches used at an event: the first ones of the epoch that begins.
+        zero: "fan_in", "fan_out", or "auto": "fan_out" if a batch or instance normalisation takes the channels, else
+            "fan_in".
+        scale: length of a new channel's outgoing weights relative to the mean of the old ones.
+        steps: number of ascent steps, two passes each.
         rate: length of an ascent step relative to the weights, falling linearly to 0.
-        fallback: "pairs" lets function-preserving pairs grow the groups for which the method is not defined; None
-            refuses them.
-        gain: of new hidden weights that are drawn, variance gain / fan_in.
+        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises an
+            error for them.
+        gain: randomly drawn new hidden weights have variance gain / fan_in.
         new_weights: see `NewWeights`.
     """
 
@@ -84,7 +85,7 @@ class GradMax(DataDriven):
         self.zero, self.scale, self.steps, self.rate = zero, scale, steps, rate
 
     def refuses(self, fans: Fans, before: int, after: int) -> str | None:
-        """Channels that no layer makes or takes."""
+        """Refuse channels without a producer or consumer, or normalised ones if `zero="fan_in"`."""
         if not fans.into or not fans.out:
             return f"no layer {'puts out' if not fans.into else 'takes'} its channels"
         if fans.norms and self.zero == "fan_in":
@@ -116,7 +117,7 @@ class GradMax(DataDriven):
             chosen = directions[:, torch.arange(len(new)) % directions.shape[1]].T
             length = self.scale * _mean_length(view.read(tensors, fans.out, fans.group, old))
             view.write(tensors, fans.out, fans.group, new, chosen * upright(chosen) * length)
-            # A vector that is used twice gives its value twice.
+            # A singular vector that is used twice counts twice.
             kept = values[torch.arange(len(new)) % len(values)]
             wanted[fans.group] = length * float(torch.linalg.vector_norm(kept))
             report[fans.group] = {"zero": "fan_in", "singular_values": kept.tolist()}
@@ -150,18 +151,18 @@ class GradMax(DataDriven):
         view: View,
         wanted: Mapping[str, float],
     ) -> dict[str, float]:
-        """Let new channels rest where the network shows the gradient worked out; writes it into `tensors`.
+        """Choose the resting point, at or next to zero, at which the network shows the predicted gradient.
 
         Args:
             expansion: the event.
             data: training batches.
-            groups: whose channels nothing leads into so far.
-            tensors: at the new widths.
-            view: of them.
-            wanted: the norm of the gradient worked out, of each group.
+            groups: groups whose new channels have zero incoming weights so far.
+            tensors: tensors at the new widths; the incoming weights are written into them.
+            view: view of the tensors.
+            wanted: predicted norm of the gradient, by group.
 
         Returns:
-            The norm that the network shows.
+            The norm of the gradient that the network shows, by group.
         """
         best: dict[str, float] = {}
         chosen: dict[str, Tensor] = {}
@@ -193,10 +194,10 @@ class GradMax(DataDriven):
         tensors: dict[str, Tensor],
         view: View,
     ) -> dict[str, tuple[float, float]]:
-        """Maximise, over what leads into new channels, the gradient of what leads out; writes it into `tensors`.
+        """Maximise the gradient of new channels' outgoing weights over their incoming ones, written into `tensors`.
 
         Returns:
-            The norm of that gradient of each group, with drawn weights and with those found.
+            The norm of that gradient by group, with drawn weights and with those found.
         """
         ascents = [_Ascent.start(self, expansion, fans, tensors, view) for fans in groups]
         for ascent in ascents:
@@ -214,7 +215,7 @@ class GradMax(DataDriven):
                 view.write(directions, ascent.fans.out, ascent.fans.group, ascent.new, rows)
             if step == self.steps:
                 break
-            # d/dw ||g||^2 / 2 = (dg/dw)^T g: g is a mean over batches, so a second pass holds it fixed.
+            # d/dw ||g||^2 / 2 = (dg/dw)^T g: g is a mean over batches, so a second pass keeps it fixed.
             slopes = data.products(tensors, directions, incoming)
             for ascent in ascents:
                 slope = view.read(slopes, _weights(ascent.fans), ascent.fans.group, ascent.new)
@@ -231,7 +232,7 @@ class GradMax(DataDriven):
 
 @dataclass
 class _Ascent:
-    """What leads into the new channels of a group on its way up, [channels, entries]."""
+    """Gradient ascent on the incoming weights of a group's new channels, [channels, entries]."""
 
     fans: Fans
     new: Tensor
@@ -267,12 +268,12 @@ class _Ascent:
 def accumulated(
     method: DataDriven, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The matrix G of each group, [entries that lead out, entries that lead in], float64.
+    """Measure the matrix G of each group, [outgoing entries, incoming entries], float64.
 
-    All groups are measured at once: new channels are zero and so do not see one another.
+    All groups are measured at once: new channels are zero and so do not affect one another.
 
     Returns:
-        The matrices; and groups whose channels are not zero though nothing leads into them, with the reason.
+        The matrices; and a reason for each group whose channels are not zero though their incoming weights are.
     """
     graph, old = expansion.graph, expansion.old_widths
     among = View(graph, old, old)
@@ -309,7 +310,7 @@ def accumulated(
 
 
 def _why_flat(expansion: Expansion, data: Measurement, groups: Sequence[Fans]) -> dict[str, str]:
-    """Why no gradient reaches what leads to new channels of these groups."""
+    """Return why no gradient reaches the incoming weights of new channels, by group."""
     if not groups:
         return {}
     names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.into))
@@ -327,7 +328,7 @@ def _why_flat(expansion: Expansion, data: Measurement, groups: Sequence[Fans]) -
 def _not_zero(
     method: DataDriven, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
 ) -> dict[str, str]:
-    """Of which groups new channels are not zero though nothing leads into them: they change the loss."""
+    """Return the groups, with reasons, whose new channels change the loss though their incoming weights are zero."""
 
     def loss(chosen: Sequence[Fans]) -> float:
         grown = {fans.group: expansion.old_widths[fans.group] + 1 for fans in chosen}
@@ -356,7 +357,7 @@ def _not_zero(
 
 
 def _beside_zero(expansion: Expansion, fans: Fans, view: View, near_zero: float) -> Tensor:
-    """What leads into new channels that rest beside zero, [channels, entries]: alike for all."""
+    """Incoming weights of new channels that rest next to zero, [channels, entries]; the same for all channels."""
     channels, pieces = len(_channels(expansion, fans)[1]), []
     biased = {layer.weight for layer in fans.producers if layer.bias in {slot.name for slot in fans.into}}
     for slot in fans.into:
@@ -371,7 +372,7 @@ def _beside_zero(expansion: Expansion, fans: Fans, view: View, near_zero: float)
 
 
 def _channels(expansion: Expansion, fans: Fans) -> tuple[Tensor, Tensor]:
-    """The old and the new channels of a group."""
+    """Return the indices of a group's old channels, and of its new ones."""
     before, after = expansion.old_widths[fans.group], expansion.new_widths[fans.group]
     return torch.arange(before), torch.arange(before, after)
 

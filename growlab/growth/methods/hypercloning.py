@@ -15,23 +15,23 @@ Form = Literal["symmetric", "diagonal"]
 
 
 class HyperCloning(GrowthMethod):
-    """Clone all channels in their order, n times: a weight becomes n x n blocks.
+    """Clone all channels in order, n times: a weight becomes n x n blocks.
 
         symmetric:  W' = 1/n [W W; W W]        diagonal:  W' = [W 0; 0 W]
 
     (Section 3.2 and Figure 2, for n = 2). Rows that do not grow are [W W] / n in both forms, columns that do not grow
-    [W; W]. Biases, norm parameters, statistics, embeddings and whole heads are cloned. Noise, of deviation `noise_std`
-    relative to the initialisation's own, is added to one clone of a column and taken from the other (Figure 2, noisy
-    forms), with its mean over the clones of a channel taken off, so that it changes no output.
+    [W; W]. Biases, norm parameters, statistics, embeddings and whole heads are cloned. Noise, of standard deviation
+    `noise_std` relative to the initialisation's, is added to one clone of a column and subtracted from the other
+    (Figure 2, noisy forms). Its mean over the clones of a channel is subtracted, so that it changes no output.
 
     **Preserves** exactly, in eval and train mode, noise included. Layer and RMS normalisation stay plain at whole n.
-    **Gradients** follow exactly where there is no noise: clones share the gradient of their channel's activation
-    equally, so that rows are copied and divided by n, columns copied. Of a diagonal weight that holds for its blocks;
-    what is zero takes its share of them too, which is its own gradient.
+    **Gradients** follow exactly without noise: clones share the gradient of their channel's activation equally, so that
+    rows are copied and divided by n, columns copied. In a diagonal weight this applies to its blocks; off-diagonal
+    zeros take the same share, which is their gradient.
     **Departs from the paper**: widths need not be multiples: channel j is a clone of j mod D, divided by the number of
     its clones; statistics over channels are then weighted for a while (`weighted_norms`). A weight whose rows and
-    columns do not grow by the same whole n is cloned symmetrically. Where constants tell channels apart, nothing reads
-    clones at first, as in `Net2Net`.
+    columns do not grow by the same whole n is cloned symmetrically. Where channels differ by constants, clones get zero
+    outgoing weights, as in `Net2Net`.
     **Is** `Net2Net` with clones in order in place of drawn ones, but for the diagonal form and the noise.
 
     Args:
@@ -41,7 +41,7 @@ class HyperCloning(GrowthMethod):
         new_weights: its rule.
 
     Raises:
-        ValueError: there is no such form.
+        ValueError: the form is unknown.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class HyperCloning(GrowthMethod):
         return GrownTensors(tensors, carry=carry)
 
     def noise(self, expansion: Expansion) -> dict[str, Tensor]:
-        """Noise that changes no output: over the clones of each column its sum is zero."""
+        """Noise that changes no output, by name: it sums to zero over the clones of each column."""
         sources, noises = cloned(expansion), {}
         for name, noise in self.plain_noise(expansion).items():
             for dim, axis in enumerate(expansion.axes(name)):
@@ -80,7 +80,7 @@ class HyperCloning(GrowthMethod):
         return noises
 
     def plain_noise(self, expansion: Expansion) -> dict[str, Tensor]:
-        """Noise of all entries of weights whose columns grow."""
+        """Uncorrected noise on all entries of weights whose columns grow, by name."""
         if self.noise_std == 0:
             return {}
         noises = {}
@@ -94,7 +94,7 @@ class HyperCloning(GrowthMethod):
 
 
 def cloned(expansion: Expansion) -> dict[str, Tensor]:
-    """For each group, the old channel that each channel is a clone of, in the old ones' order: [new width]."""
+    """Old channel that each channel is a clone of, j mod D, by group: [new width]."""
     return {
         group: torch.arange(expansion.new_widths[group]) % expansion.old_widths[group]
         for group in expansion.graph.groups
@@ -106,14 +106,14 @@ def _grows(axis: Axis, expansion: Expansion) -> bool:
 
 
 def _mean_of_clones(noise: Tensor, dim: int, positions: Tensor) -> Tensor:
-    """Mean over the entries along `dim` that have the same old position."""
+    """Mean over entries along `dim` with the same old position, broadcast to the entries."""
     totals = torch.zeros_like(noise).index_add_(dim, positions, noise)
     shape = [-1 if d == dim else 1 for d in range(noise.dim())]
     return totals.index_select(dim, positions) / copies(positions).view(shape)
 
 
 def _diagonal(expansion: Expansion, name: str, tensor: Tensor) -> Tensor:
-    """A symmetrically cloned weight with its blocks gathered on the diagonal, where it has n x n of them."""
+    """Move the blocks of a symmetrically cloned weight to the diagonal, if it has n x n of them."""
     axes = expansion.axes(name)
     out = [dim for dim, axis in enumerate(axes) if axis.role == "out"]
     if len(out) != 1 or not expansion.changes(name):
@@ -132,7 +132,7 @@ def _diagonal(expansion: Expansion, name: str, tensor: Tensor) -> Tensor:
 
 
 def _blocks(expansion: Expansion, axis: Axis, dim: int, num_dims: int) -> tuple[Tensor, Tensor]:
-    """For each position the number of its clone, and the whole number of clones (1 where it is not whole)."""
+    """Clone index of each position along `dim`, and the number of clones (1 if the factor is not whole)."""
     numbers: Mapping[str, Tensor] = {
         group: torch.arange(expansion.new_widths[group]) // expansion.old_widths[group]
         for group in axis.groups

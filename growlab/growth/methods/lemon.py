@@ -10,23 +10,23 @@ from growlab.growth.methods.net2net import copies, divided, replicate
 
 
 class Lemon(GrowthMethod):
-    """Copy channels in their order and split what consumes them unevenly, so that the copies part.
+    """Copy channels in order and divide their outgoing weights unevenly, so that copies get different gradients.
 
-    Channel j copies j mod D. Its consumers' columns are multiplied by a share of its own,
+    Channel j copies j mod D. Its consumers' columns are multiplied by a share a(j),
 
         W'[i, j] = a(j) W[pi(i), pi(j)],    sum over the copies j of a channel of a(j) = 1,    all a(j) different
 
     (Section 4.1 and Figure 3: alpha + beta = 1, alpha unlike beta). Rows, biases, norm parameters, statistics and whole
     heads are copied. Copies get unequal gradients a(j) g, so no noise is needed.
 
-    **Preserves** exactly, in eval and train mode, residual streams included, at any widths. Layer and RMS
-    normalisation of whole copies put out the same by plain statistics.
+    **Preserves** exactly, in eval and train mode, residual streams included, at any widths. Layer and RMS normalisation
+    with a whole number of copies computes the same with plain statistics.
     **Gradients** follow exactly: rows are copied and multiplied by a, columns copied.
     **Departs from the paper**: shares are drawn once for a whole width group. Where a stream under layer or RMS
     normalisation does not grow by a whole factor, the paper fills the rest with the mean of the channels, or with
-    zeros, and changes gain and eps; here copies are weighted by their shares in the statistics (`weighted_norms`),
-    which a stage's first part brings to plain ones. For a saved model `growlab.widen` does it the paper's way. Where
-    constants tell channels apart, old channels have all of the share, as in `Net2Net`.
+    zeros, and changes gain and eps; here copies are weighted by their shares in the statistics (`weighted_norms`), and
+    the first part of a stage anneals the weights to 1. For a saved model `growlab.widen` follows the paper. Where
+    channels differ by constants, old channels keep the whole share, as in `Net2Net`.
 
     Args:
         spread: shares are drawn from 1 - spread to 1 + spread, and then divided by their sum over the copies.
@@ -61,7 +61,7 @@ class Lemon(GrowthMethod):
         return GrownTensors(tensors, carry=carry)
 
     def _shares(self, expansion: Expansion, group: str, source: Tensor) -> Tensor:
-        """Share of each channel, float64 [new width]; 1 where a channel has no copies."""
+        """Draw the share a(j) of each channel, float64 [new width]; 1 for channels without copies."""
         draws = expansion.generator(f"shares of {group}")
         sizes = 1 + self.spread * (2 * torch.rand(len(source), generator=draws, dtype=torch.float64) - 1)
         totals = torch.zeros(expansion.old_widths[group], dtype=torch.float64).index_add_(0, source, sizes)

@@ -15,13 +15,12 @@ class PairGrowth(GrowthMethod):
         rows that produce them:      [W; V; V]
         columns that consume them:   [W, +Z, -Z]   in old rows; new rows are drawn freely
 
-    (Eqs. 2-4, Fig. 2). Where a normalisation runs over the channels, new ones do not count in its statistics at
-    first, so nothing bounds what is made of them, and a gate squares it from block to block: there all rows get
-    +Z, -Z, and new channels depend on old ones alone. The twins carry equal activations through element-wise
-    functions, pooling, batch normalisation and residual sums, so their contributions cancel. An odd channel left
-    over gets zero outgoing weights in old rows, and so does each new one where constants tell channels apart
-    (`Expansion.unlike`). Twins differ from the first update on: their consumers' signs give
-    them opposite gradients.
+    (Eqs. 2-4, Fig. 2). A normalisation over channels gives new ones no weight in its statistics at first, so their
+    activations are not bounded, and a gate squares them from block to block: there all rows get +Z, -Z, and new
+    channels depend on old ones alone. The twins carry equal activations through element-wise functions, pooling, batch
+    normalisation and residual sums, so their contributions cancel. If the number is odd, the last channel gets zero
+    outgoing weights in old rows, and so does each new one where channels differ by constants (`Expansion.unlike`).
+    Twins differ from the first update on: their consumers' signs give them opposite gradients.
 
     **Preserves** exactly, in eval and train mode, over residual streams, concatenation and flattening.
     """
@@ -31,7 +30,7 @@ class PairGrowth(GrowthMethod):
         return GrownTensors({name: self.expand(expansion, name, old) for name, old in expansion.old.items()})
 
     def expand(self, expansion: Expansion, name: str, old: Tensor) -> Tensor:
-        """One tensor at the new widths, with `old` (rescaled or not) at the old places."""
+        """Return one tensor at the new widths, with `old` (rescaled or not) at the old positions."""
         if not expansion.changes(name):
             return old
         new = self.new_weights.draw(expansion, name).to(old)
@@ -62,7 +61,7 @@ class PairGrowth(GrowthMethod):
 
 
 def _twins(axis: Axis, expansion: Expansion) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions of the pairs' first members, of their twins in the same order, and of those without one."""
+    """Positions of the first channel of each pair, of their twins in the same order, and of channels without a twin."""
     to_twin, alone = {}, {}
     for group in axis.groups:
         before, after = expansion.old_widths[group], expansion.new_widths[group]

@@ -17,33 +17,34 @@ from growlab.growth.surrogates import smooth
 
 
 class Splitting(DataDriven):
-    """Split the neurons that gain most by it, along the directions in which they do.
+    """Split the neurons whose splitting lowers the loss most, along the steepest directions.
 
-    A neuron theta that becomes theta + e v and theta - e v, each with half of what led out, changes the loss by
+    Splitting a neuron theta into theta + e v and theta - e v, each with half of the outgoing weights, changes the loss
+    by
 
         e^2 / 2 v^T S v + o(e^2),      S = E[dL/dsigma nabla^2 sigma(theta)]      (Theorem 2.2)
 
-    the splitting matrix. Of each group, the neurons with the smallest eigenvalues of S are split, along the
+    with the splitting matrix S. In each group, the neurons with the smallest eigenvalues of S are split, along the
     eigenvectors v, by e = epsilon |theta|.
 
-    With `iterations=None` S is put together from a product with each basis vector, [entries that lead in] passes, and
-    decomposed. With a number the smallest eigenvalue is found without it (Wang et al. 2019), from that many products:
-    the smallest Rayleigh quotient in the space that they span.
+    With `iterations=None` S is assembled from its products with each basis vector, one pass per incoming entry, and
+    decomposed. With a number the smallest eigenvalue is estimated without S (Wang et al. 2019), from that many
+    products: the smallest Rayleigh quotient in the space that they span.
 
-    **Preserves** up to epsilon^2; the report has the change of the loss that is predicted.
-    **Departs from the paper**: products with S are measured on all neurons of all groups at once, on the network in
-    which each has a copy: halves moved apart see no other neuron's move to second order. So it is defined for shared
-    channels (residual streams), where a neuron's theta is all that leads into it, and any operation in between. The
-    fast form takes the Lanczos process where Wang et al. descend on the Rayleigh quotient.
+    **Preserves** up to epsilon^2; the report has the predicted change of the loss.
+    **Departs from the paper**: products with S are measured for all neurons of all groups at once, on a network in
+    which each has a copy: to second order, halves that move apart do not affect other neurons. So it is defined for
+    shared channels (residual streams), where theta is all incoming weights of a neuron, and for any operation in
+    between. The fast form uses the Lanczos process where Wang et al. use gradient descent on the Rayleigh quotient.
 
     Args:
-        batches: training batches that it is shown at an event: the first ones of the epoch that begins.
-        iterations: products with S for the smallest eigenvalue of each neuron; None for all of S.
+        batches: number of training batches used at an event: the first ones of the epoch that begins.
+        iterations: number of products with S used for the smallest eigenvalue of each neuron; None: assemble S.
         epsilon: distance of halves from the original, relative to its length.
-        softplus_beta: ReLU, which has no second derivative, counts as softplus of this sharpness.
-        fallback: "pairs" lets function-preserving pairs grow the groups for which the method is not defined; None
-            refuses them.
-        gain: of new hidden weights that are drawn, variance gain / fan_in.
+        softplus_beta: ReLU, which has no second derivative, is replaced by softplus with this beta.
+        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises an
+            error for them.
+        gain: randomly drawn new hidden weights have variance gain / fan_in.
         new_weights: see `NewWeights`.
     """
 
@@ -65,7 +66,7 @@ class Splitting(DataDriven):
         self.iterations, self.epsilon, self.softplus_beta = iterations, epsilon, softplus_beta
 
     def refuses(self, fans: Fans, before: int, after: int) -> str | None:
-        """More copies than originals, or channels that no layer puts out."""
+        """Refuse more copies than originals, and channels without a producer."""
         return refuses_to_split(fans, before, after)
 
     def grow_from_data(
@@ -96,7 +97,7 @@ class Splitting(DataDriven):
 
 
 def refuses_to_split(fans: Fans, before: int, after: int) -> str | None:
-    """More copies than originals, or channels that no layer puts out."""
+    """Refuse more copies than originals, and channels without a producer."""
     if not fans.into:
         return "no layer puts out its channels"
     if after > 2 * before:
@@ -111,7 +112,7 @@ def splitting_eigen(
     iterations: int | None,
     softplus_beta: float,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """The smallest eigenvalue of each neuron's splitting matrix, [C], and its eigenvector, [C, entries]; float64."""
+    """Smallest eigenvalue of each neuron's splitting matrix, [C], and its eigenvector, [C, entries]; float64."""
     widths = expansion.old_widths
     every = {fans.group: torch.arange(widths[fans.group]) for fans in groups}
     split = Split.of(_unchanged(expansion), expansion.old, every)
@@ -119,7 +120,7 @@ def splitting_eigen(
     view = View(expansion.graph, widths, widths)
 
     def products(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """S v of every neuron, for a v of each."""
+        """Return S v of every neuron, for one v per neuron."""
         moves = {name: torch.zeros_like(expansion.old[name]) for name in names}
         for fans in groups:
             view.write(moves, fans.into, fans.group, every[fans.group], vectors[fans.group])
@@ -166,7 +167,7 @@ def _lanczos(
     starts: Mapping[str, Tensor],
     iterations: int,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Smallest Ritz pairs, each neuron with a space of its own, orthogonalised twice."""
+    """Smallest Ritz pair of each neuron, in one Krylov space per neuron, reorthogonalised twice."""
     bases = {group: [start] for group, start in starts.items()}
     images: dict[str, list[Tensor]] = {group: [] for group in starts}
     for step in range(iterations):
@@ -178,7 +179,7 @@ def _lanczos(
             for _ in range(2):
                 for vector in bases[group]:
                     rest = rest - (rest * vector).sum(1, keepdim=True) * vector
-            # What is left of a space that is used up is rounding.
+            # Once a space is exhausted, the remainder is rounding error.
             empty = lengths(rest) <= 1e-10 * lengths(found)
             bases[group].append(torch.where(empty[:, None], torch.zeros_like(rest), unit(rest)))
     result = {}

@@ -1,4 +1,4 @@
-"""TINY: new neurons that do best what the old ones cannot (Verbockhaven, Rudkiewicz, Charpiat, Chevallier, 2024)."""
+"""TINY: new neurons that reduce the expressivity bottleneck (Verbockhaven, Rudkiewicz, Charpiat, Chevallier, 2024)."""
 
 from collections.abc import Mapping, Sequence
 from math import sqrt
@@ -18,51 +18,51 @@ from growlab.widths import resized
 
 # Singular values of S below this part of the largest count as zero, as in GroMo.
 _RANK = 1e-6
-# A neuron that is worth less than this part of the best one is drawn: nothing would ever wake it.
+# Neurons below this fraction of the largest singular value are drawn at random: they would get no gradient.
 _LEAST = 1e-3
 
 
 class Tiny(DataDriven):
-    """Add the neurons that follow the functional gradient best where the weights that are there cannot.
+    """Add the neurons that best follow the part of the functional gradient that existing weights cannot.
 
-    With h what the producer reads (1 for its bias), b what the consumer reads and V = -dL/dz of what it puts out,
+    With the producer's input h (1 for its bias), the consumer's input b and V = -dL/dz at its output z,
 
-        dW = E[V b^T] E[b b^T]^-1                                   the best that old weights can do (Prop. 3.1)
+        dW = E[V b^T] E[b b^T]^-1                                   best update of old weights (Prop. 3.1)
         S = E[h h^T],  N = E[h (V - dW b)^T],  S^-1/2 N = U D W^T
-        alpha_k = sqrt(d_k) S^-1/2 u_k,  omega_k = sqrt(d_k) w_k     what leads into and out of neuron k (Prop. 3.2)
+        alpha_k = sqrt(d_k) S^-1/2 u_k,  omega_k = sqrt(d_k) w_k     incoming and outgoing weights (Prop. 3.2)
 
     of largest d_k first: among k neurons they reduce E|V - dW b - omega alpha^T h|^2 most. An amplitude gamma is then
-    found by line search over the loss on batches that are held out: new neurons get sqrt(gamma) on both sides, and old
-    weights gamma dW if `update_old`. From the largest amplitude down, the search ends behind the lowest loss.
-    Convolutions: h and b are patches; S takes a patch as often as the consumer reads its position, as in GroMo, so
-    that overlapping of the consumer's is left out of account (exact for 1x1).
+    found by line search over the loss on held-out batches: new neurons get sqrt(gamma) on both sides, and old weights
+    gamma dW if `update_old`. The search goes down from the largest amplitude and stops after the lowest loss.
+    Convolutions: h and b are patches; S counts a patch as often as the consumer reads its position, as in GroMo, which
+    ignores that the consumer's patches overlap (exact for 1x1).
 
-    S and E[b b^T] get `ridge` times the mean of their diagonal added to it, so that |alpha_k|^2 is at most
-    d_k / (ridge * mean of the diagonal). Without it a nearly singular S, as of neurons that are small or nearly the
-    same, makes weights a hundred times as long as old ones, at which the next steps diverge.
+    `ridge` times the mean of the diagonal is added to the diagonals of S and E[b b^T], so that |alpha_k|^2 is at most
+    d_k / (ridge * mean of the diagonal). Without it a nearly singular S (small or nearly equal neurons) gives weights a
+    hundred times as long as old ones, and the next steps diverge.
 
-    **Preserves** nothing exactly: the function moves by what gamma says, to the lowest loss that the line search
-    finds; the report has the loss before and after. New neurons alone need not lower it: they do what is best beside
-    dW, and ReLU passes half of what they were worked out for. Where no amplitude lowers the loss, gamma is 0: the
-    function stays as it is, and what leads into new neurons as at gamma 1, so that they learn from the next step on.
-    So do neurons beyond the rank of N (a layer with 10 outputs asks for 10 at a time): they are drawn, and nothing
-    leads out of them at first.
-    **Departs from the paper**: N is measured in the network with candidates whose outgoing weights are 1 in one
-    entry and whose incoming weights are zero, so that it passes pooling and flattening in between. A batch
-    normalisation of new channels starts as the identity on the batches, an instance normalisation as what is nearest
-    to it: statistics are of each sample. All layers move at once, with one gamma. The ridge, the batches held out,
-    and drawn neurons are not in the paper.
+    **Preserves** nothing exactly: the function changes with gamma, to the lowest loss that the line search finds; the
+    report has the loss before and after. New neurons alone need not lower it: they are optimal together with dW, and
+    ReLU passes only half of their activations. If no amplitude lowers the loss, gamma is 0: the function stays the
+    same, and new neurons keep their incoming weights of gamma 1, so that they learn from the next step on. So do
+    neurons beyond the rank of N (at most 10 for a layer with 10 outputs): their incoming weights are drawn and their
+    outgoing weights are zero.
+    **Departs from the paper**: N is measured in the network with candidates whose outgoing weights are 1 in one entry
+    and whose incoming weights are zero, so that it includes pooling and flattening in between. A batch normalisation of
+    new channels starts as the identity on the batches; an instance normalisation approximately, since its statistics
+    are per sample. All layers change at once, with one gamma. The ridge, the held-out batches and drawn neurons are not
+    in the paper.
 
     Args:
-        batches: training batches that it is shown at an event: the first ones of the epoch that begins. The last
-            quarter of them, rounded up, is held out for the line search; a single batch serves for both.
+        batches: number of training batches used at an event: the first ones of the epoch that begins. The last quarter
+            of them, rounded up, is held out for the line search; a single batch serves for both.
         update_old: move old weights of consumers by dW too.
-        amplitudes: gammas that the line search tries, in any order. Above 1 new neurons do more than the functional
-            gradient asks for, and training may diverge.
+        amplitudes: values of gamma for the line search, in any order. Above 1 new neurons overshoot the functional
+            gradient, and training may diverge.
         ridge: added to the diagonal of second moments, relative to its mean.
-        fallback: "pairs" lets function-preserving pairs grow the groups for which the method is not defined; None
-            refuses them.
-        gain: of new hidden weights that are drawn, variance gain / fan_in.
+        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises an
+            error for them.
+        gain: randomly drawn new hidden weights have variance gain / fan_in.
         new_weights: see `NewWeights`.
     """
 
@@ -88,7 +88,7 @@ class Tiny(DataDriven):
         self.update_old, self.amplitudes, self.ridge = update_old, tuple(amplitudes), ridge
 
     def refuses(self, fans: Fans, before: int, after: int) -> str | None:
-        """Channels that more than one layer puts out or takes, or that pass a depthwise convolution."""
+        """Refuse channels with several producers or consumers, and those that pass a depthwise convolution."""
         for layers, what in ((fans.producers, "put out"), (fans.consumers, "taken")):
             if len({layer.weight for layer in layers}) != 1:
                 names = ", ".join(layer.name for layer in layers[:2]) or "no layer"
@@ -175,7 +175,7 @@ class Tiny(DataDriven):
             tensors = dict(empty)
             for fans in groups:
                 new, omega = _new(expansion, fans), found[fans.group][1]
-                # Of what is drawn nothing is led out, nor at gamma 0 of anything.
+                # Drawn neurons have zero outgoing weights, and at gamma 0 all new ones.
                 scale = torch.where(drawn[fans.group], 1.0, sqrt(gamma or 1.0))
                 view.write(tensors, fans.into, fans.group, new, rows[fans.group] * scale[:, None])
                 led_out = torch.where(drawn[fans.group], 0.0, sqrt(gamma))[:, None]
@@ -225,21 +225,21 @@ class Tiny(DataDriven):
 def best_neurons(
     square: Tensor, product: Tensor, count: int, ridge: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The neurons that reduce E|v - omega^T alpha h|^2 most, from second moments.
+    """Neurons that minimise E|v - omega^T alpha h|^2, from second moments.
 
     Args:
         square: S = E[h h^T], [I, I].
         product: N = E[h v^T], [I, O].
-        count: of neurons.
+        count: number of neurons.
         ridge: added to the diagonal of S, relative to its mean.
 
     Returns:
-        alpha [count, I], omega [count, O] and singular values [count]; zero where the moments have no more to give.
+        alpha [count, I], omega [count, O] and singular values [count]; zero beyond the rank of the moments.
     """
     product = product.double()
     factor = _cholesky(square, ridge)
     if factor is not None:
-        # L^-1 N in the place of S^-1/2 N: L^-1 is S^-1/2 but for a rotation, which L^-T undoes.
+        # L^-1 N instead of S^-1/2 N: L^-1 is S^-1/2 up to a rotation, which L^-T undoes.
         left, sizes, right = torch.linalg.svd(
             torch.linalg.solve_triangular(factor, product, upper=False), full_matrices=False
         )
@@ -262,7 +262,7 @@ def best_neurons(
 
 
 def solved(square: Tensor, product: Tensor, ridge: float = 0.0) -> Tensor:
-    """(S + ridge)^-1 M, with the directions left out that the batches do not tell, [I, O]."""
+    """Solve (S + ridge) X = M for X, [I, O]; directions that the batches do not determine are left out."""
     factor = _cholesky(square, ridge)
     if factor is not None:
         return torch.cholesky_solve(product.double(), factor)
@@ -271,7 +271,7 @@ def solved(square: Tensor, product: Tensor, ridge: float = 0.0) -> Tensor:
 
 
 def _cholesky(square: Tensor, ridge: float) -> Tensor | None:
-    """L with L L^T = S + ridge * mean of the diagonal of S * I; None where that is singular or ill-conditioned."""
+    """Cholesky factor of S + ridge * mean of the diagonal of S * I; None if that is singular or ill-conditioned."""
     square = square.double()
     amount = ridge * square.diagonal().mean()
     factor, failed = torch.linalg.cholesky_ex(square + amount * torch.eye(len(square)).to(square))
@@ -283,9 +283,9 @@ def _cholesky(square: Tensor, ridge: float) -> Tensor | None:
 def _statistics(
     data: Measurement, tensors: Mapping[str, Tensor], groups: Sequence[Fans]
 ) -> dict[str, Tensor]:
-    """Mean and variance over the batches of what each norm reads, "mean NORM" and "var NORM".
+    """Mean and variance of each norm's input over the batches, as "mean NORM" and "var NORM".
 
-    The variance is that within each sample where the norm takes it so.
+    For norms with statistics per sample, the variance is that within each sample.
     """
     norms = {norm.name: norm for fans in groups for norm in fans.norms}
     if not norms:
@@ -315,7 +315,7 @@ def _identity(
     statistics: Mapping[str, Tensor],
     scale: Tensor,
 ) -> None:
-    """Let norms pass new channels, `scale` [channels] times those of the statistics, as they are."""
+    """Set norms to the identity on new channels, whose inputs are `scale` [channels] times those of the statistics."""
     for norm in fans.norms:
         first = norm.weight or norm.running_mean
         assert first is not None
@@ -334,7 +334,7 @@ def _identity(
 
 
 def _add_update(tensors: dict[str, Tensor], expansion: Expansion, fans: Fans, update: Tensor) -> None:
-    """Add to a consumer's old weights and bias, [entries of a row (and 1 for the bias), rows]."""
+    """Add `update`, [entries of a row (and 1 for the bias), rows], to a consumer's old weight and bias."""
     layer = fans.consumers[0]
     pieces = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
     start = 0

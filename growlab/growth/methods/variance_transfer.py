@@ -35,11 +35,11 @@ class VarianceTransfer(PairGrowth):
     - batch normalisation behind the layer, as above. A stream that several layers write to takes the scale of those
       whose fan-in grows; the others (a stem) make up for the difference by a multiplier.
     - elsewhere a multiplier 1 / c on the layer's old rows: the layer computes m_i W_i x + b_i, see
-      `growlab.growth.multipliers`. This holds behind and before layer, RMS and group normalisation (queries, keys,
+      `growlab.growth.multipliers`. This applies behind and before layer, RMS and group normalisation (queries, keys,
       values and fc1 read a normalised stream; their outputs enter a softmax, a gate or another stream), in networks
       without normalisation, and for the last layer, whatever stands behind it. Layer normalisation would undo a c of
-      the whole stream, but for its eps, which no weight can take up as batch normalisation's running statistics let
-      it: not exactly. `finish` writes m_i W_i into the weights at the end.
+      the whole stream, but for its eps, which no weight can take up as batch normalisation's running statistics let it:
+      not exactly. `finish` writes m_i W_i into the weights at the end.
 
     **Steps.** A multiplier m = 1 / c lets an optimizer that normalises gradients (Adam, Lion, Muon) move the weight m W
     that the network uses m times as far as before the event: after growth by four, twice in hidden layers, four times
@@ -77,7 +77,7 @@ class VarianceTransfer(PairGrowth):
             normalisation behind them keep their scale, and the logits' is left to `output_factor`.
         rescale_unnormalised: let activations without a batch normalisation behind them change their scale too, as far
             as positively homogeneous functions lead; later biases follow. Without multipliers this shrinks old
-            activations by the product of all c along the depth beside new ones of full size.
+            activations by the product of all c along the depth, while new ones have full size.
         literal: rescale every layer as Table 1 says and leave it at that: the receipt shows the error.
         multipliers: "auto", "keep", "fold" or "compensate", see above; without effect if not `layer_multipliers`.
         noise_std: see `GrowthMethod`.
@@ -119,7 +119,7 @@ class VarianceTransfer(PairGrowth):
         graph = expansion.graph
         wanted = {layer.weight: self._wanted(expansion, layer.weight) for layer in graph.layers}
         classes = _scales(graph, wanted, self._rescaled_classes(graph))
-        # What the weight's scale has to change by for its input's and its output's.
+        # Factor that a weight's scale needs, from those of its input and output.
         needed = {layer.weight: classes[layer.scale_out] / classes[layer.scale_in] for layer in graph.layers}
         multiplied = self.multiplied(expansion)
         stored = {
@@ -146,13 +146,13 @@ class VarianceTransfer(PairGrowth):
         )
 
     def multiplied(self, expansion: Expansion) -> frozenset[str]:
-        """Weights whose rows the forward may multiply from this event on; others take up the factors themselves."""
+        """Names of weights whose rows the forward may multiply from now on; others get the factors folded in."""
         weights = super().multiplied(expansion)
         folded = {"auto": expansion.normalised, "fold": weights}
         return weights - folded.get(self.multipliers, frozenset())
 
     def _rescaled_classes(self, graph: WidthGraph) -> frozenset[int]:
-        """Scale classes whose scale may become another than that of what they are computed from."""
+        """Scale classes whose scale may differ from that of their input."""
         if self.rescale_unnormalised:
             return frozenset(layer.scale_out for layer in graph.layers)
         normalised = {norm.scale_in for norm in graph.norms}
@@ -177,9 +177,9 @@ class VarianceTransfer(PairGrowth):
 
 
 def _scales(graph: WidthGraph, wanted: Mapping[str, float], rescaled: frozenset[int]) -> dict[int, float]:
-    """Factor on the activations of each scale class: that of its input times what a layer wants for its weight.
+    """Factor on the activations of each scale class: its input's factor times the wanted factor of the layer's weight.
 
-    Where several layers make a class, the first whose fan-in grows decides. In a stream whose own scale enters its
+    If several layers produce a class, the first whose fan-in grows decides. In a stream whose own scale enters its
     branches (without normalisation) no factor but that of its other producers is consistent.
 
     Args:
@@ -196,7 +196,7 @@ def _scales(graph: WidthGraph, wanted: Mapping[str, float], rescaled: frozenset[
     visiting: set[int] = set()
 
     def factor(scale: int) -> float | None:
-        """None: it depends on a class that is being visited."""
+        """Return the factor of a class; None if it depends on a class that is being visited."""
         if scale in known:
             return known[scale]
         if scale in visiting:
@@ -233,7 +233,7 @@ def _gradient_scales(
     divided by its square, it is 1 / (c q^2).
     """
     statistics = {name for norm in graph.norms for name in (norm.running_mean, norm.running_var)}
-    # A single one stands for a tensor of ones: what is asked for is what it is multiplied by.
+    # A scalar 1 in place of a tensor of ones: only its factor is needed.
     ones = {name: tensor if name in statistics else tensor.new_ones(()) for name, tensor in tensors.items()}
     factors, _ = rescale(graph, ones, classes, stored)
     scales = {name: 1.0 / factor for name, factor in factors.items() if name not in statistics}

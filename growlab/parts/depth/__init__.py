@@ -1,4 +1,4 @@
-"""Growth in depth: blocks of a network that come in while it trains, each without changing what it computes."""
+"""Growth in depth: insert blocks while a network trains, without changing its function."""
 
 from growlab.parts.depth.blocks import Blocks
 from growlab.parts.depth.deepening import Depth

@@ -1,4 +1,4 @@
-"""What stands where a block will be."""
+"""Placeholder for a block that is not inserted yet."""
 
 from typing import Any, Literal
 
@@ -6,19 +6,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-#: What a network goes on with where a block is left out: what goes into the block, or nothing that is added.
+#: Output of a placeholder: the block's input ("stream"), or zeros for the network to add ("branch").
 Kind = Literal["stream", "branch"]
 
 
 class Absent(nn.Module):
-    """Stands where a block will be: hands on what goes in, or, where the network adds the input itself, zeros.
+    """Placeholder for a block: returns its input, or zeros if the network itself adds the input.
 
-    Plain attributes that the network's own code may read of its blocks are the block's.
+    Plain attributes of the block, which the network's code may read, are copied to it.
 
     Args:
-        block: that is left out.
+        block: the block that is left out.
         kind: "stream": the block's main output is its main input; "branch": it is zeros.
-        handover: how its output is made; None: it puts out one tensor, from its first input.
+        handover: composes its output from its inputs; None: it maps its first input to one tensor.
     """
 
     def __init__(self, block: nn.Module, kind: Kind = "stream", handover: "Handover | None" = None) -> None:
@@ -28,24 +28,24 @@ class Absent(nn.Module):
         self._kind, self._handover = kind, handover
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Map what the block takes to what it would put out."""
+        """Map the block's inputs to an output of the block's structure."""
         if self._handover is None:
             return args[0] if self._kind == "stream" else torch.zeros_like(args[0])
         return self._handover.output((args, named), zeros=self._kind == "branch")
 
 
 class Handover:
-    """Where each entry of a block's output comes from: its inputs, or a constant.
+    """Composes a block's output from its inputs and constants, as observed in one call.
 
     Args:
         inputs: (positional, named) inputs of a call of the block.
-        output: what the call put out.
+        output: output of that call.
 
     Attributes:
-        problem: why the output cannot be made without the block; empty where it can.
+        problem: reason why the output cannot be composed without the block, or "".
 
     Raises:
-        ValueError: the block takes or puts out no tensor.
+        ValueError: the block has no tensor among its inputs or outputs.
     """
 
     def __init__(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], output: Any) -> None:
@@ -58,7 +58,7 @@ class Handover:
         self.place, self.main = tensors[0]
         self.main_output: Tensor = made[mains[0]]
         self.problem = ""
-        # Places of inputs (True), and constants.
+        # Paths of inputs (True), and constants (False).
         self._spec, self._entries = spec, list[tuple[bool, Any]]()
         for index, value in enumerate(made):
             if index == mains[0]:
@@ -72,26 +72,26 @@ class Handover:
 
     @property
     def plain(self) -> bool:
-        """Whether the block maps its first input to one tensor."""
+        """True if the block maps its first input to one tensor."""
         first: tuple[Any, ...] = (pytree.SequenceKey(0), pytree.SequenceKey(0))
         return self._spec.is_leaf() and tuple(self.place) == first
 
     def taken(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
-        """The main one of the block's (positional, named) inputs."""
+        """Return the main tensor among the block's (positional, named) inputs."""
         main: Tensor = pytree.key_get(inputs, self.place)
         return main
 
     def released(self) -> "Handover":
-        """Without the tensors of the call."""
+        """Release the tensors of the call, and return self."""
         del self.main, self.main_output
         return self
 
     def output(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], zeros: bool) -> Any:
-        """The block's output made of its inputs.
+        """Compose the block's output from its inputs.
 
         Args:
-            inputs: (positional, named).
-            zeros: the main output is zeros.
+            inputs: (positional, named) inputs.
+            zeros: make the main output zeros.
         """
         values = [pytree.key_get(inputs, entry) if taken else entry for taken, entry in self._entries]
         if zeros:

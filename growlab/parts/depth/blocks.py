@@ -1,7 +1,7 @@
-"""Growth in depth: blocks of a network that come in while it trains, each without changing what it computes.
+"""Growth in depth: leave blocks of a network out, and insert them while it trains.
 
-A run takes the full-depth network, as it takes the full-width one, and leaves blocks out at first. Each goes back to
-its own place, so in the end the network has its class, its shapes and the keys of its `state_dict`.
+A run takes the network at full depth, as it takes it at full width, and leaves blocks out at first. Each is inserted at
+its original place, so in the end the network has its original class, shapes and state_dict keys.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,20 +30,20 @@ Widths = Mapping[str, int]
 
 
 class Blocks:
-    """Which blocks of a network are left out at first, and how each is put back.
+    """Blocks of a network that are left out at first and inserted later.
 
     Args:
-        network: at full width and depth; left as it is, until `leave_out`.
+        network: the network at full width and depth; unchanged until `leave_out`.
         graph: its width graph.
-        blocks: names of blocks in the order in which they come in; None for all that follow another of their kind and
-            put out what goes in: the second of each chain, then the third, and so on.
-        start: how a block begins, a name in `growlab.parts.depth.starts.STARTS`.
+        blocks: names of blocks in the order of insertion; None for all that follow another of their kind and keep the
+            shape of their input: the second of each chain, then the third, and so on.
+        start: initialisation of inserted blocks, a name in `growlab.parts.depth.starts.STARTS`.
         example: positional inputs of the network.
 
     Attributes:
-        blocks: by name, in the order in which they come in.
-        constants: of the whole network at full width, see `growlab.growth.constants`.
-        chains: where they were found, and why others were not; empty where they were named.
+        blocks: blocks by name, in the order of insertion.
+        constants: constants of the whole network at full width, by name, see `growlab.growth.constants`.
+        chains: chains that were searched, with reasons for blocks that stay; empty if `blocks` was given.
 
     Raises:
         UserError: a block cannot be left out, or none is found.
@@ -61,7 +61,7 @@ class Blocks:
             raise UserError(f"start must be {' or '.join(STARTS)}, not {start!r}.")
         self.full, self.start = graph, start
         self.constants = constants.kept(graph, tensors_of(network, graph))
-        # Names that are none are told before the network runs.
+        # Wrong names raise an error before the network runs.
         given = None if blocks is None else [(name, _paths(network, name)) for name in blocks]
         search = Search(network, example, start)
         self.chains: list[Chain] = []
@@ -71,7 +71,7 @@ class Blocks:
             found = [search.named(name, paths) for name, paths in given]
         self.blocks: dict[str, Block] = {}
         self._aliases: dict[str, dict[str, str]] = {}
-        # By block: names of its parameters that others of the network are, and those names.
+        # By block: names of its parameters that are shared with the rest of the network, mapped to their names there.
         self._tied: dict[str, dict[str, str]] = {}
         for block in found:
             try:
@@ -91,27 +91,27 @@ class Blocks:
         }
 
     def present_at(self, fraction_grown: float) -> list[str]:
-        """Blocks that are there at a fraction of growth: they come evenly, all by the end."""
+        """Names of blocks present at a fraction of growth: they are inserted evenly, all by the end."""
         return list(self.blocks)[: round(fraction_grown * len(self.blocks))]
 
     def tensors(self, name: str) -> list[str]:
-        """Names of a block's tensors, as a `state_dict` has them."""
+        """Names of a block's tensors in a `state_dict`."""
         modules = zip(self.blocks[name].paths, self._modules[name], strict=True)
         return [f"{path}.{tensor}" for path, module in modules for tensor in module.state_dict()]
 
     def leave_out(self, network: nn.Module, names: Collection[str] | None = None) -> None:
-        """Take blocks out of a network, in place: all of them, or the named ones."""
+        """Replace blocks by placeholders in a network, in place: all of them, or the named ones."""
         for name in self.blocks if names is None else names:
             self.blocks[name].leave_out(network)
 
     def graph(self, present: Collection[str], full: WidthGraph | None = None) -> WidthGraph:
-        """The width graph of the network with these blocks alone: the same groups, fewer tensors.
+        """Return the width graph of the network with only these blocks: the same groups, fewer tensors.
 
-        Where a block that is left out hands channels of one group on as another's, its readers read the first.
+        If a left-out block maps the channels of one group to another, its consumers read the first group.
 
         Args:
-            present: names of blocks.
-            full: of the network with all of them; None: as it was when they were found.
+            present: names of the present blocks.
+            full: width graph with all blocks; None: as at construction.
         """
         absent = [block for name, block in self.blocks.items() if name not in present]
         graph = _kept(full or self.full, lambda name: not any(block.holds(name) for block in absent))
@@ -122,7 +122,7 @@ class Blocks:
                 aliases[inside] = aliases.get(self._aliases[name][inside], self._aliases[name][inside])
         if not aliases:
             return graph
-        # A block may read what another one that is left out would have put out.
+        # A block may read the output of another left-out block.
         while any(target in aliases for target in aliases.values()):
             aliases = {inside: aliases.get(target, target) for inside, target in aliases.items()}
         return replace(
@@ -134,22 +134,23 @@ class Blocks:
         )
 
     def only(self, name: str) -> WidthGraph:
-        """The width graph of one block's tensors."""
+        """Return the width graph of one block's tensors."""
         return _kept(self.full, self.blocks[name].holds)
 
     def put_in(
         self, network: nn.Module, name: str, widths: Widths, source: nn.Module | None = None
     ) -> list[nn.Module]:
-        """Put a block into its place, at the given widths.
+        """Insert a block at its place, at the given widths.
 
         Args:
             network: changed in place.
-            name: of the block.
+            name: name of the block.
             widths: width of each group.
-            source: a network to copy the block from, at these widths; None for the block as its constructor made it.
+            source: network to copy the block from, at these widths; None for the block as initialised by its
+                constructor.
 
         Returns:
-            What stood there.
+            The modules that it replaces.
         """
         block = self.blocks[name]
         before = [network.get_submodule(path) for path in block.paths]
@@ -168,7 +169,7 @@ class Blocks:
         return before
 
     def restore(self, network: nn.Module, names: Collection[str], widths: Widths) -> None:
-        """Put in the blocks that a checkpoint's network has and leave out the others, in place."""
+        """Insert the blocks of a checkpoint's network and leave out the others, in place."""
         for name, block in self.blocks.items():
             there = not any(isinstance(network.get_submodule(path), Absent) for path in block.paths)
             if name in names and not there:
@@ -187,26 +188,27 @@ class Blocks:
         probe: tuple[Any, ...],
         agree: Callable[[list[float]], list[float]] = list,
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Put a block in while a network trains, and check that the outputs stay.
+        """Insert and initialise a block during training, and check that the outputs are preserved.
 
-        Its weights are drawn as the method draws a seed's (at full width they are its constructor's), then started.
+        Its weights are drawn as the method draws a seed network's (at full width they are its constructor's); then the
+        start is applied.
 
         Args:
             network: changed in place.
-            name: of the block.
+            name: name of the block.
             method: the growth method of the run.
             widths: width of each group.
             seed: the run's seed.
             stage: the stage that begins.
-            probe: positional inputs that parity is checked on.
+            probe: positional inputs for the parity check.
             agree: see `growlab.growth.grow`.
 
         Returns:
-            The block's part of the event's receipt, and of its parameters that are copies what they are copies of.
+            The block's entry in the event's receipt, and the originals of its copied parameters, by name.
 
         Raises:
-            ParityError: the outputs changed; the block was taken out again.
-            UserError: the block cannot begin in this way.
+            ParityError: the outputs changed; the block is removed again.
+            UserError: the start does not fit the block.
         """
         probe = positional(probe)
         with alike_draws():
@@ -252,7 +254,7 @@ class Blocks:
         return frozenset(block.zeroed or ()) if self.start in ZEROING else frozenset()
 
     def _shared(self, network: nn.Module, block: Block) -> dict[str, str]:
-        """Parameters of a block that others of the network are, such as what several weights are computed from."""
+        """Map names of a block's parameters that are shared with other modules to their names there."""
         first: dict[int, str] = {}
         found = {}
         for name, parameter in network.named_parameters(remove_duplicate=False):
@@ -268,7 +270,7 @@ class Blocks:
         return found
 
     def births(self, stages: Mapping[str, int]) -> dict[str, int]:
-        """The stage that each tensor came with, of the blocks that came with these stages."""
+        """Birth stages of blocks' tensors by name, from the stages at which the blocks were inserted."""
         return {
             name: stage
             for block, stage in stages.items()
@@ -277,7 +279,7 @@ class Blocks:
         }
 
     def _stream(self, block: Block) -> frozenset[str]:
-        """Groups that run through a block and past it."""
+        """Groups with tensors both inside and outside of a block."""
         outside = {
             g
             for name, axes in self.full.axes.items()
@@ -291,7 +293,7 @@ class Blocks:
         return frozenset(inside & outside)
 
     def _alias(self, block: Block) -> dict[str, str]:
-        """Which group stands for the one that the block puts out, while it is left out; empty for a residual block."""
+        """Map the block's output group to the group that replaces it while left out; empty for a residual block."""
         axes = [axis for name, own in self.full.axes.items() if block.holds(name) for axis in own]
         stream = self._stream(block)
         taken = {g for axis in axes if axis.role == "in" for g in axis.groups} & stream
@@ -311,13 +313,13 @@ class Blocks:
 
 
 def _placed(module: nn.Module, network: nn.Module) -> nn.Module:
-    """The module on a network's device and in its precision; complex numbers stay complex."""
+    """Move a module to a network's device and precision; complex tensors stay complex."""
     device, precision = device_and_precision(network)
     return module._apply(lambda x: x.to(device, precision if x.is_floating_point() else None))
 
 
 def _kept(graph: WidthGraph, keep: Callable[[str], bool]) -> WidthGraph:
-    """The same groups with some of the tensors, layers and norms alone."""
+    """Restrict a width graph to the tensors, layers and norms for which `keep` is True; groups stay."""
     return replace(
         graph,
         axes={name: axes for name, axes in graph.axes.items() if keep(name)},
@@ -339,10 +341,10 @@ def _renamed(axis: Axis, aliases: Mapping[str, str]) -> Axis:
 
 
 def _paths(network: nn.Module, name: str) -> tuple[str, ...]:
-    """The modules that a block's name means.
+    """Resolve a block's name to paths of modules.
 
     Raises:
-        UserError: there are none.
+        UserError: the network has no such modules.
     """
     parent, _, last = name.rpartition(".")
     first, colon, end = last.partition(":")
@@ -361,7 +363,7 @@ def _paths(network: nn.Module, name: str) -> tuple[str, ...]:
 
 
 def _without(chain: Chain, name: str, reason: str) -> Chain:
-    """A chain of which a block stays after all."""
+    """Move a block of a chain from `found` to `reasons`."""
     if name not in chain.found:
         return chain
     found = tuple(one for one in chain.found if one != name)

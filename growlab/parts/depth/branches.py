@@ -1,7 +1,7 @@
-"""What has to be zero for a block to hand on its input: read off the graph of operations that autograd records.
+"""Find the parameters to zero so that a residual block is the identity, from the autograd graph.
 
-From the block's output the walk goes back through sums: one side leads to the block's input, the others are residual
-branches, of each of which the operation with parameters that lies last is to put out zeros.
+The graph is walked from the block's output back through sums: one side leads to the block's input, the others are
+residual branches. In each branch the last operation with parameters has to output zeros.
 """
 
 import re
@@ -10,21 +10,21 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-#: An output of an operation: the operation, and which of its outputs.
+#: An output of an operation: the operation, and the index of the output.
 Edge = tuple[Node, int]
 
-# Operations of one input that hand on what it is, or an activation that may be the identity on it (a ReLU behind
-# another): whether it is, is measured.
+# Operations that pass their input on, or activations that may be the identity on it (a ReLU behind another), which is
+# measured later.
 _HAND_ON = re.compile(
     "View|UnsafeView|ReshapeAlias|Permute|Transpose|T|Clone|Alias|ToCopy|Expand|Slice|Roll|NativeDropout|Unsqueeze|"
     "Squeeze|AsStrided|Relu|Hardtanh|Threshold|Clamp|ClampMin|Copy"
 )
-# Those beside them that map zeros to zeros.
+# Further operations that map zeros to zeros.
 _ZERO_AT_ZERO = re.compile(
     "LeakyRelu|PreluKernel|Gelu|Silu|Mish|Tanh|Elu|Hardswish|Neg|Mean|Sum|ConstantPadNd|Index|Select|Split|"
     "SplitWithSizes|Unbind|AvgPool2D|AdaptiveAvgPool2D|MaxPool2DWithIndices|UpsampleNearest2D|Cat|Stack|Pow|Add|Sub"
 )
-# Operations with a weight and a bias behind their input.
+# Operations with the arguments input, weight, bias.
 _AFFINE = re.compile(
     "Addmm|Linear|Convolution|(Native|Cudnn|Miopen)BatchNorm|NativeLayerNorm|NativeGroupNorm|FusedRmsNorm"
 )
@@ -32,12 +32,12 @@ _PRODUCTS = re.compile("Mul|Mm|Bmm|Baddbmm|Mv|Dot")
 
 
 def operation(node: Node) -> str:
-    """Name of an operation as torch has it, such as `Addmm`."""
+    """Return torch's name of an operation, such as `Addmm`."""
     return re.sub(r"Backward\d*$", "", node.name())
 
 
 def edge_of(tensor: Tensor) -> Edge | None:
-    """The operation that a tensor comes from; None where none is recorded."""
+    """Return the operation that produced a tensor, or None if none is recorded."""
     if not tensor.requires_grad:
         return None
     edge: GradientEdge = get_gradient_edge(tensor)
@@ -45,12 +45,12 @@ def edge_of(tensor: Tensor) -> Edge | None:
 
 
 def inputs_of(node: Node) -> list[Edge | None]:
-    """Where an operation's inputs come from; None for what nothing is learnt in."""
+    """Return the operations that produced the inputs of one; None for inputs without gradient."""
     return [None if before is None else (before, number) for before, number in node.next_functions]
 
 
 def ancestors(node: Node) -> set[Node]:
-    """The operations that one depends on, itself too."""
+    """Return all operations that one depends on, including itself."""
     found, ahead = {node}, [node]
     while ahead:
         for before, _ in ahead.pop().next_functions:
@@ -61,14 +61,14 @@ def ancestors(node: Node) -> set[Node]:
 
 
 class Branches:
-    """A walk from a block's output back to its input.
+    """Walk through the autograd graph from a block's output back to its input.
 
     Args:
-        source: where the block's input comes from.
-        names: of parameters, by their `id`.
+        source: operation output that is the block's input.
+        names: names of parameters by their `id`.
 
     Attributes:
-        obstacle: the operation that the walk could not go behind, once it has failed.
+        obstacle: name of the operation at which the walk failed, or "".
     """
 
     def __init__(self, source: Edge, names: Mapping[int, str]) -> None:
@@ -76,7 +76,7 @@ class Branches:
         self._source, self._names = source, names
 
     def kept(self, edge: Edge | None) -> list[str] | None:
-        """Parameters that are to be zero for a value to be the block's input; None if no parameters do."""
+        """Parameters to zero so that a value equals the block's input; None if there are none."""
         if edge is None:
             return None
         if edge == self._source:
@@ -97,7 +97,7 @@ class Branches:
         return None
 
     def silenced(self, edge: Edge | None) -> list[str] | None:
-        """Parameters that are to be zero for a value to be zero; None if no parameters do."""
+        """Parameters to zero so that a value is zero; None if there are none."""
         if edge is None or edge == self._source:
             return None
         node, name = edge[0], operation(edge[0])
@@ -109,7 +109,7 @@ class Branches:
         if _AFFINE.fullmatch(name):
             return self._affine(name, inputs)
         if _PRODUCTS.fullmatch(name):
-            # A scale or a weight rather than what it is multiplied by.
+            # Prefer a scale or a weight to the factor that it multiplies.
             factors = [x for x in (inputs if name != "Baddbmm" else inputs[1:]) if x is not None]
             for factor in sorted(factors, key=lambda x: not self._is_parameter(x)):
                 if (zeroed := self.silenced(factor)) is not None:
@@ -129,7 +129,7 @@ class Branches:
             weights = [x for x in factors if x is not None and self._is_parameter(x)]
             weight = weights[-1] if weights else factors[-1]
         else:
-            # A normalisation may have a weight alone, or neither; without one its input has to be zero.
+            # A normalisation may lack the bias or both; without a weight its input has to be zero.
             _, weight, bias = [*inputs, None, None][:3]
             if weight is None:
                 return self.silenced(inputs[0])
@@ -152,10 +152,10 @@ class Branches:
 
 
 class Consumers:
-    """Who takes what an operation puts out.
+    """Consumers of each operation's output in the autograd graph.
 
     Args:
-        output: where the network's output comes from.
+        output: operation output that is the network's output.
     """
 
     def __init__(self, output: Edge) -> None:
@@ -166,7 +166,7 @@ class Consumers:
                     self._takers.setdefault(before, []).append((node, index))
 
     def added_to(self, edge: Edge) -> Edge | None:
-        """What a value is added to, if that is all that becomes of it but for shapes and scales; else None."""
+        """Return the value that another is added to, if that sum is its only use up to shapes and scales, or None."""
         for taker, index in self._path(edge):
             if operation(taker) == "Add":
                 return inputs_of(taker)[1 - index]

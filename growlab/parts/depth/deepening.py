@@ -1,4 +1,4 @@
-"""The part that leaves blocks out at first and brings them in with the stages."""
+"""Part that leaves blocks of a network out at first and inserts them from stage to stage."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -21,18 +21,19 @@ from growlab.widths import WidthGraph
 
 
 class Depth(BlockPart):
-    """Lets blocks come in evenly with the fraction of growth that is done, before each event's widening.
+    """Inserts blocks evenly as growth proceeds, before the widening of each event.
 
     Args:
-        blocks: names of blocks in the order in which they come in; "auto": all that follow another of their kind in a
-            sequence and put out what goes in.
-        start: how a block begins, see `growlab.parts.depth.starts`: "zero" adds nothing, "identity" is Net2Deeper,
-            "stack" a copy of the block before that adds nothing yet, "gstack" a whole copy, which changes outputs.
-        state: optimizer state that copied parameters begin with: "zero", or "copy", that of what they are copies of
-            (those that are set to zero begin without). Behind it the event's own rule holds, as for all parameters.
+        blocks: names of blocks in the order of insertion; "auto": all that follow another of their kind in a sequence
+            and keep the shape of their input.
+        start: initialisation of inserted blocks, see `growlab.parts.depth.starts`: "zero" zeroes the residual branch,
+            "identity" is Net2Deeper, "stack" copies the previous block with its branch zeroed, "gstack" copies it
+            entirely, which changes outputs.
+        state: optimizer state of copied parameters: "zero", or "copy" for their original's state (zeroed parameters
+            start without). The event's rule for optimizer state is applied afterwards, as for all parameters.
 
     Raises:
-        UserError: the blocks are no names, or there is no such state.
+        UserError: `blocks` is not a list of names, or `start` or `state` is unknown.
     """
 
     name = "depth"
@@ -57,26 +58,26 @@ class Depth(BlockPart):
 
     @classmethod
     def examine(cls, network: nn.Module, example: tuple[Any, ...]) -> list[str]:
-        """Chains of blocks of one kind: which may come in later, how exactly, and why others stay."""
+        """Describe chains of blocks: those that may be inserted later, by which starts, and why others stay."""
         return describe(network, example)
 
     @property
     def depth(self) -> Blocks:
-        """The blocks of the network that it was prepared for."""
+        """Blocks of the network that the part was prepared for."""
         assert self._depth is not None
         return self._depth
 
     def applies(self, trigger: Trigger) -> bool:
-        """A network that does not grow has all blocks, unless it is a smaller one."""
+        """Return True if the network grows, or is a baseline of reduced depth; others have all blocks."""
         return not isinstance(trigger, Never) or trigger.depth < 1
 
     def prepare(
         self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
     ) -> WidthGraph:
-        """Find the blocks; the network keeps them for now.
+        """Find the blocks; the network is not changed yet.
 
         Raises:
-            UserError: they cannot be left out.
+            UserError: blocks cannot be left out.
         """
         for path, module in network.named_modules():
             computed = module.parametrizations if is_parametrized(module) else ()
@@ -89,13 +90,13 @@ class Depth(BlockPart):
         return graph
 
     def shrink_to(self, network: nn.Module, graph: WidthGraph, fraction_grown: float) -> WidthGraph:
-        """Take out the blocks that a whole network does not have yet."""
+        """Leave out the blocks that a full network does not have at a fraction of growth."""
         present = self.depth.present_at(fraction_grown)
         self.depth.leave_out(network, [name for name in self.depth.blocks if name not in present])
         return self.depth.graph(present, graph)
 
     def check(self, grower: GrowingNetwork) -> None:
-        """Refuse a trigger that does not know how far growth has come."""
+        """Check that the trigger knows the fraction of growth at each stage."""
         if grower.trigger.fraction_grown(0, grower.seed_widths) is None:
             raise UserError(
                 "blocks that come in later need a trigger that knows how far growth has come: take a schedule of "
@@ -103,25 +104,25 @@ class Depth(BlockPart):
             )
 
     def begin(self, grower: GrowingNetwork) -> None:
-        """Note the blocks that the seed has: none where it grows, a part of them in a smaller network."""
+        """Record the blocks of the seed network: none if it grows, a fraction in a baseline of reduced depth."""
         fraction = grower.trigger.fraction_grown(0, grower.seed_widths)
         assert fraction is not None
         grower.state.blocks |= dict.fromkeys(self.depth.present_at(fraction), 0)
         grower.state.constants |= self.depth.constants
 
     def births(self, state: GrowthState) -> Mapping[str, int]:
-        """Stage that the blocks' tensors came with."""
+        """Return the birth stages of the blocks' tensors, by name."""
         return self.depth.births(state.blocks)
 
     def before_growth(self, grower: GrowingNetwork, widths: Widths) -> Mapping[str, Any]:
-        """Put in the blocks that come with the next stage; optimizers and averages follow.
+        """Insert the blocks of the next stage, and add them to optimizers and averages.
 
         Returns:
-            What came in, each with its own parity; empty where nothing did.
+            The inserted blocks with their parity errors, under "inserted"; empty if there are none.
 
         Raises:
-            ParityError: a block changed the outputs; it was taken out again.
-            UserError: a block cannot begin as configured, or an optimizer has several groups of parameters.
+            ParityError: a block changed the outputs; it is removed again.
+            UserError: the start does not fit a block, or names do not determine its parameter group in an optimizer.
         """
         state, stage = grower.state, grower.state.stage + 1
         fraction = grower.trigger.fraction_grown(state.scheduled_stage + 1, widths)
@@ -135,7 +136,7 @@ class Depth(BlockPart):
             inserted.append(receipt)
             copied |= sources
             for copy in grower.copies().values():
-                # The average of what has only just begun is what it begins as.
+                # The average of a new block is its initial value.
                 self.depth.put_in(copy, name, state.widths, grower.network)
                 copy.requires_grad_(False)
             state.blocks[name] = stage
@@ -150,14 +151,14 @@ class Depth(BlockPart):
         return {"inserted": inserted}
 
     def graph_at(self, graph: WidthGraph, state: GrowthState) -> WidthGraph:
-        """The width graph with a state's blocks."""
+        """Return the width graph with the blocks of a growth state."""
         return self.depth.graph(state.blocks, graph)
 
     def state_from_keys(self, names: Collection[str], state: GrowthState) -> GrowthState:
-        """Read off the blocks whose tensors are there."""
+        """Infer the present blocks from the names of a state_dict's tensors."""
         present = [name for name in self.depth.blocks if set(self.depth.tensors(name)) <= set(names)]
         return replace(state, blocks={name: state.blocks.get(name, state.stage) for name in present})
 
     def restore(self, network: nn.Module, state: GrowthState) -> None:
-        """Put in the blocks that a state has, and take out the others."""
+        """Insert the blocks of a growth state and leave out the others."""
         self.depth.restore(network, state.blocks, state.widths)

@@ -1,4 +1,4 @@
-"""Blocks of a network in lines for a person."""
+"""Describe the blocks of a network that can be inserted later, as text."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ _SHOWN_NAMES = 3
 
 
 def describe(network: nn.Module, example: tuple[Any, ...]) -> list[str]:
-    """Chains of blocks of one kind, with the starts that leave outputs as they are, and why other blocks stay.
+    """Describe chains of blocks of one kind, one per line: exact starts, and reasons why other blocks stay.
 
     Args:
-        network: at full width and depth; left as it is.
+        network: the network at full width and depth; left unchanged.
         example: positional inputs.
     """
     try:
@@ -57,7 +57,7 @@ def _shortened(names: Sequence[str]) -> str:
 
 
 def _reasons(reasons: Mapping[str, str]) -> list[str]:
-    """Names of one reason, but for the numbers in it, on one line with the first one's."""
+    """Group names whose reasons differ only in numbers, one line each, with the first reason."""
     alike: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         alike.setdefault(re.sub(r"\d+", "*", reason), []).append(name)

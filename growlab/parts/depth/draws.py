@@ -1,4 +1,4 @@
-"""Random draws that do not depend on how many came before."""
+"""Random draws that do not depend on previous draws."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +19,10 @@ class _Alike(TorchDispatchMode):
 
 @contextlib.contextmanager
 def alike_draws() -> Iterator[None]:
-    """Let every random operation draw the same numbers for the same shape.
+    """Make every random operation draw the same numbers for the same shape.
 
-    Else a block that has come in moves the draws of those behind it, such as which layers of a network with stochastic
-    depth are dropped in train mode, and outputs before and after could not be compared. Generators are put back.
+    Otherwise an inserted block would shift the draws of the blocks behind it, such as those of stochastic depth in
+    train mode, and outputs before and after could not be compared. Generators are restored.
     """
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices), _Alike():

@@ -1,8 +1,7 @@
-"""Finds the blocks of a network that can be left out at first: repeated modules that hand their input on.
+"""Find the blocks of a network that can be left out at first: repeated modules that pass on their input.
 
-By structure and shapes: siblings of one kind, wherever they are held and whatever they are called, of which each takes
-what the one before puts out and puts out what has the shape of what goes in. What each does with its input is read off
-the operations of one forward pass, and then measured.
+Found by structure and shapes, not by names: siblings of one kind of which each takes the output of the one before and
+keeps its shape. The autograd graph of one forward pass shows how each uses its input, which is then measured.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,19 +19,19 @@ from growlab.widths import tensors_in
 from growlab.widths.inputs import call_with, changed
 from growlab.widths.trials import copied
 
-# Modules that are what they hold: that two are of this class says nothing.
+# Containers: two modules of such a class may differ in their contents.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-#: What a network raises that does not run without a block.
+#: Exceptions that a network may raise if it does not run without a block.
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Modules that run one after the other, of which nothing runs in between.
+    """Modules that run directly one after the other.
 
     Attributes:
-        paths: of the modules.
-        kind: what the network goes on with where they are left out, see `Absent`.
+        paths: paths of the modules.
+        kind: output of their placeholders, see `Absent`.
     """
 
     paths: tuple[str, ...]
@@ -41,15 +40,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring modules that come in together.
+    """Neighbouring modules that are inserted together.
 
     Attributes:
-        name: as it was asked for: the path of a module, or `path.i:j` for the modules i to j - 1 of a sequence.
+        name: path of a module, or `path.i:j` for the modules i to j - 1 of a sequence.
         spans: its modules.
-        zeroed: names of the parameters that are zero where it adds nothing; None where there are no such, see
-            `obstacle`.
-        obstacle: why there are none.
-        handovers: how outputs are made while it is left out, by path, of modules that are not plain.
+        zeroed: names of the parameters to zero so that it adds nothing; None if there are none, see `obstacle`.
+        obstacle: reason why `zeroed` is None.
+        handovers: by path, compositions of the placeholder's output, for modules that are not plain.
     """
 
     name: str
@@ -60,15 +58,15 @@ class Block:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Of all its modules."""
+        """Paths of all its modules."""
         return tuple(path for span in self.spans for path in span.paths)
 
     def holds(self, name: str) -> bool:
-        """Whether a module, parameter or buffer lies in the block."""
+        """Return True if a module, parameter or buffer belongs to the block."""
         return any(name == path or name.startswith(f"{path}.") for path in self.paths)
 
     def leave_out(self, network: nn.Module) -> None:
-        """Take it out of a network, in place."""
+        """Replace the block by placeholders in a network, in place."""
         for span in self.spans:
             for path in span.paths:
                 absent = Absent(network.get_submodule(path), span.kind, self.handovers.get(path))
@@ -77,11 +75,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Run:
-    """Siblings of one kind, one after the other.
+    """Sequence of sibling modules of one kind.
 
     Attributes:
-        order: place among a network's runs.
-        units: name and paths of the modules of each.
+        order: index among the network's runs.
+        units: name and module paths of each sibling.
         kind: class of the modules.
     """
 
@@ -100,10 +98,10 @@ class _Call:
 
 
 class Forward:
-    """One forward pass of a copy of a network, and what went in and out of every module.
+    """Records inputs and outputs of every module in one forward pass of a copy of a network.
 
     Args:
-        network: left as it is.
+        network: the network; left unchanged.
         example: positional inputs.
     """
 
@@ -139,8 +137,8 @@ class Forward:
         self.shared = [known for known in names.values() if len(known) > 1]
 
     def call(self, path: str) -> _Call | str:
-        """The only call of a module, or why there is none."""
-        # A module may be in several places.
+        """Return the single call of a module, or the reason why there is not exactly one."""
+        # A module may have several paths.
         first = self._paths[id(self.network.get_submodule(path))]
         calls = self.calls.get(first, [])
         if len(calls) != 1:
@@ -148,21 +146,21 @@ class Forward:
         return calls[0]
 
     def follows(self, path: str, before: str) -> bool:
-        """Whether what a module takes is made of what another one puts out."""
+        """Return True if a module's input depends on another module's output."""
         call, earlier = self.call(path), self.call(before)
         if isinstance(call, str) or isinstance(earlier, str) or call.source is None:
             return False
         return earlier.result is not None and earlier.result[0] in self.behind(path, call.source)
 
     def behind(self, path: str, source: Edge) -> set[Any]:
-        """The operations that a module's input depends on."""
+        """Return the operations that a module's input depends on."""
         if path not in self._ancestors:
             self._ancestors[path] = ancestors(source[0])
         return self._ancestors[path]
 
     def _coming(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, named: Any) -> None:
-            # Before the module runs: what it does in place has not been done.
+            # Before the module runs, which may change its inputs in place.
             edges = {id(x): edge_of(x) for x in tensors_in((args, named))}
             self._sources.setdefault(path, []).append(edges)
 
@@ -185,10 +183,10 @@ class Forward:
 
 
 def traced_output(network: nn.Module, example: tuple[Any, ...]) -> Tensor:
-    """The main output in eval mode, with the operations that it comes from."""
+    """Return the main output in eval mode, with its autograd graph."""
 
     def followed(x: Any) -> Any:
-        # Of another operation: networks may change their input in place.
+        # Not a leaf tensor: networks may change their input in place.
         real = isinstance(x, Tensor) and x.is_floating_point()
         return x.detach().clone().requires_grad_().clone() if real else x
 
@@ -215,12 +213,12 @@ def signature(network: nn.Module, paths: Sequence[str]) -> list[tuple[str, tuple
 
 
 def runs_of_units(forward: Forward, bare: bool) -> list[Run]:
-    """Siblings of one kind behind one another that hold parameters.
+    """Find sequences of sibling modules of one kind that have parameters.
 
     Args:
-        forward: of the network.
-        bare: layers too, and in sequences of layers those with what follows them up to the next, such as a
-            convolution with its normalisation and ReLU.
+        forward: forward pass of the network.
+        bare: include plain layers, and segments of `nn.Sequential` from one layer up to the next, such as a convolution
+            with its normalisation and ReLU.
     """
     found: list[Run] = []
     for path, parent in forward.network.named_modules():
@@ -237,7 +235,7 @@ def runs_of_units(forward: Forward, bare: bool) -> list[Run]:
 
 
 def analysed(forward: Forward, name: str, paths: tuple[str, ...]) -> Block | str:
-    """A block of these modules, or why it cannot be left out."""
+    """Return the block of these modules, or the reason why it cannot be left out."""
     calls = [forward.call(path) for path in paths]
     for call in calls:
         if isinstance(call, str):
@@ -245,7 +243,7 @@ def analysed(forward: Forward, name: str, paths: tuple[str, ...]) -> Block | str
     known = [call for call in calls if not isinstance(call, str)]
     for names in forward.shared:
         inside = [any(one.startswith(f"{path}.") for path in paths) for one in names]
-        # What the first of them holds stays there when others are left out.
+        # The first module keeps a shared tensor while others are left out.
         if inside[0] and not all(inside):
             return f"other modules share its {names[0]}"
     for call in known:
@@ -298,7 +296,7 @@ def _silenced(forward: Forward, call: _Call) -> tuple[str, ...] | None:
 
 
 def _is_branch(forward: Forward, path: str, call: _Call) -> bool:
-    """Whether the network adds what a block puts out to what its input is made of."""
+    """Return True if the network adds the block's output to a value that the block's input depends on."""
     if call.source is None or call.result is None or forward.consumers is None:
         return False
     if not _silenced(forward, call):
@@ -308,7 +306,7 @@ def _is_branch(forward: Forward, path: str, call: _Call) -> bool:
 
 
 def called(forward: Forward, paths: tuple[str, ...]) -> tuple[str, ...]:
-    """The modules that the forward runs: of a list that it does not run itself, what it holds."""
+    """Replace containers that the forward does not call, such as lists, by the modules inside."""
     found: list[str] = []
     for path in paths:
         module = forward.network.get_submodule(path)
@@ -339,7 +337,7 @@ def _siblings(network: nn.Module, path: str, parent: nn.Module, bare: bool) -> I
 
 
 def _segments(forward: Forward, path: str, sequence: nn.Sequential) -> list[list[Named]]:
-    """Layers of a sequence, each with what follows it and keeps its shape, grouped by what they are made of."""
+    """Split a sequence into layers, each with shape-preserving modules behind it, grouped by their classes."""
     segments: list[list[str]] = []
     kinds: dict[tuple[type, ...], list[Named]] = {}
     if list(sequence._modules) != [str(index) for index in range(len(sequence))]:

@@ -1,4 +1,4 @@
-"""Which blocks of a network a start fits, each with what was found or why it stays."""
+"""Search a network for blocks that fit a start, with reasons for those that do not."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,13 +33,13 @@ from growlab.widths.trials import copied
 
 @dataclass(frozen=True)
 class Chain:
-    """Siblings of one kind, of which some may be left out at first.
+    """Sibling modules of one kind, some of which may be left out at first.
 
     Attributes:
         kind: class of the modules.
-        names: of all of them, in order.
-        found: those that may be left out.
-        reasons: why others stay, by name; the first stays in any case.
+        names: names of all of them, in order.
+        found: names of those that may be left out.
+        reasons: reasons why others stay, by name; the first always stays.
     """
 
     kind: str
@@ -49,10 +49,10 @@ class Chain:
 
 
 class Search:
-    """Looks through a network for blocks that can begin in a given way.
+    """Searches a network for blocks that fit a start.
 
     Args:
-        network: at full width and depth; left as it is.
+        network: the network at full width and depth; left unchanged.
         example: positional inputs.
         start: a name in `growlab.parts.depth.starts.STARTS`.
     """
@@ -62,9 +62,9 @@ class Search:
         self._forward = Forward(network, example)
 
     def all(self) -> tuple[list[Block], list[Chain]]:
-        """All blocks that follow another of their kind, in the order in which they come in, and where they were found.
+        """Find all blocks that follow another of their kind, in the order of insertion, and the chains searched.
 
-        The second of each chain, then the third, and so on.
+        The order is the second of each chain, then the third, and so on.
         """
         runs = runs_of_units(self._forward, bare=self._start == "identity")
         reasons: dict[str, str] = {}
@@ -89,10 +89,10 @@ class Search:
         return [blocks[name] for name in order], list(_chains(runs, blocks, reasons))
 
     def named(self, name: str, paths: tuple[str, ...]) -> Block:
-        """The block of a name.
+        """Return the block with a name.
 
         Raises:
-            UserError: it cannot be left out, or not begin in this way.
+            UserError: it cannot be left out, or does not fit the start.
         """
         found = self._fitting(name, called(self._forward, paths), ())
         reason = found if isinstance(found, str) else self._measured({name: found}).get(name)
@@ -117,7 +117,7 @@ class Search:
         return found
 
     def _measured(self, blocks: Mapping[str, Block]) -> dict[str, str]:
-        """Why blocks that look right are not, by name."""
+        """Test candidate blocks by running a copy of the network; return reasons against those that fail, by name."""
         rehearsal = copied(self._network)
         wrong: dict[str, str] = {}
         if self._start in ZEROING:
@@ -143,7 +143,7 @@ class Search:
         return wrong
 
     def _changes(self, network: nn.Module, blocks: Sequence[Block]) -> dict[str, str]:
-        """Blocks that do more than hand on their input, or add something, although they should not."""
+        """Return blocks that change their input although they should be the identity, by name, with the reason."""
         errors: dict[str, float] = {}
         entered: dict[str, Tensor] = {}
 
@@ -187,7 +187,7 @@ class Search:
         }
 
     def _runs_without(self, blocks: Sequence[Block]) -> str | None:
-        """Why the network does not work without some blocks; None if it does."""
+        """Return the reason why the network does not work without some blocks, or None."""
         rehearsal = copied(self._network)
         for parameter in rehearsal.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
@@ -209,11 +209,11 @@ class Search:
 
 
 def twins(network: nn.Module, block: Block) -> Iterator[tuple[str, ...]]:
-    """Paths of earlier siblings of the same shapes, as the network is now, nearest first.
+    """Iterate over paths of earlier siblings with the same shapes at present, nearest first.
 
     Args:
-        network: where blocks that are left out have no shapes.
-        block: of it.
+        network: the network; blocks that are left out do not count.
+        block: one of its blocks.
     """
     parent, _, last = block.name.rpartition(".")
     names = list(network.get_submodule(parent)._modules)
@@ -235,7 +235,7 @@ def twins(network: nn.Module, block: Block) -> Iterator[tuple[str, ...]]:
 
 
 def _chains(runs: Sequence[Run], blocks: Mapping[str, Block], reasons: Mapping[str, str]) -> Iterator[Chain]:
-    """Runs of siblings with what was found; of those inside of others, only where something was."""
+    """Yield the chains of a network; nested ones only if blocks were found in them."""
     outer: list[str] = []
     for run in runs:
         names = tuple(name for name, _ in run.units)

@@ -1,4 +1,4 @@
-"""How a block begins that comes into a network: as nothing, as the identity, or as a copy of the one before it."""
+"""Initialisation of inserted blocks: zero branch, identity (Net2Deeper), or copy of the previous block (stacking)."""
 
 import copy
 from collections.abc import Callable, Collection
@@ -21,14 +21,14 @@ _AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True)
 class Site:
-    """Where a block has just come in.
+    """Context of a start: the network and the block that was just inserted.
 
     Attributes:
-        network: with the block.
-        block: that came in.
+        network: the network with the block.
+        block: the inserted block.
         probe: positional inputs of the network.
-        twin: paths of modules of the same shapes that are there, in the order of the block's; empty if there are none.
-        own: names of tensors whose values stay: parameters that other modules share, and constants.
+        twin: paths of earlier modules of the same shapes, in the order of the block's; empty if there are none.
+        own: names of tensors whose values are kept: parameters that other modules share, and constants.
     """
 
     network: nn.Module
@@ -39,12 +39,12 @@ class Site:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The block's modules, those inside of others too."""
+        """All modules of the block, including nested ones."""
         return [m for path in self.block.paths for m in self.network.get_submodule(path).modules()]
 
     @property
     def copied(self) -> dict[str, str]:
-        """Which parameter each of the block's may be a copy of, by name."""
+        """Parameter of the twin that each of the block's parameters may copy, by name."""
         return {
             f"{path}.{name}": f"{source}.{name}"
             for path, source in zip(self.block.paths, self.twin, strict=False)
@@ -57,14 +57,14 @@ Start = Callable[[Site], None]
 
 
 def zero(site: Site) -> None:
-    """Let a residual block add nothing: what lies last with parameters in each of its branches is zero.
+    """Zero the last operation with parameters in each branch of a residual block, so that it adds nothing.
 
-    Weight and bias of a batch normalisation that ends a branch, as is usual for residual networks (Goyal et al. 2017,
-    Section 5.1), a layer scale, or the projection that puts the branch out, as of both branches of a pre-norm
-    Transformer's layer.
+    This is the weight and bias of a batch normalisation at the end of a branch, as usual in residual networks (Goyal et
+    al. 2017, Section 5.1), a layer scale, or the output projection, as in both branches of a pre-norm Transformer
+    layer.
 
-    **Preserves** exactly, where the block hands its input on beside them. They learn from the first step; what lies
-    before them from the second.
+    **Preserves** exactly if the block passes its input on around the branches. The zeroed parameters learn from the
+    first step, those before them from the second.
     """
     for name in site.block.zeroed or ():
         owner, _, attribute = name.rpartition(".")
@@ -73,14 +73,14 @@ def zero(site: Site) -> None:
 
 
 def identity(site: Site) -> None:
-    """Net2Deeper: let a layer, its batch normalisation and its activation be the identity (Chen et al. 2016).
+    """Net2Deeper: initialise a layer, its batch normalisation and its activation as the identity (Chen et al. 2016).
 
-    The weight is the identity matrix, or the kernel that shifts by nothing; a batch normalisation undoes itself, with
-    the mean and variance of the probe batch as its statistics.
+    The weight is the identity matrix or a Dirac kernel; a batch normalisation is the identity for the probe batch's
+    mean and variance, which are its statistics.
 
-    **Preserves** exactly where the activation maps its own outputs to themselves, as ReLU does, or has a method
-    `become_identity`, which is called. In train mode a batch normalisation is the identity on the probe batch, and on
-    another one up to how far its statistics differ.
+    **Preserves** exactly if the activation is idempotent, like ReLU, or has a method `become_identity`, which is
+    called. In train mode a batch normalisation is the identity on the probe batch, and on others up to the difference
+    of their statistics.
     """
     seen: list[Tensor] = []
     paths = site.block.paths
@@ -125,10 +125,10 @@ def identity(site: Site) -> None:
 
 
 def stack(site: Site) -> None:
-    """Copy the block before it, and let what lies last in each branch be zero.
+    """Copy the previous block, and zero the last operation with parameters in each branch.
 
-    The copied layers begin with what training has made of their neighbour's (progressive stacking, Gong et al. 2019,
-    with the zeros of `zero`).
+    The layers start from the trained weights of the previous block (progressive stacking, Gong et al. 2019, with the
+    zeros of `zero`).
 
     **Preserves** exactly, as `zero` does.
     """
@@ -137,7 +137,7 @@ def stack(site: Site) -> None:
 
 
 def gstack(site: Site) -> None:
-    """Copy the block before it as it is: the operator G_stack (Du et al. 2024, arXiv 2405.15319, Section 3).
+    """Copy the previous block unchanged: the operator G_stack (Du et al. 2024, arXiv 2405.15319, Section 3).
 
     **Preserves** nothing.
     """
@@ -147,7 +147,7 @@ def gstack(site: Site) -> None:
             "behind one of their kind, in order."
         )
     for path, twin in zip(site.block.paths, site.twin, strict=True):
-        # The copy computes what the block does whose rows the network multiplies.
+        # The original's rows may have multipliers, which are folded into the copy.
         source = copy.deepcopy(site.network.get_submodule(twin))
         fold_multipliers(source)
         known = _tensors(source)
@@ -157,7 +157,7 @@ def gstack(site: Site) -> None:
 
 
 def _assign(module: nn.Module, name: str, value: Tensor) -> None:
-    """Give a parameter, or what a tensor is computed from, such a value."""
+    """Set a parameter, or a parametrised tensor, to a value."""
     if not is_parametrized(module, name):
         module.get_parameter(name).copy_(value)
         return
@@ -170,16 +170,16 @@ def _assign(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _tensors(block: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a state_dict, which may also have the weights of channels in statistics."""
+    """Parameters and persistent buffers by name, without growlab's extra state_dict entries."""
     saved = block.state_dict().keys()
     named = (*block.named_parameters(), *block.named_buffers())
     return {name: tensor.detach() for name, tensor in named if name in saved}
 
 
 STARTS: dict[str, Start] = {"zero": zero, "identity": identity, "stack": stack, "gstack": gstack}
-#: Those that leave the outputs as they are.
+#: Starts that preserve the outputs.
 START_PRESERVES = frozenset({"zero", "identity", "stack"})
-#: Those that need a residual branch.
+#: Starts that need a residual branch.
 ZEROING = frozenset({"zero", "stack"})
-#: Those that need a block of the same shapes.
+#: Starts that need an earlier block of the same shapes.
 COPYING = frozenset({"stack", "gstack"})

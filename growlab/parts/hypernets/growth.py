@@ -1,4 +1,4 @@
-"""Growth of a network whose weights a hypernetwork emits, by widening the hypernetwork."""
+"""Grow a network whose weights a hypernetwork emits, by widening the hypernetwork."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ _SHARINGS = ("layer", "chunk")
 
 @dataclass(frozen=True)
 class EmittedWeights(NewWeights):
-    """Draws for the tensors that emit weights.
+    """Initialisation of new entries in the tensors that emit weights.
 
     Attributes:
         init: the initialisation and its distribution.
@@ -34,12 +34,11 @@ class EmittedWeights(NewWeights):
         return 1.0 if layer.emitters else super().std(expansion, layer)
 
     def draw(self, expansion: Expansion, name: str) -> Tensor:
-        """A tensor of the new shape, every entry as a new one.
+        """Return a tensor of the new shape with every entry initialised as new.
 
-        A new channel of chunks is emitted by the output layer that emits the others, at whatever scale training has
-        brought it to. Its running variance is therefore their second moment, averaged over them, if that is above 1;
-        with 1, what new channels carry in eval mode could grow from layer to layer until twins no longer cancel within
-        rounding.
+        A new channel of chunks is emitted by the same output layer as the others, at its trained scale. Its running
+        variance is therefore the mean of their second moments, if above 1; with 1, activations of new channels in eval
+        mode could grow from layer to layer until twins no longer cancel within rounding.
         """
         shape, source = expansion.new_shape(name), expansion.generator(name)
         if expansion.graph.emitters and expansion.stage > 0:
@@ -64,15 +63,15 @@ class EmittedWeights(NewWeights):
 
 @dataclass(frozen=True)
 class Emitting:
-    """The hypernetwork of a growing network.
+    """Settings of the hypernetwork of a growing network.
 
     Attributes:
         sharing: "layer" or "chunk"; see `Hypernet`.
         embedding_features: size of an embedding.
-        hidden_features: of h.
+        hidden_features: widths of the hidden layers of h.
         embedding: "fixed" or "trained".
         distribution: "uniform" or "normal".
-        chunk_channels: channels of a chunk; has to divide every width.
+        chunk_channels: number of channels of a chunk; must divide every width.
     """
 
     sharing: Literal["layer", "chunk"] = "layer"
@@ -84,27 +83,26 @@ class Emitting:
 
 
 class Hyperfan(VarianceTransfer):
-    """Train a network through a hypernetwork that emits its growing weights, and widen that one.
+    """Train a network through a hypernetwork that emits its growing weights, and widen the hypernetwork.
 
     With `sharing="layer"` a weight is W = H h(e) + beta, H [O, I, ..., K]. At an event, fan-in C before and C' after:
 
-        old H and beta    times sqrt(C / C') where a batch normalisation or the output multiplier undoes it
+        old H and beta    times sqrt(C / C') if a batch normalisation or the output multiplier compensates
         new H             variance r / (C' K Var(e)); with the fan-out for `new_weights="hyperfan_out"`
         new beta          0
 
     (Chang et al. 2020, Table 1, at the new widths) and pairs in the first two dimensions of H and beta (Yuan et al.
-    2023, Eqs. 2-4): W is linear in both, so pairs of H are pairs of W. With `sharing="chunk"` a new channel comes
-    with new embeddings, one for each chunk that it adds, and the input layers that go with them; twins have equal
-    embeddings, on the consuming side with gains of opposite sign. Widths are counted in chunks there. `finish`
-    leaves the plain network.
+    2023, Eqs. 2-4): W is linear in both, so pairs of H are pairs of W. With `sharing="chunk"` a new channel has new
+    embeddings, one per chunk that it adds, with their input layers; twins have equal embeddings, on the consuming side
+    with gains of opposite sign. Widths are counted in chunks there. `finish` returns to the plain network.
 
     **Preserves** exactly in eval mode, up to `output_factor`; in train mode up to batch normalisation's eps, as
     `VarianceTransfer` does.
-    **Departs from the paper**: it does not grow. Hidden layers without a norm keep their scale, as in
+    **Departs from the paper**, which does not grow networks. Hidden layers without a norm keep their scale, as in
     `VarianceTransfer`; `rescale_unnormalised=True` rescales them. Biases are not emitted.
 
-    With a fixed embedding and one layer, a step of SGD moves W as a step on W itself with 1 + |e|^2 times the rate does
-    (about 1 + K): choose the rate accordingly.
+    With a fixed embedding and one layer, a step of SGD moves W like a step on W itself with 1 + |e|^2 (about 1 + K)
+    times the rate: choose the rate accordingly.
 
     Args:
         new_weights: "hyperfan_in" or "hyperfan_out".
@@ -112,11 +110,11 @@ class Hyperfan(VarianceTransfer):
         rescale_unnormalised: rescale hidden layers without a batch normalisation behind them too.
         noise_std: see `GrowthMethod`.
         gain: r of hidden layers; the output layer's is 1.
-        settings: fields of `Emitting`, see there.
+        settings: fields of `Emitting`.
 
     Raises:
-        ValueError: a setting is impossible.
-        TypeError: there is no such setting.
+        ValueError: a setting is invalid.
+        TypeError: a setting is unknown.
     """
 
     SETTINGS = (Emitting,)
@@ -149,16 +147,16 @@ class Hyperfan(VarianceTransfer):
         self.new_weights = EmittedWeights(gain, 1, new_weights, self.hypernet.variances)
 
     def prepare(self, network: nn.Module, graph: WidthGraph, seed: int) -> WidthGraph:
-        """Let a hypernetwork emit the weights of every linear layer and convolution."""
+        """Parametrise the weights of every linear layer and convolution by a hypernetwork."""
         parametrise(network, self.hypernet, seed)
         chunked = self.hypernet.sharing == "chunk"
         prepared = emitted_graph(network, graph, self.hypernet.chunk_channels or 1 if chunked else 1)
         for layer in prepared.layers:
-            # A chunk that is left without a twin has gain 0 and could not wake up otherwise.
+            # A chunk without a twin has gain 0, which has to be trainable for it to learn.
             if layer.emitters:
                 network.get_parameter(layer.weight).requires_grad_(True)
         return prepared
 
     def finish(self, network: nn.Module) -> None:
-        """Leave the plain network with equal outputs."""
+        """Turn the network into a plain one with equal outputs; see `materialize`."""
         materialize(network)

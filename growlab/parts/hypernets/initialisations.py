@@ -1,4 +1,4 @@
-"""How hypernetworks are initialised: hyperfan (Chang, Flokas, Lipson, ICLR 2020) and what was done before it.
+"""Initialisation of hypernetworks: hyperfan (Chang, Flokas, Lipson, ICLR 2020) and its baselines.
 
 A hypernetwork's linear output layer emits W[i, j] = sum_k H[i, j, k] h(e)[k] + beta[i, j] and, where biases are emitted
 too, b[i] = sum_l G[i, l] g(e2)[l] + gamma[i]. With d_j and d_i the fan-in and fan-out of the emitted layer (receptive
@@ -11,15 +11,15 @@ emitted and else 1 (Table 1):
 
 Layers before the output layer have variance (2 with a ReLU behind, else 1) / fan-in; beta and gamma are 0. In Ha's
 chunks (Appendix A.2) the output layer is shared by layers of different size: it gets 1 / d_k, and the layer before it,
-which every chunk has its own of, emits with r / (d_j d_l Var(e)) or r / (d_i d_l Var(e)), where d_l is the size of the
-embedding (the paper writes d_k for the first; the two are equal in its experiment).
+one per chunk, gets r / (d_j d_l Var(e)) or r / (d_i d_l Var(e)), where d_l is the size of the embedding (the paper
+writes d_k for the first; the two are equal in its experiment).
 
 `hyperfan_harmonic`, `hyperfan_geometric` and `hyperfan_arithmetic` take that mean of the two variances (Appendix
 B.1.3).
 
 The baselines of Section 3: M1 `xavier_*` and `kaiming_*` treat the hypernetwork as any network, with gain 1 and 2, by
-fan-in, fan-out or a mean of the variances that the two give; M2 `small_random`; M3 `kaiming_tenth`, whose output layer
-is a tenth of `kaiming_in`'s; M4 `constant_embedding`, `kaiming_in` with embeddings that are all d_j^(-1/2).
+fan-in, fan-out or a mean of the two variances; M2 `small_random`; M3 `kaiming_tenth`, whose output layer is a tenth of
+`kaiming_in`'s; M4 `constant_embedding`, `kaiming_in` with embeddings that are all d_j^(-1/2).
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from growlab.base.errors import UserError
 
-# Of the variances that keep activations (by the fan-in) and gradients (by the fan-out). Both may be 0.
+# Combinations of the variances that preserve activations (by fan-in) and gradients (by fan-out). Both may be 0.
 _COMBINED: dict[str, Callable[[float, float], float]] = {
     "in": lambda forward, backward: forward,
     "out": lambda forward, backward: backward,
@@ -48,13 +48,13 @@ DISTRIBUTIONS = ("uniform", "normal")
 
 @dataclass(frozen=True)
 class Emission:
-    """What an output layer emits for, as far as its initialisation depends on it.
+    """Properties of an emitted layer that the initialisation of the hypernetwork's output layer depends on.
 
     Attributes:
         fan_in: inputs that one output of the emitted layer sums, receptive field included: d_j.
         fan_out: outputs that one of its inputs enters, receptive field included: d_i.
-        gain: r: 2 if a ReLU follows the emitted layer, 1 otherwise.
-        with_bias: whether the layer's bias is emitted too.
+        gain: r, 2 if a ReLU follows the emitted layer, else 1.
+        with_bias: the layer's bias is emitted too.
         embedding_variance: Var(e).
     """
 
@@ -67,7 +67,7 @@ class Emission:
 
 @dataclass(frozen=True)
 class Initialisation:
-    """Variances of a hypernetwork's layers, and draws with them.
+    """Variances of a hypernetwork's layers, and random draws with them.
 
     Attributes:
         name: one of `INITIALISATIONS`.
@@ -75,7 +75,7 @@ class Initialisation:
         small_std: standard deviation that `small_random` draws every layer with.
 
     Raises:
-        UserError: there is no such initialisation or distribution.
+        UserError: the initialisation or distribution is unknown.
     """
 
     name: str = "hyperfan_in"
@@ -98,19 +98,19 @@ class Initialisation:
         Args:
             features_in: its fan-in.
             features_out: its fan-out.
-            relu: whether a ReLU follows it.
+            relu: a ReLU follows it.
         """
         if self._hyperfan or self.name == "constant_embedding":
             return (2.0 if relu else 1.0) / features_in
         return self._classical(features_in, features_out)
 
     def weight(self, emission: Emission, features: int, num_outputs: int) -> float:
-        """Variance of H.
+        """Variance of H, the weight of an output layer.
 
         Args:
-            emission: what the layer emits for.
+            emission: the emitted layer.
             features: size of h(e), d_k.
-            num_outputs: numbers that it emits.
+            num_outputs: number of values that it emits.
         """
         before = emission.gain / (features * emission.embedding_variance)
         if self._hyperfan:
@@ -127,24 +127,24 @@ class Initialisation:
         return self._output(features, num_outputs)
 
     def chunk(self, emission: Emission, embedding: int, features: int) -> float:
-        """Variance of a chunk's own layer, from its embedding to what the shared output layer reads."""
+        """Variance of a chunk's input layer, from its embedding to the input of the shared output layer."""
         if self._hyperfan:
             return self.weight(emission, embedding, features)
         return self.hidden(embedding, features, relu=False)
 
     def shared(self, features: int, num_outputs: int) -> float:
-        """Variance of an output layer that layers of different size share."""
+        """Variance of an output layer that emitted layers of different sizes share."""
         if self._hyperfan:
             return 1.0 / features
         return self._output(features, num_outputs)
 
     def plain(self, emission: Emission) -> float:
-        """Variance of the weights of a plain layer, which no hypernetwork emits.
+        """Variance of the weights of a plain layer, not emitted by a hypernetwork.
 
-        Hyperfan's are those that it lets a hypernetwork emit: r / d_j, r / d_i or a mean of the two.
+        For hyperfan it is the variance of emitted weights: r / d_j, r / d_i or a mean of the two.
 
         Raises:
-            UserError: the initialisation is about a hypernetwork alone.
+            UserError: the initialisation is only defined for hypernetworks.
         """
         if self.name in ("kaiming_tenth", "constant_embedding"):
             raise UserError(
@@ -155,13 +155,13 @@ class Initialisation:
         return self._classical(emission.fan_in, emission.fan_out)
 
     def embedding(self, shape: tuple[int, ...], emission: Emission, source: torch.Generator) -> Tensor:
-        """Embeddings: uniform on [-sqrt(3), sqrt(3)], of variance 1, or M4's constants."""
+        """Draw embeddings: uniform on [-sqrt(3), sqrt(3)], of variance 1, or M4's constants."""
         if self.name == "constant_embedding":
             return torch.full(shape, emission.fan_in**-0.5)
         return (2 * torch.rand(shape, generator=source, dtype=torch.float32) - 1) * sqrt(3)
 
     def draw(self, shape: tuple[int, ...], variance: float, source: torch.Generator) -> Tensor:
-        """Numbers of mean 0 and the given variance, the same whatever torch's default dtype is."""
+        """Draw float32 numbers of mean 0 and the given variance, the same for any default dtype of torch."""
         if self.distribution == "normal":
             return torch.randn(shape, generator=source, dtype=torch.float32).mul_(sqrt(variance))
         return (
@@ -184,5 +184,5 @@ class Initialisation:
         return self.name.startswith("hyperfan")
 
     def _combined(self, forward: float, backward: float) -> float:
-        """The variance between what keeps activations and what keeps gradients; M3 and M4 keep activations."""
+        """Combine the variances that preserve activations and gradients, by `name`; M3 and M4 preserve activations."""
         return _COMBINED.get(self.name.rpartition("_")[2], _COMBINED["in"])(forward, backward)

@@ -1,4 +1,4 @@
-"""The parts of a hypernetwork: embeddings, hidden layers, output layers, and what stands in a weight's place.
+"""Modules of a hypernetwork: embeddings, hidden layers, output layers, and parametrisations of weights.
 
 Shape suffixes: K size of h(e), L of an embedding; A, B rows and columns of a weight in chunks; P numbers in a chunk.
 """
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 
 class Embedding(nn.Module):
-    """An embedding, or an array of them: fixed or trained, with noise or without.
+    """Embedding, or array of embeddings: fixed or trained, with or without noise.
 
     Args:
-        values: [..., L].
-        trained: whether they are parameters.
-        noise: half the width of the uniform noise that is added at every use, in train and eval mode (Ukai et al.
-            2018: a Bayesian network's weights are a function of noise); 0 for none.
+        values: initial embeddings, [..., L].
+        trained: they are parameters, else buffers.
+        noise: half the width of uniform noise added at every use, in train and eval mode (Ukai et al. 2018: a Bayesian
+            network's weights are a function of noise); 0 for none.
     """
 
     values: Tensor
@@ -31,18 +31,18 @@ class Embedding(nn.Module):
         self.noise = noise
 
     def forward(self) -> Tensor:
-        """The embedding as it is now, [..., L]."""
+        """Return the embedding, [..., L], with fresh noise."""
         if not self.noise:
             return self.values
         return self.values + (2 * torch.rand_like(self.values) - 1) * self.noise
 
 
 class Features(nn.Module):
-    """h(e): what the output layer reads.
+    """Features h(e), the input of an output layer.
 
     Args:
         embedding: e, [L].
-        hidden: the layers before the output layer; may be shared with other embeddings.
+        hidden: layers before the output layer; may be shared with other embeddings.
     """
 
     def __init__(self, embedding: Embedding, hidden: nn.Module) -> None:
@@ -50,16 +50,16 @@ class Features(nn.Module):
         self.embedding, self.hidden = embedding, hidden
 
     def forward(self) -> Tensor:
-        """h(e), [K]."""
+        """Compute h(e), [K]."""
         return self.hidden(self.embedding())
 
 
 class Output(nn.Module):
-    """A linear output layer.
+    """Linear output layer of a hypernetwork.
 
     Args:
         weight: H, [..., K].
-        bias: beta, [...], or None where it is kept elsewhere.
+        bias: beta, [...], or None if it is stored elsewhere.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -81,12 +81,12 @@ class Emitted(nn.Module):
         self.output, self.features = output, features
 
     def forward(self, original: Tensor) -> Tensor:
-        """The tensor that the main network uses."""
+        """Compute the tensor that the main network uses."""
         with _full_precision(original):
             return original + self.output.weight @ self.features()
 
     def right_inverse(self, tensor: Tensor) -> Tensor:
-        """The beta with which `tensor` is emitted."""
+        """Return the beta with which `tensor` is emitted."""
         return tensor - (self.forward(torch.zeros_like(tensor)))
 
 
@@ -94,16 +94,16 @@ class Chunks(nn.Module):
     """Parametrisation of one weight by chunks that a shared output layer emits (Ha et al. 2016).
 
     Chunk (a, b) is gain[a, b] * (H (G[a, b] e[a, b] + gamma[a, b]) + beta): Equation 6 of Chang et al. 2020 with a
-    gain. It holds some outputs of one input, or inputs of one output, over the whole receptive field. The gains are
-    the weight's `original`: with them a chunk can be rescaled and negated, which growth needs; 1 changes nothing.
+    gain. A chunk consists of several outputs of one input, or inputs of one output, over the whole receptive field. The
+    gains are the weight's `original`: growth rescales and negates chunks by them.
 
     Args:
         output: H [P, K] and beta [P]; shared by all weights of the same receptive field.
         embedding: e, [A, B, L].
         weight: G, [A, B, K, L].
-        by_inputs: whether a chunk holds inputs of one output.
-        size: channels of a chunk.
-        kernel: receptive field.
+        by_inputs: a chunk consists of inputs of one output.
+        size: number of channels of a chunk.
+        kernel: shape of the receptive field.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Chunks(nn.Module):
         self.by_inputs, self.size, self.kernel = by_inputs, size, kernel
 
     def forward(self, gains: Tensor) -> Tensor:
-        """The weight that the main network uses, [out, in, ...]."""
+        """Compute the weight that the main network uses, [out, in, ...]."""
         with _full_precision(gains):
             features_ABK = (self.weight @ self.embedding()[..., None])[..., 0] + self.bias
             bias = self.output.bias
@@ -135,12 +135,12 @@ class Chunks(nn.Module):
         return chunks.transpose(1, 2).reshape(rows * self.size, columns, *self.kernel)
 
     def right_inverse(self, tensor: Tensor) -> Tensor:
-        """Gains of 1, whatever the weight was: chunks emit a family of weights, not any weight."""
+        """Return gains of 1 for any weight: chunks cannot emit every weight."""
         return tensor.new_ones(self.weight.shape[:2])
 
 
 def linear_layers(weights: list[Tensor]) -> nn.Sequential:
-    """Linear layers with these weights [out, in] and zero biases, each with a ReLU behind it."""
+    """Build linear layers with these weights [out, in] and zero biases, each followed by a ReLU."""
     layers: list[nn.Module] = []
     for weight in weights:
         linear = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], dtype=weight.dtype)
@@ -154,6 +154,6 @@ def linear_layers(weights: list[Tensor]) -> nn.Sequential:
 
 @contextmanager
 def _full_precision(tensor: Tensor) -> Iterator[None]:
-    """Weights are emitted in the precision of the parameters, whatever the main network computes in."""
+    """Emit weights in the precision of the parameters, without autocast."""
     with torch.autocast(tensor.device.type, enabled=False):
         yield

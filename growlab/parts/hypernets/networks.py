@@ -1,4 +1,4 @@
-"""Networks with emitted weights, ready for `conf/model`."""
+"""Networks with weights emitted by a hypernetwork, for `conf/model`."""
 
 from collections.abc import Callable, Sequence
 from math import log
@@ -12,10 +12,10 @@ from growlab.parts.hypernets.parametrise import Hypernet, initialise, parametris
 
 
 class MonteCarlo(nn.Module):
-    """In eval mode, the logarithm of the mean of a network's class probabilities over several passes.
+    """Average a noisy network's class probabilities over several passes in eval mode; outputs their logarithm.
 
     Args:
-        network: a network whose passes differ: its embeddings are noisy.
+        network: a network whose passes differ, since its embeddings are noisy.
         samples: number of passes.
     """
 
@@ -24,7 +24,7 @@ class MonteCarlo(nn.Module):
         self.network, self.samples = network, samples
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map a batch to logits, in eval mode to log-probabilities, [B, num_classes]."""
+        """Map a batch to logits, or in eval mode to log-probabilities, [B, num_classes]."""
         if self.training:
             return self.network(x)
         passes = [torch.log_softmax(self.network(x), 1) for _ in range(self.samples)]
@@ -38,17 +38,18 @@ def hypernetwork(
     monte_carlo_samples: int = 1,
     **hypernet: Any,
 ) -> nn.Module:
-    """A network whose weights a hypernetwork emits; its initialisation is drawn with torch's global generator.
+    """Build a network whose weights a hypernetwork emits, seeded from torch's global generator.
 
     Args:
         image_shape: [C, H, W].
         num_classes: number of logits.
-        network: makes the main network from `image_shape` and `num_classes`.
-        monte_carlo_samples: passes that are averaged in eval mode, for noisy embeddings.
-        hypernet: see `Hypernet`; with `sharing="none"` the network stays a classical one, drawn by the initialisation.
+        network: builds the main network from `image_shape` and `num_classes`.
+        monte_carlo_samples: number of passes averaged in eval mode, for noisy embeddings.
+        hypernet: fields of `Hypernet`; with `sharing="none"` the network stays a plain one, drawn by the
+            initialisation.
 
     Raises:
-        UserError: a setting is impossible.
+        UserError: a setting is invalid.
     """
     if monte_carlo_samples < 1:
         raise UserError(f"monte_carlo_samples must be at least 1, not {monte_carlo_samples}.")

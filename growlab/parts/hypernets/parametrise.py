@@ -1,4 +1,4 @@
-"""Let a hypernetwork emit the weights of any network, and turn the result into a plain network again."""
+"""Parametrise the weights of any network by a hypernetwork, and turn the result into a plain network again."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,31 +25,30 @@ _OF_EVERY_CLASS = ("__dict__", "__weakref__")
 
 @dataclass(frozen=True)
 class Hypernet:
-    """A kind of hypernetwork.
+    """Settings of a hypernetwork.
 
     Attributes:
-        sharing: "layer": every tensor has a hypernetwork of its own. "size": layers of equal shape whose variances by
-            Table 1 are equal too share one for weights and one for biases, with an embedding each. "network": one
-            embedding and one h for all, an output layer for each tensor. "chunk": Ha et al.'s (2016), an embedding and
-            an input layer for each chunk of a weight, an output layer shared by all weights of the same receptive
-            field.
+        sharing: "layer": one hypernetwork per tensor. "size": layers of equal shape and equal variances (Table 1) share
+            one for weights and one for biases, with one embedding each. "network": one embedding and one h for all, one
+            output layer per tensor. "chunk": as Ha et al. (2016), one embedding and input layer per chunk of a weight,
+            and an output layer shared by all weights of the same receptive field.
         initialisation: see `growlab.parts.hypernets.initialisations`.
         distribution: "uniform" or "normal".
         embedding_features: size of an embedding.
-        hidden_features: widths of h's hidden layers, ReLU behind each; of "chunk" one number, the size of what the
-            shared output layer reads, or nothing for the embedding's.
+        hidden_features: widths of h's hidden layers, each followed by a ReLU; with "chunk" at most one, the input size
+            of the shared output layer (default: the embedding's size).
         embedding: "fixed" or "trained".
-        noise: half the width of the uniform noise on embeddings at every use.
+        noise: half the width of uniform noise on embeddings at every use.
         biases: emit the biases too.
         gain: r of all layers but the last: 2 if a ReLU follows them.
         output_gain: r of the last layer.
-        chunk_channels: channels of a chunk; None for the largest number that divides the inputs or the outputs of
+        chunk_channels: number of channels of a chunk; None for the largest that divides the inputs or the outputs of
             every weight of the same receptive field.
-        small_std: of the initialisation `small_random`.
-        emit_last: emit the last layer too; else it is a plain one, drawn by the same initialisation (Figure 6).
+        small_std: standard deviation of the initialisation `small_random`.
+        emit_last: emit the last layer too; else it is a plain layer, drawn by the same initialisation (Figure 6).
 
     Raises:
-        UserError: a value is impossible.
+        UserError: a value is invalid.
     """
 
     sharing: str = "layer"
@@ -95,52 +94,50 @@ class Hypernet:
 
     @property
     def variances(self) -> Initialisation:
-        """The initialisation."""
+        """Initialisation of the hypernetwork's layers."""
         return Initialisation(self.initialisation, self.distribution, self.small_std)
 
     @property
     def embedding_variance(self) -> float:
-        """Var(e), noise included."""
+        """Variance of an embedding, Var(e), noise included."""
         return 1.0 + self.noise**2 / 3
 
     @property
     def chunk_features(self) -> int:
-        """Size of what the output layer of chunks reads."""
+        """Input size of the output layer of chunks."""
         return self.hidden_features[0] if self.hidden_features else self.embedding_features
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer whose tensors are to be emitted."""
+    """Layer whose tensors a hypernetwork will emit."""
 
     name: str
     module: Any  # a linear layer or convolution
     emission: Emission
 
     def tensors(self, hypernet: Hypernet) -> list[str]:
-        """Names of those of its tensors that are emitted."""
+        """Names of its tensors that are emitted."""
         emits_bias = hypernet.biases and self.module.bias is not None
         return ["weight", "bias"] if emits_bias else ["weight"]
 
 
 def parametrise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Module:
-    """Let a hypernetwork emit the weights of every linear layer and convolution, the last one if it is to.
+    """Parametrise the weights of every linear layer and convolution by a hypernetwork, in place.
 
-    The weights that the layers had are lost; biases that are not emitted start at 0 (Section 4.1, Case 1). Emitted
-    tensors keep their names (`layer.weight` is computed when it is read); what is trained stands in
-    `layer.parametrizations`.
+    The previous weights are lost; biases that are not emitted start at 0 (Section 4.1, Case 1). Emitted tensors keep
+    their names (`layer.weight` is computed when it is read); trained parameters are in `layer.parametrizations`.
 
     Args:
         network: changed in place.
-        hypernet: what kind of hypernetwork.
-        seed: of its initialisation.
+        hypernet: settings of the hypernetwork.
+        seed: seed of its initialisation.
 
     Returns:
         The network.
 
     Raises:
-        UserError: the network has no such layer, none but the last one that is not emitted, layers share a weight,
-            or a weight does not split into the chunks.
+        UserError: the network has no layer to emit, layers share a weight, or a weight cannot be divided into chunks.
     """
     layers = list(find_layers(network, hypernet))
     if not hypernet.emit_last:
@@ -159,25 +156,25 @@ def parametrise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Mod
 
 
 def initialise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Module:
-    """Draw a plain network's weights as the classical network beside hypernetworks has them; biases are 0.
+    """Initialise a plain network by the initialisation's rule for networks without hypernetworks; biases are 0.
 
     Args:
         network: changed in place: the weights of every linear layer and convolution.
-        hypernet: initialisation, distribution and gains; the rest does not matter.
-        seed: of the draws.
+        hypernet: initialisation, distribution and gains; other fields are not used.
+        seed: seed of the draws.
 
     Returns:
         The network.
 
     Raises:
-        UserError: there is no such layer, or the initialisation is about a hypernetwork alone.
+        UserError: there is no such layer, or the initialisation is only defined for hypernetworks.
     """
     _draw(list(find_layers(network, hypernet)), hypernet, seed)
     return network
 
 
 def _draw(layers: Sequence[Layer], hypernet: Hypernet, seed: int) -> None:
-    """Weights of plain layers by the initialisation, biases 0."""
+    """Draw the weights of plain layers by the initialisation, and zero their biases."""
     with torch.no_grad():
         for layer in layers:
             weight, variance = layer.module.weight, hypernet.variances.plain(layer.emission)
@@ -208,10 +205,10 @@ def materialize(network: nn.Module) -> nn.Module:
         embedding.noise = 0.0
     with torch.no_grad():
         found = [(module, name, getattr(module, name).detach()) for module, name in emitted(network)]
-    # All are computed before the first goes: they may share layers.
+    # All are computed before the first is removed: they may share layers.
     for module, name, value in found:
         trained = any(p.requires_grad for p in module.get_submodule(f"parametrizations.{name}").parameters())
-        # Else copies would break: they share the class that torch has made, whose property is about to go.
+        # torch's dynamic class is shared with copies, which would lose the property that is removed here.
         kept = {key: value for key, value in vars(type(module)).items() if key not in _OF_EVERY_CLASS}
         own: Any = type(type(module).__name__, type(module).__bases__, kept)
         module.__class__ = own
@@ -223,7 +220,7 @@ def materialize(network: nn.Module) -> nn.Module:
 
 
 def emitted(network: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Every (module, tensor name) that a hypernetwork emits."""
+    """Iterate over every (module, tensor name) that a hypernetwork emits."""
     for module in network.modules():
         if parametrize.is_parametrized(module):
             for name, parts in module.get_submodule("parametrizations").named_children():
@@ -232,7 +229,7 @@ def emitted(network: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def find_layers(network: nn.Module, hypernet: Hypernet) -> Iterator[Layer]:
-    """Linear layers and convolutions, in the order of their registration."""
+    """Iterate over linear layers and convolutions, in the order of registration."""
     found = [(name, module) for name, module in network.named_modules() if isinstance(module, _LAYERS)]
     if not found:
         raise UserError(f"{type(network).__name__} has no linear layer or convolution to emit weights for.")
@@ -267,7 +264,7 @@ def _parametrise_by_tensors(layers: Sequence[Layer], hypernet: Hypernet, seed: i
         for tensor_name in layer.tensors(hypernet):
             tensor = getattr(layer.module, tensor_name)
             own = f"{layer.name}.{tensor_name}"
-            # Not a bias's own shape: its variance depends on the layer's fan-in too.
+            # Not the bias's shape: its variance depends on the layer's fan-in too.
             alike = (tensor_name, tuple(layer.module.weight.shape), layer.emission)
             of_output = alike if hypernet.sharing == "size" else own
             of_hidden = "network" if hypernet.sharing == "network" else of_output
@@ -342,7 +339,7 @@ def _parametrise_by_chunks(layers: Sequence[Layer], hypernet: Hypernet, seed: in
 
 
 def _highest_common_factor(layers: Sequence[Layer]) -> int:
-    """The largest chunk that the inputs or the outputs of every weight split into."""
+    """Return the largest chunk size that divides the inputs or the outputs of every weight."""
     shapes = [tuple(layer.module.weight.shape[:2]) for layer in layers]
     candidates = range(max(max(shape) for shape in shapes), 0, -1)
     return next(k for k in candidates if all(rows % k == 0 or columns % k == 0 for rows, columns in shapes))

@@ -1,4 +1,4 @@
-"""The width graph of a network whose weights a hypernetwork emits, from that of the plain network."""
+"""Derive the width graph of a network with emitted weights from that of the plain network."""
 
 from dataclasses import replace
 from math import prod
@@ -12,16 +12,16 @@ from growlab.widths import Axis, Group, Layer, Part, WidthGraph
 
 
 def emitted_graph(network: nn.Module, graph: WidthGraph, channels: int = 1) -> WidthGraph:
-    """How the tensors that emit a network's weights depend on its widths.
+    """Return the width graph of the tensors that emit a network's weights.
 
-    H of a weight [O, I, ...] is [O, I, ..., K]: its first two dimensions carry the channels, the last behaves like one
-    of the kernel. What chunks own are arrays over chunks [A, B, ...], rows and columns of the weight in blocks of
+    H of a weight [O, I, ...] is [O, I, ..., K]: its first two dimensions carry the channels, the last behaves like a
+    kernel dimension. Tensors of chunks are arrays over chunks [A, B, ...], rows and columns of the weight in blocks of
     `channels`; widths are then counted in such blocks, so that every width is a whole number of chunks.
 
     Args:
-        network: parametrised by `parametrise`.
-        graph: of the network before that.
-        channels: channels of a chunk, and therefore of a unit of width; 1 without chunks.
+        network: a network parametrised by `parametrise`.
+        graph: its width graph before that.
+        channels: channels per chunk, the unit of widths; 1 without chunks.
 
     Raises:
         UserError: a width or a growing weight is not a whole number of chunks.
@@ -78,7 +78,7 @@ def emitted_graph(network: nn.Module, graph: WidthGraph, channels: int = 1) -> W
 def _emitted(
     by: Emitted, place: str, plain: tuple[Axis, ...], layer: Layer
 ) -> tuple[dict[str, tuple[Axis, ...]], Layer]:
-    """Axes of H and beta, and the layer with them in place of its weight."""
+    """Return the axes of H and beta, and the layer with them in place of its weight."""
     features, weight = by.output.weight.shape[-1], f"{place}.0.output.weight"
     axes = {f"{place}.original": plain, weight: (*plain, _fixed(features))}
     variance = 1 / (features * embedding_variance(by.features.embedding))
@@ -95,7 +95,7 @@ def _emitted(
 def _chunked(
     by: Chunks, place: str, plain: tuple[Axis, ...], layer: Layer, channels: int
 ) -> tuple[dict[str, tuple[Axis, ...]], Layer]:
-    """Axes of what chunks own, and the layer with their gains in place of its weight."""
+    """Return the axes of the tensors of chunks, and the layer with the gains in place of its weight."""
     rows, columns = (_in_units(axis, channels) for axis in plain[:2])
     # The blocked dimension has one place for each chunk.
     blocked = [rows, _blocks(columns, channels)] if by.by_inputs else [_blocks(rows, channels), columns]
@@ -114,12 +114,12 @@ def _chunked(
 
 
 def _linear(name: str, layer: Layer | None) -> list[str]:
-    """The tensors that multiply what a tensor becomes when all of them are multiplied."""
+    """Names of the tensors that a (possibly emitted) tensor is linear in: scaling all of them scales it."""
     return [name] if layer is None else [n for n in (layer.weight, layer.offset) if n is not None]
 
 
 def embedding_variance(embedding: Embedding) -> float:
-    """Var(e) as embeddings are drawn, noise included."""
+    """Variance of an embedding at initialisation, Var(e), noise included."""
     return 1.0 + embedding.noise**2 / 3
 
 
@@ -128,7 +128,7 @@ def _fixed(size: int) -> Axis:
 
 
 def _in_units(axis: Axis, channels: int) -> Axis:
-    """The same positions, with widths counted in blocks of channels."""
+    """Express an axis with widths counted in blocks of channels."""
     parts = [
         part if part.group is None else replace(part, inner=part.inner * channels) for part in axis.parts
     ]
@@ -136,7 +136,7 @@ def _in_units(axis: Axis, channels: int) -> Axis:
 
 
 def _blocks(axis: Axis, channels: int) -> Axis:
-    """One position for each block of channels of an axis whose widths are counted in blocks."""
+    """Reduce an axis, with widths counted in blocks of channels, to one position per block."""
     parts = []
     for part in axis.parts:
         if part.group is not None:

@@ -1,4 +1,4 @@
-"""Isotropic layers, which find their widths while they train: neurons come and go by singular values (G. Bird)."""
+"""Isotropic layers, which adapt their widths during training by their singular values (G. Bird)."""
 
 from growlab.parts.isotropic.activations import Blend, ChiNorm, IntrinsicLength, IsotropicActivation
 from growlab.parts.isotropic.choices import Choices

@@ -1,7 +1,7 @@
-"""Isotropic primitives: activations and a normaliser that know no basis (Bird, "On De-Individuated Neurons").
+"""Isotropic activations and normaliser, equivariant to rotations (Bird, "On De-Individuated Neurons").
 
-A vector of channels is only ever multiplied by a number that depends on its length. Dimension 1 holds the channels:
-x is [B, n] or [B, n, H, W], where the vector at each position stands for itself.
+A vector of channels is only multiplied by a number that depends on its length. Dimension 1 is the channel dimension: x
+is [B, n] or [B, n, H, W], and the vector at each position is treated separately.
 """
 
 import math
@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-# Below this squared radius tanh(r) / r and its slope are summed up as a series; the terms that are left out are
-# smaller than float64's rounding.
+# Below this squared radius tanh(r) / r and its slope are computed by a series; omitted terms are smaller than float64's
+# rounding.
 _SMALL = 1e-3
 # Taylor coefficients of tanh(sqrt(s)) / sqrt(s) in s.
 _TANH_SERIES = (1.0, -1 / 3, 2 / 15, -17 / 315, 62 / 2835)
@@ -23,9 +23,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """||x||^2 over dimension 1, which is kept, in at least float32: in float16 a norm of 256 would overflow.
+    """Compute ||x||^2 over dimension 1 (kept) in at least float32: in float16 a norm of 256 would overflow.
 
-    Autocast takes `vecdot` in half precision whatever it is given, but not `vector_norm`, which on a CPU is slower.
+    Autocast runs `vecdot` in half precision for any input, but not `vector_norm`, which is slower on a CPU.
     """
     if x.dtype in _HALF or torch.is_autocast_enabled(x.device.type):
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -34,12 +34,12 @@ def squared_norm(x: Tensor) -> Tensor:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a dtype; the tensor itself, without an operation, where it has that already."""
+    """Convert a tensor to a dtype; returns the tensor itself if it has that dtype."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def tanh_gain(square: Tensor) -> Tensor:
-    """tanh(r) / r of the squared radius s = r^2: 1 at 0, smooth there, no NaN in its gradient."""
+    """Gain tanh(r) / r of the squared radius s = r^2; 1 and smooth at 0, without NaN gradients."""
     small = square < _SMALL
     radius = torch.where(small, 1.0, square).sqrt()
     series: Tensor | float = 0.0
@@ -49,17 +49,17 @@ def tanh_gain(square: Tensor) -> Tensor:
 
 
 def softsign_gain(square: Tensor) -> Tensor:
-    """1 / sqrt(1 + r^2): bounded like tanh, cheaper, with heavier tails."""
+    """Gain 1 / sqrt(1 + r^2): bounded like tanh, cheaper, with heavier tails."""
     return torch.rsqrt(1 + square)
 
 
 def soft_relu_gain(square: Tensor) -> Tensor:
-    """1 - tanh(r) / r: short vectors vanish, long ones pass, like a ReLU along the radius."""
+    """Gain 1 - tanh(r) / r: short vectors vanish, long ones pass, like a ReLU along the radius."""
     return 1 - tanh_gain(square)
 
 
 def leaky_gain(square: Tensor) -> Tensor:
-    """0.1 + 0.9 (1 - tanh(r) / r): short vectors are kept at a tenth, long ones pass."""
+    """Gain 0.1 + 0.9 (1 - tanh(r) / r): short vectors are scaled to a tenth, long ones pass."""
     return 1 - 0.9 * tanh_gain(square)
 
 
@@ -73,15 +73,15 @@ GAINS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class IntrinsicLength:
-    """The intrinsic length o of an activation (Eq. 29).
+    """Intrinsic length o of an activation (Eq. 29).
 
     Attributes:
-        start: o at the beginning.
-        kind: "trained" as ln o, so that it stays above 0; "constant": only growth and pruning change it; "signed":
-            trained as it is, and may become negative, where the norm is sqrt(| ||x||^2 + o |).
+        start: initial value of o.
+        kind: "trained": trained as ln o, so that it stays positive; "constant": only changed by growth and pruning;
+            "signed": trained as o, which may become negative; the norm is then sqrt(| ||x||^2 + o |).
 
     Raises:
-        ValueError: there is no such kind, or no such length of this kind.
+        ValueError: the kind is unknown, or the length is invalid for it.
     """
 
     start: float = 0.01
@@ -100,19 +100,18 @@ class IntrinsicLength:
 
 
 class IsotropicActivation(nn.Module):
-    """f(x; o) = g(sqrt(||x||^2 + o)) x, which commutes with every rotation of the channels (Eqs. 3, 26, 29).
+    """Isotropic activation f(x; o) = g(sqrt(||x||^2 + o)) x; commutes with rotations of channels (Eqs. 3, 26, 29).
 
     Args:
         kind: the gain g, a name in `GAINS`; "tanh" is Eq. 37.
-        length: the intrinsic length o, an `IntrinsicLength` or the start of one that is trained; it is held as
-            `log_length` = ln o, a signed one as `length` = o. None leaves it out: o = 0 for good, and a pruned
-            channel's bias has nowhere to go.
-        gain_channel: put out g itself as one more channel, behind the others: a neuron that is constant, but for
-            its gain. What reads it (`add_gain_column`) then has a vector psi beside its bias, W f(x) + psi g + b, as
-            in the author's later code: it takes up exactly what a removed neuron's bias contributed.
+        length: intrinsic length o, an `IntrinsicLength` or the initial value of a trained one; stored as `log_length` =
+            ln o, a signed one as `length` = o. None: o = 0, so that a pruned channel's bias cannot be absorbed.
+        gain_channel: append g as the last output channel, a constant neuron times its gain. Layers that read it
+            (`add_gain_column`) have a vector psi in addition to their bias, W f(x) + psi g + b, as in the author's
+            later code, which exactly absorbs the contribution of a removed neuron's bias.
 
     Raises:
-        ValueError: there is no such gain, or no such length.
+        ValueError: the gain is unknown, or the length is invalid.
 
     Examples:
         >>> x, o = torch.tensor([[3.0, 4.0]]), 0.5
@@ -142,11 +141,11 @@ class IsotropicActivation(nn.Module):
 
     @property
     def intrinsic_length(self) -> Tensor | None:
-        """o, a single number; None where it is left out."""
+        """Intrinsic length o, a single number, or None."""
         return self.length if self.log_length is None else self.log_length.exp()
 
     def gain(self, x: Tensor) -> Tensor:
-        """The number that each vector is multiplied by: x with a single channel, in at least float32."""
+        """Compute the gain of each vector: the shape of x with a single channel, in at least float32."""
         square = squared_norm(x)
         if self.log_length is not None:
             square = square + cast(self.log_length, square.dtype).exp()
@@ -155,39 +154,39 @@ class IsotropicActivation(nn.Module):
         return GAINS[self.kind](square)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply every vector of channels by its gain; dtype and shape as given, or [B, n + 1, ...] with the gain."""
+        """Multiply every vector of channels by its gain; keeps dtype and shape, or [B, n + 1, ...] with the gain."""
         gain = self.gain(x)
         y = gain * x
         return cast(torch.cat([y, gain], 1) if self.gain_channel else y, x.dtype)
 
     def extra_repr(self) -> str:
-        """What `print` shows."""
+        """Return the arguments for `repr`."""
         known = self.intrinsic_length
         length = "None" if known is None else f"{float(known.detach()):.3g}"
         return f"{self.kind!r}, length={length}{', gain_channel=True' if self.gain_channel else ''}"
 
 
 def add_gain_column(layer: nn.Linear | nn.Conv2d) -> None:
-    """Let a layer read a gain channel behind its other inputs, with weights psi of zero: it computes what it did."""
+    """Add an input for a gain channel to a layer, as its last, with zero weights psi; the output is unchanged."""
     if isinstance(layer, nn.Linear):
         layer.in_features += 1
     else:
         layer.in_channels += 1
     weight = layer.weight.detach()
     layer.weight = nn.Parameter(torch.cat([weight, torch.zeros_like(weight[:, :1])], 1))
-    # `GainWeights` and `orthogonal_weights` find them by this; torch's type says that attributes are tensors.
+    # `GainWeights` and `orthogonal_weights` find the layers by this; nn.Module's type only allows tensors.
     vars(layer)["reads_gain"] = True
 
 
 class Blend(nn.Module):
-    """f*(x; a) = a x + (1 - a) f(x), a from 1, where it is the identity, to learned (Section 3.2).
+    """Blend f*(x; a) = a x + (1 - a) f(x) with a trained a, the identity at a = 1 (Section 3.2).
 
     Args:
         activation: f.
-        start: a at the beginning.
+        start: initial value of a.
 
     Raises:
-        ValueError: the activation puts out a gain channel, which x has no counterpart of.
+        ValueError: the activation has a gain channel, for which x has no counterpart.
     """
 
     def __init__(self, activation: nn.Module, start: float = 1.0) -> None:
@@ -198,24 +197,23 @@ class Blend(nn.Module):
         self.blend = nn.Parameter(torch.tensor(float(start)))
 
     def become_identity(self) -> None:
-        """Begin again at a = 1, as in a layer that comes in while a network trains."""
+        """Reset a to 1, for a layer that is inserted while a network trains."""
         with torch.no_grad():
             self.blend.fill_(1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape as given."""
+        """Blend x and f(x); keeps the shape."""
         return self.blend * x + (1 - self.blend) * self.activation(x)
 
 
 class ChiNorm(nn.Module):
-    """Subtract the mean vector and divide by one number: `(x - mean) sqrt(n / E||x - mean||^2)`.
+    """Chi-normaliser: subtracts the mean vector and divides by one scale, `(x - mean) sqrt(n / E||x - mean||^2)`.
 
-    The paper only names a Chi-normaliser; this is our reading of it. Unlike batch normalisation it has one scale
-    for all channels, so it commutes with rotations; unlike layer normalisation it leaves vectors their different
-    lengths, without which an isotropic network would be affine (Appendix C). Eval mode takes running statistics.
+    The paper only names a Chi-normaliser; this is our interpretation. Unlike batch normalisation it has one scale for
+    all channels, so it commutes with rotations; unlike layer normalisation it preserves the vectors' different lengths,
+    without which an isotropic network would be affine (Appendix C). Eval mode uses running statistics.
 
-    n is the number of channels that the layer was made for, also after some were added or removed: a channel that
-    carries nothing then changes nothing.
+    n stays the original number of channels after some are added or removed, so that a channel of zeros has no effect.
 
     Args:
         num_features: n.
@@ -233,7 +231,7 @@ class ChiNorm(nn.Module):
         self.register_buffer("running_var", torch.tensor(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise [B, n, ...]; shape and dtype as given, statistics in at least float32."""
+        """Normalise [B, n, ...]; keeps shape and dtype, with statistics in at least float32."""
         shape, dtype = (-1, *[1] * (x.dim() - 2)), torch.promote_types(x.dtype, torch.float32)
         if not self.training:
             mean, var = cast(self.running_mean, dtype), cast(self.running_var, dtype)
@@ -247,5 +245,5 @@ class ChiNorm(nn.Module):
         return cast(centred * torch.rsqrt(var + self.eps), x.dtype)
 
     def extra_repr(self) -> str:
-        """What `print` shows."""
+        """Return the arguments for `repr`."""
         return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}"

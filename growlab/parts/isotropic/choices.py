@@ -1,4 +1,4 @@
-"""What the paper leaves open about neurons that come and go, and scores that say which of them matter."""
+"""Options for adding and removing neurons that the paper does not specify, and importance scores of neurons."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ Importance = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def singular_value(left: Tensor, values: Tensor, right: Tensor, gradient: Tensor | None) -> Tensor:
-    """How much a neuron lets through: its singular value."""
+    """Score neurons by their singular values."""
     return values
 
 
 def gradient_times_value(left: Tensor, values: Tensor, right: Tensor, gradient: Tensor | None) -> Tensor:
-    """How much the loss would change to first order without the neuron: |s_i dL/ds_i|, dL/ds_i = u_i^T G v_i.
+    """Score neurons by the first-order change of the loss without them: |s_i dL/ds_i|, dL/ds_i = u_i^T G v_i.
 
     Raises:
         ValueError: there is no gradient.
@@ -44,32 +44,32 @@ IMPORTANCES: dict[str, Importance] = {"singular_value": singular_value, "gradien
 
 @dataclass(frozen=True)
 class Choices:
-    """What the paper leaves open.
+    """Options for details that the paper does not specify.
 
     Attributes:
-        columns: outgoing weights U* of a new neuron. "orthogonal": to those of all others (Gram-Schmidt), at their
-            root mean square norm, a random direction where all are taken; "zero"; "copy": of the neuron with the
-            largest singular value; "random": at that norm; "small": random, of 0.01 a weight, as in the author's later
-            code.
-        bias: b* of a new neuron in units of sqrt(o), within (-1, 1). Not 0 with columns other than "zero", growth
+        columns: outgoing weights U* of a new neuron. "orthogonal": orthogonal to those of all others (Gram-Schmidt),
+            with their root mean square norm, or random if they span the space; "zero"; "copy": those of the neuron with
+            the largest singular value; "random": random with that norm; "small": random, 0.01 per weight, as in the
+            author's later code.
+        bias: b* of a new neuron in units of sqrt(o), within (-1, 1). If it is not 0 and columns are not "zero", growth
             is exact only on average (E[g]), or with a gain channel.
-        correction: where a removed neuron's constant part goes. "bias": b*^2 into the intrinsic length and
-            E[g] U* b* into the next biases, as in the paper; where layers read a gain channel, U* b* into their
-            weights for it, which is exact. "batch": the mean and the mean square of what the neuron carried on the
-            batch take the place of b* and b*^2; the same where its singular value is 0. "none": it is lost.
-        least_squares: let the others stand in for a removed neuron: the next weights are those that reproduce its
-            linear contribution best on the batch (Eq. 30 with the batch's covariance in the place of a white
-            input's, for which Eq. 30 is the plain deletion).
-        importance: score of a neuron, a name in `IMPORTANCES`; those with the lowest are removed.
-        rotate: turn the basis on growth too (optimizers such as Adam depend on it); on removal it always is.
-        direction: "forward": singular values are those of the weights that a layer is produced by; "backward": of those
-            that it is read by (Section 2.3.2, the right-sided form). A neuron that nothing reads still counts in the
-            norm, so its removal is never exact: the intrinsic length takes its mean square on the batch, also with
-            the correction "bias". Growth that is exact in this direction has `columns="zero"` and a bias, without
-            which such a neuron would have no gradient.
+        correction: compensation for a removed neuron's constant part. "bias": b*^2 is added to the intrinsic length and
+            E[g] U* b* to the next biases, as in the paper; if layers read a gain channel, U* b* is added to their
+            weights psi, which is exact. "batch": the mean and mean square of the neuron's input on the batch are used
+            instead of b* and b*^2; equal if its singular value is 0. "none": no compensation.
+        least_squares: let the remaining neurons replace a removed one: the next weights reproduce its linear
+            contribution best on the batch (Eq. 30 with the batch's covariance instead of that of white inputs, for
+            which Eq. 30 is plain deletion).
+        importance: score of a neuron, a name in `IMPORTANCES`; neurons with the lowest scores are removed.
+        rotate: rotate the basis on growth too (optimizers such as Adam depend on it); on removal it is always rotated.
+        direction: "forward": singular values of the incoming weights; "backward": of the outgoing ones (Section 2.3.2,
+            the right-sided form). A neuron without outgoing weights still counts in the norm, so its removal is never
+            exact: its mean square on the batch is added to the intrinsic length, also with the correction "bias". Exact
+            growth in this direction needs `columns="zero"` and a bias, without which such a neuron would have no
+            gradient.
 
     Raises:
-        ValueError: a choice is none of these.
+        ValueError: a choice is unknown, or `bias` is out of range.
     """
 
     columns: Columns = "orthogonal"

@@ -1,4 +1,4 @@
-"""When isotropic layers are looked at, and how wide they become."""
+"""Rules for when isotropic layers are resized, and to which width."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,16 @@ from growlab.base.settings import at_least, flag, not_none, whole
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Moments at which layers are looked at.
+    """Epochs or steps at which the widths of layers are decided.
 
     Attributes:
-        every_n_epochs: epochs between two of them.
-        every_n_steps: optimizer steps between two of them instead, or None.
-        first: the first one: the epoch (or step) before which neurons may first come or go; None for
-            `every_n_epochs` (`every_n_steps`).
-        last: the last one, or None for none.
+        every_n_epochs: number of epochs between two boundaries.
+        every_n_steps: number of optimizer steps between two boundaries instead, or None.
+        first: epoch (or step) of the first boundary; None for `every_n_epochs` (`every_n_steps`).
+        last: epoch (or step) of the last boundary, or None.
 
     Raises:
-        ValueError: a number is below 1.
+        ValueError: a number is below 1, or `last` is before the first boundary.
     """
 
     every_n_epochs: int = 1
@@ -38,11 +37,11 @@ class Boundaries:
             )
 
     def before(self, epoch: int, step: int) -> int | None:
-        """Number of the boundary that lies before a batch, ascending over a run; None if there is none.
+        """Number of the latest boundary up to this batch, ascending over a run, or None.
 
         Args:
             epoch: the current epoch.
-            step: optimizer steps done.
+            step: number of optimizer steps done.
         """
         now, every = (
             (epoch, self.every_n_epochs) if self.every_n_steps is None else (step, self.every_n_steps)
@@ -50,25 +49,25 @@ class Boundaries:
         first = self.first or every
         if now < first or (self.last is not None and now > self.last):
             return None
-        # Between two boundaries the last one counts: it may not have been asked yet.
+        # Between two boundaries the previous one is returned: it may not have been evaluated yet.
         return now - (now - first) % every
 
 
 @dataclass(frozen=True)
 class Widths:
-    """How wide a layer becomes.
+    """Rule for the width of a layer.
 
     Attributes:
-        scaffold: Xi, neurons kept below the threshold.
+        scaffold: Xi, number of neurons kept below the threshold.
         threshold: theta.
-        relative: compare scores with theta times the layer's largest score instead of with theta.
-        target_width: width that every layer moves to instead, or None.
-        neurons_per_event: most neurons of a layer that one event adds or removes; None for no limit.
-        min_width: of every layer.
-        max_width: of every layer; None for no limit.
+        relative: the threshold is theta times the layer's largest score instead of theta.
+        target_width: width that every layer moves towards instead, or None.
+        neurons_per_event: largest number of neurons that one event adds to or removes from a layer; None for no limit.
+        min_width: smallest width of a layer.
+        max_width: largest width of a layer; None for no limit.
 
     Raises:
-        ValueError: a value cannot be used.
+        ValueError: a value is invalid.
     """
 
     scaffold: int = 1
@@ -89,11 +88,11 @@ class Widths:
             raise ValueError(f"max_width={self.max_width} is below min_width={self.min_width}.")
 
     def after(self, width: int, scores: Tensor | None) -> int:
-        """Width of a layer after a boundary.
+        """Return the width of a layer after a boundary.
 
         Args:
-            width: its width now.
-            scores: of its neurons, [width]; not needed with a target width.
+            width: its current width.
+            scores: scores of its neurons, [width]; None with a target width.
         """
         wanted = width if self.target_width is None else self.target_width
         if scores is not None:

@@ -1,4 +1,4 @@
-"""Grow an isotropic network in depth by layers that do nothing yet (Bird, Section 3.2)."""
+"""Grow an isotropic network in depth by identity layers (Bird, Section 3.2)."""
 
 from torch import nn
 
@@ -8,23 +8,23 @@ from growlab.parts.isotropic.activations import Blend, IsotropicActivation
 def deepen(
     layers: nn.Sequential, position: int, activation: IsotropicActivation | None = None
 ) -> list[nn.Parameter]:
-    """Insert a linear layer and an activation that together are the identity.
+    """Insert a linear layer and an activation, initialised as the identity.
 
-    The weight is the identity matrix, the bias zero, and the activation f*(x; a) = a x + (1 - a) f(x) begins at a = 1.
+    The weight is the identity matrix, the bias zero, and the activation f*(x; a) = a x + (1 - a) f(x) starts at a = 1.
 
-    **Preserves** the output exactly. All three parts learn: `a` has a gradient from the first step, and f comes in as
-    it moves away from 1.
+    **Preserves** the output exactly. All three are trained: `a` has a gradient from the first step, and f takes effect
+    as it moves away from 1.
 
     Args:
-        layers: changed in place.
-        position: index in `layers` behind which to insert; the module there puts out [B, n].
-        activation: f; None for isotropic tanh with an intrinsic length.
+        layers: the network's layers; changed in place.
+        position: index in `layers` after which to insert; the output of the module there is [B, n].
+        activation: f; None for isotropic tanh with a trained intrinsic length.
 
     Returns:
-        The new parameters, for `optimizer.add_param_group`. Trace the network anew before its widths change.
+        The new parameters, for `optimizer.add_param_group`. Trace the network again before its widths change.
 
     Raises:
-        ValueError: there is no linear layer at or before the position that tells the width.
+        ValueError: there is no linear layer at or before the position, which determines the width.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Weights by which layers read gains, held or decayed apart from all others (the author's later code; his psi)."""
+"""Freeze or decay the weights psi by which layers read gain channels (from the author's later code)."""
 
 from typing import Any, Literal
 
@@ -14,19 +14,19 @@ MODES = ("constant", "decayed")
 
 
 class GainWeights(Part):
-    """Lets optimizers leave the weights psi alone by which layers read gains, or lets psi decay.
+    """Freezes or decays the weights psi by which layers read gain channels.
 
-    With a gain channel a layer computes W f(x) + psi g + b, and what a removed neuron's bias contributed goes into
-    psi. The activation of a network without neurons removed has psi = 0.
+    With a gain channel a layer computes W f(x) + psi g + b, and psi absorbs the contribution of a removed neuron's
+    bias. Before any neuron is removed, psi is 0.
 
     Args:
-        mode: "constant": removed neurons alone change psi, optimizers do not, nor does weight decay; "decayed": the
-            loss has decay ||psi||^2 besides, so that psi fades and the network finds other ways. Without the part psi
-            is trained as all weights are.
-        decay: of "decayed".
+        mode: "constant": only removed neurons change psi, not optimizers or weight decay; "decayed": decay * ||psi||^2
+            is added to the loss, so that psi fades and the network learns to do without it. Without this part, psi is
+            trained like all weights.
+        decay: coefficient of "decayed".
 
     Raises:
-        UserError: there is no such mode, or the decay is negative.
+        UserError: the mode is unknown, or the decay is negative.
     """
 
     name = "gain_weights"
@@ -42,10 +42,10 @@ class GainWeights(Part):
     def prepare(
         self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
     ) -> WidthGraph:
-        """Refuse a network whose layers read no gains; nothing else.
+        """Check that the network has layers that read gain channels.
 
         Raises:
-            UserError: none does.
+            UserError: it has none.
         """
         if not readers(network):
             raise UserError(
@@ -55,7 +55,7 @@ class GainWeights(Part):
         return graph
 
     def before_step(self, grower: GrowingNetwork) -> None:
-        """Add the decay's gradient, or note what psi is."""
+        """Add the decay's gradient, or store psi and zero its gradient."""
         layers = readers(grower.network)
         if self._mode == "constant":
             self._held = [(layer, gain_weights(layer).clone()) for layer in layers]
@@ -63,20 +63,20 @@ class GainWeights(Part):
             if layer.weight.grad is None:
                 continue
             if self._mode == "constant":
-                # Moments that optimizers keep of it stay zero.
+                # Optimizers' moments of psi stay zero.
                 gain_weights(layer, layer.weight.grad).zero_()
             else:
                 gain_weights(layer, layer.weight.grad).add_(gain_weights(layer), alpha=2 * self._decay)
 
     def after_step(self, grower: GrowingNetwork) -> None:
-        """Put back what a constant psi was."""
+        """Restore a constant psi."""
         for layer, value in self._held:
             gain_weights(layer).copy_(value)
         self._held = []
 
 
 def readers(network: nn.Module) -> list[nn.Linear | nn.Conv2d]:
-    """The layers that `add_gain_column` has given a column for the gain."""
+    """Return the layers with a column for the gain (`add_gain_column`)."""
     return [
         module
         for module in network.modules()
@@ -85,5 +85,5 @@ def readers(network: nn.Module) -> list[nn.Linear | nn.Conv2d]:
 
 
 def gain_weights(layer: nn.Module, tensor: Tensor | None = None) -> Tensor:
-    """The column psi [out, 1, ...] of a layer's weight, or of a tensor of its shape, as a view without gradient."""
+    """Return the column psi [out, 1, ...] of a layer's weight, or of a tensor of its shape, as a detached view."""
     return (layer.get_parameter("weight") if tensor is None else tensor).detach()[:, -1:]

@@ -1,4 +1,4 @@
-"""More or fewer inputs of a network, in a loop of one's own (the author's later code has it too)."""
+"""Add or remove inputs of a network, in a custom training loop (as in the author's later code)."""
 
 import torch
 from torch import Tensor, nn
@@ -7,20 +7,20 @@ from growlab.optim.exchanging import exchange
 
 
 def change_inputs(layer: nn.Linear | nn.Conv2d, count: int, *optimizers: torch.optim.Optimizer) -> None:
-    """Let a first layer read more inputs behind those that it has, with weights of zero, or leave out the last ones.
+    """Append inputs with zero weights to a first layer, or remove its last ones.
 
-    **Preserves** the output exactly on growth, whatever the new inputs are, and where inputs of zeros are left out. New
-    weights learn from the first step, since their gradient is that of the layer's output times the new inputs.
+    **Preserves** the output exactly when inputs are added, with any values, and when inputs that are zero are removed.
+    New weights learn from the first step, since their gradient is that of the layer's output times the new inputs.
 
     Args:
-        layer: changed in place; inputs of a flattened sample, or channels of an image.
-        count: of inputs that come, or, below 0, of the last ones that go.
-        optimizers: that hold its weight; they keep their state, with zeros for what is new.
+        layer: the layer, changed in place; its inputs are a flattened sample, or the channels of an image.
+        count: number of inputs to add, or, if negative, to remove from the end.
+        optimizers: optimizers of its weight; they keep their state, with zeros for new entries.
 
     Raises:
-        ValueError: nothing would be left, or the layer has groups or reads the gain of an activation before it.
+        ValueError: no input would remain, or the layer has groups or reads a gain channel.
 
-    Trace the network anew before its widths change.
+    Trace the network again before its widths change.
 
     Examples:
         >>> layer, x = nn.Linear(3, 2), torch.randn(5, 3)

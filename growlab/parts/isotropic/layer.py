@@ -1,4 +1,4 @@
-"""The tensors of an isotropic layer while neurons are added to it and removed (Bird, Sections 3.1-3.3)."""
+"""Tensors of an isotropic layer while neurons are added and removed (Bird, Sections 3.1-3.3)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,16 +19,16 @@ _SMALL = 0.01
 
 @dataclass(frozen=True)
 class Change:
-    """A layer at another width.
+    """Result of changing a layer's width.
 
     Attributes:
         tensors: every tensor that changed, by name.
-        basis: [new width, old width]: the old channels that make up each new one; a row of zeros for a new neuron.
-        rotation: [old width, old width]: the basis that the layer was turned to.
-        kept: the channels in that basis that are left, [at most old width].
+        basis: new channels as combinations of old ones, [new width, old width]; zeros for a new neuron.
+        rotation: basis that the layer was rotated to, [old width, old width].
+        kept: indices of the remaining channels in that basis, [at most old width].
         removed: singular values of the neurons that were removed, ascending.
         removed_part: Frobenius norm of the removed part of the incoming weights relative to the whole.
-        stand_in: [removed, kept]: by how much the others stand in for those that are removed; None on growth.
+        stand_in: coefficients by which remaining channels replace removed ones, [removed, kept]; None on growth.
     """
 
     tensors: dict[str, Tensor]
@@ -42,14 +42,14 @@ class Change:
 
 @dataclass
 class LayerTensors:
-    """A group's tensors in float64 while they change.
+    """Tensors of an isotropic group in float64, changed in place.
 
     Attributes:
         graph: the width graph.
-        widths: width of each group; the group's follows its tensors.
+        widths: width of each group; that of the group is updated.
         group: the isotropic group.
-        tensors: all that depends on its channels, by name.
-        choices: see there.
+        tensors: all tensors that depend on its channels, by name.
+        choices: see `Choices`.
         observed: see `change_width`.
     """
 
@@ -61,11 +61,11 @@ class LayerTensors:
     observed: Mapping[str, Observation]
 
     def deciding(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The weights [width, K] by whose singular values neurons come and go; of other tensors their counterpart."""
+        """Weights [width, K] whose singular values decide on neurons, from `tensors` (or gradients of them)."""
         return SIDES[self.choices.direction](self.graph, self.group, tensors, self.widths)
 
     def turn(self, rotation: Tensor) -> None:
-        """Change the basis of the channels."""
+        """Rotate the basis of the channels."""
         self._apply(rotation, rotation)
         self.observed = {
             name: replace(seen, mean=rotation @ seen.mean, square=rotation @ seen.square @ rotation.T)
@@ -73,7 +73,7 @@ class LayerTensors:
         }
 
     def remove(self, kept: Tensor, removed: Tensor, leader: Change | None = None) -> Tensor:
-        """Take channels away and leave what was constant of them behind; gives by how much others stand in."""
+        """Remove channels and compensate for their constant part; returns the coefficients `stand_in`."""
         seen = next(iter(self.observed.values()), None)
         identity = torch.eye(self.widths[self.group]).to(kept.device, torch.float64)
         stand_in = torch.zeros(len(removed), len(kept)).to(identity)
@@ -95,7 +95,7 @@ class LayerTensors:
     def add(
         self, count: int, generator: Callable[[str], torch.Generator], leader: Change | None = None
     ) -> None:
-        """Append channels that carry nothing but their bias."""
+        """Append channels with zero incoming weights and, if chosen, a bias."""
         before, old = dict(self.widths), self.widths[self.group]
         self.widths[self.group] = old + count
         for name, axes in self.graph.axes.items():
@@ -119,21 +119,21 @@ class LayerTensors:
         self._move_constant(self.tensors[bias].new_tensor(biases), new, -1)
 
     def constants(self, seen: Observation | None = None) -> tuple[Tensor, Tensor]:
-        """What each channel carries whatever the input is, and its square, both [width]."""
+        """Constant part of each channel, independent of the input, and its square, both [width]."""
         width = self.widths[self.group]
         nothing = next(iter(self.tensors.values())).new_zeros(width)
         if self.choices.correction == "none":
             return nothing, nothing
         backward = self.choices.direction == "backward"
         if (backward or self.choices.correction == "batch") and seen is not None:
-            # A mean square of 0 comes out of the turned matrix a rounding error above or below.
+            # In the rotated matrix a mean square of 0 may be slightly negative by rounding.
             return seen.mean, seen.square.diagonal().clamp(min=0)
         if self._centred():
             return nothing, nothing
         total = nothing.clone()
         for layer in producers(self.graph, self.group):
             if layer.bias is not None:
-                # Repetitions of the group on one axis carry a bias each: their mean.
+                # If the group is repeated on the axis, the mean of its biases.
                 axis = self.graph.axes[layer.bias][0]
                 places = [self._positions(axis, channel) for channel in range(width)]
                 total += torch.stack([self.tensors[layer.bias][place].mean() for place in places])
@@ -150,7 +150,7 @@ class LayerTensors:
         self.widths[self.group] = len(matrix)
 
     def observations(self) -> dict[str, Observation]:
-        """Of the activations that see just this group: its own."""
+        """Observations of activations whose norm is over this group alone."""
         names = [radius.name for radius in self.graph.radii if radius.groups == (self.group,)]
         return {name: self.observed[name] for name in names if name in self.observed}
 
@@ -159,12 +159,12 @@ class LayerTensors:
         return [radius.length for radius in radii if radius.length is not None]
 
     def _length(self, name: str) -> float:
-        """The intrinsic length o that a parameter holds."""
+        """Return the intrinsic length o from its parameter."""
         value = float(self.tensors[name])
         return exp(value) if name.endswith(LOG_LENGTH) else value
 
     def _lengthen(self, name: str, more: Tensor) -> None:
-        """Add to an intrinsic length, or take away from it."""
+        """Add `more`, which may be negative, to an intrinsic length."""
         held = self.tensors[name]
         if not name.endswith(LOG_LENGTH):
             self.tensors[name] = held + more
@@ -174,7 +174,7 @@ class LayerTensors:
             self.tensors[name] = torch.logaddexp(held, more.log())
 
     def _centred(self) -> bool:
-        """Whether a mean is subtracted behind the layers, so that their biases have no effect."""
+        """Return True if a mean is subtracted behind the layers, so that their biases have no effect."""
         biases = {layer.bias for layer in producers(self.graph, self.group)}
         return any(
             len(axes) == 1 and self.group in axes[0].groups and name not in biases
@@ -182,7 +182,7 @@ class LayerTensors:
         )
 
     def _move_constant(self, constant: Tensor, channels: Tensor, sign: int) -> None:
-        """Move U* c of channels into (+1) or out of (-1) the weights of the gain, or E[g] U* c: of the next biases."""
+        """Add (+1) or subtract (-1) U* c of channels in the weights of the gain, or E[g] U* c in the next biases."""
         seen = next(iter(self.observed.values()), None)
         gain = 1.0 if seen is None else seen.gain
         weights: set[str] = set()
@@ -204,7 +204,7 @@ class LayerTensors:
                 self.tensors[layer.bias] = bias + sign * gain * shift.flatten(1).sum(1)
 
     def _new_biases(self, count: int) -> list[float] | None:
-        """b* of each new channel; None for zeros."""
+        """Return b* of each new channel, or None if it is 0."""
         if self.choices.bias == 0:
             return None
         lengths = self._lengths()
@@ -253,7 +253,7 @@ class LayerTensors:
             self.tensors[name].index_copy_(1, place, theirs.to(self.tensors[name]).index_select(1, place))
 
     def _positions(self, axis: Axis, channel: int) -> Tensor:
-        """Where a channel of the group lies along an axis."""
+        """Positions of a channel of the group along an axis."""
         marks = {
             group: torch.full((self.widths[group],), -1 if group != self.group else 0)
             for group in axis.groups

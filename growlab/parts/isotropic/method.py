@@ -1,4 +1,4 @@
-"""Isotropic networks whose layers find their widths: growth and pruning by singular values (Bird, Section 3.3)."""
+"""Growth and pruning of isotropic layers by singular values (Bird, Section 3.3)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,28 +30,28 @@ MODES = ("scaffold", "scheduled")
 class Isotropic(GrowthMethod, WidthDecision):
     """Add and remove neurons of isotropic layers, on demand or towards target widths.
 
-    At every boundary each layer is looked at in the basis where its incoming weights are S V^T. "scaffold" keeps
-    as many neurons, Xi, with a score below the threshold theta as it was told: fewer, and neurons are added; more,
-    and those with the lowest scores are removed. "scheduled" moves a number of neurons at a time towards target
-    widths. How a neuron is added or removed: `growlab.parts.isotropic.change_width`.
+    At every boundary each layer is evaluated in the basis where its incoming weights are S V^T. "scaffold" keeps Xi
+    neurons with a score below the threshold theta: if there are fewer, neurons are added; if there are more, those with
+    the lowest scores are removed. "scheduled" moves a number of neurons at a time towards target widths. Neurons are
+    added and removed by `growlab.parts.isotropic.change_width`.
 
-    **Preserves** the output exactly where neurons are only added, with the default choices. Removing one changes
-    it about as much as it carried, its bias included where no gain channel takes that up: the receipt says what part
-    of the incoming weights went (`removed_part`) and by how much the output changed; beyond `max_pruning_error` the
-    event is undone and the run stops.
+    **Preserves** the output exactly if neurons are only added, with the default choices. Removing one changes it by
+    about the neuron's contribution, its bias included unless a gain channel absorbs it: the receipt has the removed
+    part of the incoming weights (`removed_part`) and the change of the output; beyond `max_pruning_error` the event is
+    undone and the run stops.
 
-    **Departs from the paper**: scores are relative to the largest of a layer by default, so that one threshold
-    suits layers and moments of training with other scales; an event moves at most `neurons_per_event` neurons of
-    a layer; layers keep at least `min_width`.
+    **Departs from the paper**: scores are relative to the largest of a layer by default, so that one threshold suits
+    layers and phases of training with different scales; an event moves at most `neurons_per_event` neurons of a layer;
+    layers keep at least `min_width`.
 
     Args:
-        mode: "scaffold" or "scheduled"; the latter goes with a `target_width`.
+        mode: "scaffold" or "scheduled"; the latter needs a `target_width`.
         max_pruning_error: largest relative output error that an event which removes neurons may make; None: any.
-        settings: fields of `Boundaries`, `Widths` and `Choices`, see there.
+        settings: fields of `Boundaries`, `Widths` and `Choices`.
 
     Raises:
-        ValueError: a value cannot be used.
-        TypeError: there is no such setting.
+        ValueError: a value is invalid.
+        TypeError: a setting is unknown.
     """
 
     SETTINGS = (Boundaries, Widths, Choices)
@@ -75,10 +75,10 @@ class Isotropic(GrowthMethod, WidthDecision):
         self.wants_gradients = self.choices.importance == "gradient"
 
     def prepare(self, network: nn.Module, graph: WidthGraph, seed: int) -> WidthGraph:
-        """Refuse a network without isotropic layers; nothing else.
+        """Check that the network has isotropic layers.
 
         Raises:
-            UserError: the network has none.
+            UserError: it has none.
         """
         with as_user_errors():
             adaptable(graph)
@@ -87,11 +87,11 @@ class Isotropic(GrowthMethod, WidthDecision):
     def observe(
         self, model: nn.Module, graph: WidthGraph, probe: tuple[Any, ...]
     ) -> Mapping[str, Observation]:
-        """What isotropic activations do on the probe batch, by which constants of removed neurons are corrected."""
+        """Observe isotropic activations on the probe batch, for the correction of removed neurons."""
         return watch(model, graph, probe)
 
     def boundary(self, epoch: int, step: int) -> int | None:
-        """The epoch or step, where the layers are to be looked at before it."""
+        """Return the epoch or step of the boundary at which widths are decided, or None."""
         return self.boundaries.before(epoch, step)
 
     def decide(
@@ -101,10 +101,10 @@ class Isotropic(GrowthMethod, WidthDecision):
         widths: Mapping[str, int],
         gradients: Mapping[str, Tensor],
     ) -> dict[str, int]:
-        """Width of each layer from here on.
+        """Decide the width of each layer from now on.
 
         Raises:
-            ValueError: the network has no isotropic layer, or what scores need is missing.
+            ValueError: the network has no isotropic layer, or gradients for the scores are missing.
         """
         decided = dict(widths)
         for group in adaptable(graph):
@@ -115,16 +115,16 @@ class Isotropic(GrowthMethod, WidthDecision):
         return decided
 
     def grow(self, expansion: Expansion) -> GrownTensors:
-        """Bring every layer to its new width, one after the other in forward order."""
+        """Resize every layer to its new width, one after the other in forward order."""
         graph, widths = expansion.graph, dict(expansion.old_widths)
         changing = [g for g in adaptable(graph) if expansion.new_widths[g] != widths[g]]
-        # A change of basis mixes rows: what the forward multiplies them by has to be in the weights.
+        # A change of basis mixes rows: their multipliers have to be folded into the weights.
         scales = folded(graph, changing, expansion.multipliers)
         tensors = {n: t * scales[n].to(t) if n in scales else t for n, t in expansion.old.items()}
         leading = None if expansion.leader is None else dict(expansion.leader)
         if leading is not None:
             leading |= {name: leading[name] * scale.to(leading[name]) for name, scale in scales.items()}
-        # What the network that this is an average of has decided by.
+        # The averaged network's observations, from which its change was decided.
         as_leader = replace(expansion, observed=expansion.leader_observed or expansion.observed)
         gradients = {n: g * scales[n].to(g) if n in scales else g for n, g in expansion.gradients.items()}
         report: dict[str, dict[str, float | list[float]]] = {}
@@ -156,7 +156,7 @@ class Isotropic(GrowthMethod, WidthDecision):
         exact = exact or all(_reads_gains(graph, group, widths) for group in bases)
         return GrownTensors(
             tensors,
-            # Rows that are stored as m W have the gradient that the forward's m W has: m times that of W.
+            # Rows stored as m W have m times the gradient of W, see `growlab.growth.multipliers`.
             carry=Carry(bases=bases, scales=scales),
             allowed_error=self.max_pruning_error if removes else 0.0 if exact else None,
             report=report,
@@ -207,10 +207,10 @@ def _reads_gains(graph: WidthGraph, group: str, widths: Mapping[str, int]) -> bo
 
 
 def adaptable(graph: WidthGraph) -> list[str]:
-    """The isotropic layers whose width can change.
+    """Return the isotropic groups whose width can change.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there are none.
     """
     found = [group for group in graph.isotropic if producers(graph, group)]
     if not found:

@@ -1,4 +1,4 @@
-"""Networks of isotropic primitives, and their element-wise twins for comparison."""
+"""Networks of isotropic primitives, and element-wise variants for comparison."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -19,7 +19,7 @@ from growlab.parts.isotropic.activations import (
 LengthKind = Literal["trained", "constant", "signed"]
 Weights = Literal["default", "orthogonal"]
 
-# What an isotropic activation is compared with: the same network with a function of each channel.
+# Element-wise activations for comparison with isotropic ones.
 _ELEMENTWISE = {"elementwise_tanh": nn.Tanh, "elementwise_relu": nn.ReLU, "elementwise_leaky": nn.LeakyReLU}
 
 
@@ -32,7 +32,7 @@ def _activation(name: str, length: float | IntrinsicLength | None, gain_channel:
 
 
 def _read_gains(layers: list[nn.Module], classifier: nn.Linear) -> None:
-    """Let every layer but the first read the gain of the activation before it."""
+    """Add an input for the previous activation's gain to every layer but the first."""
     readers = [layer for layer in layers if isinstance(layer, (nn.Linear, nn.Conv2d))]
     for layer in [*readers[1:], classifier] if readers else []:
         add_gain_column(layer)
@@ -45,18 +45,18 @@ class IsotropicMLP(nn.Module):
         in_features: number of values in one flattened sample.
         hidden_features: width of each hidden layer.
         num_classes: number of logits.
-        activation: "tanh", "softsign", "soft_relu", "leaky"; for a twin that is not isotropic
-            "elementwise_tanh", "elementwise_relu", "elementwise_leaky".
+        activation: "tanh", "softsign", "soft_relu", "leaky"; for an element-wise variant "elementwise_tanh",
+            "elementwise_relu", "elementwise_leaky".
         length: intrinsic length of each activation, see `IsotropicActivation`, or None for none.
         chi_norm: put a Chi-normaliser before each activation.
-        gain_channel: let layers read each activation's gain, see `IsotropicActivation`; with weights of zero at first.
-        blend: let each activation but the first be a x + (1 - a) f(x) with a trained a, 0 at the beginning, so that a
-            layer may come in as the identity.
+        gain_channel: let layers read each activation's gain, see `IsotropicActivation`; with zero weights at first.
+        blend: make each activation but the first a x + (1 - a) f(x) with a trained a, initially 0, so that a layer can
+            be inserted as the identity.
 
-    Layers are drawn as torch draws them.
+    Layers have torch's default initialisation.
 
     Raises:
-        ValueError: there is no such activation, or it has no gain.
+        ValueError: the activation is unknown, or has no gain.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class IsotropicMLP(nn.Module):
 class IsotropicCNN(nn.Module):
     """Blocks of 3x3 convolution, isotropic activation over the channels and average pooling, then a classifier.
 
-    Max-pooling would tell channels apart; an average does not.
+    Average pooling commutes with rotations of channels; max-pooling does not.
 
     Args:
-        in_channels: of the image.
+        in_channels: number of channels of the image.
         channels: width of each block.
         pools: pooling factor after each block, 1 for none.
         num_classes: number of logits.
@@ -104,7 +104,7 @@ class IsotropicCNN(nn.Module):
         gain_channel: likewise.
 
     Raises:
-        ValueError: there is no such activation, it has no gain, or `channels` and `pools` differ in length.
+        ValueError: the activation is unknown or has no gain, or `channels` and `pools` differ in length.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class IsotropicCNN(nn.Module):
 
 
 class NestedNetwork(nn.Module):
-    """The nested functional class network (Eq. 47), all matrix products of the input computed at once.
+    """Nested functional class network (Eq. 47), with all matrix products of the input computed at once.
 
     With z_{l,i} = W_{l,i} x + b_{l,i} for every level l and 0 <= i < l, all from one matrix,
 
@@ -153,20 +153,20 @@ class NestedNetwork(nn.Module):
     so deeper levels add terms to shallower ones. Levels may differ in width.
 
     **Departs from the paper**: the term without a gain (i = 0), the bias of Eq. 46, is affine here; and with
-    `products="last"` the product runs over i < j < l backwards from the level, prod_{l - i <= j < l}, as Eq. 45
-    has it. Eqs. 46 and 47 write it from the first level on, which holds a dense isotropic network only if its
-    biases are zero; see `nested`.
+    `products="last"` the product runs over i < j < l backwards from the level, prod_{l - i <= j < l}, as Eq. 45 has it.
+    In Eqs. 46 and 47 it runs from the first level on, which includes dense isotropic networks only with zero biases;
+    see `nested`.
 
     Args:
         in_features: number of values in one flattened sample.
         hidden_features: width of each level but the last.
-        num_classes: width of the last.
+        num_classes: width of the last level.
         activation: gain of each level, a name in `growlab.parts.isotropic.activations.GAINS`.
-        length: intrinsic length of each at the beginning, or None.
+        length: initial intrinsic length of each, or None.
         products: "first" as in Eq. 47, or "last".
 
     Raises:
-        ValueError: `products` is neither.
+        ValueError: `products` is neither "first" nor "last".
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class NestedNetwork(nn.Module):
         self.terms = [width for level, width in enumerate(widths, start=1) for _ in range(level)]
         self.affine = nn.Linear(in_features, sum(self.terms))
         self.activations = nn.ModuleList(IsotropicActivation(activation, length) for _ in hidden_features)
-        # The terms of one level are summed: each is drawn smaller, so that the sum is as usual.
+        # The terms of one level are summed: each is drawn smaller, so that the sum has the usual scale.
         with torch.no_grad():
             terms = (tensor.split(self.terms) for tensor in (self.affine.weight, self.affine.bias))
             for level, *tensors in zip(self._levels(), *terms, strict=True):
@@ -214,13 +214,13 @@ class NestedNetwork(nn.Module):
 
 
 def nested(network: IsotropicMLP) -> NestedNetwork:
-    """The nested network that computes what a dense isotropic network does (Eqs. 39-45).
+    """Convert a dense isotropic network to an equivalent nested network (Eqs. 39-45).
 
     Args:
-        network: without Chi-normalisers and gain channels.
+        network: a network without Chi-normalisers and gain channels.
 
     Raises:
-        ValueError: an activation is not isotropic or has a gain channel, or something else stands between the layers.
+        ValueError: an activation is not isotropic or has a gain channel, or there are other modules between the layers.
     """
     layers = [module for module in network.hidden if isinstance(module, nn.Linear)]
     activations = [m for m in network.hidden if isinstance(m, IsotropicActivation) and not m.gain_channel]
@@ -234,8 +234,8 @@ def nested(network: IsotropicMLP) -> NestedNetwork:
     with torch.no_grad():
         made.affine.weight.zero_()
         rows, biases = (iter(t.split(made.terms)) for t in (made.affine.weight, made.affine.bias))
-        # x_l = b_l + g_{l-1} (W_l b_{l-1} + g_{l-2} (W_l W_{l-1} b_{l-2} + ...)): one bias a term, the last
-        # term also has the weights' product.
+        # x_l = b_l + g_{l-1} (W_l b_{l-1} + g_{l-2} (W_l W_{l-1} b_{l-2} + ...)): one bias per term; the last term also
+        # has the product of the weights.
         for level in range(len(layers)):
             product = torch.eye(widths[level]).to(reference)
             for index in range(level, -1, -1):
@@ -248,10 +248,10 @@ def nested(network: IsotropicMLP) -> NestedNetwork:
 
 
 def orthogonal_weights(network: nn.Module) -> None:
-    """Draw the weights of linear and convolutional layers as orthogonal matrices and let their biases be zero.
+    """Draw the weights of linear and convolutional layers as orthogonal matrices, and set their biases to zero.
 
-    All singular values of a layer are then 1, by which an absolute threshold can be chosen, and no neuron leaves a
-    bias behind. Weights psi by which layers read gains stay zero.
+    All singular values of a layer are then 1, which makes an absolute threshold meaningful, and removed neurons leave
+    no bias. Weights psi by which layers read gain channels stay zero.
     """
     for module in network.modules():
         if not isinstance(module, nn.Linear | nn.Conv2d):
@@ -283,23 +283,23 @@ def isotropic_mlp(
     weights: Weights = "default",
     blend: bool = False,
 ) -> IsotropicMLP:
-    """The paper's MLP [pixels, width, classes] (Section 4), or with `depth` hidden layers.
+    """Build the paper's MLP [pixels, width, classes] (Section 4), or one with `depth` hidden layers.
 
     Args:
         image_shape: [C, H, W].
         num_classes: number of logits.
-        width: of every hidden layer.
+        width: width of every hidden layer.
         depth: number of hidden layers.
         activation: as for `IsotropicMLP`.
-        length: intrinsic length of each activation at the beginning, or None for none.
+        length: initial intrinsic length of each activation, or None for none.
         chi_norm: as for `IsotropicMLP`.
         gain_channel: likewise.
         length_kind: see `IntrinsicLength`.
-        weights: as torch draws them, or `orthogonal_weights`.
+        weights: "default" (torch's initialisation) or "orthogonal" (`orthogonal_weights`).
         blend: as for `IsotropicMLP`.
 
     Raises:
-        ValueError: a value cannot be used.
+        ValueError: a value is invalid.
     """
     pixels = torch.Size(image_shape).numel()
     start = None if length is None else IntrinsicLength(length, length_kind)
@@ -322,22 +322,22 @@ def isotropic_cnn(
     length_kind: LengthKind = "trained",
     weights: Weights = "default",
 ) -> IsotropicCNN:
-    """Blocks of width, 2 width, 4 width, ... channels, each pooled by its factor.
+    """Build an `IsotropicCNN` with blocks of width, 2 width, 4 width, ... channels.
 
     Args:
         image_shape: [C, H, W].
         num_classes: number of logits.
-        width: of the first block.
+        width: width of the first block.
         pools: pooling factor of each block.
         activation: as for `IsotropicCNN`.
-        length: intrinsic length of each activation at the beginning, or None for none.
+        length: initial intrinsic length of each activation, or None for none.
         chi_norm: as for `IsotropicCNN`.
         gain_channel: likewise.
         length_kind: see `IntrinsicLength`.
-        weights: as torch draws them, or `orthogonal_weights`.
+        weights: "default" (torch's initialisation) or "orthogonal" (`orthogonal_weights`).
 
     Raises:
-        ValueError: a value cannot be used.
+        ValueError: a value is invalid.
     """
     channels = [width * 2**block for block in range(len(pools))]
     start = None if length is None else IntrinsicLength(length, length_kind)
@@ -357,12 +357,12 @@ def isotropic_nested(
     length: float | None = 0.01,
     products: Literal["first", "last"] = "first",
 ) -> NestedNetwork:
-    """The nested functional class network on flattened images, `depth` levels of equal width before the logits.
+    """Build a `NestedNetwork` on flattened images, with `depth` levels of equal width before the logits.
 
     Args:
         image_shape: [C, H, W].
         num_classes: number of logits.
-        width: of every level but the last.
+        width: width of every level but the last.
         depth: number of those levels.
         activation: as for `NestedNetwork`.
         length: likewise.

@@ -1,4 +1,4 @@
-"""What isotropic activations do on a batch: what growth and pruning correct biases by."""
+"""Observe isotropic activations on a batch, for the bias corrections of growth and pruning."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from growlab.widths.inputs import call_with
 
 @dataclass(frozen=True)
 class Observation:
-    """What an isotropic activation did on a batch.
+    """Statistics of an isotropic activation on a batch.
 
     Attributes:
-        gain: E[g], by which it multiplied vectors on average.
-        mean: E[x] of its input, [n].
+        gain: E[g], mean factor on the vectors.
+        mean: E[x] of its input x, [n].
         square: E[x x^T], [n, n].
     """
 
@@ -26,16 +26,16 @@ class Observation:
 
 
 def watch(model: nn.Module, graph: WidthGraph, probe: Tensor | Sequence[Tensor]) -> Mapping[str, Observation]:
-    """Run a batch in eval mode and observe every activation that takes the norm of a single group.
+    """Run a batch in eval mode and observe every activation whose norm is over a single group.
 
     Args:
-        model: left as it is.
+        model: the network; left unchanged.
         graph: its width graph, traced with `follow_norms`.
         probe: its positional inputs.
 
     Returns:
-        By module path; in float64, where the activations lie. Modules that do not map their first input to
-        something of its shape are left out: they are more than an activation.
+        Observations by module path, in float64 on the activations' device. Modules whose output does not have the shape
+        of their first input are left out: they are more than an activation.
     """
     found: dict[str, Observation] = {}
 

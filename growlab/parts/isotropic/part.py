@@ -1,4 +1,4 @@
-"""The part that lets isotropic layers decide their own widths in a network that otherwise grows by a schedule."""
+"""Part that adapts the widths of isotropic layers while the rest of the network grows by a schedule."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -16,18 +16,18 @@ from growlab.widths import WidthGraph, tensors_of
 
 
 class IsotropicLayers(WidthPart):
-    """Adds and removes neurons of isotropic layers by events of their own; other groups are left to the run's method.
+    """Adds and removes neurons of isotropic layers by separate events; the run's method grows the other groups.
 
-    Isotropic layers begin at the width that the network is made with. At each of its boundaries an event by
-    `Isotropic` goes before the trigger's, with a receipt of its own (`asked_by`). What such an event preserves is said
-    there; the trigger's events preserve what the run's method does.
+    Isotropic layers start at the width of the given network. At each boundary an event by `Isotropic` precedes the
+    trigger's, with a separate receipt (`asked_by`). `Isotropic` documents what such an event preserves; the trigger's
+    events preserve what the run's method does.
 
     Args:
         mode: see `Isotropic`.
-        settings: other arguments of it.
+        settings: other arguments of `Isotropic`.
 
     Raises:
-        ValueError: a value cannot be used.
+        ValueError: a value is invalid.
     """
 
     SETTINGS = (Isotropic,)
@@ -40,35 +40,35 @@ class IsotropicLayers(WidthPart):
         self.method = Isotropic(mode, **settings)
         self._start: dict[str, int] = {}
         self._prepared: WidthGraph | None = None
-        # The last boundary at which the layers were asked.
+        # The last boundary at which widths were decided.
         self._asked = -1
 
     def applies(self, trigger: Trigger) -> bool:
-        """Return False where nothing grows: isotropic layers then keep their widths too."""
+        """Return True if the network grows; otherwise isotropic layers keep their widths too."""
         return not isinstance(trigger, Never)
 
     def prepare(
         self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
     ) -> WidthGraph:
-        """Take over all groups whose norm is taken, of which those with a basis keep their width.
+        """Take over all groups in the norm of an isotropic activation; those that are not isotropic keep their width.
 
         Raises:
             UserError: the network has no isotropic layer.
         """
         with as_user_errors():
             adaptable(graph)
-        # A method that knows nothing of norms must not widen what one is taken of.
+        # A method that does not support norms must not widen groups whose norm is computed.
         self.groups = tuple(dict.fromkeys(group for radius in graph.radii for group in radius.groups))
         self._prepared = graph
         self._start = {group: graph.groups[group].full_width for group in self.groups}
         return graph
 
     def check(self, grower: GrowingNetwork) -> None:
-        """Refuse what decides these widths too, or has to know them before.
+        """Check that nothing else decides these widths or needs to know them in advance.
 
         Raises:
-            UserError: the run's method decides widths by itself, its trigger decides by what they will cost, or a layer
-                comes in later as the identity between two of these layers, whose widths may differ by then.
+            UserError: the run's method decides widths itself, its trigger plans with the cost of future widths, or a
+                layer is inserted later as the identity between two isotropic layers, whose widths may differ by then.
         """
         if isinstance(grower.method, WidthDecision):
             raise UserError(
@@ -94,14 +94,14 @@ class IsotropicLayers(WidthPart):
                 )
 
     def stage_widths(self, num_stages: int) -> Mapping[str, Sequence[int]]:
-        """The widths at the beginning: what is planned with before the layers have decided."""
+        """Return the initial widths for every stage, for planning."""
         return {group: [width] * num_stages for group, width in self._start.items()}
 
     def decide(self, grower: GrowingNetwork) -> Widths | None:
-        """The layers' widths, asked once at each boundary.
+        """Decide the layers' widths, once at each boundary; None if nothing changes.
 
         Raises:
-            UserError: what scores need is missing.
+            UserError: gradients for the scores are missing.
         """
         boundary = self.method.boundary(grower.clock.epoch, grower.clock.step)
         if boundary is None or boundary <= self._asked:
@@ -112,14 +112,14 @@ class IsotropicLayers(WidthPart):
             wanted = self.method.decide(
                 grower.graph, tensors_of(grower.network, grower.graph), now, grower.gradients()
             )
-        # Ranks compute alike; should one not, it follows rank 0, and the comparison of ranks notices.
+        # Ranks compute the same; should one differ, it follows rank 0, and the comparison of ranks reports it.
         own: dict[str, int] = gather({group: wanted[group] for group in self.groups})[0]
         return None if all(now[group] == width for group, width in own.items()) else own
 
     def state_dict(self) -> dict[str, Any]:
-        """The boundary at which the layers were asked last."""
+        """Return the last boundary at which widths were decided."""
         return {"asked": self._asked}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         self._asked = int(state["asked"])

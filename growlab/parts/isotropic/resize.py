@@ -1,4 +1,4 @@
-"""Add neurons to an isotropic layer and remove them, as plain functions of tensors (Bird, Sections 3.1-3.3)."""
+"""Add and remove neurons of an isotropic layer, as functions of tensors (Bird, Sections 3.1-3.3)."""
 
 from collections.abc import Callable, Mapping
 
@@ -30,36 +30,36 @@ def change_width(
     generator: Callable[[str], torch.Generator] | None = None,
     leader: Change | None = None,
 ) -> Change:
-    """Diagonalise the layer that produces a group partially, then add or remove neurons (Sec. 3.3.1).
+    """Partially diagonalise the layer that produces a group, then add or remove neurons (Sec. 3.3.1).
 
     With W1 = U S V^T the layer becomes S V^T, its bias U^T b1, and the next weights W2 U. A new neuron is a row of
-    zeros and a column U*; one that is removed takes its row, bias b* and column U* with it, and
+    zeros and a column U*; a removed one loses its row, bias b* and column U*, and
 
         o' = o - b*^2,  b2' = b2 - E[g] U* b*      on growth
         o' = o + b*^2,  b2' = b2 + E[g] U* b*      on removal
 
-    **Preserves** the output exactly on growth with the default choices. A neuron whose singular value is 0 puts out
-    g b*: a constant but for the gain, which depends on the others. Its removal is exact if b* = 0, if what reads the
-    layer has a gain channel (psi' = psi + U* b*; no weights and biases of the other neurons can take its place), or
-    if another neuron with the singular value 0 stays: such neurons are turned so that one of them has all of their
-    bias. Else E[g] takes the place of g (on the project's test networks off by 3e-3 to 4.5e-2). Removal of one with a
-    small singular value changes the output in proportion to it besides.
+    **Preserves** the output exactly on growth with the default choices. A neuron whose singular value is 0 outputs g
+    b*: a constant times the gain, which depends on the others. Its removal is exact if b* = 0, if the consumers read a
+    gain channel (psi' = psi + U* b*; weights and biases of other neurons cannot replace it), or if another neuron with
+    the singular value 0 stays: such neurons are rotated so that one of them has all of their bias. Otherwise g is
+    replaced by E[g] (an error of 3e-3 to 4.5e-2 on the project's test networks). Removing a neuron with a small
+    singular value also changes the output in proportion to it.
 
     Args:
-        graph: a graph traced with `follow_norms`.
+        graph: width graph traced with `follow_norms`.
         tensors: parameters and buffers by name.
         widths: width of each group.
         group: an isotropic group with a producing layer.
-        new_width: at least 1.
-        choices: see there.
+        new_width: new width of the group, at least 1.
+        choices: see `Choices`.
         gradients: gradients of parameters by name, for scores that need them.
-        observed: for each isotropic activation by module path, what it did on a batch; without, E[g] counts as 1.
-        generator: makes a generator for draws from a name; None for a fixed one.
-        leader: the change of the network that this one is an average of: it decides on the basis, on who goes, on who
-            stands in for them and on the columns of new neurons, so that the average goes the same way.
+        observed: observations of isotropic activations on a batch, by module path; without them E[g] is taken as 1.
+        generator: maps a name to a generator for draws; None for a fixed seed.
+        leader: if the tensors are an average, the change of the averaged network; its basis, removed neurons,
+            replacements and columns of new neurons are used.
 
     Raises:
-        ValueError: there is no such layer, or a choice does not fit it.
+        ValueError: the group is not such a layer, or a choice does not fit it.
     """
     choices = choices or Choices()
     layer = _layer(graph, tensors, widths, group, new_width, choices, observed or {})
@@ -103,7 +103,7 @@ def _layer(
     choices: Choices,
     observed: Mapping[str, Observation],
 ) -> LayerTensors:
-    """All that depends on a group's channels, in float64."""
+    """Collect all tensors that depend on a group's channels, in float64."""
     if group not in graph.isotropic or not producers(graph, group):
         raise ValueError(f"{group} is not an isotropic layer whose width could change")
     if new_width < 1:
@@ -118,7 +118,7 @@ def _layer(
 def _decided(
     layer: LayerTensors, tensors: Mapping[str, Tensor], new_width: int, gradients: Mapping[str, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """The basis in which neurons are removed, and the channels in it that stay."""
+    """Choose the basis in which neurons are removed, and the channels in it that stay."""
     graph, group, forward = layer.graph, layer.group, layer.choices.direction == "forward"
     known = producers(graph, group) if forward else consumers(graph, group)
     left, values, right = decompose(layer.deciding(layer.tensors))

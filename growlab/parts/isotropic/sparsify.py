@@ -1,4 +1,4 @@
-"""The same isotropic network with every other layer stored as a vector (Bird, Section 2.3.1, Eq. 19)."""
+"""Convert every other layer of an isotropic network to a diagonal one (Bird, Section 2.3.1, Eq. 19)."""
 
 import copy
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from growlab.widths import Layer, WidthGraph
 
 
 class Diagonal(nn.Module):
-    """A linear layer whose matrix is diagonal: y_i = weight_i x_i + bias_i.
+    """Linear layer with a diagonal matrix: y_i = weight_i x_i + bias_i.
 
     Args:
         in_features: number of inputs; those beyond the diagonal are not used.
         out_features: number of outputs; those beyond the diagonal are the bias alone.
-        bias: whether there is one.
+        bias: add a bias.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
@@ -36,25 +36,25 @@ class Diagonal(nn.Module):
         return x * self.weight if self.bias is None else torch.addcmul(self.bias, x, self.weight)
 
     def extra_repr(self) -> str:
-        """What `print` shows."""
+        """Return the arguments for `repr`."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 
 def sparsify(model: nn.Module, graph: WidthGraph, widths: Mapping[str, int] | None = None) -> nn.Module:
-    """An equal network in which as many linear layers as possible are diagonal.
+    """Return an equivalent network in which as many linear layers as possible are diagonal.
 
-    A layer becomes diagonal by turning the bases on both its sides, so of two layers in a row only one can be:
-    every other one of a chain. Of layers that exclude one another the larger wins, of equal ones the first.
+    A layer becomes diagonal by rotating the bases on both sides, so only every other layer of a chain can be. Of two
+    layers that exclude one another the larger is chosen, of equal ones the first.
 
     **Preserves** the output exactly, up to rounding.
 
     Args:
-        model: an isotropic network; left as it is.
+        model: an isotropic network; left unchanged.
         graph: its width graph, traced with `follow_norms`.
         widths: width of each group; None for full widths.
 
     Returns:
-        A copy with `Diagonal` in the place of those layers. `densify` gives linear layers back.
+        A copy with `Diagonal` in place of those layers. `densify` converts them back.
     """
     sparse = copy.deepcopy(model)
     modules = dict(sparse.named_modules())
@@ -87,7 +87,7 @@ def sparsify(model: nn.Module, graph: WidthGraph, widths: Mapping[str, int] | No
 
 
 def densify(model: nn.Module) -> nn.Module:
-    """A copy of the network with a linear layer in the place of every `Diagonal`: plain modules again."""
+    """Return a copy of the network with every `Diagonal` replaced by a linear layer."""
     dense = copy.deepcopy(model)
     for name, module in list(dense.named_modules()):
         if isinstance(module, Diagonal):

@@ -11,14 +11,14 @@ from growlab.widths import Layer, Part, WidthGraph, rotate, tensors_of
 def decompose(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Singular value decomposition U diag(s) V^T in float64, with signs that do not depend on the library.
 
-    Of every left singular vector the entry of largest modulus (the first of equal ones) is positive.
+    The entry of largest modulus (the first of equal ones) of every left singular vector is positive.
 
     Args:
-        matrix: [n, K], on the CPU or a GPU; computed where it lies.
+        matrix: matrix [n, K], on any device; computed there.
 
     Returns:
-        U [n, n], orthogonal also where n > K; s [n], descending, 0 beyond the K-th; V [K, n], whose columns beyond
-        the K-th are 0.
+        U [n, n], orthogonal also if n > K; s [n], descending, 0 beyond the K-th; V [K, n], whose columns beyond the
+        K-th are 0.
     """
     matrix = matrix.detach().double()
     rows, columns = matrix.shape
@@ -32,22 +32,22 @@ def decompose(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gather_constant(left: Tensor, values: Tensor, constant: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
-    """Turn the left singular vectors of the singular value 0 so that the first has all that they have of a vector.
+    """Rotate the null space's singular vectors so that the first has their whole component along a vector.
 
     Args:
         left: U [n, n].
         values: s [n], descending.
-        constant: [n], such as a bias.
-        rounding: relative to the largest singular value, below which one counts as 0.
+        constant: the vector [n], such as a bias.
+        rounding: threshold relative to the largest singular value, below which one counts as 0.
 
     Returns:
-        U and s, with zeros in place of values that count as such.
+        U and s, with values below the threshold set to 0.
     """
     null = (values <= rounding * values[0]).nonzero().flatten()
     along = left[:, null].T @ constant
     if len(null) < 2 or not bool(along.any()):
         return left, values
-    # A Householder reflection, which takes the first of them to the vector's direction.
+    # A Householder reflection that maps the first of them to the vector's direction.
     mirror = along / torch.linalg.vector_norm(along)
     mirror[0] += torch.copysign(torch.ones_like(mirror[0]), mirror[0])
     basis = left[:, null]
@@ -56,13 +56,13 @@ def gather_constant(left: Tensor, values: Tensor, constant: Tensor, rounding: fl
 
 
 def order_by_square(left: Tensor, values: Tensor, square: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
-    """Turn the left singular vectors of the singular value 0 so that those that carry the least come last.
+    """Rotate the null space's singular vectors so that they are sorted by mean square, descending.
 
     Args:
         left: U [n, n].
         values: s [n], descending.
-        square: E[x x^T] of what the channels carry, [n, n].
-        rounding: as for `gather_constant`, as is what is returned.
+        square: E[x x^T] of the channels, [n, n].
+        rounding: as for `gather_constant`, which returns the same.
     """
     null = (values <= rounding * values[0]).nonzero().flatten()
     if len(null) < 2:
@@ -73,7 +73,7 @@ def order_by_square(left: Tensor, values: Tensor, square: Tensor, rounding: floa
 
 
 def producers(graph: WidthGraph, group: str) -> list[Layer]:
-    """The layers whose output carries the group's channels, one for each weight."""
+    """Return the layers whose output has the group's channels, one per weight."""
     found = {
         layer.weight: layer
         for layer in graph.layers
@@ -83,7 +83,7 @@ def producers(graph: WidthGraph, group: str) -> list[Layer]:
 
 
 def consumers(graph: WidthGraph, group: str) -> list[Layer]:
-    """The layers whose input carries the group's channels, one for each weight and bias."""
+    """Return the layers whose input has the group's channels, one per weight and bias."""
     return [
         layer
         for layer in graph.layers
@@ -94,12 +94,12 @@ def consumers(graph: WidthGraph, group: str) -> list[Layer]:
 
 
 def gain_columns(graph: WidthGraph, group: str, layer: Layer, widths: Mapping[str, int]) -> slice | None:
-    """The columns by which a consumer of a group reads the gain channel of the group's activation; None: it does not.
+    """Return the columns by which a group's consumer reads the gain channel of its activation, or None.
 
-    They lie behind the group's, one for each of a channel's: their weights are the vector psi of W f(x) + psi g + b.
+    They follow the group's columns, as many as one channel has: their weights are the vector psi of W f(x) + psi g + b.
     """
     radii = [radius for radius in graph.radii if group in radius.groups]
-    # What is a sum of several layers, or goes through several activations, may have something else there.
+    # With several producers or activations, these columns may belong to something else.
     if len(radii) != 1 or not radii[0].gain_channel or len(producers(graph, group)) != 1:
         return None
     parts = graph.axes[layer.weight][1].parts
@@ -116,12 +116,12 @@ def gain_columns(graph: WidthGraph, group: str, layer: Layer, widths: Mapping[st
 def folded(
     graph: WidthGraph, groups: Collection[str], multipliers: Mapping[str, Sequence[float]]
 ) -> dict[str, Tensor]:
-    """What rows of weights that carry any of these groups are multiplied by, float64, to broadcast with the weights.
+    """Row multipliers of weights that carry any of these groups, float64, in shapes that broadcast with them.
 
     Args:
         graph: the width graph.
-        groups: some of its groups.
-        multipliers: of rows, by the weight's name; see `growlab.growth.multipliers`.
+        groups: names of groups.
+        multipliers: row multipliers by the weight's name; see `growlab.growth.multipliers`.
     """
     found = {}
     for layer in graph.layers:
@@ -138,16 +138,16 @@ def folded(
 def incoming(
     graph: WidthGraph, group: str, tensors: Mapping[str, Tensor], widths: Mapping[str, int]
 ) -> Tensor:
-    """Everything that flows into each channel of a group: the rows of all its producers, side by side.
+    """Concatenate the incoming weights of each channel of a group: the rows of all its producers.
 
     Args:
         graph: the width graph.
-        group: a group of it.
-        tensors: parameters by name, or gradients of them; producers that are not there are left out.
+        group: name of a group.
+        tensors: parameters, or their gradients, by name; missing producers are left out.
         widths: width of each group.
 
     Returns:
-        [width, K].
+        Incoming weights, [width, K].
     """
     return _side_by_side(graph, producers(graph, group), 0, group, tensors, widths)
 
@@ -155,7 +155,7 @@ def incoming(
 def outgoing(
     graph: WidthGraph, group: str, tensors: Mapping[str, Tensor], widths: Mapping[str, int]
 ) -> Tensor:
-    """All by which each channel of a group is read: the columns of all its consumers; as `incoming`."""
+    """Concatenate the outgoing weights of each channel of a group: the columns of all its consumers, [width, K]."""
     return _side_by_side(graph, consumers(graph, group), 1, group, tensors, widths)
 
 
@@ -178,12 +178,12 @@ def _side_by_side(
     return torch.cat(blocks, 1)
 
 
-#: The weights [width, K] by whose singular values neurons come and go, by direction.
+#: Functions of the weights [width, K] whose singular values decide on neurons, by direction.
 SIDES = {"forward": incoming, "backward": outgoing}
 
 
 def spectra(graph: WidthGraph, tensors: Mapping[str, Tensor], widths: Mapping[str, int]) -> dict[str, Tensor]:
-    """Singular values [width] of what flows into each isotropic group, descending: how much each channel matters.
+    """Singular values [width] of the incoming weights of each isotropic group, descending.
 
     Args:
         graph: a graph traced with `follow_norms`.
@@ -200,12 +200,12 @@ def spectra(graph: WidthGraph, tensors: Mapping[str, Tensor], widths: Mapping[st
 def diagonalise_partially(
     model: nn.Module, graph: WidthGraph, group: str, widths: Mapping[str, int] | None = None
 ) -> dict[str, Tensor]:
-    """Turn a group's basis so that its producer is W' = S V^T, with orthogonal rows by falling norm (Eq. 25).
+    """Rotate a group's basis so that its producer is W' = S V^T, with orthogonal rows of decreasing norm (Eq. 25).
 
     **Preserves** the output exactly, up to rounding.
 
     Args:
-        model: changed in place.
+        model: the network; changed in place.
         graph: its width graph, traced with `follow_norms`.
         group: an isotropic group.
         widths: width of each group; None for full widths.
@@ -221,7 +221,7 @@ def diagonalise_partially(
 
 
 def diagonal_groups(graph: WidthGraph, layer: Layer) -> tuple[str, str] | None:
-    """The input's and the output's group of a layer that can be diagonalised, or None.
+    """Return the input's and the output's group of a layer that can be diagonalised, or None.
 
     Both must be isotropic and differ, and the layer must map whole channels to whole channels: a linear layer or
     a convolution of one position.
@@ -240,14 +240,14 @@ def diagonal_groups(graph: WidthGraph, layer: Layer) -> tuple[str, str] | None:
 def diagonalise(
     model: nn.Module, graph: WidthGraph, layer: Layer, widths: Mapping[str, int] | None = None
 ) -> dict[str, Tensor]:
-    """Turn the bases on both sides of a layer so that its weight is diagonal, W2' = S (Eqs. 13-18).
+    """Rotate the bases on both sides of a layer so that its weight is diagonal, W2' = S (Eqs. 13-18).
 
         W2 = U S V^T;  W1' = V^T W1, b1' = V^T b1;  W2' = S, b2' = U^T b2;  W3' = W3 U
 
     **Preserves** the output exactly, up to rounding.
 
     Args:
-        model: changed in place.
+        model: the network; changed in place.
         graph: its width graph, traced with `follow_norms`.
         layer: a layer between two isotropic groups.
         widths: width of each group; None for full widths.
@@ -256,7 +256,7 @@ def diagonalise(
         The rotations, by group; `rotate` with their transposes undoes it.
 
     Raises:
-        ValueError: the layer does not lie between two isotropic groups.
+        ValueError: the layer is not between two isotropic groups.
     """
     groups = diagonal_groups(graph, layer)
     if groups is None:
@@ -265,14 +265,14 @@ def diagonalise(
     weight = tensors_of(model, graph)[layer.weight].flatten(1)
     left, values, right = decompose(weight)
     missing = weight.shape[1] - len(values)
-    # V needs as many columns as there are inputs: those that no singular value belongs to are free.
+    # V needs as many columns as there are inputs: those without a singular value are arbitrary.
     known = right[:, : min(weight.shape)]
     if missing > 0:
         known = torch.cat([known, torch.linalg.svd(known, full_matrices=True)[0][:, known.shape[1] :]], 1)
     rotations = {into: known.T, out: left.T}
     rotate(model, graph, rotations, widths)
     with torch.no_grad():
-        # What rounding left beside the diagonal.
+        # Remove rounding errors off the diagonal.
         exact = tensors_of(model, graph)[layer.weight]
         diagonal = torch.diag_embed(values[: min(weight.shape)]).to(exact)
         exact.zero_()
