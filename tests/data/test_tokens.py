@@ -332,8 +332,8 @@ def test_a_text_that_quotes_the_end_of_text_is_not_cut(tmp_path: Path) -> None:
     [
         ({"path": None}, "data.path is not set"),
         ({"path": "/nowhere"}, "data.path=/nowhere is not there"),
-        ({"path": "/nowhere/*.txt"}, "holds no file of this pattern"),
-        ({"suffixes": [".doc"]}, "holds no file that ends with .doc or .parquet; set data.suffixes"),
+        ({"path": "/nowhere/*.txt"}, "has no file of this pattern"),
+        ({"suffixes": [".doc"]}, "has no file that ends with .doc or .parquet; set data.suffixes"),
         ({"suffixes": ["txt"]}, "must be endings of names such as .txt"),
         ({"vocab_size": 256}, "data.vocab_size=256 must be above 256"),
         ({"tokenizer": "/nowhere.json"}, "data.tokenizer=/nowhere.json: there is no /nowhere.json"),

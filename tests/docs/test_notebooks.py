@@ -15,7 +15,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from .fake_runs import write_run
+from tests.analysis.fake_runs import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -17,6 +17,7 @@ import torch
 import growlab.inspect.__main__
 import growlab.lab.analysis.__main__
 import growlab.lab.analysis.dashboard
+import growlab.recipes.papers.paper_table
 from growlab.lab.cli.commands import COMMANDS
 from tests.command_line import ROOT, CommandLine
 from tests.parts_here import needs
@@ -68,6 +69,7 @@ TOOLS = {
     "growlab.lab.analysis": growlab.lab.analysis.__main__.main,
     "growlab.widths": growlab.inspect.__main__.main,
     "growlab.lab.analysis.dashboard": growlab.lab.analysis.dashboard.main,
+    "growlab.recipes.papers.paper_table": growlab.recipes.papers.paper_table.main,
 }
 SMALL = (
     *("data.limit_train=64", "data.limit_test=20", "data.batch_size=32", "trainer.accelerator=cpu"),

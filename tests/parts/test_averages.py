@@ -169,7 +169,7 @@ def test_averages_that_do_not_grow_are_refused(cli: CommandLine, tmp_path: Path,
 def test_buffers_that_are_not_saved_take_on_the_networks_precision_too() -> None:
     network, part = nn.Linear(2, 2), Averages(0.5)
     network.register_buffer("angles", torch.tensor([1.0, 2.0]), persistent=False)
-    run = SimpleNamespace(network=network)
+    run = SimpleNamespace(network=network, averages={})
     part.begin(run)
     network.bfloat16()
     part.after_step(run)
