@@ -80,7 +80,7 @@ $(LOWEST)/.ready: pyproject.toml requirements.lock
 		requirements.lock > $(LOWEST)/tools.txt
 	grep -oE 'datasets>=[0-9.]+' pyproject.toml | sed 's/>=/==/' >> $(LOWEST)/tools.txt
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct -r pyproject.toml \
-		--extra wandb --extra tensorboard --extra timm --extra transformers -r $(LOWEST)/tools.txt
+		--extra lab --extra wandb --extra tensorboard --extra timm --extra transformers -r $(LOWEST)/tools.txt
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 

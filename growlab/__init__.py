@@ -92,7 +92,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("growlab.optim")
     if name not in _HOMES:
         raise AttributeError(f"module 'growlab' has no attribute {name!r}")
-    with needs(f"growlab.{name}", how_to_install()):
+    with needs(f"growlab.{name}", how_to_install("lab")):
         return getattr(importlib.import_module(_HOMES[name]), name)
 
 

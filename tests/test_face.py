@@ -33,6 +33,41 @@ def test_importing_it_imports_nothing_else() -> None:
     assert float(seconds) < 0.3 and imported == []
 
 
+ENGINE_ALONE = """
+import sys
+MISSING = {"lightning", "pytorch_lightning", "hydra", "omegaconf", "yaml", "pandas", "matplotlib", "scipy"}
+MISSING |= {"torchvision", "PIL", "sklearn", "rich", "pyarrow", "transformers", "timm", "pydantic", "safetensors"}
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in MISSING else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+import torch, growlab
+from growlab import parts
+network = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3))
+x = torch.randn(8, 6)
+method, average = growlab.VarianceTransfer(), parts.Averages(0.9)
+grower = growlab.Grower(network, x, method=method, trigger={0: 0.25, 1: 1.0}, parts=[average])
+optimizer = growlab.optim.SGD(network.parameters(), lr=0.1)
+grower.follow(optimizer)
+for epoch in range(2):
+    grower.step(epoch=epoch)
+    network(x).sum().backward()
+    optimizer.step()
+grower.finish()
+import growlab.inspect, growlab.parts.depth, growlab.parts.isotropic, growlab.parts.hypernets
+print(network[0].out_features, *sorted(MISSING & set(sys.modules)))
+"""
+
+
+def test_the_engine_needs_torch_and_numpy_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", ENGINE_ALONE], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "32\n"), done.stderr
+
+
 def test_a_wrong_plan_does_not_wait_for_torch() -> None:
     program = "import sys, growlab.lab.planner.__main__; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

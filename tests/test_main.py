@@ -260,7 +260,6 @@ def test_what_to_install_is_named_by_its_packages(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("importlib.metadata.requires", lambda name: [*declared, 'b; extra == "two"'])
     assert how_to_install("wandb") == "pip install 'wandb>=0.18' (growlab's extra [wandb])"
     assert how_to_install("two") == "pip install 'a>1' 'b' (growlab's extra [two])"
-    assert how_to_install() == "pip install 'torch>=2'"
 
 
 def test_a_command_to_copy_calls_this_program_from_where_the_user_stands(

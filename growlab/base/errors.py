@@ -56,8 +56,8 @@ class Stopped(BaseException):
         self.signal, self.sentence = signal.Signals(number), sentence
 
 
-def how_to_install(extra: str | None = None) -> str:
-    """Return the command that installs the packages of an extra of growlab, or with None the required ones.
+def how_to_install(extra: str) -> str:
+    """Return the command that installs the packages of an extra of growlab.
 
     It names the packages themselves: growlab may come from a checkout, and then there is no `growlab[EXTRA]` to install
     from.
@@ -70,15 +70,11 @@ def how_to_install(extra: str | None = None) -> str:
         requirements = importlib.metadata.requires("growlab") or []
     except importlib.metadata.PackageNotFoundError:
         requirements = []
-    if extra is None:
-        packages = [line.strip() for line in requirements if ";" not in line]
-    else:
-        wanted = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]$""")
-        packages = [line.partition(";")[0].strip() for line in requirements if wanted.search(line)]
+    wanted = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]$""")
+    packages = [line.partition(";")[0].strip() for line in requirements if wanted.search(line)]
     if not packages:
-        return f"pip install -e '.{'' if extra is None else f'[{extra}]'}' in growlab's checkout"
-    named = "" if extra is None else f" (growlab's extra [{extra}])"
-    return "pip install " + " ".join(f"'{package}'" for package in packages) + named
+        return f"pip install -e '.[{extra}]' in growlab's checkout"
+    return "pip install " + " ".join(f"'{package}'" for package in packages) + f" (growlab's extra [{extra}])"
 
 
 @contextlib.contextmanager

@@ -111,7 +111,7 @@ def run_without(missing: ModuleNotFoundError) -> int:
         print(f"growlab {version('growlab')}")
         return 0
     if sys.argv[1:] in (["--help"], ["-h"]):
-        print(f"Experiments need {missing.name}, which is not installed: {how_to_install()}.\n")
+        print(f"Experiments need {missing.name}, which is not installed: {how_to_install('lab')}.\n")
         print(f"Commands (each with --help)\n{described()}")
         return 0
     try:
@@ -120,7 +120,8 @@ def run_without(missing: ModuleNotFoundError) -> int:
         code, missing = None, error
     if code is None:
         print(
-            f"error: this needs {missing.name}, which is not installed: {how_to_install()}.", file=sys.stderr
+            f"error: this needs {missing.name}, which is not installed: {how_to_install('lab')}.",
+            file=sys.stderr,
         )
         return 2
     return code
