@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import shlex
 import signal
 from collections.abc import Callable
 from itertools import accumulate
@@ -18,7 +17,6 @@ import torch
 from omegaconf import OmegaConf
 from torch.nn import functional as F
 
-import growlab.lab.analysis.__main__
 from growlab.growth import PairGrowth, grow, plant
 from growlab.lab.data import ImageData
 from growlab.lab.data.loaders import MemoryLoader
@@ -283,43 +281,6 @@ def test_stages_and_epochs_have_the_same_numbers_on_the_screen_and_in_all_files(
     assert sum(receipt["seconds"] for receipt in receipts) < results["seconds"]
     assert {row["region"] for row in table(run / "rates.csv")} <= {"0", "1", "2"}
     assert results["experiment"] == "mlp8_on_digits"
-
-
-def test_a_run_ends_with_three_commands_to_try(cli: CommandLine, tmp_path: Path) -> None:
-    one = cli(*SHORT, "experiment=resnet20_cifar10", "data=digits", "hydra.run.dir=run", cwd=tmp_path)
-    assert one.code == 0, one.err
-    start, *commands = one.out.splitlines()[-4:]
-    assert start == "next:" and all(line.startswith("  growlab ") and "  # " in line for line in commands)
-    sweep, listed, _ = (shlex.split(line.partition("#")[0])[1:] for line in commands)
-    assert sweep[0] == "-m" and "experiment=resnet20_cifar10" in sweep
-    assert "data=digits" in sweep and sweep[-2:] == ["method=ours,equal_flops", "seed=0,1"]
-    tried = cli(*sweep, "hydra.sweep.dir=runs/both", cwd=tmp_path)
-    assert tried.code == 0 and "next:" not in tried.out, tried.err
-    assert growlab.lab.analysis.__main__.main([str(tmp_path / name) for name in listed[1:]]) == 0
-
-
-def test_in_a_narrow_terminal_remarks_stand_above_the_commands_to_try(
-    cli: CommandLine, tmp_path: Path
-) -> None:
-    one = cli(*SHORT, "data=digits", "hydra.run.dir=run", cwd=tmp_path, environment={"COLUMNS": "80"})
-    start, *lines = one.out.splitlines()[-7:]
-    assert start == "next:" and all(line.startswith("  # ") for line in lines[::2])
-    assert all(line.startswith("  growlab ") and "#" not in line for line in lines[1::2])
-
-
-def test_a_run_that_equal_cost_says_nothing_of_is_followed_by_other_seeds(
-    cli: CommandLine, tmp_path: Path
-) -> None:
-    arguments = [
-        "experiment=isotropic_digits",
-        "model.width=2",
-        "schedule.total_epochs=2",
-        "data.limit_train=64",
-    ]
-    one = cli(*arguments, "seed=1", "hydra.run.dir=run", cwd=tmp_path)
-    assert one.code == 0, one.err
-    command = one.out.partition("next:")[2].splitlines()[1]
-    assert command == f"  growlab -m {' '.join(arguments)} seed=0,1,2  # the same from three seeds"
 
 
 def test_batches_may_be_limited_and_accumulated(finished: Callable[..., Path]) -> None:

