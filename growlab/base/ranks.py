@@ -20,7 +20,7 @@ _NAMED = 3
 
 
 def several() -> bool:
-    """Whether several processes train together."""
+    """Return True if several processes train together."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

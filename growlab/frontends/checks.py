@@ -1,4 +1,4 @@
-"""What front ends refuse, and tell of, before a training begins."""
+"""Checks and warnings of the front ends before training begins."""
 
 import logging
 

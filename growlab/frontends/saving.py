@@ -122,7 +122,7 @@ def _held(
 
 
 def _is_of(state: Mapping[str, Any], path: str, network: nn.Module) -> bool:
-    """Whether a state_dict has this very network's parameters at a path."""
+    """Return True if a state_dict has this very network's parameters at a path."""
     own = {f"{path}.{name}" if path else name: p for name, p in network.named_parameters() if p.numel()}
     found = ((state.get(name), p) for name, p in own.items() if name in state)
     return any(isinstance(t, Tensor) and t.data_ptr() == p.data_ptr() for t, p in found)

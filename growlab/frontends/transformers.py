@@ -269,7 +269,7 @@ def _resumed(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _multiplied(grower: Grower) -> bool:
-    """Whether weights of a plain network differ from those that training goes on with."""
+    """Return True if a plain network's weights differ from those that training continues with."""
     try:
         return bool(grower.plain_tensors(grower.network)[1])
     except UserError:

@@ -42,7 +42,7 @@ def forward_flops(model: nn.Module, sample: Example) -> int:
 
 
 def _formulas() -> dict[Any, Callable[..., int]]:
-    """What torch's counter leaves out: products with vectors, bilinear layers, complex numbers.
+    """FLOP formulas that torch's counter lacks: products with vectors, bilinear layers, complex numbers.
 
     In torch 2.11 also attention on a CPU, and shared keys and values on any device.
     """

@@ -153,7 +153,7 @@ def _check_memory(network: nn.Module) -> None:
 
 
 def _addresses(network: nn.Module, name: str) -> list[int]:
-    """Of each number of a parameter, in bytes."""
+    """Address of each element of a parameter, in bytes."""
     parameter = network.get_parameter(name)
     places = torch.zeros((), dtype=torch.int64)
     for size, step in zip(parameter.shape, parameter.stride(), strict=True):

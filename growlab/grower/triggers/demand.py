@@ -14,7 +14,7 @@ GROUPS = ("all", "gradient", "bottleneck")
 
 @dataclass(frozen=True)
 class Progress:
-    """How a run has gone, at the beginning of an epoch.
+    """Progress of a run at the beginning of an epoch.
 
     Attributes:
         epoch: that begins, counted from 0.
@@ -92,7 +92,7 @@ class Demand(ABC):
 
     @abstractmethod
     def wants(self, progress: Progress) -> bool:
-        """Whether it is time to grow, as far as there is time."""
+        """Return True if it is time to grow, provided that there is time."""
 
     def latest(self, total_epochs: int, steps_left: int) -> int:
         """The last epoch at whose beginning the next step may be climbed, with so many to climb."""
@@ -100,7 +100,7 @@ class Demand(ABC):
         return total_epochs - final - (steps_left - 1) * self.min_epochs
 
     def must(self, progress: Progress) -> bool:
-        """Whether waiting longer would leave too little time at full width."""
+        """Return True if waiting longer would leave too little time at full width."""
         return progress.epoch >= self.latest(progress.total_epochs, progress.steps_left)
 
     def check(self, total_epochs: int, steps: int, cheapest: float) -> None:
@@ -189,7 +189,7 @@ class Plateau(Demand):
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
 
     def wants(self, progress: Progress) -> bool:
-        """Whether the last improvement is `patience` epochs ago."""
+        """Return True if the last improvement is `patience` epochs ago."""
         sign = 1.0 if self.metric.endswith("loss") else -1.0
         best, since = None, 0
         for row in progress.rows:
@@ -224,7 +224,7 @@ class GradientNorm(Demand):
         self.ratio = ratio
 
     def wants(self, progress: Progress) -> bool:
-        """Whether the last epoch's gradient is that much smaller than the stage's largest."""
+        """Return True if the last epoch's gradient is below `ratio` of the stage's largest."""
         norms = [float(row["gradient_norm"]) for row in progress.rows]
         finite = [norm for norm in norms if isfinite(norm)]
         return len(finite) > 1 and norms[-1] < self.ratio * max(finite)
@@ -256,7 +256,7 @@ class Expressivity(Demand):
         self.ratio = ratio
 
     def wants(self, progress: Progress) -> bool:
-        """Whether what is within reach has shrunk that much, or nothing is left to measure it by."""
+        """Return True if the reachable part is below `ratio` of the largest, or no bottleneck can be measured."""
         within = [1.0 - share for share in progress.out_of_reach]
         return not progress.bottlenecks or within[-1] < self.ratio * max(within)
 
@@ -284,7 +284,7 @@ class Budget(Demand):
         self.percent = percent
 
     def wants(self, progress: Progress) -> bool:
-        """Whether climbing from now on stays within the budget."""
+        """Return True if growing from now on stays within the budget."""
         return progress.climbing <= self.percent
 
     def check(self, total_epochs: int, steps: int, cheapest: float) -> None:
