@@ -286,7 +286,7 @@ def _check(schedule: Schedule, num_processes: int) -> None:
     uneven = sorted({size for size in schedule.batch_sizes if size % num_processes})
     if uneven:
         raise ValueError(
-            f"a batch of {uneven[0]} images does not divide among {num_processes} processes; choose a batch_size "
+            f"a batch of {uneven[0]} does not divide among {num_processes} processes; choose a batch_size "
             f"and batch_sizes that {num_processes} divides, or another number of devices."
         )
     if any(not 0 < fraction <= 1 for fraction in fractions) or fractions[-1] != 1:
