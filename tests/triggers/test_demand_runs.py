@@ -83,7 +83,7 @@ def test_a_look_at_the_data_counts_as_cost_and_survives_a_kill(cli: CommandLine,
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("schedule=budget", "percent=5 is below"), "percent=5 is below"),
+        (("schedule=budget", "schedule.demand.percent=5"), "percent=5 is below"),
         (("schedule=plateau", "schedule.epochs=[2,2,2]"), "schedule.epochs is about stages"),
         (("schedule=plateau", "schedule.demand.metric=loss"), "schedule.demand.metric must be"),
         (("schedule=plateau", "method=equal_flops"), "schedule.total_epochs in place of"),

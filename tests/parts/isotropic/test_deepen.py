@@ -72,7 +72,7 @@ def test_layers_come_in_from_the_command_line(cli: CommandLine, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ((), "hidden.2:4 of blocks cannot be left out with depth.start='identity'"),
+        ((), "hidden.2:4 of blocks cannot be left out with start='identity'"),
         (("model.blend=true", "model.gain_channel=true"), "needs an activation without a gain channel"),
         (
             ("model.blend=true", "isotropic.mode=scaffold"),

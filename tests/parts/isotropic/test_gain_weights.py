@@ -120,7 +120,7 @@ def _sizes(event: dict[str, Any]) -> dict[str, int]:
     ("override", "told"),
     [
         ("gain_weights.mode=held", "expected one of [constant, decayed]"),
-        ("gain_weights.decay=-1", "gain_weights.decay must be at least 0, not -1"),
+        ("gain_weights.decay=-1", "decay must be at least 0, not -1"),
         ("model.gain_channel=false", "needs layers that read gains"),
     ],
 )
