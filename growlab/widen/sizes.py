@@ -155,7 +155,7 @@ def _for_more_layers(name: str, entries: Any, counts: Mapping[int, int]) -> list
             ("layer" in name or "idx" in name)
             and ascending
             and entries[-1] < before
-            and (len(entries) < before or before > 2)
+            and (len(entries) < before or before > 2 or "moe" in name)
         ):
             # Indices of some layers.
             return [place for place, source in enumerate(places) if source in entries]

@@ -17,7 +17,8 @@ RESHAPING = (
 # Operations that move entries without changing their values.
 _MOVING = frozenset(
     (
-        *(*RESHAPING, "permute", "transpose", "swapaxes", "t", "slice", "select", "narrow", "split", "chunk"),
+        *(*RESHAPING, "permute", "transpose", "swapaxes", "swapdims", "mT", "mH", "adjoint", "moveaxis"),
+        *("t", "slice", "select", "narrow", "split", "chunk"),
         *("split_with_sizes", "unbind", "getitem", "contiguous", "clone", "alias", "expand", "movedim"),
     )
 )

@@ -81,7 +81,8 @@ def values_in(argument: Any) -> Iterator[Value]:
 # Operations that are linear in all of their inputs, and those that are linear in one of them.
 _LINEAR = frozenset(
     (
-        *("permute", "transpose", "swapaxes", "t", "view", "reshape", "_unsafe_view", "flatten", "unflatten"),
+        *("permute", "transpose", "swapaxes", "swapdims", "mT", "mH", "adjoint", "movedim", "moveaxis"),
+        *("t", "view", "reshape", "_unsafe_view", "flatten", "unflatten"),
         *(
             "squeeze",
             "unsqueeze",
