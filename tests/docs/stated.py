@@ -482,7 +482,7 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     (
         README,
         "`ours` ends at {} % for {} % of the FLOPs. Stopped at {} %, the full network has {} %, {} points less "
-        "(five seeds, paired 95 % interval {}). In full it has {} %: no difference that five seeds show ({}).",
+        "(five seeds, paired 95 % interval {}). In full it has {} %: not distinguishable with five seeds ({}).",
         on_digits,
     ),
     (
@@ -555,7 +555,7 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         MEASURED,
-        "GradMax, not in that table, lies at {}, and TINY, which lets shared channels grow by pairs, at {}.",
+        "GradMax, not in that table, reaches {}, and TINY, which lets shared channels grow by pairs, at {}.",
         lambda: (mean(f"{NINE}/gradmax_s0", 1), mean(f"{NINE}/tiny_s0", 1)),
     ),
     (

@@ -830,7 +830,7 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     (MEASURED, "ResNet-20 at 8 epochs and {} % (", lambda: (cost(f"{EIGHT}/hyperfan8_ours", 0),)),
     (
         MEASURED,
-        "(The schedule behind the published {} is not told.)",
+        "(The schedule behind the published {} is not given.)",
         lambda: (
             f"{max(o.cost_percent for o in published() if o.table == 'Table 13' and o.row == 'Ours'):.2f}",
         ),

@@ -143,7 +143,7 @@ def test_intervals_of_the_digits_in_the_readme_are_those_of_the_rows() -> None:
         assert one.row is ours
         intervals.append("{:.1f} to {:.1f}".format(*(100 * end for end in one.interval())))
     assert f"five seeds, paired 95 % interval {intervals[0]})" in text
-    assert f"no difference that five seeds show ({intervals[1]})" in text
+    assert f"not distinguishable with five seeds ({intervals[1]})" in text
     assert (round(ours.cost_percent), round(stopped.cost_percent)) == (73, 69)
 
 

@@ -29,7 +29,7 @@ statement bounds is the mean over its networks, with such an interval, or the la
 holds where the whole interval lies within a margin, and is contradicted where none of it does; the margins, which stand
 in the statements, were chosen after most of the rows were made, one for all accuracies (0.5 points). Most rows of the
 first paper are of 8 to 16 epochs where it trains for 160 or 200: they decide nothing about its tables, and say so. All
-rows of CIFAR-10 are of images that have been JPEG files of quality 75: their accuracies are not those of the original
+rows of CIFAR-10 are of images re-encoded as JPEG (quality 75): their accuracies are not those of the original
 images. Rows are counted by the runs that the command makes: those of its length, *shortened* ones, and *others*, which
 it does not make and which statements use (another method, network, data set or seed). `python -m growlab reproduce
 NAME` trains what is missing, and resumes what has begun. Tables name methods as one types them: `ours +
