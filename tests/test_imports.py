@@ -2,9 +2,8 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 import growlab
 
@@ -50,15 +49,20 @@ MODULES = {
 }
 
 
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
 def room_of(module: str) -> str:
     """`growlab.widths.trace` -> `widths`; the lab and the recipes have rooms of their own."""
     _, *parts = module.split(".")
     return ".".join(parts[: 2 if parts[:1] in (["lab"], ["recipes"]) else 1])
 
 
-def imported(source: str) -> Iterator[tuple[int, str]]:
+def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """(line, absolute module name) of every import of a module, those inside functions too."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -68,10 +72,10 @@ def imported(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, whole if whole in MODULES else str(node.module)
 
 
-def violations(source: str, module: str) -> list[str]:
+def violations(tree: ast.Module, module: str) -> list[str]:
     """Imports of a module that go up, to another room on its floor, or to a package that its room does without."""
     own, found = room_of(module), []
-    for line, name in imported(source):
+    for line, name in imported(tree):
         top, other = name.partition(".")[0], room_of(name)
         if top != "growlab":
             fine = own in OPTIONAL.get(top, {own})
@@ -99,33 +103,31 @@ def circles(arrows: dict[str, set[str]]) -> set[str]:
 
 def test_no_two_modules_import_each_other() -> None:
     arrows = {
-        module: {name for _, name in imported(path.read_text(encoding="utf-8")) if name in MODULES} - {module}
-        for module, path in MODULES.items()
+        module: {name for _, name in imported(tree_of(module)) if name in MODULES} - {module}
+        for module in MODULES
     }
     tracing = {"growlab.widths.findings", "growlab.widths.recorder", "growlab.widths.tracer"}
     assert not {m for m in circles(arrows) - tracing if not m.startswith("growlab.widths.rules")}
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_go_down(module: str) -> None:
-    assert violations(MODULES[module].read_text(encoding="utf-8"), module) == []
+def test_imports_go_down() -> None:
+    assert [line for module in MODULES for line in violations(tree_of(module), module)] == []
 
 
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [
-        ("growlab.widths.trace", "from growlab.growth import method"),
-        ("growlab.growth.methods.pairs", "from growlab.optim import SGD"),
-        ("growlab.optim.rates", "import growlab.lab.training.task"),
-        ("growlab.grower.grower", "from omegaconf import DictConfig"),
-        ("growlab.parts.averages", "import lightning"),
-        ("growlab.lab.data.module", "def f():\n    from growlab.lab.training import run"),
-        ("growlab.lab.training.build", "from growlab.recipes.papers.studies import measuring"),
-    ],
-)
-def test_a_forbidden_import_is_found(module: str, line: str) -> None:
-    assert len(violations(line, module)) == 1
+def test_a_forbidden_import_is_found_and_an_allowed_one_passes() -> None:
+    for module, line in {
+        "growlab.widths.trace": "from growlab.growth import method",
+        "growlab.growth.methods.pairs": "from growlab.optim import SGD",
+        "growlab.optim.rates": "import growlab.lab.training.task",
+        "growlab.grower.grower": "from omegaconf import DictConfig",
+        "growlab.parts.averages": "import lightning",
+        "growlab.lab.data.module": "def f():\n    from growlab.lab.training import run",
+        "growlab.lab.training.build": "from growlab.recipes.papers.studies import measuring",
+    }.items():
+        assert len(violations(ast.parse(line), module)) == 1, module
+    source = "import math\nimport torch\nfrom growlab.base.errors import UserError\nfrom growlab.widths import groups\n"
+    assert violations(ast.parse(source), "growlab.growth.event") == []
 
 
 # Rooms and modules that read Hydra's configuration; the objects that they make know nothing of it.
@@ -141,11 +143,9 @@ CHECKS = {
 }
 
 
-def configured(source: str) -> list[str]:
+def configured(tree: ast.Module) -> list[str]:
     """Functions of a module that take a DictConfig."""
-    functions = (
-        n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
-    )
+    functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
     return [
         function.name
         for function in functions
@@ -154,16 +154,12 @@ def configured(source: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith(CONFIGURED) and m not in CHECKS])
-def test_the_configuration_ends_at_the_door(module: str) -> None:
-    assert configured(MODULES[module].read_text(encoding="utf-8")) == []
+def test_the_configuration_ends_at_the_door() -> None:
+    others = [m for m in MODULES if not m.startswith(CONFIGURED) and m not in CHECKS]
+    assert {m: found for m in others if (found := configured(tree_of(m)))} == {}
 
 
 def test_a_function_that_takes_the_configuration_is_found() -> None:
-    assert configured("class A:\n    def f(self, *, cfg: DictConfig | None = None): ...") == ["f"]
-    assert "build" in configured(MODULES["growlab.lab.training.build"].read_text(encoding="utf-8"))
-
-
-def test_an_allowed_import_passes() -> None:
-    source = "import math\nimport torch\nfrom growlab.base.errors import UserError\nfrom growlab.widths import groups\n"
-    assert violations(source, "growlab.growth.event") == []
+    tree = ast.parse("class A:\n    def f(self, *, cfg: DictConfig | None = None): ...")
+    assert configured(tree) == ["f"]
+    assert "build" in configured(tree_of("growlab.lab.training.build"))

@@ -233,7 +233,8 @@ def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
         added = [one for one in more if name_of(one) not in given]
         register_schemas()
         OmegaConf.register_new_resolver("growlab.commands", described, replace=True)
-        OmegaConf.register_new_resolver("growlab.groups", _groups, replace=True)
+        # Composing resolves it, help or not, and the list takes a second.
+        OmegaConf.register_new_resolver("growlab.groups", _groups if arguments.help else str, replace=True)
         OmegaConf.register_new_resolver("growlab.settings_of_plan", _settings_of_plan, replace=True)
         added += _help_page(more)
         folder = resume_override(overrides, multirun, arguments.config_dir, arguments.config_name or PRIMARY)
