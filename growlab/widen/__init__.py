@@ -2,6 +2,15 @@
 
 from growlab.widen.folder import widen_folder
 from growlab.widen.sizes import PARTS
+from growlab.widen.upcycle import more_experts, upcycle, upcycle_folder
 from growlab.widen.vision import load_widened, widen_weights
 
-__all__ = ["PARTS", "load_widened", "widen_folder", "widen_weights"]
+__all__ = [
+    "PARTS",
+    "load_widened",
+    "more_experts",
+    "upcycle",
+    "upcycle_folder",
+    "widen_folder",
+    "widen_weights",
+]

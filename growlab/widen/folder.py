@@ -65,7 +65,8 @@ def widen_folder(
     Raises:
         UserError: the folder holds no model that can be loaded, or the model cannot be widened so exactly.
     """
-    _check(folder, out, method, parts)
+    _check(method, parts)
+    check_out(folder, out)
     files = read_folder(folder)
     kind, config = load(folder)
     source = skeleton(kind, config)
@@ -84,7 +85,7 @@ def widen_folder(
         saved.shard_bytes,
     )
     target_config.save_pretrained(out)
-    _copy_others(folder, out)
+    copy_others(folder, out)
     receipt = {
         "from": folder.name,
         "model_type": config.model_type,
@@ -95,8 +96,8 @@ def widen_folder(
         "method": method,
         "parts": list(parts),
         "seed": seed,
-        "num_params_before": _num_params(source),
-        "num_params": _num_params(plan.target),
+        "num_params_before": num_params(source),
+        "num_params": num_params(plan.target),
         "relative_error_float64": error,
         "versions": {name: importlib.metadata.version(name) for name in ("growlab", "torch", "transformers")},
     }
@@ -125,7 +126,7 @@ def _exact_plan(
         target = deepened(wider, depth) if depth != 1 else wider
         try:
             built = skeleton(kind, target)
-            if _num_params(built) == _num_params(source):
+            if num_params(built) == num_params(source):
                 raise UserError(
                     f"no tensor of {kind.__name__} becomes larger by {', '.join(chosen)} of its configuration: it "
                     "keeps its sizes under names that growlab does not know; give --depth alone."
@@ -149,15 +150,24 @@ def _exact_plan(
     raise refusal
 
 
-def _num_params(model: nn.Module) -> int:
+def num_params(model: nn.Module) -> int:
+    """Return the number of a model's parameters, tied ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _check(folder: Path, out: Path, method: str, parts: Collection[str]) -> None:
+def _check(method: str, parts: Collection[str]) -> None:
     if method not in METHODS:
         raise UserError(f"there is no method {method!r} for --method; there are {', '.join(METHODS)}.")
     if unknown := [part for part in parts if part not in PARTS]:
         raise UserError(f"there is no part {unknown[0]!r} for --parts; there are {', '.join(PARTS)}.")
+
+
+def check_out(folder: Path, out: Path) -> None:
+    """Check that a folder has a configuration and that another one is free to be written.
+
+    Raises:
+        UserError: it has none, or the other one is in use.
+    """
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json; give a folder that save_pretrained wrote.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -333,7 +343,7 @@ class Plan:
         return names or [n for n, axes in graph.axes.items() if len(axes) == 1 and axes[0].role == "in"]
 
     def _is_given(self, name: str) -> bool:
-        """Whether a tensor is made from a saved one; what no file holds, the code computes as it builds a model."""
+        """Return True if a tensor is made from a saved one; others are computed when the model is built."""
         source = self._origin(name)
         return source in self._saved and (
             self._own[name].is_floating_point() or isinstance(self._own[name], nn.Parameter)
@@ -391,8 +401,8 @@ def _inexact(kind: str, plan: Plan, error: float) -> UserError:
     )
 
 
-def _copy_others(folder: Path, out: Path) -> None:
-    """Tokenizer, generation settings and whatever else lies beside configuration and weights."""
+def copy_others(folder: Path, out: Path) -> None:
+    """Copy the tokenizer, generation settings and all other files but configuration and weights."""
     for path in folder.iterdir():
         own = path.name in ("config.json", RECEIPT) or any(path.match(pattern) for pattern in _WEIGHTS)
         if path.is_file() and not own and not (out / path.name).exists():

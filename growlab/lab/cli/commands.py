@@ -38,6 +38,12 @@ COMMANDS = {
     "widen": Command(
         "growlab.widen.__main__", (), "widen a saved network past its size, function-preserving", "PyTorch"
     ),
+    "upcycle": Command(
+        "growlab.widen.upcycle",
+        (),
+        "a mixture of experts from a saved dense model, of equal outputs",
+        "PyTorch",
+    ),
     "table": Command("growlab.lab.analysis.__main__", (), "a table of finished runs over seeds"),
     "paper": Command("growlab.recipes.papers.paper_table", (), "the same with published values next to ours"),
     "paired": Command(

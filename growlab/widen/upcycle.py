@@ -1,0 +1,371 @@
+"""`growlab upcycle FOLDER -o OUT --experts 8 --top-k 2`: turn a dense language model into a mixture of experts.
+
+FOLDER was written by `save_pretrained` of transformers: Llama or Mistral become Mixtral; Qwen2 and Qwen3 become
+Qwen2-MoE and Qwen3-MoE. Every expert begins as a copy of the dense MLP and the weights of the chosen experts sum to 1,
+so OUT computes what FOLDER computes (Komatsuzaki et al. 2023, sparse upcycling). `--more-experts 2` multiplies the
+experts of a mixture, and the number chosen per token with them. Exit code 2: the model cannot be read, or cannot be
+changed so.
+"""
+
+import argparse
+import copy
+import hashlib
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.base.command_parser import CommandParser, amount, count
+from growlab.base.errors import UserError
+from growlab.base.files import write_json
+from growlab.growth.parity import relative_error
+from growlab.inspect.small_models import FirstOutput, inputs_of
+from growlab.widen.checkpoint import Checkpoint, first_names, reverted, units
+from growlab.widen.folder import RECEIPT, check_out, copy_others, load, num_params
+from growlab.widen.skeletons import output_of, skeleton
+from growlab.widen.tensors import read_folder, write_folder
+from growlab.widen.weights import blocks_of
+
+#: Largest relative change of the outputs: routers of transformers compute in float32.
+EXACT = 1e-6
+# Model type of a dense model -> configuration and model class of its mixture, and the name of the number of experts.
+_FAMILIES = {
+    "llama": ("MixtralConfig", "MixtralForCausalLM"),
+    "mistral": ("MixtralConfig", "MixtralForCausalLM"),
+    "qwen2": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+    "qwen3": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+}
+_EXPERTS = ("num_local_experts", "num_experts")
+# Entries of a configuration that name the model itself.
+_OWN = ("model_type", "architectures", "transformers_version", "_name_or_path")
+
+#: Returns a tensor of the model that is changed, by its name.
+Read = Callable[[str], Tensor]
+
+
+def upcycle(model: Any, experts: int = 8, top_k: int = 2, router_std: float = 0.02, seed: int = 0) -> Any:
+    """Return a mixture of experts that computes what a dense model of transformers computes, up to 1e-6.
+
+    Every expert is a copy of the dense MLP; routers are drawn. A shared expert (Qwen2-MoE) is as wide as the dense MLP
+    and begins with an output of zero.
+
+    Args:
+        model: `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`; not changed.
+        experts: number of experts in each layer.
+        top_k: number of experts that each token is computed by.
+        router_std: standard deviation of the routers' weights.
+        seed: of everything that is drawn.
+
+    Raises:
+        UserError: there is no mixture of this family, or it does not have all that the model has.
+
+    Source: Komatsuzaki et al. 2023, "Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints".
+    """
+    kind, config = mixture_of(model.config, experts, top_k)
+    return _in_memory(model, kind, config, partial(_expert, config=config, std=router_std, seed=seed))
+
+
+def more_experts(model: Any, by: int = 2, noise: float = 0.1, seed: int = 0) -> Any:
+    """Return a mixture of `by` times as many experts, and as many times the experts per token, of the same outputs.
+
+    Copies of an expert get the same routing weight. Noise that sums to zero over them is added to their last layers, so
+    that the outputs stay the same and training separates the copies.
+
+    Args:
+        model: a mixture of experts of transformers, such as `MixtralForCausalLM`; not changed.
+        by: copies of each expert.
+        noise: standard deviation of the noise, relative to that of the weights.
+        seed: of the noise.
+
+    Raises:
+        UserError: the model is no mixture of experts that growlab knows.
+    """
+    config = multiplied(model.config, by)
+    return _in_memory(
+        model, type(model), config, partial(_copied, before=model.config, by=by, noise=noise, seed=seed)
+    )
+
+
+def mixture_of(config: Any, experts: int, top_k: int) -> tuple[Any, Any]:
+    """Return the class and the configuration of a dense model's mixture of experts.
+
+    Raises:
+        UserError: there is none that computes the same.
+    """
+    transformers = importlib.import_module("transformers")
+    if config.model_type not in _FAMILIES:
+        raise UserError(
+            f"there is no mixture of experts of {config.model_type}; there are those of {', '.join(_FAMILIES)}."
+        )
+    if not 1 <= top_k <= experts:
+        raise UserError(f"--top-k {top_k} must be from 1 to the number of experts, {experts}.")
+    names = _FAMILIES[config.model_type]
+    known = {name: value for name, value in config.to_dict().items() if name not in _OWN}
+    if config.model_type in ("llama", "mistral"):
+        if biases := [name for name in ("attention_bias", "mlp_bias") if known.get(name)]:
+            raise UserError(f"Mixtral has no biases, and this model has {biases[0]}=True.")
+        # Mixtral looks for neither, and None is no limit.
+        known.setdefault("sliding_window", None)
+    settings = {
+        **known,
+        "num_experts_per_tok": top_k,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": config.intermediate_size,
+        "shared_expert_intermediate_size": config.intermediate_size,
+        "router_jitter_noise": 0.0,
+        **dict.fromkeys(_EXPERTS, experts),
+    }
+    kind = getattr(transformers, names[0])
+    usual = kind()
+    # Models read the dimension of heads from configurations that do not list it, too.
+    wanted = {name: value for name, value in settings.items() if hasattr(usual, name) or name == "head_dim"}
+    return getattr(transformers, names[1]), kind(**wanted)
+
+
+def multiplied(config: Any, by: int) -> Any:
+    """Return the configuration of a mixture with `by` times as many experts in all and for each token.
+
+    Raises:
+        UserError: it names no experts, or routes tokens to groups of them.
+    """
+    number = next((name for name in _EXPERTS if getattr(config, name, None)), None)
+    if number is None or not getattr(config, "num_experts_per_tok", None):
+        raise UserError(f"{config.model_type} has no experts that growlab can multiply.")
+    if getattr(config, "n_group", None) or getattr(config, "topk_group", None):
+        raise UserError(
+            f"{config.model_type} routes tokens to groups of experts; copies would change the groups."
+        )
+    target = copy.deepcopy(config)
+    setattr(target, number, by * getattr(config, number))
+    target.num_experts_per_tok = by * config.num_experts_per_tok
+    return target
+
+
+def _expert(name: str, read: Read, shape: tuple[int, ...], config: Any, std: float, seed: int) -> Tensor:
+    """A tensor of a mixture, from those of its dense model; experts are views of one tensor."""
+    path, _, own = name.rpartition(".")
+    if path.endswith("mlp.experts"):
+        mlp = path.removesuffix(".experts")
+        if own == "gate_up_proj":
+            dense = torch.cat([read(f"{mlp}.gate_proj.weight"), read(f"{mlp}.up_proj.weight")])
+        else:
+            dense = read(f"{mlp}.down_proj.weight")
+        return dense.expand(shape)
+    like = read(name.partition("mlp.")[0] + "mlp.down_proj.weight") if ".mlp." in name else None
+    if like is None:
+        return read(name)
+    if name.endswith("shared_expert.down_proj.weight"):
+        return like.new_zeros(shape)
+    of_router = path.endswith("mlp.gate")
+    return _drawn(name, shape, std if of_router else config.initializer_range, seed).to(like.dtype)
+
+
+def _copied(
+    name: str, read: Read, shape: tuple[int, ...], before: Any, by: int, noise: float, seed: int
+) -> Tensor:
+    """A tensor of a mixture with more experts; copies of an expert follow each other."""
+    old = read(name)
+    if old.shape == shape:
+        return old
+    new = old.repeat_interleave(by, 0)
+    if name.endswith("experts.down_proj") and noise:
+        drawn = _drawn(name, (len(old), by, *old.shape[1:]), noise * float(old.float().std()), seed)
+        new = (new.double() + (drawn - drawn.mean(1, keepdim=True)).flatten(0, 1)).to(old.dtype)
+    return new
+
+
+def _drawn(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
+    key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
+    return torch.randn(shape, generator=torch.Generator().manual_seed(key), dtype=torch.float64) * std
+
+
+def _in_memory(model: Any, kind: Any, config: Any, make: Any) -> Any:
+    old = model.state_dict()
+    dtype = next(model.parameters()).dtype
+    made = kind._from_config(config, dtype=dtype).train(model.training)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            parameter.copy_(_fitting(name, make(name, old.__getitem__, tuple(parameter.shape)), parameter))
+    return made.to(next(model.parameters()).device)
+
+
+def _fitting(name: str, made: Tensor, wanted: Tensor) -> Tensor:
+    if made.shape != wanted.shape:
+        raise UserError(
+            f"{name} would be {list(wanted.shape)} in a mixture of experts and is {list(made.shape)}."
+        )
+    return made
+
+
+def upcycle_folder(
+    folder: Path,
+    out: Path,
+    experts: int = 8,
+    top_k: int = 2,
+    by: int | None = None,
+    router_std: float = 0.02,
+    noise: float = 0.1,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Write the mixture of experts of a saved dense model, or one with more experts than a saved mixture.
+
+    Tensors are read, made and written one at a time, and so is the check that both compute the same.
+
+    Args:
+        folder: what `save_pretrained` wrote.
+        out: a new folder, which `from_pretrained` loads.
+        experts: number of experts of a dense model's mixture.
+        top_k: number of experts per token.
+        by: multiply the experts of a saved mixture by this; None: `folder` is a dense model.
+        router_std: standard deviation of new routers' weights.
+        noise: relative standard deviation of the noise between copies of an expert.
+        seed: of everything that is drawn.
+
+    Returns:
+        The receipt, with the number of tokens of the check that each expert of each layer computes.
+
+    Raises:
+        UserError: the folder holds no such model, or outputs would change by more than 1e-6.
+    """
+    check_out(folder, out)
+    kind, config = load(folder)
+    if by is None:
+        target_kind, target_config = mixture_of(config, experts, top_k)
+        make: Any = partial(_expert, config=target_config, std=router_std, seed=seed)
+    else:
+        target_kind, target_config = kind, multiplied(config, by)
+        make = partial(_copied, before=config, by=by, noise=noise, seed=seed)
+    source, target = skeleton(kind, config), skeleton(target_kind, target_config)
+    saved = Checkpoint(folder, read_folder(folder), source)
+    own = target.state_dict(keep_vars=True)
+
+    def made(name: str) -> Tensor:
+        return _fitting(name, make(name, saved, tuple(own[name].shape)), own[name])
+
+    error, tokens = _compared(source, saved, target, made)
+    if error > EXACT:
+        raise UserError(
+            f"{target_kind.__name__} does not compute what {kind.__name__} does: its output changes by {error:.0e}."
+        )
+    written = units(target)
+    dtype = next(iter(saved.dtypes.values()))
+    out.mkdir(parents=True, exist_ok=True)
+    write_folder(
+        out,
+        [unit.shapes for unit in written],
+        {key: dtype for unit in written for key in unit.shapes},
+        _files(target, written, made),
+        saved.shard_bytes,
+    )
+    target_config.architectures = [target_kind.__name__]
+    target_config.save_pretrained(out)
+    copy_others(folder, out)
+    receipt = {
+        "from": folder.name,
+        "model_type": target_config.model_type,
+        "class": target_kind.__name__,
+        "experts": next(getattr(target_config, name) for name in _EXPERTS if hasattr(target_config, name)),
+        "experts_per_token": target_config.num_experts_per_tok,
+        "more_experts": by,
+        "router_std": router_std if by is None else None,
+        "noise": None if by is None else noise,
+        "seed": seed,
+        "num_params_before": num_params(source),
+        "num_params": num_params(target),
+        "relative_error_float64": error,
+        "tokens_per_expert": tokens,
+        "versions": {name: importlib.metadata.version(name) for name in ("growlab", "torch", "transformers")},
+    }
+    write_json(out / RECEIPT, receipt)
+    return receipt
+
+
+def _compared(
+    source: nn.Module, saved: Checkpoint, target: nn.Module, made: Read
+) -> tuple[float, dict[str, list[int]]]:
+    """Relative change of the output in float64, and tokens per expert of each layer."""
+    inputs = inputs_of(source)
+    probe = tuple(inputs.values())
+    shapes = {name: tuple(t.shape) for name, t in source.state_dict(keep_vars=True).items()}
+    old = {name: name for name in first_names(source) if name in saved}
+    expected, _ = output_of(
+        FirstOutput(source, list(inputs)),
+        probe,
+        old,
+        lambda name: blocks_of(partial(saved, name), shapes[name]),
+    )
+    tokens: dict[str, list[int]] = {}
+    handles = [
+        module.register_forward_hook(partial(_count, tokens, path))
+        for path, module in target.named_modules()
+        if path.endswith("mlp.gate")
+    ]
+    names = {
+        name: first for name, first in first_names(target).items() if name in dict(target.named_parameters())
+    }
+    found, _ = output_of(FirstOutput(target, list(inputs)), probe, names, lambda name: iter((made(name),)))
+    for handle in handles:
+        handle.remove()
+    return relative_error(expected, found), tokens
+
+
+def _count(tokens: dict[str, list[int]], path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    """Count the tokens that a router sends to each expert."""
+    logits, _, chosen = output
+    tokens[path.removesuffix(".mlp.gate")] = torch.bincount(
+        chosen.flatten(), minlength=logits.shape[-1]
+    ).tolist()
+
+
+def _files(target: nn.Module, written: Sequence[Any], made: Read) -> Iterator[Mapping[str, Tensor]]:
+    for unit in written:
+        yield reverted(target, {name: made(name) for name in unit.names})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = CommandParser(
+        prog="growlab upcycle",
+        description=__doc__,
+        epilog="Example: growlab upcycle ./my_llama -o my_mixtral --experts 8 --top-k 2",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", type=Path, metavar="FOLDER", help="a saved model of transformers")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="OUT", help="a new folder")
+    parser.add_argument(
+        "--experts", type=count, default=8, help="number of experts of a dense model's mixture"
+    )
+    parser.add_argument("--top-k", type=count, default=2, help="number of experts per token")
+    parser.add_argument(
+        "--more-experts", type=count, metavar="K", help="K copies of each expert of a mixture"
+    )
+    parser.add_argument("--router-std", type=amount, default=0.02, help="standard deviation of new routers")
+    parser.add_argument("--noise", type=amount, default=0.1, help="between copies of an expert, relative")
+    parser.add_argument("--seed", type=int, default=0)
+    try:
+        args = parser.parse_args(arguments)
+        receipt = upcycle_folder(
+            *(args.model, args.out, args.experts, args.top_k, args.more_experts),
+            *(args.router_std, args.noise, args.seed),
+        )
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{args.out}: {receipt['class']} of {receipt['num_params']:,} parameters, from "
+        f"{receipt['num_params_before']:,}; {receipt['experts']} experts, {receipt['experts_per_token']} per token; "
+        f"relative change of its output {receipt['relative_error_float64']:.0e} (float64)"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
