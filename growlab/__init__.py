@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from growlab.base.errors import UserError
     from growlab.frontends.lightning import Growth
     from growlab.grower import Grower
+    from growlab.grower.prune import prune
     from growlab.grower.triggers import At, ByMethod, Never, Scheduled, Trigger
     from growlab.growth import (
         Bert2Bert,
@@ -68,6 +69,7 @@ __all__ = [
     "VarianceTransfer",
     "make_schedule",
     "optim",
+    "prune",
     "trace",
 ]
 
@@ -76,6 +78,7 @@ _MODULES = {
     "growlab.base.errors": "UserError",
     "growlab.frontends.lightning": "Growth",
     "growlab.grower": "Grower",
+    "growlab.grower.prune": "prune",
     "growlab.growth": "Bert2Bert FireFly GradMax HyperCloning Lemon Net2Net PairGrowth ParityError RandomGrowth "
     "Splitting Tiny VarianceTransfer make_schedule",
     "growlab.parts": "Averages Isotropic Part",

@@ -97,7 +97,7 @@ class Checkpoint:
             self._read = saved
             self.dtypes = {name: saved.dtypes[key] for name, key in self._keys.items()}
             return
-        whole = _loaded(folder, type(model)).state_dict()
+        whole = loaded(folder, type(model)).state_dict()
         self._keys = {first: name for name, first in self._first.items() if name in whole}
         self._read = partial(_rows, whole)
         self.dtypes = {first: whole[key].dtype for first, key in self._keys.items()}
@@ -114,7 +114,12 @@ def _rows(state: Mapping[str, Tensor], name: str, rows: Rows) -> Tensor:
     return state[name][rows]
 
 
-def _loaded(folder: Path, kind: Any) -> nn.Module:
+def loaded(folder: Path, kind: Any) -> nn.Module:
+    """Load a saved model whole, in eval mode.
+
+    Raises:
+        UserError: the weights do not fit its configuration.
+    """
     try:
         model: nn.Module
         model, info = kind.from_pretrained(folder, output_loading_info=True)

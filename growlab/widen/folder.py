@@ -65,7 +65,7 @@ def widen_folder(
     Raises:
         UserError: the folder holds no model that can be loaded, or the model cannot be widened so exactly.
     """
-    _check(method, parts)
+    _check(method)
     check_out(folder, out)
     files = read_folder(folder)
     kind, config = load(folder)
@@ -155,11 +155,9 @@ def num_params(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _check(method: str, parts: Collection[str]) -> None:
+def _check(method: str) -> None:
     if method not in METHODS:
         raise UserError(f"there is no method {method!r} for --method; there are {', '.join(METHODS)}.")
-    if unknown := [part for part in parts if part not in PARTS]:
-        raise UserError(f"there is no part {unknown[0]!r} for --parts; there are {', '.join(PARTS)}.")
 
 
 def check_out(folder: Path, out: Path) -> None:

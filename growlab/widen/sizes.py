@@ -47,7 +47,7 @@ def widened(config: Any, width: float, parts: Collection[str]) -> Any:
 
     Args:
         config: configuration of transformers; not changed.
-        width: factor on sizes.
+        width: factor on sizes, from 1.
         parts: parts to widen, of `PARTS`.
 
     Raises:
@@ -55,13 +55,20 @@ def widened(config: Any, width: float, parts: Collection[str]) -> Any:
     """
     if width < 1:
         raise UserError(f"--width {width:g} would make the network narrower; it must be 1 or more.")
+    return resized(config, width, parts)
+
+
+def resized(config: Any, width: float, parts: Collection[str]) -> Any:
+    """Return a configuration with wider or narrower parts, see `widened`."""
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise UserError(f"there is no part {unknown[0]!r} for --parts; there are {', '.join(PARTS)}.")
     target = copy.deepcopy(config)
     if width == 1:
         return target
     before = {name: size for part in parts for name, size in sizes(config, NAMES[part]).items()}
     if not before:
         raise UserError(
-            f"the configuration of {config.model_type} has no size of {', '.join(parts)} to widen."
+            f"the configuration of {config.model_type} has no size of {', '.join(parts)} to change."
         )
     for name, size in _times(before, width, "widths").items():
         setattr(target, name, size)
@@ -79,7 +86,7 @@ def _times(known: Mapping[str, int], by: float, kind: str) -> dict[str, int]:
     broken = next((name for name, size in known.items() if (size * factor).denominator != 1), None)
     if broken is not None:
         below = factor // step * step
-        nearest = " and ".join(f"{float(one):g}" for one in (below, below + step) if one > 1)
+        nearest = " and ".join(f"{float(one):g}" for one in (below, below + step) if one > 0 and one != 1)
         raise UserError(
             f"{broken} {known[broken]} times {by:g} is no whole number; the nearest {kind} that fit are {nearest}."
         )
@@ -97,7 +104,7 @@ def _keep_head_dimension(config: Any, target: Any, parts: Collection[str]) -> No
             return
     if heads and "heads" in parts and "stream" not in parts:
         raise UserError(
-            f"{config.model_type} divides its stream among its heads: widen both (--parts stream,heads,mlp), or "
+            f"{config.model_type} divides its stream among its heads: change both (--parts stream,heads,mlp), or "
             "neither (--parts mlp)."
         )
 

@@ -44,6 +44,7 @@ COMMANDS = {
         "a mixture of experts from a saved dense model, of equal outputs",
         "PyTorch",
     ),
+    "prune": Command("growlab.widen.prune", (), "remove heads and channels of a saved model", "PyTorch"),
     "table": Command("growlab.lab.analysis.__main__", (), "a table of finished runs over seeds"),
     "paper": Command("growlab.recipes.papers.paper_table", (), "the same with published values next to ours"),
     "paired": Command(

@@ -1,0 +1,189 @@
+"""Remove channels from a trained network by its width groups: structured pruning with the same tracer as growth."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from growlab.base.errors import UserError
+from growlab.growth.attention_scale import attention_factors
+from growlab.growth.method import Expansion
+from growlab.growth.outputs import evaluate, network_inputs
+from growlab.growth.parity import relative_error
+from growlab.growth.weighted_norms import weigh
+from growlab.optim import follow
+from growlab.widths import Carry, Example, WidthGraph, grid, replace_tensors, tensors_of
+
+#: Channels of one group to keep: their indices, their number, or their share of the group.
+Keep = int | float | Sequence[int] | Tensor
+Score = Literal["l1", "taylor", "random"]
+
+
+def prune(
+    network: nn.Module,
+    graph: WidthGraph,
+    keep: Keep | Mapping[str, Keep],
+    score: Score | Mapping[str, Tensor] = "l1",
+    optimizer: torch.optim.Optimizer | None = None,
+    example: Example | None = None,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Remove channels from a network in place; what is left is an ordinary network of its class at smaller widths.
+
+    The pruned network computes what the network with the removed channels masked computes: consumers do not read them,
+    and statistics of layer, RMS and group normalisations run over the channels that are kept.
+
+    Args:
+        network: the network that `graph` was traced from, at its full widths.
+        graph: from `growlab.trace`.
+        keep: channels to keep, by group, or one share for all groups; groups that are left out stay whole. A channel
+            of a group of attention heads is a head, with the key head that it shares.
+        score: how channels are ranked where `keep` is a number: "l1", the sum of absolute weights that produce or
+            consume the channel (Li et al. 2017); "taylor", the sum of |weight * gradient| over them, with the gradients
+            in `.grad` (Molchanov et al. 2019); "random"; or scores of your own, [channels] by group.
+        optimizer: carried along: same object and groups, state of the channels that are kept.
+        example: an input of the network; if given, pruned and masked outputs are compared, and the network stays as it
+            is if they differ.
+        seed: of random scores.
+
+    Returns:
+        The indices that were kept, in order, by group.
+
+    Raises:
+        UserError: there is no such group or channel, nothing would be left of a group, gradients are missing for
+            "taylor", or the outputs on `example` differ from those of the masked network.
+    """
+    wanted = dict(keep) if isinstance(keep, Mapping) else dict.fromkeys(graph.groups, keep)
+    tensors = tensors_of(network, graph)
+    before = graph.widths_of({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    if unknown := [group for group in wanted if group not in graph.groups]:
+        raise UserError(
+            f"the network has no width group {unknown[0]!r}; there are {', '.join(graph.groups)}."
+        )
+    kept = {
+        group: _kept(
+            group, one, before[group], lambda group=group: _scores(network, graph, group, before, score, seed)
+        )
+        for group, one in wanted.items()
+    }
+    kept = {group: channels for group, channels in kept.items() if len(channels) < before[group]}
+    after = {group: len(kept[group]) if group in kept else width for group, width in before.items()}
+    factors = attention_factors(Expansion(graph, tensors, before, after, seed, stage=0))
+    masked = None
+    if example is not None:
+        inputs = network_inputs(example, network)
+        masked = evaluate(_masked(network, graph, before, kept), inputs)
+    identity = {group: torch.arange(width) for group, width in before.items()}
+    new = {}
+    for name, tensor in tensors.items():
+        if graph.changes(name, before, after) or name in factors:
+            positions = [axis.lift({**identity, **kept}, after, before) for axis in graph.axes[name]]
+            new[name] = tensor[grid(positions, tensor.device)] * factors.get(name, 1.0)
+    if masked is None:
+        replaced = replace_tensors(network, graph, new)
+    else:
+        trial = copy.deepcopy(network)
+        replace_tensors(trial, graph, new)
+        error = relative_error(masked, evaluate(trial, inputs))
+        tolerance = 1e3 * torch.finfo(masked.dtype).eps
+        if error > tolerance:
+            raise UserError(
+                f"the pruned network would differ from the masked one by {error:.0e} of its output: its code computes "
+                "numbers from one of these widths; leave out some of " + ", ".join([*kept][:5]) + "."
+            )
+        replaced = replace_tensors(network, graph, new)
+    if optimizer is not None:
+        scales = {name: 1.0 / factor for name, factor in factors.items()}
+        follow(optimizer, replaced, graph, before, after, "inherit", Carry(sources=kept, scales=scales))
+    return {group: kept.get(group, identity[group]) for group in wanted}
+
+
+def _kept(group: str, keep: Keep, width: int, scores: Any) -> Tensor:
+    """Return the sorted indices of the channels that one group keeps."""
+    if isinstance(keep, (int, float)) and not isinstance(keep, bool):
+        number = keep if isinstance(keep, int) else max(1, round(keep * width))
+        if not 1 <= number <= width or (isinstance(keep, float) and not 0 < keep <= 1):
+            raise UserError(
+                f"{group} has {width} channels and cannot keep {keep}; give 1 to {width}, or a share."
+            )
+        return scores().topk(number).indices.sort().values if number < width else torch.arange(width)
+    channels = torch.as_tensor(keep, dtype=torch.int64).cpu().sort().values
+    if (
+        not len(channels)
+        or len(channels.unique()) < len(channels)
+        or not 0 <= int(channels[0]) <= int(channels[-1]) < width
+    ):
+        raise UserError(
+            f"{group} keeps some of its channels 0 to {width - 1}, each once; not {channels.tolist()}."
+        )
+    return channels
+
+
+def _scores(
+    network: nn.Module,
+    graph: WidthGraph,
+    group: str,
+    widths: Mapping[str, int],
+    score: Score | Mapping[str, Tensor],
+    seed: int,
+) -> Tensor:
+    """Return the importance of each channel of a group, float64 [width]."""
+    width = widths[group]
+    if isinstance(score, Mapping):
+        if group not in score or tuple(score[group].shape) != (width,):
+            raise UserError(f"score has no [{width}] tensor for {group}.")
+        return score[group].detach().double().cpu()
+    if score == "random":
+        return torch.rand(width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    if score not in ("l1", "taylor"):
+        raise UserError(f"there is no score {score!r}; there are l1, taylor and random, or scores by group.")
+    found = torch.zeros(width, dtype=torch.float64)
+    for name, parameter in network.named_parameters():
+        axes = graph.axes.get(name, ())
+        # Gains and biases are no measure of what a channel carries.
+        if len(axes) < 2 or not any(group in axis.groups for axis in axes):
+            continue
+        if score == "taylor" and parameter.grad is None:
+            raise UserError(f'score="taylor" reads gradients, and {name} has none; call backward() first.')
+        weight = parameter.detach()
+        size = (
+            (weight if parameter.grad is None or score == "l1" else weight * parameter.grad)
+            .abs()
+            .double()
+            .cpu()
+        )
+        for dim, axis in enumerate(axes):
+            if group in axis.groups:
+                others = [other for other in range(size.dim()) if other != dim]
+                found.index_add_(0, *_by_channel(axis, group, widths, size.sum(others)))
+    return found
+
+
+def _by_channel(axis: Any, group: str, widths: Mapping[str, int], values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the channel of each position that belongs to the group, and the position's value."""
+    channels = {other: torch.full((widths[other],), -1.0) for other in axis.groups}
+    channels[group] = torch.arange(widths[group], dtype=torch.float64)
+    channel = axis.spread(channels, widths, fixed=-1.0)
+    return channel[channel >= 0].long(), values[channel >= 0]
+
+
+def _masked(
+    network: nn.Module, graph: WidthGraph, widths: Mapping[str, int], kept: Mapping[str, Tensor]
+) -> nn.Module:
+    """Return a copy of the network whose consumers do not read the channels that are not kept."""
+    masked = copy.deepcopy(network)
+    masks = {
+        group: torch.zeros(widths[group]).index_fill_(0, channels, 1.0) for group, channels in kept.items()
+    }
+    every = {group: masks.get(group, torch.ones(width)) for group, width in widths.items()}
+    named = {**dict(masked.named_parameters()), **dict(masked.named_buffers())}
+    with torch.no_grad():
+        for name, axes in graph.axes.items():
+            for dim, axis in enumerate(axes):
+                if axis.role == "in" and set(axis.groups) & kept.keys():
+                    mask = axis.spread({g: every[g] for g in axis.groups}, widths, fixed=1.0).to(named[name])
+                    named[name].mul_(mask.view(-1, *[1] * (named[name].dim() - dim - 1)))
+    weigh(masked, graph, widths, {group: mask.tolist() for group, mask in masks.items()})
+    return masked

@@ -1,0 +1,153 @@
+"""`growlab prune FOLDER -o OUT --keep 0.5 --parts heads,mlp`: remove whole heads and channels from a saved model.
+
+FOLDER was written by `save_pretrained` of transformers; OUT is loaded by `from_pretrained` and computes what FOLDER
+computes with the removed heads and channels masked. Exit code 2: the model cannot be read, or cannot be pruned so.
+"""
+
+import argparse
+import importlib.metadata
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from growlab.base.command_parser import CommandParser, amount
+from growlab.base.errors import UserError
+from growlab.base.files import write_json
+from growlab.grower.prune import Score, prune
+from growlab.growth.outputs import evaluate
+from growlab.growth.parity import relative_error
+from growlab.inspect.small_models import FirstOutput, inputs_of
+from growlab.widen.checkpoint import loaded
+from growlab.widen.folder import check_out, copy_others, load, num_params
+from growlab.widen.sizes import changed, resized
+from growlab.widen.skeletons import skeleton
+from growlab.widths import UnsupportedOperation, trace
+
+#: Name of the receipt in the folder that is written.
+RECEIPT = "growlab_pruning.json"
+# Largest relative difference of outputs in float32 that is rounding.
+_EXACT = 1e-4
+
+
+def prune_folder(
+    folder: Path,
+    out: Path,
+    keep: float,
+    parts: Collection[str] = ("heads", "mlp"),
+    score: Score = "l1",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Write a narrower model that computes what a saved one computes with the removed channels masked.
+
+    Args:
+        folder: what `save_pretrained` wrote.
+        out: a new folder, which `from_pretrained` loads.
+        keep: share of each of `parts` that is kept.
+        parts: what becomes narrower: "heads", "mlp" (hidden layers) and "stream" (the residual stream).
+        score: how heads and channels are ranked: "l1" or "random".
+        seed: of random scores.
+
+    Returns:
+        The receipt, with the indices that are kept in each width group.
+
+    Raises:
+        UserError: the folder holds no model that can be loaded, or the model cannot be pruned so exactly.
+    """
+    check_out(folder, out)
+    if not 0 < keep < 1:
+        raise UserError(f"--keep {keep:g} must be above 0 and below 1.")
+    kind, config = load(folder)
+    target_config = resized(config, keep, parts)
+    model, target = loaded(folder, kind), skeleton(kind, target_config)
+    sizes_before = num_params(model)
+    inputs = inputs_of(model)
+    network, probe = FirstOutput(model, list(inputs)), tuple(inputs.values())
+    try:
+        graph = trace(network, probe)
+    except UnsupportedOperation as error:
+        raise UserError(str(error)) from error
+    shapes = {
+        f"network.{name}": tuple(tensor.shape) for name, tensor in target.state_dict(keep_vars=True).items()
+    }
+    widths = {**graph.full_widths, **graph.widths_of(shapes)}
+    if wrong := [name for name in graph.axes if name in shapes and graph.shape(name, widths) != shapes[name]]:
+        raise UserError(
+            f"{kind.__name__} has no width groups for {', '.join(parts)} of its configuration: "
+            f"{wrong[0].removeprefix('network.')} keeps its size; give other --parts."
+        )
+    kept = prune(network, graph, widths, score, example=probe, seed=seed)
+    _check(model, kind, target_config, network, probe)
+    model.config = target_config
+    out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(out)
+    copy_others(folder, out)
+    receipt = {
+        "from": folder.name,
+        "class": kind.__name__,
+        "keep": keep,
+        "parts": list(parts),
+        "score": score,
+        "seed": seed,
+        "sizes": {name: {"before": a, "after": b} for name, a, b in changed(config, target_config)},
+        "num_params_before": sizes_before,
+        "num_params": num_params(model),
+        "kept": {
+            group.removeprefix("network."): channels.tolist()
+            for group, channels in kept.items()
+            if len(channels) < graph.full_widths[group]
+        },
+        "versions": {name: importlib.metadata.version(name) for name in ("growlab", "torch", "transformers")},
+    }
+    write_json(out / RECEIPT, receipt)
+    return receipt
+
+
+def _check(model: nn.Module, kind: Any, config: Any, network: FirstOutput, probe: Any) -> None:
+    """Check that a model built from the configuration computes the same with the pruned model's weights."""
+    fresh = kind._from_config(config, dtype=next(model.parameters()).dtype)
+    fresh.load_state_dict(model.state_dict())
+    expected = evaluate(network, probe)
+    error = relative_error(expected, evaluate(FirstOutput(fresh, network.input_names), probe))
+    if error > _EXACT:
+        raise UserError(
+            f"{kind.__name__} of the smaller configuration would differ from the pruned model by {error:.0e} of its "
+            "output: its code computes numbers from these sizes; give other --parts."
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = CommandParser(
+        prog="growlab prune",
+        description=__doc__,
+        epilog="Example: growlab prune ./my_llama --keep 0.75 -o smaller",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", type=Path, metavar="FOLDER", help="a saved model of transformers")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="OUT", help="a new folder")
+    parser.add_argument(
+        "--keep", type=amount, required=True, metavar="SHARE", help="share that is kept, below 1"
+    )
+    parser.add_argument("--parts", default="heads,mlp", help="with commas: heads, mlp, stream")
+    parser.add_argument("--score", choices=("l1", "random"), default="l1", help="how channels are ranked")
+    parser.add_argument("--seed", type=int, default=0, help="of random scores")
+    try:
+        args = parser.parse_args(arguments)
+        receipt = prune_folder(args.model, args.out, args.keep, args.parts.split(","), args.score, args.seed)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{args.out}: {receipt['class']} of {receipt['num_params']:,} parameters, from "
+        f"{receipt['num_params_before']:,}"
+    )
+    for name, size in receipt["sizes"].items():
+        print(f"  {name}: {size['before']} to {size['after']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
