@@ -17,8 +17,7 @@ from growlab.inspect.hub import read_saved
 from growlab.lab.analysis.grid import Grid, inert
 from growlab.lab.analysis.report import page
 from growlab.lab.analysis.results import load_runs
-from growlab.lab.analysis.table_text import csv_text, latex, markdown
-from growlab.lab.analysis.tables import summarise
+from growlab.lab.analysis.tables import csv_text, markdown, summarise, write_table
 from growlab.lab.training.checkpoints import read_header
 
 from .analysis.fake_runs import write_run
@@ -85,7 +84,7 @@ def test_a_report_holds_any_name(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_tables_hold_any_name(name: str, tmp_path: Path) -> None:
     rows = summarise(runs_named(tmp_path, name))
-    for text in (markdown(rows), latex(rows), csv_text(rows)):
+    for text in (markdown(rows), write_table(rows, "latex"), csv_text(rows)):
         assert text.replace("\n", "").isprintable()
     (record,) = csv.DictReader(io.StringIO(csv_text(rows)))
     assert not record["model"].startswith(("=", "+", "-", "@"))

@@ -65,10 +65,7 @@ def test_a_figure_is_written_and_is_the_same_each_time(runs, tmp_path, capsys, s
         (["{runs}", "--csv", "--json"], "not allowed with"),
         (["{runs}", "--html"], "unrecognized arguments: --html"),
         (["paired", "{runs}", "--against", "our"], "choose one of: fixed-size, ours + stagewise_norm"),
-        (
-            ["paired", "{runs}/ours"],
-            "no two methods on one network and data set to compare",
-        ),
+        (["paired", "{runs}/ours"], "no two methods on one network and data set to compare"),
         (["paired", "{runs}", "-o", "x.json"], "is written as .md, .tex or .csv"),
         (["figure", "learning_curve", "{runs}", "-o", "x.png"], "did you mean learning_curves?"),
         (["figure", "width", "{runs}", "-o", "x.png"], "did you mean widths?"),

@@ -7,8 +7,7 @@ from growlab.base.errors import UserError
 from growlab.lab.analysis.figures import frontier, frontier_seconds
 from growlab.lab.analysis.results import load_runs
 from growlab.lab.analysis.schedules import best_at_cost, gains, series_over_budgets
-from growlab.lab.analysis.table_text import grid
-from growlab.lab.analysis.tables import summarise
+from growlab.lab.analysis.tables import grid, summarise
 
 from .fake_runs import write_run
 

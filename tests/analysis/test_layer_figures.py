@@ -7,8 +7,8 @@ import pytest
 
 from growlab.base.errors import UserError
 from growlab.lab.analysis import figures
-from growlab.lab.analysis.layer_figures import QUANTITIES, labels
 from growlab.lab.analysis.results import load_runs
+from growlab.lab.analysis.step_figures import QUANTITIES, labels
 from tests.analysis.fake_runs import write_run
 
 HEADER = "step,layer,quantity,mean,std,low,high,counts\n"

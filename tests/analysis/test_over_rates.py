@@ -7,8 +7,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from growlab.base.errors import UserError
+from growlab.lab.analysis.comparison import learning_rates, over_rates
 from growlab.lab.analysis.figures import find
-from growlab.lab.analysis.over_rates import learning_rates, over_rates
 from growlab.lab.analysis.results import load_runs
 from growlab.lab.analysis.tables import summarise
 from tests.analysis.fake_runs import write_run

@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from growlab.lab.analysis.run_table import print_results
+from growlab.lab.analysis.report import print_results
 from tests.command_line import ROOT
 
 RESULTS = ROOT / "notebooks" / "results"

@@ -159,7 +159,7 @@ def test_resources_have_a_bar_a_stage_and_the_fixed_size_network_as_a_line(tmp_p
     assert names[2] == "fixed-size, batch 32: 20 s in all"
     assert texts_apart(figure, figure.legends[0].get_texts())
     faces = {to_hex(bar.get_facecolor()) for bar in memory.patches}
-    assert faces == {look["color"].lower() for look in style.looks(["ours + stagewise_norm", "pairs"])}
+    assert faces == {look["color"].lower() for look in style.line_styles(["ours + stagewise_norm", "pairs"])}
 
 
 def test_resources_leave_out_memory_that_was_not_recorded(tmp_path):

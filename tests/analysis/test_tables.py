@@ -9,7 +9,7 @@ import pytest
 
 from growlab.lab.analysis import load_runs, markdown, summarise
 from growlab.lab.analysis.paired import compare_pairs
-from growlab.lab.analysis.table_text import csv_text, grid, json_text
+from growlab.lab.analysis.tables import csv_text, grid, json_text
 
 from .fake_runs import write_run
 

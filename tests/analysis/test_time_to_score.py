@@ -9,8 +9,8 @@ import pytest
 from growlab.base.errors import UserError
 from growlab.lab.analysis.__main__ import main
 from growlab.lab.analysis.results import load_runs
+from growlab.lab.analysis.schedules import TimeToScore, time_to_score_table, times_to_scores
 from growlab.lab.analysis.tables import Row, summarise
-from growlab.lab.analysis.time_to_score import TimeToScore, time_to_score_table, times_to_scores
 from tests.analysis.fake_runs import write_run
 
 BUDGETS = (2, 4, 8, 16)

@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 
 from growlab.base.errors import UserError
-from growlab.lab.analysis.comparison import compare
-from growlab.lab.analysis.frontier import frontier, frontier_seconds
+from growlab.lab.analysis.comparison import compare, frontier, frontier_seconds
 from growlab.lab.analysis.identity import row_overrides
 from growlab.lab.analysis.paired import compare_pairs, paired_table
 from growlab.lab.analysis.results import load_runs, open_run
-from growlab.lab.analysis.schedules import series_over_budgets
-from growlab.lab.analysis.tables import summarise, told_apart
-from growlab.lab.analysis.time_to_score import times_to_scores
+from growlab.lab.analysis.schedules import series_over_budgets, times_to_scores
+from growlab.lab.analysis.tables import summarise, unique_names
 from growlab.recipes.papers.paper_table import paper_table
 from tests.analysis.fake_runs import write_run
 
@@ -62,7 +60,7 @@ def test_tables_of_pairs_and_papers_name_every_row_differently(tmp_path: Path) -
     for name in ("one", "another"):
         write_run(tmp_path / name, stage_epochs=[16], experiment=name, test_accuracy=0.7)
     rows = rows_of(tmp_path)
-    names = told_apart(rows)
+    names = unique_names(rows)
     assert len(set(names)) == len(rows) == 10
     assert "ours + stagewise_norm, sgd, 4 epochs, bf16-mixed" in names
     comparisons = compare_pairs(rows)
@@ -78,7 +76,7 @@ def test_tables_of_pairs_and_papers_name_every_row_differently(tmp_path: Path) -
 def test_what_no_field_tells_apart_needs_no_more_words(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", growth="none", lr_adapt="none", optimizer="adam", precision="bf16-mixed")
-    assert sorted(told_apart(rows_of(tmp_path))) == ["fixed-size", "ours + stagewise_norm"]
+    assert sorted(unique_names(rows_of(tmp_path))) == ["fixed-size", "ours + stagewise_norm"]
 
 
 def test_curves_over_budgets_are_of_one_optimizer_and_precision(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from growlab.base.errors import UserError
-from growlab.lab.analysis.width_changes import CHANGE, width_changes
+from growlab.lab.analysis.width_figures import CHANGE, width_changes
 
 
 def fake(path: list[int], accuracy: float, grows: bool = True, validated: bool = True) -> SimpleNamespace:

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from growlab.base.errors import UserError
-from growlab.lab.analysis.width_paths import TASK, path_of, width_paths
+from growlab.lab.analysis.width_figures import TASK, path_of, width_paths
 
 
 def fake(widths: dict[str, list[int]], stages: list[int], path: Path = Path("run")) -> SimpleNamespace:

@@ -16,8 +16,8 @@ from numpy import interp
 from growlab.lab.analysis.metrics import metric_of
 from growlab.lab.analysis.paired import interval
 from growlab.lab.analysis.results import Run, load_runs, open_run
+from growlab.lab.analysis.schedules import times_to_scores
 from growlab.lab.analysis.tables import summarise
-from growlab.lab.analysis.time_to_score import times_to_scores
 from growlab.recipes.papers.published import published
 from growlab.recipes.papers.statistics import last_width, score
 from tests.command_line import ROOT

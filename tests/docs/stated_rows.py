@@ -12,9 +12,7 @@ import numpy
 import pandas
 from scipy.stats import t as student_t
 
-from growlab.lab.analysis.layer_figures import read
 from growlab.lab.analysis.paired import interval
-from growlab.lab.analysis.width_paths import path_of
 from growlab.recipes.papers.published import published
 from growlab.recipes.papers.statistics import first_loss
 from tests.docs.stated import (
@@ -119,7 +117,7 @@ def moves(pattern: str) -> dict[str, list[float]]:
     for path in sorted(RESULTS.glob(pattern)):
         if (path / "results.json").is_file():
             (run,) = runs(path.relative_to(RESULTS).as_posix()).values()
-            widths, accuracy = path_of(run), run.held_out("accuracy")
+            widths, accuracy = run.width_path, run.held_out("accuracy")
             for epoch in range(24, len(widths)):
                 change = numpy.sign(widths[epoch] - widths[epoch - 1])
                 kind = {1: "more", 0: "same", -1: "fewer" if widths[epoch] >= 16 else "below 16"}[change]
@@ -218,7 +216,7 @@ HYPER = ("classical", "xavier_in", "hyperfan_in", "hyperfan_out")
 
 def layers(name: str, quantity: str, step: int = 0) -> dict[str, float]:
     """Deviation of each layer; of what the network has as a whole its mean."""
-    table = read(next(iter(runs(f"{MNIST}/{name}").values())))
+    table = next(iter(runs(f"{MNIST}/{name}").values())).layers
     rows = table[(table["quantity"] == quantity) & (table["step"] == step)]
     column = "mean" if quantity in ("loss", "accuracy") else "std"
     return {row["layer"]: float(row[column]) for _, row in rows.iterrows()}
@@ -463,7 +461,7 @@ def windows() -> tuple[str, ...]:
 def found_after() -> tuple[str, ...]:
     """Epochs after which a layer first has the 10 neurons that it ends with, from 4 and from 64."""
     first = {
-        start: sorted({list(path_of(run)).index(10) for run in runs(f"{SCAFFOLD}/w{start}_s*").values()})
+        start: sorted({list(run.width_path).index(10) for run in runs(f"{SCAFFOLD}/w{start}_s*").values()})
         for start in (4, 64)
     }
     return *map(str, first[4]), *map(str, first[64])
@@ -497,7 +495,7 @@ def convolutions() -> tuple[str, ...]:
 
 def together_from() -> str:
     """The epoch from which the sums of all runs lie within 4 of each other."""
-    paths = [path_of(run) for start in (8, 32) for run in runs(f"{CONVOLUTIONS}/w{start}_s*").values()]
+    paths = [run.width_path for start in (8, 32) for run in runs(f"{CONVOLUTIONS}/w{start}_s*").values()]
     apart = [max(sums) - min(sums) for sums in zip(*paths, strict=True)]
     return str(next(epoch for epoch in range(len(apart)) if max(apart[epoch:]) <= 4))
 

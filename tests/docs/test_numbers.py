@@ -14,9 +14,8 @@ import pytest
 from growlab.inspect import Report, matrix_table
 from growlab.lab.analysis.paired import compare_pairs, paired_table
 from growlab.lab.analysis.results import Run, load_runs
-from growlab.lab.analysis.table_text import write_table
-from growlab.lab.analysis.tables import Row, summarise
-from growlab.lab.analysis.time_to_score import time_to_score_table, times_to_scores
+from growlab.lab.analysis.schedules import time_to_score_table, times_to_scores
+from growlab.lab.analysis.tables import Row, summarise, write_table
 from growlab.recipes.papers.paper_table import paper_table
 from growlab.recipes.papers.published import published
 from growlab.recipes.papers.statistics import first_loss

@@ -12,7 +12,7 @@ from scipy import stats
 from growlab.base.errors import UserError
 from growlab.base.files import write_json
 from growlab.lab.analysis.results import open_run
-from growlab.lab.analysis.style import shown
+from growlab.lab.analysis.style import display_name
 from growlab.recipes.papers.page import Standing, page, standings
 from growlab.recipes.papers.registry import Check, Item, Registry, Rows, registry
 from growlab.recipes.papers.statistics import width_gained, width_given_back
@@ -37,7 +37,7 @@ def test_the_page_is_not_stale(made: str) -> None:
 
 def test_the_page_names_methods_as_figures_do(made: str) -> None:
     for name, link in (("ours + stagewise_norm", "is what figures call"), ("ours", "is")):
-        assert f'`{name}` {link} "{shown(name)}"' in " ".join(made.split())
+        assert f'`{name}` {link} "{display_name(name)}"' in " ".join(made.split())
 
 
 def test_a_table_of_rows_is_of_one_network(made: str) -> None:

@@ -11,10 +11,13 @@ from growlab.base.errors import UserError
 from growlab.base.files import write_text
 from growlab.lab.analysis.grid import Grid
 from growlab.lab.analysis.results import load_runs
-from growlab.lab.analysis.table_text import write_table
-from growlab.lab.analysis.tables import Row, summarise
+from growlab.lab.analysis.tables import Row, summarise, write_table
 
 _SUFFIXES = {".csv": "csv", ".json": "json", ".tex": "latex"}
+_AGAINST = {
+    "paired": "compare all others with this one, named as in the table",
+    "time": "the reference; by default the fixed-size network at full width",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,16 +43,18 @@ def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def table_parser(prog: str, description: str, json: bool = False, epilog: str | None = None) -> CommandParser:
+def table_parser(name: str, description: str, epilog: str | None = None, json: bool = False) -> CommandParser:
     """Parser of a command that makes a table of run folders."""
-    parser = CommandParser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+    parser = CommandParser(prog=f"growlab {name}", description=description, epilog=epilog, allow_abbrev=False)
     parser.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders above them")
     form = parser.add_mutually_exclusive_group()
     names = {"csv": "CSV", "latex": "LaTeX"} | ({"json": "JSON, plain numbers"} if json else {})
-    for name, text in names.items():
-        form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=text)
-    ends = ", ".join(end for end, name in _SUFFIXES.items() if name in names)
+    for option, text in names.items():
+        form.add_argument(f"--{option}", dest="form", action="store_const", const=option, help=text)
+    ends = ", ".join(end for end, option in _SUFFIXES.items() if option in names)
     parser.add_argument("-o", "--output", metavar="FILE", help=f"write to FILE ({ends} or Markdown)")
+    if name in _AGAINST:
+        parser.add_argument("--against", metavar="METHOD", help=_AGAINST[name])
     return parser
 
 
@@ -58,101 +63,84 @@ def rows_of(arguments: argparse.Namespace) -> list[Row]:
     return summarise(load_runs(arguments.folders, _warn), _warn)
 
 
-def _form(arguments: argparse.Namespace) -> str:
-    return arguments.form or _SUFFIXES.get(Path(arguments.output or "").suffix.lower(), "markdown")
-
-
-def _put(text: str, arguments: argparse.Namespace) -> None:
+def put(table: Grid | Sequence[Row], arguments: argparse.Namespace) -> None:
+    """Print or write a table, or the rows of the main one, in the form that a command line asks for."""
+    form = arguments.form or _SUFFIXES.get(Path(arguments.output or "").suffix.lower(), "markdown")
+    if isinstance(table, Grid):
+        if form == "json":
+            raise UserError(f"{arguments.output}: this table is written as .md, .tex or .csv.")
+        text: str = getattr(table, form)()
+    else:
+        text = write_table(table, form)
     if arguments.output:
         write_text(arguments.output, text)
     else:
         sys.stdout.write(text)
 
 
-def put_grid(grid: Grid, arguments: argparse.Namespace) -> None:
-    """Print or write a table in the form that a command line of `table_parser` asks for."""
-    form = _form(arguments)
-    if form == "json":
-        raise UserError(f"{arguments.output}: this table is written as .md, .tex or .csv.")
-    _put({"markdown": grid.markdown, "latex": grid.latex, "csv": grid.csv}[form](), arguments)
-
-
 def _table(argv: Sequence[str]) -> None:
     parser = table_parser(
-        "growlab table",
+        "table",
         "Print a table over finished runs, grouped by everything but the seed.",
-        json=True,
-        epilog="Example: growlab table runs -o table.md. See also: growlab figure (draw), growlab paper (methods by "
+        "Example: growlab table runs -o table.md. See also: growlab figure (draw), growlab paper (methods by "
         "networks, published values beside ours), growlab paired (methods compared seed by seed), growlab time (cost "
         "and seconds to a test score).",
+        json=True,
     )
     arguments = parser.parse_args(argv)
-    _put(write_table(rows_of(arguments), _form(arguments)), arguments)
+    put(rows_of(arguments), arguments)
 
 
 def _paired(argv: Sequence[str]) -> None:
     from growlab.lab.analysis.paired import compare_pairs, paired_table
 
     parser = table_parser(
-        "growlab paired",
+        "paired",
         "Compare methods over equal seeds: mean difference in test accuracy with its confidence interval.",
-        epilog="Example: growlab paired runs --against fixed-size",
-    )
-    parser.add_argument(
-        "--against", metavar="METHOD", help="compare all others with this one, named as in the table"
+        "Example: growlab paired runs --against fixed-size",
     )
     arguments = parser.parse_args(argv)
-    put_grid(paired_table(compare_pairs(rows_of(arguments), arguments.against)), arguments)
+    put(paired_table(compare_pairs(rows_of(arguments), arguments.against)), arguments)
 
 
 def _time(argv: Sequence[str]) -> None:
-    from growlab.lab.analysis.time_to_score import time_to_score_table, times_to_scores
+    from growlab.lab.analysis.schedules import time_to_score_table, times_to_scores
 
     parser = table_parser(
-        "growlab time",
+        "time",
         "Time to accuracy: cost and seconds that each method takes to the test scores of a reference.",
-        epilog="Example: growlab time runs/frontier_testbed --score 70",
+        "Example: growlab time runs/frontier_testbed --score 70",
     )
-    parser.add_argument(
-        "--score",
-        metavar="X",
-        type=float,
-        help="to this test score in the table's unit, such as 70 for 70 %%",
-    )
-    parser.add_argument(
-        "--against", metavar="METHOD", help="the reference; by default the fixed-size network at full width"
-    )
+    score = "to this test score in the table's unit, such as 70 for 70 %%"
+    parser.add_argument("--score", metavar="X", type=float, help=score)
     arguments = parser.parse_args(argv)
     rows = rows_of(arguments)
     level = None if arguments.score is None else arguments.score / rows[0].metric.scale
-    put_grid(time_to_score_table(times_to_scores(rows, arguments.against, level)), arguments)
+    put(time_to_score_table(times_to_scores(rows, arguments.against, level)), arguments)
 
 
 def _figure(argv: Sequence[str]) -> None:
     # Imported here: the table must not wait for matplotlib.
     from growlab.lab.analysis import figures, style
 
-    names = ", ".join(figures.FIGURES)
     parser = CommandParser(
         prog="growlab figure",
         description="Draw a figure from finished runs.",
         epilog="Example: growlab figure compare runs -o compare.svg",
         allow_abbrev=False,
     )
-    parser.add_argument("name", metavar="NAME", help=f"one of {names}")
+    parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(figures.FIGURES)}")
     parser.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders above them")
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", required=True, help="where to write (.png, .svg or .pdf)"
-    )
-    parser.add_argument(
-        "--parameter", metavar="NAME", action="append", help="show this one (rate_factors, norms; repeatable)"
-    )
+    output = "where to write (.png, .svg or .pdf)"
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help=output)
+    single = "show this one (rate_factors, norms; repeatable)"
+    parser.add_argument("--parameter", metavar="NAME", action="append", help=single)
     arguments = parser.parse_args(argv)
     draw = figures.find(arguments.name)
     style.check_output(arguments.output)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        figures.save(draw(load_runs(arguments.folders, _warn), arguments.parameter), arguments.output)
+        style.save(draw(load_runs(arguments.folders, _warn), arguments.parameter), arguments.output)
     for warning in caught:
         _warn(str(warning.message))
     print(arguments.output)

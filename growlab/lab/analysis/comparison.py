@@ -1,89 +1,99 @@
-"""Runs side by side: curves over epochs, and training cost against test accuracy."""
+"""Rows of a table as figures: curves and cost next to each other, frontiers of cost or time, and learning rates."""
 
 import math
-import os
 import statistics
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
+from growlab.base.errors import UserError
 from growlab.lab.analysis import style
 from growlab.lab.analysis.metrics import ACCURACY
 from growlab.lab.analysis.results import Run
-from growlab.lab.analysis.tables import Row, one_task, summarise, told_apart
+from growlab.lab.analysis.schedules import Point, best_at_cost, series_over_budgets
+from growlab.lab.analysis.tables import Row, one_task, summarise, unique_names
 
-_EQUAL_COST = 0.5  # percentage points within which costs have nothing to tell
+_EQUAL_COST = 0.5  # percentage points within which costs are equal
 # No axis of scores is shorter than so many standard deviations over seeds (the methods' median); where none is known,
 # that of accuracies of ResNet-20 on CIFAR-10 (0.3 points, notebooks/results/resnet20_cifar10_16_epochs) stands in.
 _LEAST_DEVIATIONS, _USUAL_DEVIATION = 10.0, 0.3
+# Costs, or losses, that differ by more than this factor are drawn on a logarithmic axis.
+_WIDE = 6.0
+# The paper's symbols that names of series have.
+_SYMBOLS = {
+    "T_0": "length of the first stage, in % of all epochs",
+    "p_t": "growth rate of the stages' lengths",
+    "p_c": "growth rate of the widths",
+    "p_b": "growth rate of the batch size",
+}
+_EDGE = {"color": "0.85", "linewidth": 4}
+_ONE_SEED = "one seed each: no interval is known"
+_SEVERAL_SEEDS = "points: means over n seeds, bars: one sample standard deviation"
+# A method's row, and how its curves look.
+Drawn = Sequence[tuple[Row, dict[str, Any]]]
 
 
-def compare(runs: Sequence[Run], out: str | os.PathLike[str] | None = None) -> Figure:
+def _rows(runs: Sequence[Run], what: str) -> list[Row]:
+    rows = summarise(runs)
+    one_task(rows, what)
+    return rows
+
+
+def _seeds(rows: Sequence[Row]) -> str:
+    """Number of seeds, or the least and the most of several rows."""
+    return "-".join(map(str, dict.fromkeys((min(row.n for row in rows), max(row.n for row in rows)))))
+
+
+# Side by side ----------------------------------------------------------------------------------------------
+
+
+@style.styled()
+def compare(runs: Sequence[Run]) -> Figure:
     """Runs side by side: training loss, accuracy over epochs, and cost against test accuracy.
 
     Runs are grouped as in the table; a curve is the mean over seeds, its band and the error bars one sample
-    standard deviation. Curves of several seeds that could not be told apart are drawn less their mean. Where all
+    standard deviation. Curves of several seeds that could not be distinguished are drawn less their mean. Where all
     costs are equal, the last panel has a column for each method. Accuracy is the held-out one if every run has it,
     else that of training. Growth events are lines if all grown runs share them, else ticks at the top in the method's
     colour.
 
-    Args:
-        runs: finished runs of one network and data set.
-        out: where to write the figure, if anywhere.
-
     Raises:
         UserError: the runs are of several networks or data sets, whose numbers do not compare.
     """
-    rows = summarise(runs)
-    one_task(rows, "a comparison")
-    looks = style.looks([row.group.method for row in rows])
-    everyone = [run for row in rows for run in row.runs]
-    metric = rows[0].metric
+    rows = _rows(runs, "a comparison")
+    drawn = list(zip(rows, style.line_styles([row.group.method for row in rows]), strict=True))
+    metric, everyone = rows[0].metric, [run for row in rows for run in row.runs]
     if all(run.held_out(metric.key) is None and run.curve(f"train_{metric.key}") is None for run in everyone):
         metric = ACCURACY
     held_out = all(run.held_out(metric.key) is not None for run in everyone)
-    num_epochs = max(row.group.epochs for row in rows)
-    methods = [style.shown(name) for name in told_apart(rows)]
+    methods = [style.display_name(name) for name in unique_names(rows)]
     names = [_legend_name(name, row, rows) for name, row in zip(methods, rows, strict=True)]
     num_columns = min(len(rows), 3 if max(map(len, names)) < 38 else 2)
-    with style.styled():
-        num_lines = math.ceil(len(rows) / num_columns)
-        figure = style.new_figure(7.2, 4.2 + 0.15 * num_lines)
-        panels = figure.subplot_mosaic([["loss", "cost"], ["metric", "cost"]], width_ratios=(1, 1.1))
-        loss_axes, metric_axes, cost_axes = (panels[name] for name in ("loss", "metric", "cost"))
-        scores = (
-            partial(Run.held_out, quantity=metric.key)
-            if held_out
-            else partial(Run.curve, column=f"train_{metric.key}")
-        )
-        unit = f" ({metric.unit})" if metric.unit else ""
-        score_name = f"{'held-out' if held_out else 'training'} {metric.name}"
-        for axes, curve, scale, name, behind in (
-            (loss_axes, partial(Run.curve, column="train_loss"), 1, "training loss", ""),
-            (metric_axes, scores, metric.scale, score_name, unit),
-        ):
-            _mark_all_growth(axes, rows, looks)
-            tables = [_table(row, curve, scale) for row in rows]
-            base = _mean_of_equals(tables) if all(len(row.runs) > 1 for row in rows) else None
-            for table, look in zip(tables, looks, strict=True):
-                _seed_band(axes, table if base is None else table.sub(base, axis=0), look)
-            style.epoch_axis(axes, num_epochs)
-            axes.set_ylabel(name + ("" if base is None else ",\nless the mean") + behind)
-        loss_axes.set_xlabel("")
-        cost_axes.set_xlabel(f"training cost (%; 100 = fixed-size, {rows[0].reference_epochs} epochs)")
-        handles = [
-            Line2D([], [], color=k["color"], linestyle=k["linestyle"], marker=k["marker"]) for k in looks
-        ]
-        style.legend_below(figure, handles, names, num_columns, note=_note(rows))
-        _scatter(cost_axes, rows, looks, methods)
-    if out is not None:
-        style.save(figure, out)
+    figure = style.new_figure(7.2, 4.2 + 0.15 * math.ceil(len(rows) / num_columns))
+    panels = figure.subplot_mosaic([["loss", "cost"], ["metric", "cost"]], width_ratios=(1, 1.1))
+    if held_out:
+        name, scores = f"held-out {metric.name}", partial(Run.held_out, quantity=metric.key)
+    else:
+        name, scores = f"training {metric.name}", partial(Run.curve, column=f"train_{metric.key}")
+    unit = f" ({metric.unit})" if metric.unit else ""
+    _curves(panels["loss"], drawn, partial(Run.curve, column="train_loss"), 1, "training loss", "")
+    _curves(panels["metric"], drawn, scores, metric.scale, name, unit)
+    panels["loss"].set_xlabel("")
+    panels["cost"].set_xlabel(f"training cost (%; 100 = fixed-size, {rows[0].reference_epochs} epochs)")
+    keys = ("color", "linestyle", "marker")
+    handles = [Line2D([], [], **{key: line[key] for key in keys}) for _, line in drawn]
+    style.legend_below(figure, handles, names, num_columns, note=_curves_note(rows))
+    _scatter(panels["cost"], drawn, methods)
     return figure
 
 
@@ -93,37 +103,49 @@ def _legend_name(name: str, row: Row, rows: Sequence[Row]) -> str:
     return f"{name}{'' if said else epochs} (n={len(row.runs)})"
 
 
-def _note(rows: Sequence[Row]) -> str:
+def _curves_note(rows: Sequence[Row]) -> str:
     """Note on intervals and marks of growth."""
-    told = "one seed each: no interval is known"
+    note = _ONE_SEED
     if any(len(row.runs) > 1 for row in rows):
-        told = "lines and points: means over n seeds; bands and bars: one sample standard deviation"
+        note = "lines and points: means over n seeds; bands and bars: one sample standard deviation"
     num_schedules = len(_distinct_events(rows))
-    marks = "" if not num_schedules else "dashed lines" if num_schedules == 1 else "ticks at the top"
-    return f"{told}; {marks}: growth events" if marks else told
+    marks = "dashed lines" if num_schedules == 1 else "ticks at the top"
+    return f"{note}; {marks}: growth events" if num_schedules else note
 
 
 def _distinct_events(rows: Sequence[Row]) -> set[tuple[float, ...]]:
-    return {tuple(row.runs[0].growth_epochs) for row in rows if len(row.runs[0].growth_epochs)}
+    return {tuple(row.runs[0].growth_epochs) for row in rows} - {()}
 
 
-def _mark_all_growth(axes: Axes, rows: Sequence[Row], looks: Sequence[dict[str, Any]]) -> None:
-    events = [
-        (tuple(row.runs[0].growth_epochs), look["color"]) for row, look in zip(rows, looks, strict=True)
-    ]
-    distinct = _distinct_events(rows)
+def _mark_all_growth(axes: Axes, drawn: Drawn) -> None:
+    distinct = _distinct_events([row for row, _ in drawn])
     if len(distinct) == 1:
         style.mark_growth(axes, distinct.pop())
         return
-    for line, (epochs, colour) in enumerate(e for e in events if e[0]):
-        top = 1.0 - 0.035 * line
-        axes.vlines(
-            epochs, top - 0.03, top, color=colour, transform=axes.get_xaxis_transform(), gid=style.EVENT, lw=1
-        )
+    place = {"transform": axes.get_xaxis_transform(), "gid": style.EVENT, "lw": 1}
+    grown = [(row.runs[0].growth_epochs, line["color"]) for row, line in drawn if row.runs[0].growth_epochs]
+    for rank, (epochs, colour) in enumerate(grown):
+        top = 1.0 - 0.035 * rank
+        axes.vlines(epochs, top - 0.03, top, color=colour, **place)
+
+
+def _curves(
+    axes: Axes, drawn: Drawn, curve: Callable[[Run], Any], scale: float, name: str, unit: str
+) -> None:
+    """A curve of each method over epochs done."""
+    _mark_all_growth(axes, drawn)
+    tables = [_table(row, curve, scale) for row, _ in drawn]
+    base = _mean_of_equals(tables) if all(len(row.runs) > 1 for row, _ in drawn) else None
+    for table, (_, line) in zip(tables, drawn, strict=True):
+        if len(table.columns):
+            # Scores that are measured every few epochs are joined.
+            _seed_band(axes, (table if base is None else table.sub(base, axis=0)).dropna(how="all"), line)
+    style.epoch_axis(axes, max(row.group.epochs for row, _ in drawn))
+    axes.set_ylabel(name + ("" if base is None else ",\nless the mean") + unit)
 
 
 def _table(row: Row, curve: Callable[[Run], Any], scale: float) -> pandas.DataFrame:
-    """A curve of each run over epochs done; runs without it have none."""
+    """A curve of each run over epochs done, a column each; runs without it have none."""
     curves = [
         pandas.Series(scale * values, index=run.metrics["epoch"] + 1)
         for run in row.runs
@@ -133,7 +155,7 @@ def _table(row: Row, curve: Callable[[Run], Any], scale: float) -> pandas.DataFr
 
 
 def _mean_of_equals(tables: Sequence[pandas.DataFrame]) -> pandas.Series | None:
-    """The mean of several methods' curves where they differ by less than a twentieth of what they run through."""
+    """The mean of several methods' curves where they differ by less than a twentieth of their range."""
     means = [table.mean(axis=1) for table in tables if len(table.columns)]
     if len(means) < 2 or len({len(mean) for mean in means}) > 1:
         return None
@@ -143,45 +165,29 @@ def _mean_of_equals(tables: Sequence[pandas.DataFrame]) -> pandas.Series | None:
     return together.mean(axis=1) if 0 < apart < 0.05 * reach else None
 
 
-def _seed_band(axes: Axes, table: pandas.DataFrame, look: dict[str, Any]) -> None:
-    if not len(table.columns):
-        return
-    # Scores that are measured every few epochs are joined.
-    table = table.dropna(how="all")
-    mean = table.mean(axis=1)
-    axes.plot(
-        mean.index,
-        mean,
-        color=look["color"],
-        linestyle=look["linestyle"],
-        marker=look["marker"],
-        markersize=2.8,
-        markevery=max(1, len(mean) // 8),
-        linewidth=1.2,
-        clip_on=False,
-    )
+def _seed_band(axes: Axes, table: pandas.DataFrame, line: dict[str, Any]) -> None:
+    mean, every = table.mean(axis=1), max(1, len(table) // 8)
+    axes.plot(mean.index, mean, **line, markersize=2.8, markevery=every, linewidth=1.2, clip_on=False)
     if len(table.columns) > 1:
         std = table.std(axis=1)
-        axes.fill_between(mean.index, mean - std, mean + std, color=look["color"], alpha=0.15, linewidth=0)
+        axes.fill_between(mean.index, mean - std, mean + std, color=line["color"], alpha=0.15, linewidth=0)
 
 
-def _scatter(
-    axes: Axes, rows: Sequence[Row], looks: Sequence[dict[str, Any]], methods: Sequence[str]
-) -> None:
+def _scatter(axes: Axes, drawn: Drawn, methods: Sequence[str]) -> None:
     """Score over cost; over the methods' names where costs are equal."""
-    points = [
-        (row.cost_percent, row.metric.scale * row.score_mean, row.metric.scale * (row.score_std or 0.0), look)
-        for row, look in zip(rows, looks, strict=True)
+    known = [
+        (row.cost_percent, *row.scaled, line, method)
+        for (row, line), method in zip(drawn, methods, strict=True)
         if row.cost_percent is not None and row.score_mean is not None
     ]
-    if not points:
+    if not known:
         return
-    names = [
-        method
-        for row, method in zip(rows, methods, strict=True)
-        if row.cost_percent is not None and row.score_mean is not None
-    ]
-    costs = [cost for cost, *_ in points]
+    points, names, rows = (
+        [point[:4] for point in known],
+        [point[4] for point in known],
+        [row for row, _ in drawn],
+    )
+    costs = [point[0] for point in points]
     equal = len(points) > 1 and max(costs) - min(costs) < _EQUAL_COST
     if equal:
         points = [(index, *rest) for index, (_, *rest) in enumerate(points)]
@@ -211,3 +217,207 @@ def _widen(axes: Axes, rows: Sequence[Row]) -> None:
     missing = _LEAST_DEVIATIONS * deviation - (high - low)
     if missing > 0:
         axes.set_ylim(low - missing / 2, high + missing / 2)
+
+
+# Frontiers -------------------------------------------------------------------------------------------------
+
+
+def frontier(runs: Sequence[Run]) -> Figure:
+    """Training cost against test accuracy (or BLEU): a curve for each method and shape of schedule over its budgets.
+
+    Fixed-size training is black. Means over seeds, bars one sample standard deviation. Markers are open: those behind
+    others show through. The grey steps are the best score measured at a cost or below it. Costs that differ by more
+    than six times stand on a logarithmic axis (Yuan et al. 2023, Figure 6).
+
+    Raises:
+        UserError: the runs are of several networks or data sets, whose numbers do not compare.
+    """
+    label = "training cost, in epochs of the fixed-size network at full width"
+    return _frontier(_rows(runs, "a frontier"), lambda point: point.cost, label, "cost", of_cost=True)
+
+
+def frontier_seconds(runs: Sequence[Run]) -> Figure:
+    """Wall-clock seconds of a training against test accuracy (or BLEU), else as `frontier`.
+
+    Seconds are means over seeds, bars to the left and right one sample standard deviation.
+
+    Raises:
+        UserError: the runs are of several networks or data sets, or of several machines, or have no seconds.
+    """
+    rows = _rows(runs, "a frontier")
+    machines = sorted({_machine(run) for row in rows for run in row.runs})
+    if len(machines) > 1:
+        raise UserError(
+            f"seconds of several machines do not compare ({'; '.join(machines)}): name runs of one, or draw frontier."
+        )
+    if any(row.seconds is None for row in rows):
+        raise UserError("runs without seconds have no place on an axis of them: draw frontier.")
+    return _frontier(
+        rows, lambda point: point.row.seconds or 0.0, "seconds of a training", "time", of_cost=False
+    )
+
+
+@style.styled()
+def _frontier(
+    rows: Sequence[Row], amount: Callable[[Point], float], label: str, what: str, *, of_cost: bool
+) -> Figure:
+    series = series_over_budgets(rows)
+    points = [point for one in series for point in one.points]
+    lines = style.line_styles([one.points[0].row.group.method for one in series])
+    names = _names([(one.name, [point.row for point in one.points]) for one in series])
+    names.append(f"best at this {what} or below")
+    columns = 1 if max(map(len, names)) > 45 else 2
+    figure = style.new_figure(5.2, 3.4 + 0.16 * -(-len(names) // columns))
+    axes = figure.subplots()
+    edge = best_at_cost(points, amount)
+    x, y = list(map(amount, edge)), [point.row.scaled[0] for point in edge]
+    axes.plot(x, y, drawstyle="steps-post", **_EDGE, zorder=0.5, gid="frontier")
+    axes.set_xlabel(label)
+    axes.set_ylabel(rows[0].metric.axis)
+    _cost_axis(axes, list(map(amount, points)), rows[0].reference_epochs if of_cost else None)
+    handles = [Line2D([], [], **line, markersize=4.5) for line in lines] + [Line2D([], [], **_EDGE)]
+    text = " ".join(one.name for one in series)
+    meanings = [
+        f"{style.symbols(symbol)}: {meaning}" for symbol, meaning in _SYMBOLS.items() if symbol in text
+    ]
+    note = _SEVERAL_SEEDS if any(row.n > 1 for row in rows) else _ONE_SEED
+    style.legend_below(figure, handles, names, columns, note="; ".join([note, *meanings]))
+    marks = []
+    for one, line in zip(series, lines, strict=True):
+        own = [(amount(point), *point.row.scaled, line) for point in one.points]
+        axes.plot(*list(zip(*own, strict=True))[:2], **{**line, "marker": ""}, linewidth=1.1)
+        for point, (at, score, *_) in () if of_cost else zip(one.points, own, strict=True):
+            seconds = [s for run in point.row.runs if (s := run.results.get("seconds")) is not None]
+            reach = statistics.stdev(seconds) if len(seconds) > 1 else 0.0
+            axes.hlines(score, at - reach, at + reach, line["color"], linewidth=1.1)
+        marks += own
+    axes.margins(0.05)
+    style.mark_points(axes, marks, size_points=5.0)
+    return figure
+
+
+def _names(curves: Sequence[tuple[str, Sequence[Row]]]) -> list[str]:
+    """Names of curves with their numbers of seeds, for a legend."""
+    return [f"{style.symbols(style.display_name(name))} (n={_seeds(rows)})" for name, rows in curves]
+
+
+def _cost_axis(axes: Axes, amounts: Sequence[float], reference_epochs: float | None) -> None:
+    """Logarithmic where amounts are far apart; percent of the reference above, if there is one."""
+    wide = max(amounts) > _WIDE * min(amounts)
+    axes.set_xscale("log" if wide else "linear")
+    shown: list[Any] = [axes.xaxis]
+    if reference_epochs is not None:
+        both = (lambda x: 100 * x / reference_epochs, lambda x: x * reference_epochs / 100)
+        percent = axes.secondary_xaxis("top", functions=both)
+        whole = f"{reference_epochs:g} epochs" if reference_epochs >= 1 else "the largest budget"
+        percent.set_xlabel(f"% of {whole}")
+        # A frame: an axis on top alone would look cut off.
+        axes.spines["right"].set_visible(True)
+        shown.append(percent.xaxis)
+    for axis in shown if wide else ():
+        style.plain_ticks(axis, LogLocator(subs=(1, 2, 5)))
+        axis.set_minor_locator(NullLocator())
+
+
+def _machine(run: Run) -> str:
+    known = dict(run.machine)
+    counts = [
+        f"{known.pop(key)} {word}" for key, word in (("world_size", "processes"), ("num_nodes", "machines"))
+    ]
+    first = str(known.pop("device", known.pop("name", "unknown")))
+    several = [words for words in counts if not words.startswith("1 ")]
+    return ", ".join([first, *(f"{value} {key}" for key, value in known.items()), *several])
+
+
+# Learning rates --------------------------------------------------------------------------------------------
+
+
+@style.styled()
+def learning_rates(runs: Sequence[Run]) -> Figure:
+    """Training loss of the last epoch and test score over `optimizer.lr`: a curve for each method.
+
+    Means over seeds, bars one sample standard deviation. A rate whose runs have left no finite value is left out
+    (Yuan et al. 2023, Figure 14).
+
+    Raises:
+        UserError: the runs are of several networks, data sets or metrics, or all of one rate.
+    """
+    rows = _rows(runs, "a figure over learning rates")
+    curves = over_rates(rows)
+    rates = sorted({rate for of_rates in curves.values() for rate, _ in of_rates})
+    if len(rates) == 1:
+        raise UserError(
+            f"all runs have optimizer.lr={rates[0]:g}: name runs of several rates, or draw compare."
+        )
+    lines = style.line_styles([of_rates[0][1].group.method for of_rates in curves.values()])
+    names = _names([(name, [row for _, row in of_rates]) for name, of_rates in curves.items()])
+    metric = rows[0].metric
+    columns = 1 if max(map(len, names)) > 45 else 2
+    figure = style.new_figure(7.2, 2.9 + 0.16 * -(-len(names) // columns))
+    loss_axes, score_axes = figure.subplots(1, 2)
+    losses: list[float] = []
+    for of_rates, line in zip(curves.values(), lines, strict=True):
+        last = [(rate, _finite(row, "train_loss")) for rate, row in of_rates]
+        losses += [float(value) for _, values in last for value in values]
+        _over_rates(loss_axes, last, line)
+        scores = [(rate, metric.scale * _finite(row, f"test_{metric.key}")) for rate, row in of_rates]
+        _over_rates(score_axes, scores, line)
+    loss_axes.set_ylabel("training loss of the last epoch")
+    score_axes.set_ylabel(metric.axis)
+    if losses and max(losses) > _WIDE * min(losses):
+        style.log_axis(loss_axes)
+    for axes in (loss_axes, score_axes):
+        axes.set_xscale("log")
+        style.plain_ticks(axes.xaxis, FixedLocator(rates))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("learning rate")
+    handles = [Line2D([], [], **line, markersize=4.5) for line in lines]
+    note = _SEVERAL_SEEDS if any(row.n > 1 for row in rows) else _ONE_SEED
+    style.legend_below(figure, handles, names, columns, note=note)
+    return figure
+
+
+def over_rates(rows: Sequence[Row]) -> dict[str, list[tuple[float, Row]]]:
+    """Join the rows that differ by their learning rate only.
+
+    Args:
+        rows: rows of one network and data set, from `summarise`.
+
+    Returns:
+        By name of the method without its rate: (learning rate, row), by rising rate.
+
+    Raises:
+        UserError: the rate of a run is not known.
+    """
+    joined: dict[str, list[tuple[float, Row]]] = defaultdict(list)
+    groups = [
+        replace(
+            row.group, overrides=tuple(o for o in row.group.overrides if not o.startswith("optimizer.lr="))
+        )
+        for row in rows
+    ]
+    plain = [replace(row, group=group) for row, group in zip(rows, groups, strict=True)]
+    for name, row in zip(unique_names(plain), plain, strict=True):
+        run = row.runs[0]
+        try:
+            joined[name].append((float(run.config["optimizer"]["lr"]), row))
+        except (KeyError, TypeError, ValueError) as error:
+            path = run.path / "config.yaml"
+            raise UserError(f"{path} tells no optimizer.lr; restore it or leave out this run.") from error
+    return {name: sorted(of_rates, key=lambda one: one[0]) for name, of_rates in joined.items()}
+
+
+def _finite(row: Row, key: str) -> np.ndarray:
+    known = np.array([value for run in row.runs if (value := run.results.get(key)) is not None], dtype=float)
+    return known[np.isfinite(known)]
+
+
+def _over_rates(axes: Axes, values: Sequence[tuple[float, np.ndarray]], line: dict[str, Any]) -> None:
+    points = [
+        (rate, statistics.fmean(of_seeds), statistics.stdev(of_seeds) if len(of_seeds) > 1 else 0.0, line)
+        for rate, of_seeds in values
+        if len(of_seeds)
+    ]
+    if points:
+        axes.plot(*list(zip(*points, strict=True))[:2], **{**line, "marker": ""}, linewidth=1.1)
+        style.mark_points(axes, points, size_points=5.0)

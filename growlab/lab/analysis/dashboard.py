@@ -75,7 +75,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; returns the exit code (2: told in one sentence on stderr)."""
+    """Run the command line `argv`; returns the exit code (2 after one sentence on stderr)."""
     try:
         parser = CommandParser(
             prog="growlab dashboard",
@@ -178,11 +178,7 @@ def _panel(reports: Any, panel: Panel) -> Any:
         x, y = (reports.SummaryMetric(key) for key in panel.keys)
         return reports.ScatterPlot(title=panel.title, x=x, y=y)
     return reports.LinePlot(
-        title=panel.title,
-        x=_STEP,
-        y=list(panel.keys),
-        metric_regex=panel.pattern,
-        log_y=panel.log_y or None,
+        title=panel.title, x=_STEP, y=list(panel.keys), metric_regex=panel.pattern, log_y=panel.log_y or None
     )
 
 

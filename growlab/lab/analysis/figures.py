@@ -1,26 +1,45 @@
-"""All figures by name, and those that a run draws into its own folder when it ends."""
+"""All figures by name, and those that a run draws into its own folder when it ends.
+
+Every x axis of epochs counts epochs done: the values of `metrics.csv`'s epoch e (from 0) stand at e + 1, and a growth
+event at the beginning of epoch e stands at e, between the epoch before it and the one after it.
+"""
 
 import difflib
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from growlab.base.errors import UserError
-from growlab.lab.analysis.comparison import compare
-from growlab.lab.analysis.curves import learning_curves
-from growlab.lab.analysis.frontier import frontier, frontier_seconds
-from growlab.lab.analysis.layer_figures import at_end, at_start, loss_over_steps, over_training
-from growlab.lab.analysis.over_rates import learning_rates
-from growlab.lab.analysis.region_figures import has_rate_factors, rate_factors, region_norms
-from growlab.lab.analysis.resources import resources
+from growlab.lab.analysis import style
+from growlab.lab.analysis.comparison import compare, frontier, frontier_seconds, learning_rates
+from growlab.lab.analysis.metrics import ACCURACY, Metric, metric_of
 from growlab.lab.analysis.results import Run, open_run
+from growlab.lab.analysis.step_figures import (
+    at_end,
+    at_start,
+    has_rate_factors,
+    loss_over_steps,
+    over_training,
+    rate_factors,
+    region_norms,
+)
 from growlab.lab.analysis.style import save
-from growlab.lab.analysis.width_changes import width_changes
-from growlab.lab.analysis.width_figures import network_map, silhouettes, widths_over_time
-from growlab.lab.analysis.width_paths import width_paths
+from growlab.lab.analysis.width_figures import (
+    network_map,
+    relative_widths,
+    silhouettes,
+    width_changes,
+    width_paths,
+    widths_over_time,
+)
 
 __all__ = [
     *("FIGURES", "compare", "find", "frontier", "frontier_seconds", "learning_curves", "network_map"),
@@ -29,6 +48,12 @@ __all__ = [
 ]
 
 Draw = Callable[[Sequence[Run], Sequence[str] | None], Figure]
+# Resources of a stage: the axis's label, and its unit in that of `results.json`.
+_RESOURCES = {
+    "peak_memory_bytes": ("peak memory (GiB)", 2**30),
+    "samples_per_sec": ("samples per second", 1),
+    "seconds": ("seconds", 1),
+}
 
 
 def write_run_figures(run_dir: str | os.PathLike[str]) -> list[Path]:
@@ -48,54 +73,181 @@ def write_run_figures(run_dir: str | os.PathLike[str]) -> list[Path]:
     return [save(draw(run), run.path / "figures" / f"{name}.png") for name, draw in wanted.items()]
 
 
-def _of_one(name: str, draw: Callable[..., Figure], of_parameters: bool = False) -> Draw:
-    def draw_one(runs: Sequence[Run], parameters: Sequence[str] | None) -> Figure:
-        if len(runs) != 1:
-            raise UserError(
-                f"{name} shows one run and there are {len(runs)}: name one of their folders, such as "
-                f"{runs[0].path}, or draw compare."
-            )
-        return draw(runs[0], parameters) if of_parameters else _plain(name, draw)(runs[0], parameters)
+@style.styled()
+def learning_curves(run: Run) -> Figure:
+    """Loss and the task's metric over epochs: training, validation or the test set where watched, and the test value.
 
-    return draw_one
+    Raises:
+        UserError: the run has no metrics.
+    """
+    x = run.metrics["epoch"].to_numpy() + 1
+    metric = metric_of([run.results])
+    if all(run.curve(f"{split}_{metric.key}") is None for split in ("train", "val", "test")):
+        metric = ACCURACY
+    shown = [Metric("loss", "loss", higher_is_better=False), *([] if metric.key == "loss" else [metric])]
+    figure = style.new_figure(5.2, 0.3 + 2.0 * len(shown))
+    panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, one in zip(panels, shown, strict=True):
+        style.mark_growth(axes, run.growth_epochs)
+        # Values at the right edge: markers must not be cut in half.
+        for prefix, name, rank in (
+            ("train", "training", 0),
+            ("val", "validation", 1),
+            ("test", "test, watched", 1),
+        ):
+            y = run.curve(f"{prefix}_{one.key}")
+            if y is not None:
+                known = np.isfinite(y)
+                marker = style.MARKERS[rank] if len(x) <= 40 else ""
+                line = {"color": style.PALETTE[rank], "linestyle": style.DASHES[rank], "marker": marker}
+                axes.plot(x[known], one.scale * y[known], **line, clip_on=False, label=name)
+        test = run.results.get(f"test_{one.key}")
+        if test is not None and math.isfinite(test):
+            star = {"color": "black", "linestyle": "none", "marker": "*", "markersize": 8, "zorder": 4}
+            value = f"{one.text(test)} {one.unit}".strip()
+            axes.plot(x[-1:], [one.scale * test], **star, clip_on=False, label=f"test, final: {value}")
+        axes.set_ylabel(one.name + (f" ({one.unit})" if one.unit else ""))
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="lower right" if one.higher_is_better else "upper right")
+    style.epoch_axis(panels[-1], x[-1])
+    style.thin_out(figure, _label_stages(panels[0], run, x[-1]))
+    return figure
 
 
-def _plain(name: str, draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    def draw_all(runs: Sequence[Run], parameters: Sequence[str] | None) -> Figure:
-        if parameters:
-            raise UserError(f"{name} shows no single parameters: leave out --parameter.")
-        return draw(runs)
+def _label_stages(axes: Axes, run: Run, num_epochs: float) -> list[Any]:
+    """Write each stage's width above its interval, in percent of the full width over all groups."""
+    shares, edges = relative_widths(run), [0.0, *run.growth_epochs, float(num_epochs)]
+    if len(shares) != len(edges) - 1 or len(shares) < 2:
+        return []
+    look: dict[str, Any] = {"fontsize": 7, "color": "0.25", "va": "bottom"}
+    axes.text(-0.012, 1.015, "width %", ha="right", transform=axes.transAxes, **look)
+    look |= {"transform": axes.get_xaxis_transform(), "ha": "center"}
+    return [
+        axes.text((left + right) / 2, 1.015, f"{100 * share:.0f}", **look)
+        for left, right, share in zip(edges, edges[1:], shares, strict=False)
+    ]
 
-    return draw_all
+
+@style.styled()
+def resources(runs: Sequence[Run]) -> Figure:
+    """Peak memory, samples per second and seconds of each stage, a bar a run (Yuan et al. 2023, Figure 7).
+
+    A fixed-size run is a line: its memory, its throughput, and the time in which it trains as many epochs as
+    the stage has. Memory is shown if it was recorded, which it is on CUDA devices and, for the process as a whole
+    and only roughly, on CPUs under Linux.
+
+    Raises:
+        UserError: none of the runs grows, or the grown ones differ in their stages' epochs.
+    """
+    grown = [run for run in runs if len(run.results.get("stages") or ()) > 1]
+    fixed = [run for run in runs if len(run.results.get("stages") or ()) == 1 and run.keeps_full_width]
+    if not grown:
+        raise UserError("resources compares stages: name at least one run that grows.")
+    if len({tuple(stage["epochs"] for stage in run.results["stages"]) for run in grown}) > 1:
+        raise UserError("resources shows runs whose stages last as many epochs, and these differ.")
+    epochs = [stage["epochs"] for stage in grown[0].results["stages"]]
+    has_memory = all(_of_stages(run, "peak_memory_bytes") is not None for run in (*grown, *fixed))
+    quantities = [name for name in _RESOURCES if has_memory or name != "peak_memory_bytes"]
+    # The legend's lines need room of their own.
+    figure = style.new_figure(0.6 + 2.55 * len(quantities), 2.4 + 0.16 * (len(grown) + len(fixed)))
+    panels = figure.subplots(1, len(quantities), squeeze=False)[0]
+    for axes, quantity in zip(panels, quantities, strict=True):
+        handles = _bars(axes, quantity, grown) + _lines(axes, quantity, fixed, epochs)
+        axes.set_xlabel("stage")
+        axes.set_xticks(range(len(epochs)), [str(stage) for stage in range(len(epochs))])
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(_RESOURCES[quantity][0])
+    place = {"loc": "outside lower center", "ncols": 1, "handlelength": 2.4}
+    figure.legend(handles=handles, **place, title="one run each", title_fontsize=7)
+    return figure
 
 
-FIGURES: dict[str, Draw] = {
-    "learning_curves": _of_one("learning_curves", learning_curves),
-    "widths": _of_one("widths", widths_over_time),
-    "network_map": _of_one("network_map", network_map),
-    "silhouettes": _of_one("silhouettes", silhouettes),
-    "rate_factors": _of_one("rate_factors", rate_factors, of_parameters=True),
-    "norms": region_norms,
-    "resources": _plain("resources", resources),
-    "frontier": _plain("frontier", frontier),
-    "frontier_seconds": _plain("frontier_seconds", frontier_seconds),
-    "learning_rates": _plain("learning_rates", learning_rates),
-    "width_paths": _plain("width_paths", width_paths),
-    "width_changes_by_start": _plain("width_changes_by_start", partial(width_changes, by="start")),
-    "width_changes_by_end": _plain("width_changes_by_end", partial(width_changes, by="end")),
-    "compare": _plain("compare", compare),
-    "loss_over_steps": _plain("loss_over_steps", loss_over_steps),
-    **{
-        f"{plural}_{when}": _plain(f"{plural}_{when}", make(quantity))
-        for quantity, plural in (
-            ("activation", "activations"),
-            ("gradient", "gradients"),
-            ("weight", "weights"),
-            ("weight_gradient", "weight_gradients"),
-        )
-        for when, make in (("at_start", at_start), ("over_training", over_training), ("at_end", at_end))
-    },
+def _bars(axes: Axes, quantity: str, runs: Sequence[Run]) -> list[Any]:
+    width, handles = 0.8 / len(runs), []
+    for i, (run, line) in enumerate(
+        zip(runs, style.line_styles([r.group.method for r in runs]), strict=True)
+    ):
+        values = _of_stages(run, quantity)
+        assert values is not None
+        places = np.arange(len(values)) + (i - (len(runs) - 1) / 2) * width
+        look = {"facecolor": line["color"], "hatch": style.HATCHES[i % len(style.HATCHES)]}
+        look |= {"edgecolor": "white", "linewidth": 0.4}
+        axes.bar(places, values, width, **look)
+        handles.append(Patch(**look, label=_label(run)))
+    return handles
+
+
+def _lines(axes: Axes, quantity: str, runs: Sequence[Run], epochs: Sequence[int]) -> list[Any]:
+    handles = []
+    for i, run in enumerate(runs):
+        values = _of_stages(run, quantity)
+        assert values is not None
+        per_epoch = values[0] / run.results["epochs"]
+        heights = [per_epoch * n for n in epochs] if quantity == "seconds" else [values[0]] * len(epochs)
+        look = {"color": style.FIXED_SIZE[i % len(style.FIXED_SIZE)], "where": "post"}
+        look |= {"linestyle": style.DASHES[i % len(style.DASHES)], "label": _label(run)}
+        handles += axes.step(np.arange(len(epochs) + 1) - 0.5, [*heights, heights[-1]], **look)
+    return handles
+
+
+def _of_stages(run: Run, quantity: str) -> list[float] | None:
+    values = [stage.get(quantity) for stage in run.results["stages"]]
+    return None if None in values else [value / _RESOURCES[quantity][1] for value in values]
+
+
+def _label(run: Run) -> str:
+    own = [each for each in run.group.overrides if not each.startswith(("schedule.", "data."))]
+    sizes = sorted({stage["batch_size"] for stage in run.results["stages"]})
+    batch = f"batch {sizes[0]}" if len(sizes) == 1 else f"batch {sizes[-1]} to {sizes[0]}"
+    name = style.display_name(", ".join([run.group.plain_method, *own]))
+    return f"{name}, {batch}: {run.results['seconds']:.0f} s in all"
+
+
+# By name ---------------------------------------------------------------------------------------------------
+
+_ONE_RUN: dict[str, Callable[..., Figure]] = {
+    "learning_curves": learning_curves,
+    "widths": widths_over_time,
+    "network_map": network_map,
+    "silhouettes": silhouettes,
+    "rate_factors": rate_factors,
 }
+_RUNS: dict[str, Callable[..., Figure]] = {
+    "norms": region_norms,
+    "resources": resources,
+    "frontier": frontier,
+    "frontier_seconds": frontier_seconds,
+    "learning_rates": learning_rates,
+    "width_paths": width_paths,
+    "width_changes_by_start": partial(width_changes, by="start"),
+    "width_changes_by_end": partial(width_changes, by="end"),
+    "compare": compare,
+    "loss_over_steps": loss_over_steps,
+}
+for _quantity, _plural in (
+    ("activation", "activations"),
+    ("gradient", "gradients"),
+    ("weight", "weights"),
+    ("weight_gradient", "weight_gradients"),
+):
+    for _when, _make in (("at_start", at_start), ("over_training", over_training), ("at_end", at_end)):
+        _RUNS[f"{_plural}_{_when}"] = _make(_quantity)
+_OF_PARAMETERS = ("rate_factors", "norms")
+
+
+def _draw(name: str, runs: Sequence[Run], parameters: Sequence[str] | None) -> Figure:
+    if name in _ONE_RUN and len(runs) != 1:
+        raise UserError(
+            f"{name} shows one run and there are {len(runs)}: name one of their folders, such as "
+            f"{runs[0].path}, or draw compare."
+        )
+    if parameters and name not in _OF_PARAMETERS:
+        raise UserError(f"{name} shows no single parameters: leave out --parameter.")
+    options = (parameters,) if name in _OF_PARAMETERS else ()
+    return _ONE_RUN[name](runs[0], *options) if name in _ONE_RUN else _RUNS[name](runs, *options)
+
+
+FIGURES: dict[str, Draw] = {name: partial(_draw, name) for name in (*_ONE_RUN, *_RUNS)}
 
 
 def find(name: str) -> Draw:

@@ -11,17 +11,9 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u20
 _FORMULAS = tuple("=+-@＝＋－＠")
 # Perhaps with a deviation, a unit and a number of runs: signs and digits, which call nothing.
 _NUMBER = re.compile(r"[+-]?(\d|\.\d|inf|nan)[\d.,eE±%x() +-]*")
-_LATEX = {
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "±": r"$\pm$",
-    "−": "$-$",
-    "×": r"$\times$",
-}
+_LATEX = {sign: f"\\{sign}" for sign in "&%$#_{}"} | {"±": r"$\pm$", "−": "$-$", "×": r"$\times$"}
+_LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_LATEX |= {"<": r"\textless{}", ">": r"\textgreater{}"}
 
 
 @dataclass(frozen=True)
@@ -31,8 +23,8 @@ class Grid:
     Attributes:
         header: names of the columns.
         rows: cells, in Markdown: `**...**` is bold, ± and − stand for themselves.
-        num_text: this many columns on the left hold words, the others numbers.
-        caption: what stands below it.
+        num_text: this many columns on the left are words, the others numbers.
+        caption: text below it.
         groups: names that span several columns above the header, (name, number of columns) from the left.
     """
 
@@ -44,26 +36,21 @@ class Grid:
 
     def markdown(self) -> str:
         """A Markdown table, padded so that it reads well as plain text too; `groups` go into the header."""
-        header = [
-            f"{group} {name}".strip()
-            for group, name in zip(self._group_of_column(), self.header, strict=True)
-        ]
-        lines = [[visible(cell).replace("|", "\\|") for cell in line] for line in (header, *self.rows)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        padded = [
-            "| "
-            + " | ".join(
+        lines = [[visible(cell).replace("|", "\\|") for cell in line] for line in (self._names(), *self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+        def padded(line: Sequence[str]) -> str:
+            cells = [
                 cell.ljust(width) if i < self.num_text else cell.rjust(width)
                 for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            )
-            + " |"
-            for line in lines
-        ]
+            ]
+            return f"| {' | '.join(cells)} |\n"
+
         rule = "|".join(
             "-" * (width + 2) if i < self.num_text else "-" * (width + 1) + ":"
             for i, width in enumerate(widths)
         )
-        text = "\n".join([padded[0], f"|{rule}|", *padded[1:]]) + "\n"
+        text = padded(lines[0]) + f"|{rule}|\n" + "".join(map(padded, lines[1:]))
         return text + (f"\n{visible(self.caption)}\n" if self.caption else "")
 
     def latex(self) -> str:
@@ -76,10 +63,8 @@ class Grid:
                 for name, n in self.groups
             ]
             lines.append(" & ".join(spans) + r" \\")
-        lines.append(" & ".join(map(_latex, self.header)) + r" \\")
-        lines.append(r"\midrule")
-        lines += [" & ".join(map(_latex, row)) + r" \\" for row in self.rows]
-        lines += [r"\bottomrule", r"\end{tabular}"]
+        head, *body = (" & ".join(map(_latex, row)) + r" \\" for row in (self.header, *self.rows))
+        lines += [head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
         if self.caption:
             lines.append(rf"\caption{{{_latex(self.caption)}}}")
         return "\n".join([*lines, r"\end{table}"]) + "\n"
@@ -87,15 +72,16 @@ class Grid:
     def csv(self) -> str:
         """Comma-separated cells as shown, bold left out; without the caption."""
         text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        header = zip(self._group_of_column(), self.header, strict=True)
-        writer.writerow(inert(f"{group} {name}".strip()) for group, name in header)
-        writer.writerows([inert(cell.replace("**", "")) for cell in row] for row in self.rows)
+        lines = (self._names(), *self.rows)
+        csv.writer(text, lineterminator="\n").writerows(
+            [inert(cell.replace("**", "")) for cell in line] for line in lines
+        )
         return text.getvalue()
 
-    def _group_of_column(self) -> list[str]:
-        names = [name for name, n in self.groups for _ in range(n)]
-        return names or [""] * len(self.header)
+    def _names(self) -> list[str]:
+        """The header, each column after its group."""
+        groups = [name for name, n in self.groups for _ in range(n)] or [""] * len(self.header)
+        return [f"{group} {name}".strip() for group, name in zip(groups, self.header, strict=True)]
 
 
 def visible(text: str) -> str:

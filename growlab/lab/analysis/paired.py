@@ -10,8 +10,7 @@ from scipy.stats import t as student_t
 
 from growlab.base.errors import UserError
 from growlab.lab.analysis.grid import Grid
-from growlab.lab.analysis.metrics import Metric
-from growlab.lab.analysis.tables import Row, told_apart
+from growlab.lab.analysis.tables import Row, unique_names
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,10 @@ class Comparison:
         """Student's t interval of the mean difference, n - 1 degrees of freedom; None for fewer than two seeds."""
         return interval(self.differences, level)
 
+    def text(self, difference: float) -> str:
+        """A difference in the metric's unit, with its sign."""
+        return f"{self.row.metric.scale * difference:+.2f}".replace("-", "−")
+
 
 def interval(differences: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
     """Student's t interval of their mean, n - 1 degrees of freedom; None for fewer than two."""
@@ -58,82 +61,62 @@ def compare_pairs(rows: Sequence[Row], against: str | None = None) -> list[Compa
     Raises:
         UserError: no row has that name, or no two rows are of one network, data set and metric.
     """
-    names_of = dict(zip(map(id, rows), told_apart(rows), strict=True))
-
-    def is_named(row: Row) -> bool:
-        return against in (row.method, names_of[id(row)])
-
-    if against is not None and not any(map(is_named, rows)):
-        names = ", ".join(names_of.values())
-        raise UserError(f"there is no method {against} among the runs; choose one of: {names}.")
+    names = dict(zip(map(id, rows), unique_names(rows), strict=True))
+    wanted = {id(row) for row in rows if against in (row.method, names[id(row)])}
+    if against is not None and not wanted:
+        known = ", ".join(names.values())
+        raise UserError(f"there is no method {against} among the runs; choose one of: {known}.")
     comparisons = []
     for one, other in itertools.combinations(rows, 2):
-        if _task(one) != _task(other):
+        if (one.group.task, one.metric) != (other.group.task, other.metric):
             continue
         # The better one comes first, so that most differences are gains; the named one comes second.
         pair = sorted((one, other), key=lambda row: -row.metric.quality(row.score_mean))
         if against is not None:
-            if not (is_named(one) or is_named(other)):
+            if not wanted & {id(one), id(other)}:
                 continue
-            pair = [other, one] if is_named(one) else [one, other]
+            pair = [other, one] if id(one) in wanted else [one, other]
         comparisons.append(Comparison(pair[0], pair[1], _differences(*pair)))
     if not comparisons:
-        names = ", ".join(dict.fromkeys(row.method for row in rows))
+        known = ", ".join(dict.fromkeys(row.method for row in rows))
         raise UserError(
             "there are no two methods on one network and data set to compare, judged by one metric; the runs have "
-            f"{names}."
+            f"{known}."
         )
     return comparisons
 
 
 def paired_table(comparisons: Sequence[Comparison], level: float = 0.95) -> Grid:
     """One line a comparison: common seeds, mean difference (accuracy in percentage points), confidence interval."""
-    several = len({(c.row.group.model, c.row.group.data) for c in comparisons}) > 1
-    head = ["network", "data"] if several else []
+    head = ["network", "data"] if len({one.row.group.task for one in comparisons}) > 1 else []
     compared = list({id(row): row for one in comparisons for row in (one.row, one.against)}.values())
-    names_of = dict(zip(map(id, compared), told_apart(compared), strict=True))
+    names = dict(zip(map(id, compared), unique_names(compared), strict=True))
     rows = []
     for one in comparisons:
         bounds = one.interval(level)
-        if one.mean is None:
-            said = "no common seed"
-        elif bounds is None:
-            said = "one seed: no interval"
+        mean = "" if one.mean is None else one.text(one.mean)
+        if bounds is None:
+            said = "no common seed" if one.mean is None else "one seed: no interval"
         else:
-            said = f"{_points(one, bounds[0])} to {_points(one, bounds[1])}"
-        where = [one.row.group.model, one.row.group.data] if several else []
-        names = [names_of[id(one.row)], names_of[id(one.against)]]
-        mean = "" if one.mean is None else _points(one, one.mean)
-        if bounds is not None and (bounds[0] > 0 or bounds[1] < 0):
-            mean = f"**{mean}**"
-        rows.append([*where, *names, str(len(one.differences)), mean, said])
-    metrics = sorted({comparison.row.metric for comparison in comparisons})
-    told = " and ".join(metric.difference for metric in metrics)
+            said = f"{one.text(bounds[0])} to {one.text(bounds[1])}"
+            mean = f"**{mean}**" if bounds[0] > 0 or bounds[1] < 0 else mean
+        own = [names[id(one.row)], names[id(one.against)], str(len(one.differences)), mean, said]
+        rows.append([*(one.row.group.task if head else ()), *own])
+    metrics = " and ".join(metric.difference for metric in sorted({one.row.metric for one in comparisons}))
     return Grid(
         header=[*head, "method", "against", "seeds", "difference", f"{100 * level:g} % interval"],
         rows=rows,
         num_text=2 + len(head),
-        caption=(
-            f"Test {told}, the method's less that of the other with the same seed. Interval: "
-            "Student's t over the paired differences, not corrected for the number of comparisons; bold where it "
-            "leaves out zero."
-        ),
+        caption=f"Test {metrics}, the method's less that of the other with the same seed. Interval: "
+        "Student's t over the paired differences, not corrected for the number of comparisons; bold where it "
+        "leaves out zero.",
     )
 
 
-def _task(row: Row) -> tuple[str, str, Metric]:
-    return row.group.model, row.group.data, row.metric
-
-
 def _differences(one: Row, other: Row) -> tuple[float, ...]:
-    scores = [
+    scores, others = (
         {run.results["seed"]: run.results.get(f"test_{row.metric.key}") for run in row.runs}
         for row in (one, other)
-    ]
-    common = sorted(set(scores[0]) & set(scores[1]))
-    pairs = [(scores[0][seed], scores[1][seed]) for seed in common]
+    )
+    pairs = [(scores[seed], others[seed]) for seed in sorted(scores.keys() & others.keys())]
     return tuple(a - b for a, b in pairs if a is not None and b is not None and math.isfinite(a - b))
-
-
-def _points(comparison: Comparison, difference: float) -> str:
-    return f"{comparison.row.metric.scale * difference:+.2f}".replace("-", "−")

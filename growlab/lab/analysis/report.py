@@ -1,4 +1,4 @@
-"""`growlab report DIR...`: one page about finished runs that opens in any browser, offline."""
+"""Reports of runs: the table that a run ends with, and `growlab report`, a page for any browser, offline."""
 
 import json
 import os
@@ -8,13 +8,21 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas
+from rich.console import Console
+from rich.table import Table
+
 from growlab.base.command_parser import CommandParser
 from growlab.base.errors import UserError
 from growlab.base.files import write_text
 from growlab.lab.analysis import style
 from growlab.lab.analysis.figures import write_run_figures
+from growlab.lab.analysis.metrics import metric_of
 from growlab.lab.analysis.results import Run, load_runs, open_run
 
+# FLOPs of a sample below which a table counts in thousands.
+_SMALL = 1e5
 # Points of a curve that a screen can show.
 _POINTS = 150
 # Columns of metrics.csv that are no curve.
@@ -32,41 +40,84 @@ _RECEIPT = (
 _RECEIPT_END = ("parity_tolerance_eval", "output_factor", "seconds")
 
 
-def write_run_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Write a run's figures, and its page `report.html`, into its folder.
+def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | None = None) -> None:
+    """Print a run's stages and its result.
 
-    Returns:
-        The page.
+    Args:
+        results: the content of `results.json`.
+        run_dir: the run's folder.
+        console: where to print; standard output if None.
+    """
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        # Piped output is read by programs and logs: no wrapping at a terminal's width.
+        console.width = 120
+    table = Table(title=f"{results['experiment']}: {results['growth']}, seed {results['seed']}")
+    # Small networks in thousands: 0.00 million says nothing.
+    small = max((stage["flops_per_sample"] for stage in results["stages"]), default=0) < _SMALL
+    unit, scale = ("kFLOPs", 1e3) if small else ("MFLOPs", 1e6)
+    for column in ("stage", "epochs", "widths", "parameters", unit, "batch", "samples/s", "seconds"):
+        table.add_column(column, justify="right")
+    for stage in results["stages"]:
+        widths = sorted(set(stage["widths"].values())) or ["fixed"]
+        table.add_row(
+            *(
+                str(stage["stage"]),
+                str(stage["epochs"]),
+                "-".join(map(str, dict.fromkeys((widths[0], widths[-1])))),
+            ),
+            *(
+                f"{stage['num_params']:,}",
+                f"{stage['flops_per_sample'] / scale:,.2f}",
+                str(stage["batch_size"]),
+            ),
+            *(f"{stage['samples_per_sec']:,.0f}", f"{stage['seconds']:,.1f}"),
+        )
+    console.print(table)
+    parity, metric = results["parity_max_error"], metric_of([results])
+    best = f"test {metric.name} [bold]{metric.text(results[f'test_{metric.key}'])}{metric.unit}[/bold]"
+    console.print(
+        f"{best} at {results['train_cost_percent']:.1f} % of "
+        f"the fixed-size network's training FLOPs ({results['reference_epochs']} epochs), in "
+        f"{results['seconds']:.0f} s" + ("" if parity is None else f"; largest parity error {parity:.1e}")
+    )
+    console.print(f"everything about the run: {run_dir}", soft_wrap=True)
+    console.print(f"look at it in a browser: {run_dir / 'report.html'}", soft_wrap=True)
+
+
+def write_run_report(run_dir: str | os.PathLike[str]) -> Path:
+    """Write a run's figures, and its page `report.html`, into its folder; return the page.
 
     Raises:
         UserError: as `growlab.lab.analysis.figures.write_run_figures`.
     """
     write_run_figures(run_dir)
     run = open_run(run_dir)
-    path = run.path / "report.html"
-    write_text(path, page([run]))
-    return path
+    write_text(run.path / "report.html", page([run]))
+    return run.path / "report.html"
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The page about runs: self-contained HTML.
-
-    Args:
-        runs: finished ones.
-    """
+    """The page about finished runs: self-contained HTML."""
     template = files("growlab.lab.analysis").joinpath("report.html").read_text(encoding="utf-8")
     methods = list(dict.fromkeys(map(_method, runs)))
-    colours = {name: look["color"] for name, look in zip(methods, style.looks(methods), strict=True)}
-    content = json.dumps(
-        [_told(run, name, colours[_method(run)]) for run, name in zip(runs, _names(runs), strict=True)],
-        allow_nan=False,
-    )
+    colours = {name: line["color"] for name, line in zip(methods, style.line_styles(methods), strict=True)}
+    names = [f"{_method(run)}, seed {run.results['seed']}" if run.results else _method(run) for run in runs]
+    content = [
+        # With its folder where others have the same name.
+        _content(
+            run,
+            f"{name} ({run.path.parent.name}/{run.path.name})" if names.count(name) > 1 else name,
+            colours[_method(run)],
+        )
+        for run, name in zip(runs, names, strict=True)
+    ]
     # Inside a script, `</script` would end it, and behind `<!--<script` nothing would.
-    return template.replace("/*RUNS*/[]", content.replace("<", "\\u003c"))
+    return template.replace("/*RUNS*/[]", json.dumps(content, allow_nan=False).replace("<", "\\u003c"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; returns the exit code (2: told in one sentence on stderr)."""
+    """Run the command line `argv`; returns the exit code (2 after one sentence on stderr)."""
     parser = CommandParser(
         prog="growlab report",
         description="Write one page about finished runs: curves, widths, regions, receipts and cost.",
@@ -87,24 +138,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
-    """A name for each run: its method and seed, and its folder where others have the same."""
-    names = [
-        f"{run.group.method}, seed {run.results['seed']}" if run.results else run.path.name for run in runs
-    ]
-    return [
-        f"{name} ({run.path.parent.name}/{run.path.name})" if names.count(name) > 1 else name
-        for name, run in zip(names, runs, strict=True)
-    ]
-
-
 def _method(run: Run) -> str:
     return run.group.method if run.results else run.path.name
 
 
-def _told(run: Run, name: str, colour: str) -> dict[str, Any]:
+def _content(run: Run, name: str, colour: str) -> dict[str, Any]:
     """Content of the page about a run, in types of JSON."""
     results = run.results
+    stages = results.get("stages") or ()
+    # Width of each group at each stage.
+    widths = pandas.DataFrame([stage["widths"] for stage in stages if stage.get("widths")]).astype(object)
     return {
         "name": name,
         "method": _method(run),
@@ -113,8 +156,8 @@ def _told(run: Run, name: str, colour: str) -> dict[str, Any]:
         "facts": _facts(results),
         "curves": _curves(run),
         "events": run.growth_epochs,
-        "stages": [_picked(stage, _STAGE) for stage in results.get("stages") or ()],
-        "widths": _widths(run),
+        "stages": [_picked(stage, _STAGE) for stage in stages],
+        "widths": widths.where(widths.notna(), None).to_dict("list"),
         "receipts": [_receipt(event) for event in run.events],
         "regions": _regions(run),
         "command": results.get("command"),
@@ -123,72 +166,53 @@ def _told(run: Run, name: str, colour: str) -> dict[str, Any]:
 
 
 def _facts(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers at the top, by what they are called."""
-    found = {key.removeprefix("test_"): value for key, value in results.items() if key.startswith("test_")}
-    facts = {f"test {key}": value for key, value in found.items() if isinstance(value, int | float)}
-    facts |= {
-        "cost % of fixed size": results.get("train_cost_percent"),
-        "seconds": results.get("seconds"),
-        "epochs": results.get("epochs"),
-        "largest parity error": results.get("parity_max_error"),
+    """The numbers at the top, by name."""
+    facts = {
+        f"test {key.removeprefix('test_')}": value
+        for key, value in results.items()
+        if key.startswith("test_") and isinstance(value, int | float)
     }
+    named = {"cost % of fixed size": "train_cost_percent", "seconds": "seconds", "epochs": "epochs"}
+    named["largest parity error"] = "parity_max_error"
+    facts |= {name: results.get(key) for name, key in named.items()}
     return {key: _number(value) for key, value in facts.items() if value is not None}
 
 
 def _curves(run: Run) -> dict[str, list[float | None]]:
-    """Columns of metrics.csv that hold numbers, thinned; `cost` and `time` accumulate over the epochs."""
+    """Columns of metrics.csv that are numbers, thinned; `cost` and `time` accumulate over the epochs."""
     if not (run.path / "metrics.csv").exists():
         return {}
     names = [name for name in run.metrics.columns if name not in _NOT_CURVES]
     curves = {name: values for name in names if (values := run.curve(name)) is not None}
-    epochs = [float(epoch) + 1 for epoch in run.metrics["epoch"]]
     if "seconds" in curves:
         curves["time"] = curves["seconds"].cumsum()
-    by_stage = {
-        stage.get("stage"): stage.get("flops_per_sample") for stage in run.results.get("stages") or ()
-    }
-    stages = [int(stage) for stage in run.metrics["stage"]]
-    if by_stage and all(by_stage.get(stage) for stage in stages):
-        # Relative to the whole run: what an epoch costs goes with the forward FLOPs of its stage.
-        total = sum(by_stage[stage] for stage in stages)
-        spent = [sum(by_stage[s] for s in stages[: index + 1]) for index in range(len(stages))]
-        curves["cost"] = [100 * flops / total for flops in spent]
-    kept = _thinned(len(epochs))
-    return {
-        "epoch": [epochs[i] for i in kept],
-        **{name: [_number(values[i]) for i in kept] for name, values in curves.items()},
-    }
-
-
-def _widths(run: Run) -> dict[str, list[int]]:
-    """Width of each group at each stage."""
-    stages = [stage["widths"] for stage in run.results.get("stages") or () if stage.get("widths")]
-    names = list(dict.fromkeys(name for widths in stages for name in widths))
-    return {name: [widths.get(name) for widths in stages] for name in names}
+    flops = {stage.get("stage"): stage.get("flops_per_sample") for stage in run.results.get("stages") or ()}
+    of_epoch = [flops.get(int(stage)) for stage in run.metrics["stage"]]
+    if all(of_epoch):
+        # Relative to the whole run: an epoch's cost is proportional to the forward FLOPs of its stage.
+        curves["cost"] = 100 * np.cumsum(of_epoch, dtype=object) / sum(filter(None, of_epoch))
+    kept = _thinned(len(run.metrics))
+    epochs = {"epoch": [float(run.metrics["epoch"][i]) + 1 for i in kept]}
+    return epochs | {name: [_number(values[i]) for i in kept] for name, values in curves.items()}
 
 
 def _regions(run: Run) -> dict[str, dict[str, dict[str, list[float | None]]]]:
     """Rate factor, weight and gradient norm of each region of each parameter over steps, thinned."""
-    rates = run.rates
-    if rates is None:
-        return {}
-    columns = [
-        "step",
-        *(name for name in ("rate_factor", "weight_norm", "grad_norm") if name in rates.columns),
-    ]
     found: dict[str, dict[str, dict[str, list[float | None]]]] = {}
+    if (rates := run.rates) is None:
+        return found
+    columns = ["step", *(n for n in ("rate_factor", "weight_norm", "grad_norm") if n in rates.columns)]
     for (parameter, region), rows in rates.groupby(["parameter", "region"], sort=False):
         kept = rows.iloc[_thinned(len(rows), _POINTS // 3)]
-        found.setdefault(str(parameter), {})[str(region)] = {
-            name: [_number(value) for value in kept[name]] for name in columns
-        }
+        curves = {name: [_number(value) for value in kept[name]] for name in columns}
+        found.setdefault(str(parameter), {})[str(region)] = curves
     return found
 
 
 def _receipt(event: Mapping[str, Any]) -> dict[str, Any]:
     widths = zip(event["widths_before"].values(), event["widths_after"].values(), strict=False)
-    told = _picked(event, _RECEIPT)
-    return {**told, "groups_widened": sum(a != b for a, b in widths), **_picked(event, _RECEIPT_END)}
+    widened = {"groups_widened": sum(a != b for a, b in widths)}
+    return _picked(event, _RECEIPT) | widened | _picked(event, _RECEIPT_END)
 
 
 def _picked(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -206,7 +230,7 @@ def _number(value: Any) -> Any:
     if isinstance(value, bool) or value is None or isinstance(value, str | list | dict):
         return value
     number = float(value)
-    if number != number or number in (float("inf"), float("-inf")):
+    if not np.isfinite(number):
         return None
     return int(number) if number.is_integer() else float(f"{number:.6g}")
 

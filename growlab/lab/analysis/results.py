@@ -1,4 +1,4 @@
-"""Run folders as objects: what a finished run left on disk, read when asked for."""
+"""Run folders as objects: files of a finished run, read when asked for."""
 
 import json
 import math
@@ -15,16 +15,16 @@ import yaml
 from growlab.base.errors import UserError
 from growlab.base.files import FAILURE
 from growlab.lab.analysis.identity import choice_of, row_overrides, row_settings
-from growlab.lab.analysis.results_form import check_form
+from growlab.lab.analysis.metrics import check_form
 
 if TYPE_CHECKING:
     import numpy
     import pandas
 
-# Folders that hold no runs and can be large.
+# Folders that have no runs in them and can be large.
 _PRUNED = {"checkpoints", "figures", "wandb", "tensorboard", "__pycache__", "node_modules"}
 # Names of several overrides together.
-_CALLED = {
+_TOGETHER = {
     ("depth.blocks=auto", "growth.depth_multiple=0"): "fewer blocks",
     ("depth.blocks=auto", "schedule.initial_width=0.5"): "grown in depth and from 1/2 of the width",
     ("depth.blocks=auto", "schedule.initial_width=1"): "grown in depth",
@@ -52,16 +52,24 @@ class Group:
         return self.growth == "none"
 
     @property
+    def task(self) -> tuple[str, str]:
+        """Network and data, within which rows are compared."""
+        return self.model, self.data
+
+    @property
+    def plain_method(self) -> str:
+        """Growth method and rate adaptation."""
+        name = "fixed-size" if self.is_fixed_size else self.growth
+        return name if self.lr_adapt == "none" else f"{name} + {self.lr_adapt}"
+
+    @property
     def method(self) -> str:
         """A short name: growth method, rate adaptation and the overrides that set the group apart."""
         return self.name_without(())
 
     def name_without(self, shared: Collection[str]) -> str:
         """The same name without overrides that every group it is compared with has too."""
-        name = "fixed-size" if self.is_fixed_size else self.growth
-        if self.lr_adapt != "none":
-            name += f" + {self.lr_adapt}"
-        return ", ".join([name, *called(self.overrides, shared)])
+        return ", ".join([self.plain_method, *in_words(self.overrides, shared)])
 
 
 @dataclass(frozen=True)
@@ -81,18 +89,30 @@ class Run:
         """The row of a table that this run belongs to."""
         r = self.results
         overrides = [str(override) for override in r.get("overrides") or ()]
-        optimizer = str(r.get("optimizer") or "")
-        return Group(
-            experiment=str(r.get("experiment") or ""),
-            model=choice_of("model", r["model"], overrides),
-            data=choice_of("data", r["data"], overrides),
-            growth=r["growth"],
-            lr_adapt=r["lr_adapt"],
-            optimizer=optimizer,
-            epochs=r["epochs"],
-            precision=str(r.get("precision") or ""),
-            overrides=row_overrides(overrides, optimizer),
+        experiment, optimizer, precision = (
+            str(r.get(key) or "") for key in ("experiment", "optimizer", "precision")
         )
+        model, data = (choice_of(key, r[key], overrides) for key in ("model", "data"))
+        kept = row_overrides(overrides, optimizer)
+        return Group(
+            experiment, model, data, r["growth"], r["lr_adapt"], optimizer, r["epochs"], precision, kept
+        )
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Content of `config.yaml`, the composed configuration; empty without the file.
+
+        Raises:
+            UserError: it is there but is not such a configuration.
+        """
+        path = self.path / "config.yaml"
+        if not path.exists():
+            return {}
+        try:
+            loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+            return dict(yaml.load(path.read_text(encoding="utf-8"), loader))
+        except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
+            raise self._unreadable("config.yaml", "a run's configuration") from error
 
     @cached_property
     def settings(self) -> dict[str, str] | None:
@@ -101,21 +121,13 @@ class Run:
         Raises:
             UserError: `config.yaml` is there but is not such a configuration.
         """
-        if "settings" in self.results:
-            return self.results["settings"]
-        path = self.path / "config.yaml"
-        if not path.exists():
-            return None
+        if "settings" in self.results or not (self.path / "config.yaml").exists():
+            return self.results.get("settings")
         choices = {key: str(self.results[key]) for key in ("data", "optimizer", "growth")}
         try:
-            config = yaml.load(
-                path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-            )
-            return row_settings(config, **choices)
-        except (OSError, yaml.YAMLError, AttributeError, KeyError) as error:
-            raise UserError(
-                f"{path} is not a run's configuration; restore it or leave out this run."
-            ) from error
+            return row_settings(self.config, **choices)
+        except (AttributeError, KeyError) as error:
+            raise self._unreadable("config.yaml", "a run's configuration") from error
 
     @property
     def reference_epochs(self) -> float:
@@ -161,12 +173,13 @@ class Run:
         Raises:
             UserError: the file is missing or is not such a table.
         """
-        table = _read_table(self.path / "metrics.csv", ("epoch", "step", "stage"))
         # An epoch that was trained again counts as it was trained last.
-        return table.drop_duplicates("epoch", keep="last", ignore_index=True)
+        return self._table("metrics.csv", "epoch", "step", "stage").drop_duplicates(
+            "epoch", keep="last", ignore_index=True
+        )
 
     def curve(self, column: str) -> "numpy.ndarray | None":
-        """A column of `metrics` as floats, one an epoch (nan where absent); None if it holds no number."""
+        """A column of `metrics` as floats, one an epoch (nan where absent); None if it has no number."""
         import numpy
         import pandas
 
@@ -187,10 +200,20 @@ class Run:
         Raises:
             UserError: the file is there but is not such a table.
         """
-        path = self.path / "rates.csv"
-        if not path.exists():
+        if not (self.path / "rates.csv").exists():
             return None
-        return _read_table(path, ("step", "epoch", "parameter", "region", "rate_factor"))
+        return self._table("rates.csv", "step", "epoch", "parameter", "region", "rate_factor")
+
+    @cached_property
+    def layers(self) -> "pandas.DataFrame":
+        """`layers.csv`: statistics of layers over steps.
+
+        Raises:
+            UserError: the run did not record it, or it is not such a table.
+        """
+        if not (self.path / "layers.csv").is_file():
+            raise UserError(f"{self.path} has no layers.csv; train with log_layers_every_n_steps=N.")
+        return self._table("layers.csv", "step", "layer", "quantity", "mean", "std", "low", "high", "counts")
 
     @cached_property
     def growth(self) -> dict[str, Any]:
@@ -209,7 +232,20 @@ class Run:
                 raise ValueError("a growth event or a group is no mapping")
             return {"events": events, "groups": groups}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is not a growth history; restore it or leave out this run.") from error
+            raise self._unreadable("growth.json", "a growth history") from error
+
+    @property
+    def groups(self) -> dict[str, Any]:
+        """Width groups of `growth.json`.
+
+        Raises:
+            UserError: there is none.
+        """
+        if not self.growth["groups"]:
+            raise UserError(
+                f"{self.path} has no width groups in growth.json, so there are no widths to draw."
+            )
+        return self.growth["groups"]
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -218,15 +254,49 @@ class Run:
 
     @property
     def growth_epochs(self) -> list[float]:
-        """Epochs done when the network grew: where a growth event lies on an axis of epochs."""
+        """Epochs done at each growth event: its place on an axis of epochs."""
         return [float(event["epoch"]) for event in self.events]
+
+    @property
+    def width_path(self) -> list[int]:
+        """Channels of all groups in each epoch.
+
+        Raises:
+            UserError: the run has no width groups.
+        """
+        groups = self.groups.values()
+        return [sum(group["widths"][stage] for group in groups) for stage in self.metrics["stage"]]
+
+    @property
+    def class_schedule(self) -> dict[int, list[int]]:
+        """The classes from each epoch on, `data.class_schedule`; empty where the data have all from the start."""
+        return (self.config.get("data") or {}).get("class_schedule") or {}
+
+    def _table(self, name: str, *columns: str) -> "pandas.DataFrame":
+        # Imported here: reading a table of results must not wait for pandas.
+        import pandas
+
+        path = self.path / name
+        try:
+            table = pandas.read_csv(path)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is torn or empty"
+            raise UserError(f"cannot read {path}: {reason}; restore it or leave out this run.") from error
+        missing = [column for column in columns if column not in table.columns]
+        if missing or not len(table):
+            lack = f"the column {missing[0]}" if missing else "rows"
+            raise UserError(f"cannot read {path}: it has no {lack}; restore it or leave out this run.")
+        return table
+
+    def _unreadable(self, name: str, kind: str) -> UserError:
+        return UserError(f"{self.path / name} is not {kind}; restore it or leave out this run.")
 
 
 def open_run(folder: str | os.PathLike[str]) -> Run:
     """Open one run folder, finished or not (without a usable `results.json`, `results` is empty).
 
     Raises:
-        UserError: the folder is not there, or holds none of a run's files.
+        UserError: the folder is not there, or has none of a run's files.
     """
     path = Path(folder)
     if not (path / "metrics.csv").exists() and not (path / "results.json").exists():
@@ -258,22 +328,22 @@ def load_runs(
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}; name run folders or a folder above them.")
-        for path, files in _walk(folder):
+        for place, below, files in os.walk(folder):
+            below[:] = sorted(name for name in below if name not in _PRUNED and not name.startswith("."))
+            path = Path(place)
             if "results.json" not in files:
                 num_unfinished += "metrics.csv" in files
                 if FAILURE in files:
                     failed.setdefault(_reason(path / FAILURE), []).append(path)
-                continue
-            if path.resolve() in runs:
-                continue
-            try:
-                runs[path.resolve()] = Run(path, _read_results(path / "results.json"))
-            except (OSError, ValueError) as error:
-                num_skipped += 1
-                report(f"skipped {path / 'results.json'}: {error}")
+            elif path.resolve() not in runs:
+                try:
+                    runs[path.resolve()] = Run(path, _read_results(path / "results.json"))
+                except (OSError, ValueError) as error:
+                    num_skipped += 1
+                    report(f"skipped {path / 'results.json'}: {error}")
     for reason, places in failed.items():
-        alike = "" if len(places) == 1 else f" and {len(places) - 1} more"
-        report(f"{places[0]}{alike} failed: {reason}")
+        more = "" if len(places) == 1 else f" and {len(places) - 1} more"
+        report(f"{places[0]}{more} failed: {reason}")
     if not runs:
         where = " or ".join(str(folder) for folder in folders)
         detail = f" ({num_unfinished} unfinished)" if num_unfinished else ""
@@ -282,11 +352,10 @@ def load_runs(
     return sorted(runs.values(), key=lambda run: run.path)
 
 
-def called(overrides: Sequence[str], shared: Collection[str] = ()) -> list[str]:
+def in_words(overrides: Sequence[str], shared: Collection[str] = ()) -> list[str]:
     """Overrides in words where there are any, without those that every group it is compared with has too."""
-    left = list(overrides)
-    words = list[str]()
-    for together, name in _CALLED.items():
+    left, words = list(overrides), list[str]()
+    for together, name in _TOGETHER.items():
         if set(together) <= set(left):
             words.append(name)
             left = [override for override in left if override not in together]
@@ -300,32 +369,10 @@ def _reason(path: Path) -> str:
         return f"{path.name} does not say why."
 
 
-def _walk(folder: Path) -> Iterable[tuple[Path, list[str]]]:
-    for path, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in _PRUNED and not name.startswith("."))
-        yield Path(path), files
-
-
 def _read_results(path: Path) -> dict[str, Any]:
-    """Read a `results.json`; ValueError, told as half a sentence, if it is torn or not a run's."""
+    """Read a `results.json`; ValueError, with half a sentence, if it is torn or not a run's."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError("it is torn or not JSON.") from error
     return check_form(content)
-
-
-def _read_table(path: Path, columns: tuple[str, ...]) -> "pandas.DataFrame":
-    # Imported here: reading a table of results must not wait for pandas.
-    import pandas
-
-    try:
-        table = pandas.read_csv(path)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is torn or empty"
-        raise UserError(f"cannot read {path}: {reason}; restore it or leave out this run.") from error
-    missing = [column for column in columns if column not in table.columns]
-    if missing or not len(table):
-        lack = f"the column {missing[0]}" if missing else "rows"
-        raise UserError(f"cannot read {path}: it has no {lack}; restore it or leave out this run.")
-    return table

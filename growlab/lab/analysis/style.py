@@ -1,4 +1,4 @@
-"""Style of figures: size, palette, growth events, labels that do not touch each other."""
+"""Style of figures: palette, growth events, and labels that do not touch. `growlab.mplstyle` sets matplotlib's own."""
 
 import csv
 import io
@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
+import matplotlib.style
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -23,7 +23,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from growlab.base.errors import UserError
 from growlab.base.files import write_atomically
-from growlab.lab.analysis.results import Run
 
 # Okabe and Ito (2008), without its yellow, which vanishes on white paper, then two of Tol's muted colours; black is for
 # fixed-size networks.
@@ -35,45 +34,15 @@ DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 HATCHES = ("", "////", "....", "xxxx")
 # Born in stage 0, 1, ...: an order, so a map of growing lightness that survives grey print.
 STAGE_MAP = "viridis"
-
 # gid of the artists that mark growth events: found by tests and by whoever restyles an SVG.
 EVENT = "growth-event"
-SUFFIXES = (".png", ".svg", ".pdf")
-
-_RC: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.labelsize": 8,
-    "axes.linewidth": 0.7,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
-    "xtick.major.width": 0.7,
-    "ytick.major.width": 0.7,
-    "legend.fontsize": 7.5,
-    # A white ground without a frame: growth lines do not run through the words.
-    "legend.frameon": True,
-    "legend.framealpha": 0.9,
-    "legend.edgecolor": "none",
-    "legend.fancybox": False,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 3.5,
-    "savefig.dpi": 200,
-    # The layout takes one turn too few where a tick label grows: nothing may be cut off.
-    "savefig.bbox": "tight",
-    "savefig.pad_inches": 0.05,
-    "figure.dpi": 120,
-    "svg.fonttype": "none",
-    # The same data give the same file.
-    "svg.hashsalt": "growlab",
-}
+# Kinds of files, each without a date: the same data give the same file.
+_METADATA: dict[str, dict[str, None]] = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
 def styled() -> Any:
-    """A context in which figures are built; global settings are left as they are."""
-    return rc_context(_RC)
+    """Context manager, and decorator, that applies the style sheet; global settings are restored after it."""
+    return matplotlib.style.context("growlab.lab.analysis.growlab")
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
@@ -84,15 +53,15 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 
 
 def check_output(path: str | os.PathLike[str]) -> str:
-    """The kind of file that `path` asks for.
+    """File ending of a figure's path, such as ".png".
 
     Raises:
         UserError: figures are not written as that.
     """
     suffix = Path(path).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise UserError(f"cannot write a figure to {path}: its name must end in {', '.join(SUFFIXES)}.")
-    return suffix[1:]
+    if suffix not in _METADATA:
+        raise UserError(f"cannot write a figure to {path}: its name must end in {', '.join(_METADATA)}.")
+    return suffix
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
@@ -101,12 +70,9 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
     Raises:
         UserError: the name's end is unknown or the file cannot be written.
     """
-    kind = check_output(path)
-    # Without a date: the same data give the same file.
-    metadata = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
-    content = io.BytesIO()
+    suffix, content = check_output(path), io.BytesIO()
     with styled():
-        figure.savefig(content, format=kind, metadata=metadata)
+        figure.savefig(content, format=suffix[1:], metadata=_METADATA[suffix])
     write_atomically(path, lambda file: file.write(content.getvalue()))
     return Path(path)
 
@@ -116,37 +82,30 @@ def legend_below(
     handles: Sequence[Artist],
     names: Sequence[str],
     columns: int,
-    handle_length: float = 3,
+    length: float = 3,
     note: str = "",
 ) -> None:
-    """A legend under the axes in at most `columns` columns, and no wider than the figure.
+    """Add a legend under the axes in at most `columns` columns, no wider than the figure.
 
     Args:
         figure: the figure.
-        handles: what is explained.
+        handles: artists that are explained.
         names: their names.
-        columns: at most so many.
-        handle_length: of a line, in font sizes.
-        note: what bars, bands and symbols mean; stands above the names.
+        columns: the largest number of columns.
+        length: of a line, in font sizes.
+        note: meaning of bars, bands and symbols; stands above the names.
     """
-    width = max(40, int(17 * figure.get_figwidth()))
+    title = textwrap.fill(note, max(40, int(17 * figure.get_figwidth())), break_long_words=False) or None
+    place = {"loc": "outside lower center", "handlelength": length, "title": title, "title_fontsize": 7}
     for number in range(columns, 0, -1):
-        legend = figure.legend(
-            handles,
-            names,
-            loc="outside lower center",
-            ncols=number,
-            handlelength=handle_length,
-            title=textwrap.fill(note, width, break_long_words=False) or None,
-            title_fontsize=7,
-        )
+        legend = figure.legend(handles, names, ncols=number, **place)
         if number == 1 or legend.get_window_extent().width <= figure.bbox.width:
             return
         legend.remove()
 
 
-# What tables name as configurations do, in the words of figures.
-_SHOWN = (
+# Names that tables have from configurations, in the words of figures.
+_WORDS = (
     (r"^ours \+ stagewise_\w+", "ours (variance transfer + rates by age)"),
     (r"\+ stagewise_\w+", "+ rates by age"),
     (r"^ours\b(?! \()", "variance transfer"),
@@ -156,21 +115,21 @@ _SHOWN = (
 )
 
 
-def shown(method: str) -> str:
+def display_name(method: str) -> str:
     """A method's name in a figure: `ours` alone is variance transfer, with rates by region it is the whole method.
 
     Examples:
-        >>> [shown(name) for name in ("ours", "ours + stagewise_norm, p_t = 0", "fixed-size, fewer blocks")]
+        >>> [display_name(name) for name in ("ours", "ours + stagewise_norm, p_t = 0", "fixed-size, fewer blocks")]
         ['variance transfer', 'ours (variance transfer + rates by age), p_t = 0', 'smaller (fewer blocks)']
-        >>> shown("ours + stagewise_adam"), shown("pairs + stagewise_norm")
+        >>> display_name("ours + stagewise_adam"), display_name("pairs + stagewise_norm")
         ('ours (variance transfer + rates by age)', 'pairs + rates by age')
     """
-    for pattern, words in _SHOWN:
+    for pattern, words in _WORDS:
         method = re.sub(pattern, words, method)
     return method
 
 
-def looks(methods: Sequence[str]) -> list[dict[str, Any]]:
+def line_styles(methods: Sequence[str]) -> list[dict[str, Any]]:
     """Colour, dashes and marker of each curve: a method has the same ones in every figure.
 
     Black is the full network that never grows, grey a smaller or shorter one, all others have the palette;
@@ -181,25 +140,30 @@ def looks(methods: Sequence[str]) -> list[dict[str, Any]]:
         methods: names as `Group.method` has them.
 
     Examples:
-        >>> [look["color"] for look in looks(["net2net", "fixed-size", "net2net, optimizer.lr=0.1"])]
+        >>> [one["color"] for one in line_styles(["net2net", "fixed-size", "net2net, optimizer.lr=0.1"])]
         ['#D55E00', '#000000', '#0072B2']
     """
-    homes = [_home(method) for method in methods]
+    homes = [
+        next((colour for pattern, colour in _homes() if re.search(pattern, name)), None) for name in methods
+    ]
     # Of several with one home the plainest name has it, whatever order they come in.
     plainest_last = sorted(range(len(homes)), key=lambda index: (len(methods[index]), index), reverse=True)
     firsts = {homes[index]: index for index in plainest_last}
     taken = {(home, 0) for home in firsts if home is not None}
     found = []
     for index, home in enumerate(homes):
-        place = (home, 0) if home is not None and firsts[home] == index else _next_free(home, taken)
-        taken.add(place)
-        found.append(_look(*place))
+        colour, turn = (home, 0) if home is not None and firsts[home] == index else _next_free(home, taken)
+        taken.add((colour, turn))
+        grey = colour in _GREYS
+        marker = _GREYS.index(colour) if grey else len(_GREYS) + int(colour)
+        found.append(
+            {
+                "color": FIXED_SIZE[_GREYS.index(colour)] if grey else PALETTE[int(colour)],
+                "linestyle": DASHES[turn % len(DASHES)],
+                "marker": MARKERS[(marker + turn) % len(MARKERS)],
+            }
+        )
     return found
-
-
-def _home(method: str) -> str | None:
-    """The colour that a method's name says, as `colours.csv` has it."""
-    return next((colour for pattern, colour in _homes() if re.search(pattern, method)), None)
 
 
 @cache
@@ -214,15 +178,6 @@ def _next_free(home: str | None, taken: Collection[tuple[str, int]]) -> tuple[st
     return next((colour, turn) for turn in itertools.count() for colour in own if (colour, turn) not in taken)
 
 
-def _look(colour: str, turn: int) -> dict[str, Any]:
-    marker = _GREYS.index(colour) if colour in _GREYS else len(_GREYS) + int(colour)
-    return {
-        "color": FIXED_SIZE[_GREYS.index(colour)] if colour in _GREYS else PALETTE[int(colour)],
-        "linestyle": DASHES[turn % len(DASHES)],
-        "marker": MARKERS[(marker + turn) % len(MARKERS)],
-    }
-
-
 def symbols(text: str) -> str:
     """The paper's symbols such as p_t as mathematics, other underscores as they are."""
     return re.sub(r"\b([pCT])_([tcb0])\b", r"$\1_\2$", text)
@@ -235,6 +190,13 @@ def epoch_axis(axes: Axes, num_epochs: float, num_ticks: int = 9) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=num_ticks, integer=True, min_n_ticks=1))
 
 
+def plain_ticks(axis: Any, ticks: Any) -> None:
+    """Put ticks where a locator says, as plain numbers, on an axis that need not be linear, and no minor labels."""
+    axis.set_major_locator(ticks)
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def log_axis(axes: Axes) -> None:
     """A logarithmic y axis in plain numbers, the fewer the more decades it spans; linear where nothing is positive."""
     axes.set_yscale("log")
@@ -243,44 +205,14 @@ def log_axis(axes: Axes) -> None:
         axes.set_yscale("linear")
         return
     decades = math.log10(high / low)
-    subdivisions = (
-        (1.0, 2.0, 3.0, 4.0, 6.0, 8.0) if decades < 1 else (1.0, 2.0, 5.0) if decades < 2 else (1.0,)
-    )
-    axes.yaxis.set_major_locator(LogLocator(subs=subdivisions))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    steps = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0) if decades < 1 else (1.0, 2.0, 5.0) if decades < 2 else (1.0,)
+    plain_ticks(axes.yaxis, LogLocator(subs=steps))
 
 
 def mark_growth(axes: Axes, epochs: Sequence[float]) -> None:
-    """A thin vertical line at each growth event, behind the curves."""
+    """Draw a thin vertical line at each growth event, behind the curves."""
     for epoch in epochs:
         axes.axvline(epoch, color="0.72", linewidth=0.7, linestyle=(0, (3, 2)), zorder=0.5, gid=EVENT)
-
-
-def label_stages(axes: Axes, run: Run, num_epochs: float) -> list[Text]:
-    """Write each stage's width above its interval, in percent of the full width over all groups.
-
-    Returns the labels, lead-in last; call `thin_out` on the others once the figure is laid out.
-    """
-    shares = relative_widths(run)
-    edges = [0.0, *run.growth_epochs, float(num_epochs)]
-    if len(shares) != len(edges) - 1 or len(shares) < 2:
-        return []
-    style = {"transform": axes.get_xaxis_transform(), "fontsize": 7, "color": "0.25", "va": "bottom"}
-    labels = [
-        axes.text((left + right) / 2, 1.015, f"{100 * share:.0f}", ha="center", **style)
-        for left, right, share in zip(edges, edges[1:], shares, strict=False)
-    ]
-    lead = axes.text(-0.012, 1.015, "width %", ha="right", **{**style, "transform": axes.transAxes})
-    return [*labels, lead]
-
-
-def relative_widths(run: Run) -> list[float]:
-    """Channels in all width groups over those at full width, one number a stage."""
-    groups = [g for g in run.growth["groups"].values() if g.get("widths") and g.get("full_width")]
-    full = sum(group["full_width"] for group in groups)
-    stages = zip(*(group["widths"] for group in groups), strict=False)
-    return [sum(widths) / full for widths in stages]
 
 
 def thin_out(figure: Figure, labels: Sequence[Text], gap_points: float = 1.5) -> None:
@@ -305,23 +237,13 @@ def mark_points(
 
     Args:
         axes: where the points belong.
-        points: (x, y, deviation or 0, look with colour and marker).
+        points: (x, y, deviation or 0, line style with colour and marker).
         size_points: diameter of a marker.
     """
-    for x, y, reach, look in points:
-        axes.errorbar(
-            x,
-            y,
-            yerr=reach or None,
-            color=look["color"],
-            marker=look["marker"],
-            markersize=size_points,
-            markerfacecolor="none",
-            markeredgewidth=1.2,
-            capsize=2,
-            elinewidth=0.8,
-            clip_on=False,
-        )
+    form = {"markersize": size_points, "markerfacecolor": "none", "markeredgewidth": 1.2, "capsize": 2}
+    for x, y, reach, line in points:
+        mark = {"color": line["color"], "marker": line["marker"], "elinewidth": 0.8, "clip_on": False}
+        axes.errorbar(x, y, yerr=reach or None, **mark, **form)
 
 
 def spread(positions: Sequence[float], gap: float) -> list[float]:

@@ -1,5 +1,7 @@
-"""Tables over runs: one row a method, averaged over seeds, beside the fixed-size network."""
+"""Tables over runs: one row a method, averaged over seeds, next to the fixed-size network; as text in four forms."""
 
+import csv
+import io
 import json
 import math
 import statistics
@@ -10,12 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from growlab.base.errors import UserError
+from growlab.lab.analysis.grid import Grid, inert
 from growlab.lab.analysis.identity import spelling
 from growlab.lab.analysis.metrics import Metric, metric_of
 from growlab.lab.analysis.results import Group, Report, Run
 
 # Overrides below these keys are what a grown run and its fixed-size reference are expected to differ in.
 _GROWTH_KEYS = ("growth.", "lr_adapt.", "schedule.")
+# Costs of an epoch that differ by less are equal: last batches that are left out make so much.
+_EQUAL_COST = 1.02
 
 
 @dataclass(frozen=True)
@@ -23,20 +28,20 @@ class Row:
     """Runs that differ only by their seed, summarised.
 
     Attributes:
-        group: what the runs have in common.
+        group: settings that the runs have in common.
         runs: the runs, by seed.
         cost_percent: mean training cost (forward FLOPs) in percent of the fixed-size network trained for
             `reference_epochs`, the longest training of that network and data in the table.
         reference_epochs: number of epochs whose fixed-size cost counts as 100.
-        metric: what the runs are judged by.
+        metric: the score.
         score_mean: its mean over the test set, for accuracy a fraction.
         score_std: the sample standard deviation (n - 1) over seeds; None for a single run.
         n: number of runs with a score.
         seconds: mean wall-clock seconds of a run.
-        shared_overrides: Hydra overrides that all groups of this network and data have; the method's name
-            leaves them out.
         speedup: seconds of the fixed-size runs of as many epochs over those of these runs, on the same
             machine (the mean over machines, if on several); None where there is no such fixed-size run.
+        shared_overrides: Hydra overrides that all groups of this network and data have; the method's name
+            leaves them out.
     """
 
     group: Group
@@ -57,12 +62,38 @@ class Row:
         return self.group.name_without(self.shared_overrides)
 
     @property
+    def scaled(self) -> tuple[float, float]:
+        """Mean score and its deviation (0 for a single run) in the metric's unit; nan without a score."""
+        mean = math.nan if self.score_mean is None else self.score_mean
+        return self.metric.scale * mean, self.metric.scale * (self.score_std or 0.0)
+
+    @property
     def score_text(self) -> str:
         """The score as tables show it, accuracy in percent: `91.62 ± 0.12 (3)`; empty without one."""
         if self.score_mean is None:
             return ""
         spread = "" if self.score_std is None else f" ± {self.metric.text(self.score_std)}"
         return f"{self.metric.text(self.score_mean)}{spread} ({self.n})"
+
+    def column(self, name: str) -> str:
+        """Text of a column that distinguishes rows: a field of its group, its epochs in passes, or its metric."""
+        if name == "epochs":
+            # Within a budget, epochs of the loop may be parts of those of the data.
+            run = self.runs[0]
+            return f"{self.group.epochs * run.reference_passes / run.reference_epochs:g}"
+        return self.metric.label if name == "metric" else str(getattr(self.group, name))
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Plain numbers and texts: accuracy as a fraction, None where nothing is known."""
+        group, own = self.group, ("cost_percent", "reference_epochs", "score_mean", "score_std")
+        fields = ("experiment", "model", "data", "growth", "lr_adapt", "optimizer", "epochs", "precision")
+        record = {"method": self.method} | {name: getattr(group, name) for name in fields}
+        record |= {"overrides": list(group.overrides)} | {name: getattr(self, name) for name in own[:2]}
+        record |= {"metric": self.metric.name} | {name: getattr(self, name) for name in own[2:]}
+        record |= {"n": self.n, "seconds": self.seconds, "speedup": self.speedup}
+        seeds, paths = zip(*((run.results["seed"], run.path.as_posix()) for run in self.runs), strict=True)
+        return record | {"seeds": list(seeds), "runs": list(paths)}
 
 
 def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
@@ -77,19 +108,18 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
     """
     report = report or (lambda message: warnings.warn(message, stacklevel=3))
     kept = {group: _one_per_seed(members, report) for group, members in _grouped(runs).items()}
-    epochs: dict[tuple[str, str], float] = defaultdict(int)
-    for group in kept:
-        task = (group.model, group.data)
-        epochs[task] = max(epochs[task], *(_length(run) for run in kept[group]))
-    rows = []
-    metrics = {
-        task: metric_of(
-            run.results for group in kept if (group.model, group.data) == task for run in kept[group]
-        )
-        for task in epochs
-    }
+    of_task: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for group, members in kept.items():
-        metric = metrics[group.model, group.data]
+        of_task[group.task] += members
+    # With a budget, costs are relative to that, however many epochs a run trained for.
+    epochs = {
+        task: max(run.budget or max(run.reference_epochs, run.group.epochs) for run in members)
+        for task, members in of_task.items()
+    }
+    metrics = {task: metric_of(run.results for run in members) for task, members in of_task.items()}
+    rows = []
+    for group, members in kept.items():
+        metric = metrics[group.task]
         if not any(f"test_{metric.key}" in run.results for run in members):
             # Of one network and data set, but with another objective.
             metric = metric_of(run.results for run in members)
@@ -99,27 +129,18 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
                 f"{len(members) - len(scores)} of {len(members)} runs of {group.method} have no finite test "
                 f"{metric.name}: its row is of the others."
             )
-        reference_epochs = epochs[group.model, group.data]
         # Each run's record has its own reference; rows are comparable only against one.
         costs = [
-            cost * run.reference_passes / reference_epochs
+            cost * run.reference_passes / epochs[group.task]
             for run in members
             for cost in _finite([run.results["train_cost_percent"]])
         ]
-        seconds = _mean(_finite(run.results["seconds"] for run in members))
         rows.append(
             Row(
-                group=group,
-                runs=tuple(members),
-                cost_percent=_mean(costs),
-                reference_epochs=reference_epochs,
-                metric=metric,
-                score_mean=_mean(scores),
-                score_std=statistics.stdev(scores) if len(scores) > 1 else None,
-                n=len(scores),
-                seconds=seconds,
-                speedup=_speedup(group, members, kept),
-                shared_overrides=_shared_overrides(group, kept),
+                *(group, tuple(members), _mean(costs), epochs[group.task], metric, _mean(scores)),
+                *(statistics.stdev(scores) if len(scores) > 1 else None, len(scores)),
+                *(_mean(_finite(run.results["seconds"] for run in members)), _speedup(group, members, kept)),
+                _shared_overrides(group, kept),
             )
         )
     return sorted(rows, key=_order)
@@ -130,12 +151,12 @@ def _grouped(runs: Sequence[Run]) -> dict[Group, list[Run]]:
 
     Groups that share a name get the settings in which they differ as overrides.
     """
-    alike: dict[Any, list[Run]] = defaultdict(list)
+    equal: dict[Any, list[Run]] = defaultdict(list)
     for run in runs:
         same = (run.group.experiment, run.group.epochs, run.group.precision)
-        alike[run.group if run.settings is None else (*same, *sorted(run.settings.items()))].append(run)
+        equal[run.group if run.settings is None else (*same, *sorted(run.settings.items()))].append(run)
     named: dict[Group, list[list[Run]]] = defaultdict(list)
-    for members in alike.values():
+    for members in equal.values():
         # Of runs that type a default and runs that do not, those that type less give the name.
         named[min((run.group for run in members), key=lambda group: (len(group.overrides), group))].append(
             members
@@ -154,22 +175,17 @@ def _grouped(runs: Sequence[Run]) -> dict[Group, list[Run]]:
     return groups
 
 
-def _length(run: Run) -> float:
-    """Epochs that a run's cost may be relative to; with a budget those of the budget, however many it trained for."""
-    return run.budget or max(run.reference_epochs, run.group.epochs)
-
-
 def one_task(rows: Sequence[Row], what: str) -> None:
     """Refuse rows of several networks or data sets, or judged by several metrics, whose numbers do not compare.
 
     Args:
         rows: the rows.
-        what: what is to be made of them, for the sentence.
+        what: the figure or table that is to be made of them, for the sentence.
 
     Raises:
         UserError: naming them.
     """
-    tasks = sorted({(row.group.model, row.group.data) for row in rows})
+    tasks = sorted({row.group.task for row in rows})
     if len(tasks) > 1:
         listed = ", ".join(f"{model} on {data}" for model, data in tasks)
         raise UserError(f"{what} is of one network and data set, not {listed}: name the folders of one.")
@@ -179,28 +195,21 @@ def one_task(rows: Sequence[Row], what: str) -> None:
         raise UserError(f"{what} is of runs judged by one metric, not {listed}: name the folders of one.")
 
 
-def told_apart(rows: Sequence[Row]) -> list[str]:
-    """Unique row names: the method, with more where two rows of one network and data would share it.
+def unique_names(rows: Sequence[Row]) -> list[str]:
+    """Unique row names: the method, plus optimizer, epochs, precision and experiment where two rows would share it.
 
     Args:
-        rows: from `summarise`.
-
-    Returns:
-        A name for each: the method, and where needed optimizer, epochs, precision and experiment.
+        rows: from `summarise`; names are unique within a network and data set.
     """
     names = [row.method for row in rows]
-    for field, word in (
-        ("optimizer", "{}"),
-        ("epochs", "{} epochs"),
-        ("precision", "{}"),
-        ("experiment", "{}"),
-    ):
-        seen: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+    for field in ("optimizer", "epochs", "precision", "experiment"):
+        seen: dict[tuple[str, ...], set[str]] = defaultdict(set)
         for row, name in zip(rows, names, strict=True):
-            seen[row.group.model, row.group.data, name].add(column(row, field))
-        shared = {name for (_, _, name), values in seen.items() if len(values) > 1}
+            seen[*row.group.task, name].add(row.column(field))
+        shared = {key[-1] for key, values in seen.items() if len(values) > 1}
+        words = "{}, {} epochs" if field == "epochs" else "{}, {}"
         names = [
-            f"{name}, {word.format(column(row, field))}" if name in shared else name
+            words.format(name, row.column(field)) if name in shared else name
             for row, name in zip(rows, names, strict=True)
         ]
     return names
@@ -208,10 +217,8 @@ def told_apart(rows: Sequence[Row]) -> list[str]:
 
 def _shared_overrides(group: Group, groups: Iterable[Group]) -> tuple[str, ...]:
     """Overrides that a group has in common with all others of its network and data."""
-    rivals = [other for other in groups if (other.model, other.data) == (group.model, group.data)]
-    if len(rivals) < 2:
-        return ()
-    return tuple(sorted(set.intersection(*(set(rival.overrides) for rival in rivals))))
+    rivals = [set(other.overrides) for other in groups if other.task == group.task]
+    return tuple(sorted(set.intersection(*rivals))) if len(rivals) > 1 else ()
 
 
 def _one_per_seed(runs: Sequence[Run], report: Report) -> list[Run]:
@@ -231,14 +238,9 @@ def _speedup(group: Group, members: Sequence[Run], kept: dict[Group, list[Run]])
     """Speed-up over the nearest fixed-size group, on the same machines."""
     if group.is_fixed_size:
         return None
-    mine = _seconds_by_machine(members)
-    candidates = []
+    mine, candidates = _seconds_by_machine(members), []
     for other, runs in kept.items():
-        same_work = (other.model, other.data, other.epochs, other.precision, _compiled(other)) == (
-            *(group.model, group.data, group.epochs, group.precision),
-            _compiled(group),
-        )
-        if not (other.is_fixed_size and same_work):
+        if not other.is_fixed_size or _work(other) != _work(group):
             continue
         # A narrower network kept at its width is no reference for the full-width one.
         full = [run for run in runs if run.keeps_full_width]
@@ -249,8 +251,13 @@ def _speedup(group: Group, members: Sequence[Run], kept: dict[Group, list[Run]])
     return statistics.fmean(min(candidates)[-1]) if candidates else None
 
 
+def _work(group: Group) -> tuple[Any, ...]:
+    compiled = sorted(o for o in group.overrides if o.partition("=")[0].rpartition(".")[2] == "compile")
+    return group.task, group.epochs, group.precision, compiled
+
+
 def _distance(group: Group, other: Group) -> int:
-    """In how many settings two groups differ, apart from those of growth."""
+    """Number of settings in which two groups differ, apart from those of growth."""
     mine, theirs = (
         {o for o in g.overrides if not o.lstrip("~").startswith(_GROWTH_KEYS)} for g in (group, other)
     )
@@ -265,11 +272,7 @@ def _seconds_by_machine(runs: Sequence[Run]) -> dict[str, float]:
     return {machine: statistics.fmean(values) for machine, values in seconds.items() if values}
 
 
-def _compiled(group: Group) -> set[str]:
-    return {o for o in group.overrides if o.partition("=")[0].rpartition(".")[2] == "compile"}
-
-
-def _finite(values: Any) -> list[float]:
+def _finite(values: Iterable[float | None]) -> list[float]:
     return [float(value) for value in values if value is not None and math.isfinite(value)]
 
 
@@ -278,16 +281,94 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _order(row: Row) -> tuple[Any, ...]:
-    group = row.group
     worse = -row.metric.quality(row.score_mean)
-    rank = (0, -float(group.epochs)) if group.is_fixed_size else (1, worse)
-    return (group.model, group.data, *rank, worse, group)
+    rank = (0, -float(row.group.epochs)) if row.group.is_fixed_size else (1, worse)
+    return (*row.group.task, *rank, worse, row.group)
 
 
-def column(row: Row, name: str) -> str:
-    """A row's text in a column that tells rows apart: a field of its group, its epochs in passes, or its metric."""
-    if name == "epochs":
-        # Within a budget, epochs of the loop may be parts of those of the data.
-        run = row.runs[0]
-        return f"{row.group.epochs * run.reference_passes / run.reference_epochs:g}"
-    return row.metric.label if name == "metric" else str(getattr(row.group, name))
+# As text ---------------------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Row]) -> Grid:
+    """The rows as a table, and below it the meaning of its 100 %.
+
+    Columns in which all rows agree (network, data, epochs, ...) are left out.
+    """
+    fields = ("experiment", "model", "data", "optimizer", "epochs", "precision")
+    columns = [name for name in fields if len({getattr(row.group, name) for row in rows}) > 1]
+    tasks = {row.group.task for row in rows}
+    if "experiment" in columns and len({(row.group.experiment, row.group.task) for row in rows}) == len(
+        tasks
+    ):
+        columns.remove("experiment")
+    metrics = sorted({row.metric for row in rows})
+    if len(metrics) > 1:
+        columns.append("metric")
+    label = metrics[0].label if len(metrics) == 1 else "score"
+    header = [*columns, "method", "cost %", f"{label} (n)", "seconds", "speed-up"]
+    cells = [[row.column(name) for name in columns] + _cells(row) for row in rows]
+    return Grid(header, cells, num_text=len(columns) + 1, caption=_legend(rows))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A Markdown table that reads well as plain text too, and the meaning of its 100 %."""
+    return table(rows).markdown()
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """The rows as CSV with plain numbers: accuracy as a fraction, empty cells where nothing is known."""
+    records = [
+        {key: " ".join(map(str, v)) if isinstance(v, list) else v for key, v in row.record.items()}
+        for row in rows
+    ]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(records[0]) if records else ["method"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(
+        {key: inert(v) if isinstance(v, str) else v for key, v in one.items()} for one in records
+    )
+    return text.getvalue()
+
+
+def write_table(rows: Sequence[Row], form: str) -> str:
+    """The rows as "markdown", "latex" (package booktabs), "csv" or "json" (a list with plain numbers)."""
+    if form == "csv":
+        return csv_text(rows)
+    if form == "json":
+        return json.dumps([row.record for row in rows], indent=2) + "\n"
+    return table(rows).latex() if form == "latex" else markdown(rows)
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.method,
+        "" if row.cost_percent is None else f"{row.cost_percent:.1f}",
+        row.score_text,
+        "" if row.seconds is None else f"{row.seconds:.1f}" if row.seconds < 100 else f"{row.seconds:.0f}",
+        "" if row.speedup is None else f"{row.speedup:.2f}x",
+    ]
+
+
+def _legend(rows: Sequence[Row]) -> str:
+    references = sorted({(*row.group.task, row.reference_epochs) for row in rows})
+    work = "; ".join(f"{model} on {data}, {epochs:g} epochs" for model, data, epochs in references)
+    shared = sorted({(*row.group.task, row.shared_overrides) for row in rows})
+    said = "; ".join(f"{model} on {data} with {' '.join(common)}" for model, data, common in shared if common)
+    names = " and ".join(sorted({row.metric.name for row in rows}))
+    tasks = sorted({row.group.task for row in rows})
+    return (
+        f"Cost 100 % = the fixed-size network at full width ({work}). {names[:1].upper() + names[1:]}: test, mean ± "
+        "sample standard deviation over n seeds. Speed-up: against the fixed-size run of as many epochs on the "
+        "same machine." + (f" All of {said}." if said else "")
+    ) + "".join(_sizes([row for row in rows if row.group.task == task]) for task in tasks)
+
+
+def _sizes(rows: Sequence[Row]) -> str:
+    """A sentence where rows of one network and data are of different sizes, so that their costs do not compare."""
+    known = [flops for row in rows for run in row.runs if (flops := run.pass_flops)]
+    if not known or max(known) <= _EQUAL_COST * min(known):
+        return ""
+    return (
+        f" Rows of {' on '.join(rows[0].group.task)} differ in what an epoch at full width costs, by up to "
+        f"{max(known) / min(known):.3g} times: each row's cost is in percent of its own network and data."
+    )

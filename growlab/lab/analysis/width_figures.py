@@ -1,79 +1,88 @@
-"""Widths of a run: over epochs, as a table by stage, and as the network's silhouette at each stage."""
+"""Widths over epochs: of one run as lines, table and silhouettes; of several runs that decide or change them."""
 
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from growlab.base.errors import UserError
 from growlab.lab.analysis import style
 from growlab.lab.analysis.results import Run
 
+# Up to this width every neuron shows on a linear axis.
+_FEW = 20
+# Networks of more groups than this have neighbours that grow equally in one row.
+_MOST_ROWS = 40
+TASK = "task"
+"""gid of the lines that mark another set of classes."""
+CHANGE = "width-change"
+"""gid of the bars that mark the epochs in which a line's width changes."""
 
+
+def relative_widths(run: Run) -> list[float]:
+    """Channels in all width groups over those at full width, one number a stage."""
+    groups = [g for g in run.growth["groups"].values() if g.get("widths") and g.get("full_width")]
+    full = sum(group["full_width"] for group in groups)
+    return [sum(widths) / full for widths in zip(*(group["widths"] for group in groups), strict=False)]
+
+
+# One run ---------------------------------------------------------------------------------------------------
+
+
+@style.styled()
 def widths_over_time(run: Run) -> Figure:
-    """Width of every group over epochs; groups that grow alike share a line.
+    """Width of every group over epochs; groups that grow equally share a line.
 
     Raises:
         UserError: the run has no metrics or no width groups.
     """
-    groups = run.growth["groups"]
-    if not groups:
-        raise UserError(f"{run.path} has no width groups in growth.json, so there are no widths to draw.")
+    equal: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name, group in run.groups.items():
+        equal[tuple(group["widths"])].append(name)
     num_epochs = float(run.metrics["epoch"].iloc[-1]) + 1
-    alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for name, group in groups.items():
-        alike[tuple(group["widths"])].append(name)
-    paths = sorted(alike, reverse=True, key=lambda widths: (widths[-1], widths))
-    with style.styled():
-        figure = style.new_figure(5.2, 2.9)
-        axes = figure.subplots()
-        style.mark_growth(axes, run.growth_epochs)
-        edges = [0.0, *run.growth_epochs, num_epochs]
-        numbers = []
-        for i, widths in enumerate(paths):
-            colour = style.PALETTE[i % len(style.PALETTE)]
-            dashes = style.DASHES[i // len(style.PALETTE) % len(style.DASHES)]
-            steps = list(widths)[: len(edges) - 1]
-            x = edges[: len(steps) + 1]
-            # Groups that part only later: the line below shows as a rim of the one drawn over it.
-            hidden = sum(any(a == b for a, b in zip(widths, other, strict=False)) for other in paths[i + 1 :])
-            axes.plot(
-                x,
-                [*steps, steps[-1]],
-                drawstyle="steps-post",
-                color=colour,
-                linestyle=dashes,
-                linewidth=1.4 + min(1.6 * hidden, 3.2),
-            )
-            if len(paths) > 4:
-                continue
-            for stage, (left, right, width) in enumerate(zip(x, x[1:], steps, strict=False)):
-                if any(width < other[stage] < 1.3 * width for other in paths):
-                    continue  # The number would stand on that line.
-                numbers.append(
-                    axes.annotate(
-                        str(width),
-                        ((left + right) / 2, width),
-                        xytext=(0, 1.5),
-                        textcoords="offset points",
-                        ha="center",
-                        va="bottom",
-                        fontsize=7,
-                        color=colour,
-                    )
-                )
-        style.epoch_axis(axes, num_epochs)
-        axes.set_ylabel("channels")
-        _binary_axis(axes, [width for widths in paths for width in widths])
-        named = {p: alike[p][0] if len(alike[p]) == 1 else f"{len(alike[p])} groups" for p in paths}
-        _end_labels(axes, [(p[-1], f"{p[-1]}: {named[p]}") for p in paths])
-        style.thin_out(figure, numbers)
+    paths = sorted(equal, reverse=True, key=lambda widths: (widths[-1], widths))
+    figure = style.new_figure(5.2, 2.9)
+    axes = figure.subplots()
+    style.mark_growth(axes, run.growth_epochs)
+    edges, numbers = [0.0, *run.growth_epochs, num_epochs], []
+    number = {
+        "xytext": (0, 1.5),
+        "textcoords": "offset points",
+        "ha": "center",
+        "va": "bottom",
+        "fontsize": 7,
+    }
+    for i, widths in enumerate(paths):
+        colour = style.PALETTE[i % len(style.PALETTE)]
+        steps = list(widths)[: len(edges) - 1]
+        x = edges[: len(steps) + 1]
+        # Groups that part only later: the line below shows as a rim of the one drawn over it.
+        hidden = sum(any(a == b for a, b in zip(widths, other, strict=False)) for other in paths[i + 1 :])
+        line = {"color": colour, "linestyle": style.DASHES[i // len(style.PALETTE) % len(style.DASHES)]}
+        width = 1.4 + min(1.6 * hidden, 3.2)
+        axes.plot(x, [*steps, steps[-1]], drawstyle="steps-post", **line, linewidth=width)
+        for stage, (left, right, size) in enumerate(
+            zip(x, x[1:], steps, strict=False) if len(paths) < 5 else ()
+        ):
+            # Else the number would stand on that line.
+            if not any(size < other[stage] < 1.3 * size for other in paths):
+                place = ((left + right) / 2, size)
+                numbers.append(axes.annotate(str(size), place, color=colour, **number))
+    style.epoch_axis(axes, num_epochs)
+    axes.set_ylabel("channels")
+    _binary_axis(axes, [width for widths in paths for width in widths])
+    named = {p: equal[p][0] if len(equal[p]) == 1 else f"{len(equal[p])} groups" for p in paths}
+    _end_labels(axes, [(p[-1], f"{p[-1]}: {named[p]}") for p in paths])
+    style.thin_out(figure, numbers)
     return figure
 
 
@@ -82,10 +91,8 @@ def _binary_axis(axes: Axes, widths: Sequence[int]) -> None:
     low, high = math.floor(math.log2(min(widths))), math.ceil(math.log2(max(widths)))
     axes.set_yscale("log", base=2)
     axes.set_ylim(min(widths) / 1.25, max(widths) * 1.3)
-    axes.yaxis.set_major_locator(FixedLocator([2.0**k for k in range(low, high + 1)]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda width, _: f"{width:g}"))
+    style.plain_ticks(axes.yaxis, FixedLocator([2.0**k for k in range(low, high + 1)]))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _end_labels(axes: Axes, ends: Sequence[tuple[float, str]]) -> None:
@@ -100,128 +107,323 @@ def _end_labels(axes: Axes, ends: Sequence[tuple[float, str]]) -> None:
     places = style.spread([math.log2(ends[i][0]) for i in kept], line_height)
     # Labels pushed past the top or the bottom come back in as one stack.
     shift = min(0.0, high - line_height / 2 - max(places)) or max(0.0, low + line_height / 2 - min(places))
+    places = [place + shift for place in places]
     moved = any(
-        abs(place + shift - math.log2(ends[i][0])) > line_height / 3
-        for i, place in zip(kept, places, strict=True)
+        abs(place - math.log2(ends[i][0])) > line_height / 3 for i, place in zip(kept, places, strict=True)
     )
     leader = {"arrowstyle": "-", "linewidth": 0.5, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 0}
+    transform = axes.get_yaxis_transform()
     for i, place in zip(kept, places, strict=True):
-        width, text = ends[i]
-        colour = style.PALETTE[i % len(style.PALETTE)]
-        axes.annotate(
-            text,
-            (1, width),
-            xytext=(1.06 if moved else 1.015, 2 ** (place + shift)),
-            xycoords=axes.get_yaxis_transform(),
-            textcoords=axes.get_yaxis_transform(),
-            arrowprops={**leader, "color": colour} if moved else None,
-            fontsize=7,
-            color=colour,
-            va="center",
-        )
+        (width, text), colour = ends[i], style.PALETTE[i % len(style.PALETTE)]
+        look = {"arrowprops": {**leader, "color": colour} if moved else None, "fontsize": 7, "color": colour}
+        at = {"xytext": (1.06 if moved else 1.015, 2**place), "xycoords": transform, "textcoords": transform}
+        axes.annotate(text, (1, width), **at, **look, va="center")
 
 
+@style.styled()
 def network_map(run: Run) -> Figure:
     """Every width group (a row) and its width at every stage (a column); the shade is the share of full width.
 
-    In a network of more than forty groups, neighbours that grow alike share a row.
+    In a network of more than forty groups, neighbours that grow equally share a row.
 
     Raises:
         UserError: the run has no width groups.
     """
-    rows = _rows_of_groups(run)
-    num_stages = len(rows[0][1])
-    lengths = _stage_epochs(run, num_stages)
-    with style.styled():
-        name_in = 0.075 * max(len(name) for name, _, _ in rows)
-        figure = style.new_figure(name_in + 0.42 * num_stages + 0.75, 0.17 * len(rows) + 0.75)
-        axes = figure.subplots()
-        shares = np.array([[width / full for width in widths] for _, widths, full in rows])
-        # From almost white to dark blue: dark always means wide, in grey print too.
-        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1.15, aspect="auto")
-        for row, (_, widths, _) in enumerate(rows):
-            for stage, width in enumerate(widths):
-                dark = shares[row, stage] > 0.6
-                axes.text(
-                    *(stage, row, str(width)),
-                    ha="center",
-                    va="center",
-                    fontsize=6.5,
-                    color="white" if dark else "black",
-                )
-        axes.set_yticks(range(len(rows)), [name for name, _, _ in rows], fontsize=7)
-        heads = [f"{i}" + (f"\n{n:g} ep." if n else "") for i, n in enumerate(lengths)]
-        axes.set_xticks(range(num_stages), heads, fontsize=7)
-        axes.xaxis.tick_top()
-        axes.set_xlabel("stage, its epochs; cells: channels, darker = nearer to full width", fontsize=7)
-        axes.tick_params(length=0)
-        axes.set_xticks(np.arange(num_stages + 1) - 0.5, minor=True)
-        axes.set_yticks(np.arange(len(rows) + 1) - 0.5, minor=True)
-        axes.grid(which="minor", color="white", linewidth=1)
-        axes.tick_params(which="minor", length=0)
-        axes.spines[:].set_visible(False)
+    rows, lengths = _rows_of_groups(run), _stage_epochs(run)
+    num_stages = len(lengths)
+    name_in = 0.075 * max(len(name) for name, _, _ in rows)
+    figure = style.new_figure(name_in + 0.42 * num_stages + 0.75, 0.17 * len(rows) + 0.75)
+    axes = figure.subplots()
+    shares = np.array([[width / full for width in widths] for _, widths, full in rows])
+    # From almost white to dark blue: dark always means wide, in grey print too.
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1.15, aspect="auto")
+    for row, (_, widths, _) in enumerate(rows):
+        for stage, width in enumerate(widths):
+            look = {"fontsize": 6.5, "color": "white" if shares[row, stage] > 0.6 else "black"}
+            axes.text(stage, row, str(width), ha="center", va="center", **look)
+    axes.set_yticks(range(len(rows)), [name for name, _, _ in rows], fontsize=7)
+    heads = [f"{i}" + (f"\n{n:g} ep." if n else "") for i, n in enumerate(lengths)]
+    axes.set_xticks(range(num_stages), heads, fontsize=7)
+    axes.xaxis.tick_top()
+    axes.set_xlabel("stage, its epochs; cells: channels, darker = nearer to full width", fontsize=7)
+    axes.tick_params(length=0)
+    axes.set_xticks(np.arange(num_stages + 1) - 0.5, minor=True)
+    axes.set_yticks(np.arange(len(rows) + 1) - 0.5, minor=True)
+    axes.grid(which="minor", color="white", linewidth=1)
+    axes.tick_params(which="minor", length=0)
+    axes.spines[:].set_visible(False)
     return figure
 
 
+@style.styled()
 def silhouettes(run: Run) -> Figure:
     """The network's shape at each stage: a bar a width group, input on top, new channels in colour at its ends.
 
     Raises:
         UserError: the run has no width groups.
     """
-    rows = _rows_of_groups(run)
-    num_stages, num_rows = len(rows[0][1]), len(rows)
-    lengths = _stage_epochs(run, num_stages)
-    widest = max(full for _, _, full in rows)
-    gap = 0.12 * widest
-    with style.styled():
-        figure = style.new_figure(min(7.2, 1.0 + 1.15 * num_stages), 0.8 + 0.09 * min(max(num_rows, 10), 28))
-        axes = figure.subplots()
-        for stage in range(num_stages):
-            centre = stage * (widest + gap)
-            for row, (_, widths, full) in enumerate(rows):
-                old, new = widths[max(stage - 1, 0)], widths[stage]
-                box = {"height": 0.86, "linewidth": 0}
-                axes.barh(row, full, left=centre - full / 2, color="0.93", **box)
-                axes.barh(row, new, left=centre - new / 2, color=style.PALETTE[1], **box)
-                axes.barh(row, old, left=centre - old / 2, color=style.PALETTE[0], **box)
-        axes.set_ylim(num_rows - 0.4, -0.6)
-        axes.set_xlim(-widest / 2, (num_stages - 1) * (widest + gap) + widest / 2)
-        centres = [stage * (widest + gap) for stage in range(num_stages)]
-        heads = [
-            f"stage {i}" + (f"\n{n:g} epoch{'s' * (n != 1)}" if n else "") for i, n in enumerate(lengths)
-        ]
-        axes.set_xticks(centres, heads, fontsize=7 if num_stages < 7 else 6)
-        axes.set_yticks([0, num_rows - 1], ["input", "output"], fontsize=7)
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-        names = (("0.93", "full width"), (style.PALETTE[0], "kept"), (style.PALETTE[1], "new"))
-        handles = [Patch(color=colour, label=name) for colour, name in names]
-        figure.legend(handles=handles, loc="outside upper center", ncols=3, handlelength=1.2, frameon=False)
+    rows, lengths = _rows_of_groups(run), _stage_epochs(run)
+    num_stages, num_rows, widest = len(lengths), len(rows), max(full for _, _, full in rows)
+    apart = widest + 0.12 * widest
+    figure = style.new_figure(min(7.2, 1.0 + 1.15 * num_stages), 0.8 + 0.09 * min(max(num_rows, 10), 28))
+    axes = figure.subplots()
+    for stage in range(num_stages):
+        for row, (_, widths, full) in enumerate(rows):
+            old, new = widths[max(stage - 1, 0)], widths[stage]
+            for width, colour in ((full, "0.93"), (new, style.PALETTE[1]), (old, style.PALETTE[0])):
+                left = stage * apart - width / 2
+                axes.barh(row, width, left=left, color=colour, height=0.86, linewidth=0)
+    axes.set_ylim(num_rows - 0.4, -0.6)
+    axes.set_xlim(-widest / 2, (num_stages - 1) * apart + widest / 2)
+    heads = [f"stage {i}" + (f"\n{n:g} epoch{'s' * (n != 1)}" if n else "") for i, n in enumerate(lengths)]
+    axes.set_xticks(
+        [stage * apart for stage in range(num_stages)], heads, fontsize=7 if num_stages < 7 else 6
+    )
+    axes.set_yticks([0, num_rows - 1], ["input", "output"], fontsize=7)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    names = (("0.93", "full width"), (style.PALETTE[0], "kept"), (style.PALETTE[1], "new"))
+    handles = [Patch(color=colour, label=name) for colour, name in names]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, handlelength=1.2, frameon=False)
     return figure
 
 
 def _rows_of_groups(run: Run) -> list[tuple[str, tuple[int, ...], int]]:
-    """(name, width at each stage, full width) of each row; neighbours that grow alike share one if need be."""
-    groups = run.growth["groups"]
-    if not groups:
-        raise UserError(f"{run.path} has no width groups in growth.json, so there are no widths to draw.")
-    rows = [(name, tuple(group["widths"]), group["full_width"]) for name, group in groups.items()]
-    if len(rows) <= 40:
+    """(name, width at each stage, full width) of each row."""
+    rows = [(name, tuple(group["widths"]), group["full_width"]) for name, group in run.groups.items()]
+    if len(rows) <= _MOST_ROWS:
         return rows
-    runs = [list(part) for _, part in itertools.groupby(rows, key=lambda row: row[1:])]
-    return [
-        (f"{part[0][0]}" + (f" ... {part[-1][0]} ({len(part)})" if len(part) > 1 else ""), *part[0][1:])
-        for part in runs
-    ]
+    found = []
+    for (widths, full), part in itertools.groupby(rows, key=lambda row: row[1:]):
+        first, *others = (name for name, *_ in part)
+        found.append((f"{first} ... {others[-1]} ({1 + len(others)})" if others else first, widths, full))
+    return found
 
 
-def _stage_epochs(run: Run, num_stages: int) -> list[float]:
+def _stage_epochs(run: Run) -> list[float]:
     """Epochs of each stage from the growth events; zeros (unknown) for a run that has not come so far."""
+    num_stages = len(next(iter(run.groups.values()))["widths"])
     try:
         edges = [0.0, *run.growth_epochs, float(run.metrics["epoch"].iloc[-1]) + 1]
     except UserError:
-        return [0.0] * num_stages
+        edges = []
     if len(edges) != num_stages + 1:
         return [0.0] * num_stages
     return [right - left for left, right in itertools.pairwise(edges)]
+
+
+# Several runs ----------------------------------------------------------------------------------------------
+
+
+@style.styled()
+def width_paths(runs: Sequence[Run]) -> Figure:
+    """Channels of all groups over epochs above, held-out accuracy below; runs of one start share a colour.
+
+    They show whether layers that decide their widths arrive at the same one.
+
+    Raises:
+        UserError: there is no run, or one has no metrics or no width groups.
+    """
+    if not runs:
+        raise UserError("width_paths needs at least one run.")
+    paths = [run.width_path for run in runs]
+    starts = sorted({path[0] for path in paths})
+    colours = dict(zip(starts, style.PALETTE * len(starts), strict=False))
+    figure = style.new_figure(5.2, 3.6)
+    above, below = figure.subplots(2, sharex=True, height_ratios=[3, 2])
+    for run, path in zip(runs, paths, strict=True):
+        look = {"color": colours[path[0]], "alpha": 0.8}
+        above.plot(range(len(path) + 1), [*path, path[-1]], drawstyle="steps-post", linewidth=1.2, **look)
+        if (accuracy := run.held_out("accuracy")) is not None:
+            below.plot(range(1, len(accuracy) + 1), 100 * accuracy, linewidth=1.0, **look)
+    for start, colour in colours.items():
+        ends = sorted({path[-1] for path in paths if path[0] == start})
+        last = str(ends[0]) if len(ends) == 1 else f"{ends[0]}-{ends[-1]}"
+        n = sum(path[0] == start for path in paths)
+        above.plot([], [], color=colour, label=f"from {start} to {last} (n={n})")
+    _width_axis(above, min(map(min, paths)), max(map(max, paths)))
+    layers = sorted({len(run.growth["groups"]) for run in runs})
+    above.set_ylabel("width" if layers == [1] else f"width, sum of {'/'.join(map(str, layers))} layers")
+    above.legend(frameon=False, fontsize=8, title="each line is one run", title_fontsize=7)
+    below.set_ylabel(f"{_held_out_name(runs)} (%)")
+    place = {"xytext": (2, 2), "xycoords": above.get_xaxis_transform(), "textcoords": "offset points"}
+    for epoch, classes in _tasks(runs):
+        for axes in (above, below):
+            axes.axvline(epoch, color="0.6", linewidth=0.8, linestyle=(0, (3, 2)), zorder=0.5, gid=TASK)
+        above.annotate(classes, (epoch, 1.0), **place, fontsize=7, color="0.3")
+    style.epoch_axis(below, max(len(path) for path in paths))
+    return figure
+
+
+def _held_out_name(runs: Sequence[Run]) -> str:
+    """Name of the held-out accuracy: "test accuracy" if all runs watched the test set."""
+    tested = all(run.curve("val_accuracy") is None for run in runs)
+    return "test accuracy" if tested else "validation accuracy"
+
+
+def _width_axis(axes: Axes, least: int, most: int) -> None:
+    """Every width as a tick where they are few, else a logarithmic axis with powers of two."""
+    if most <= _FEW:
+        axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+        axes.set_ylim(max(least - 1, 0), most + 1)
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_yticks([2**power for power in range(most.bit_length() + 1) if least <= 2**power <= most])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+
+
+def _tasks(runs: Sequence[Run]) -> list[tuple[int, str]]:
+    """Epochs at which the classes change, and to which, if all runs agree on it."""
+    schedule = runs[0].class_schedule
+    if any(run.class_schedule != schedule for run in runs):
+        return []
+    names = {
+        epoch: f"{len(classes)} classes" if len(classes) > 4 else f"classes {', '.join(map(str, classes))}"
+        for epoch, classes in schedule.items()
+    }
+    return [(int(epoch), name) for epoch, name in sorted(names.items())]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Mean curve of equal runs; `events` are epochs at whose beginning the width of any of them changed."""
+
+    is_fixed_size: bool
+    ends: tuple[int, int]
+    name: str
+    mean: np.ndarray
+    std: np.ndarray
+    events: frozenset[int]
+    n: int
+
+
+@style.styled()
+def width_changes(runs: Sequence[Run], by: Literal["start", "end"]) -> Figure:
+    """Held-out accuracy over epochs, a panel a width, means over equal runs (seeds).
+
+    A panel has the runs that start at (or end with) its width, a line for each width at the other end, and in
+    black the runs of that width that do not grow. Lines that are one up to some epoch are drawn once up to there, in
+    grey. Behind the last epoch stands each line's mean with one sample standard deviation; bands of noise would cover
+    each other. The bar of a line's colour at the foot spans the epochs in which its width changes. The panels of
+    Bird, "On De-Individuated Neurons", Figures 3 and 5 ("start") and 4 ("end").
+
+    Args:
+        runs: finished runs of one network and data set.
+        by: the end that the panels are sorted by.
+
+    Raises:
+        UserError: there is no run that grows, or one has no width groups or was not validated.
+    """
+    lines = _lines(runs)
+    here, there = (0, 1) if by == "start" else (1, 0)
+    grown = [line for line in lines if not line.is_fixed_size]
+    if not grown:
+        raise UserError("width_changes needs runs of a growth method, and there is none.")
+    widths, others = (sorted({line.ends[end] for line in grown}) for end in (here, there))
+    colours = dict(zip(others, style.PALETTE * len(others), strict=False))
+    columns = min(2, len(widths))
+    rows = math.ceil(len(widths) / columns)
+    figure = style.new_figure(3.6 * columns, 0.6 + 2.1 * rows)
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
+    for axes in panels[len(widths) :]:
+        axes.set_visible(False)
+    last = max(len(line.mean) for line in lines)
+    handles: dict[tuple[float, str], Line2D] = {}
+    for index, (axes, width) in enumerate(zip(panels, widths, strict=False)):
+        shown = [line for line in lines if line.ends[here] == width]
+        _mark_changes(axes, shown, [colours.get(line.ends[there], "") for line in shown])
+        moving = [line for line in shown if not line.is_fixed_size]
+        shared = _shared(moving)
+        if shared:
+            common = (np.arange(1, shared + 1), moving[0].mean[:shared])
+            (handles[-1, "not changed yet"],) = axes.plot(*common, color="0.45", linewidth=1.1)
+        for line in shown:
+            if line.is_fixed_size:
+                handles[math.inf, line.name] = _fixed(axes, line)
+                continue
+            end = line.ends[there]
+            rank, colour = others.index(end), colours[end]
+            # The grey part's last point joins them; curves that lie on one another show through each other's gaps.
+            first = max(0, shared - 1)
+            x, dashes = np.arange(1, len(line.mean) + 1)[first:], style.DASHES[rank % len(style.DASHES)]
+            drawn = axes.plot(x, line.mean[first:], color=colour, linestyle=dashes, linewidth=1.1)
+            (handles[end, f"{'to' if by == 'start' else 'from'} {end}"],) = drawn
+            if line.std[-1] > 0:
+                # Its last mean and the deviation over seeds, behind the last epoch.
+                mark = {"color": colour, "marker": "o", "markersize": 2.5, "capsize": 1.5, "elinewidth": 0.9}
+                axes.errorbar(last * (1.025 + 0.025 * rank), line.mean[-1], yerr=line.std[-1], **mark)
+        axes.set_title(f"{'from' if by == 'start' else 'to'} width {width}")
+        style.epoch_axis(axes, last)
+        axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= last])
+        axes.set_xlim(right=last * (1.025 + 0.025 * len(others)))
+        # What stands behind the last epoch has no place on the axis.
+        axes.spines["bottom"].set_bounds(0, last)
+        axes.set_xlabel("epoch" if index + columns >= len(widths) else "")
+        axes.set_ylabel(f"{_held_out_name(runs)} (%)" if index % columns == 0 else "")
+    keys = sorted(handles)
+    names = [name for _, name in keys]
+    style.legend_below(figure, [handles[key] for key in keys], names, len(keys), note=_note(lines))
+    return figure
+
+
+def _note(lines: Sequence[_Line]) -> str:
+    """Note on the number of runs, bars and bands."""
+    counts = sorted({line.n for line in lines})
+    note = "one run each: no interval is known"
+    if counts != [1]:
+        n = "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+        bars = "bars and bands" if any(line.is_fixed_size for line in lines) else "bars"
+        note = f"lines: means over n = {n} seeds; points behind the last epoch: its mean; "
+        note += f"their {bars}: one sample standard deviation"
+    return f"{note}; bars at the foot: epochs in which the width changes"
+
+
+def _mark_changes(axes: Axes, lines: Sequence[_Line], colours: Sequence[str]) -> None:
+    """A bar for each line, below the curves, one above the other."""
+    changing = [(line, colour) for line, colour in zip(lines, colours, strict=True) if line.events]
+    look: dict[str, Any] = {"linewidth": 2.2, "solid_capstyle": "butt", "gid": CHANGE}
+    for rank, (line, colour) in enumerate(changing):
+        x, y = [min(line.events), max(line.events) + 1], 0.012 + 0.022 * rank
+        axes.plot(x, [y, y], color=colour, transform=axes.get_xaxis_transform(), **look)
+
+
+def _shared(lines: Sequence[_Line]) -> int:
+    """Number of epochs up to which several lines are one."""
+    if len(lines) < 2:
+        return 0
+    length = min(len(line.mean) for line in lines)
+    same = np.all([line.mean[:length] == lines[0].mean[:length] for line in lines], axis=0)
+    return length if same.all() else int(np.argmin(same))
+
+
+def _fixed(axes: Axes, line: _Line) -> Line2D:
+    """The line of runs that do not grow, with a band: no other lies on it."""
+    epochs, colour = np.arange(1, len(line.mean) + 1), style.FIXED_SIZE[0]
+    (drawn,) = axes.plot(epochs, line.mean, color=colour, linewidth=1.1)
+    band = (line.mean - line.std, line.mean + line.std)
+    axes.fill_between(epochs, *band, color=colour, alpha=0.15, linewidth=0)
+    return drawn
+
+
+def _lines(runs: Sequence[Run]) -> list[_Line]:
+    """Curves in percent over equal runs."""
+    curves: dict[tuple[bool, int, int], list[np.ndarray]] = defaultdict(list)
+    events: dict[tuple[bool, int, int], set[int]] = defaultdict(set)
+    shared = [set(run.group.overrides) for run in runs if run.group.is_fixed_size]
+    own = set.intersection(*shared) if shared else set()
+    own -= {override for run in runs if not run.group.is_fixed_size for override in run.group.overrides}
+    name = ", ".join(["without growth", *sorted(override.partition("=")[2] for override in own)])
+    for run in runs:
+        path, accuracy = run.width_path, run.held_out("accuracy")
+        if accuracy is None:
+            raise UserError(f"{run.path} has no held-out accuracy over epochs to draw.")
+        key = (run.group.is_fixed_size, path[0], path[-1])
+        curves[key].append(100 * accuracy)
+        events[key] |= {epoch for epoch in range(1, len(path)) if path[epoch] != path[epoch - 1]}
+    lines = []
+    for key in sorted(curves):
+        table = np.stack([value[: min(map(len, curves[key]))] for value in curves[key]])
+        std = table.std(0, ddof=1) if len(table) > 1 else np.zeros(table.shape[1])
+        lines.append(_Line(key[0], key[1:], name, table.mean(0), std, frozenset(events[key]), len(table)))
+    return lines

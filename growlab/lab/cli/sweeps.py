@@ -203,8 +203,7 @@ def conclude() -> None:
     """Print the table of the sweep that has ended, whether its jobs have all succeeded or not; else nothing."""
     # Imported here: Hydra makes callbacks before it knows whether anything will run.
     from growlab.lab.analysis.results import load_runs
-    from growlab.lab.analysis.table_text import write_table
-    from growlab.lab.analysis.tables import summarise
+    from growlab.lab.analysis.tables import summarise, write_table
     from growlab.lab.training.processes import is_first
 
     folder, SweepTable.unfinished = SweepTable.unfinished, None

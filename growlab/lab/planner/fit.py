@@ -120,11 +120,7 @@ def settled(cost: Sequence[float], loss: Sequence[float]) -> tuple[int, bool]:
 
 
 def fit(
-    measured: Mapping[str, Measured],
-    whole: str,
-    multiple: float = 16.0,
-    draws: int = 400,
-    seed: int = 0,
+    measured: Mapping[str, Measured], whole: str, multiple: float = 16.0, draws: int = 400, seed: int = 0
 ) -> dict[str, Curves]:
     """Draw laws for every candidate.
 

@@ -16,8 +16,7 @@ from growlab.base.errors import UserError
 from growlab.base.files import write_json, write_text
 from growlab.frontends.lightning import Growth
 from growlab.grower.triggers import OnDemand
-from growlab.lab.analysis.report import write_run_report
-from growlab.lab.analysis.run_table import print_results
+from growlab.lab.analysis.report import print_results, write_run_report
 from growlab.lab.data import RunData
 from growlab.lab.training.checkpoints import AtomicCheckpointIO, last_checkpoint, save
 from growlab.lab.training.distributed import RankCheck

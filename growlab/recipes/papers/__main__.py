@@ -226,8 +226,7 @@ def _tell(item: Item, place: Place, seeds: Sequence[int] | None = None) -> None:
     """
     from growlab.lab.analysis import figures
     from growlab.lab.analysis.results import load_runs
-    from growlab.lab.analysis.table_text import write_table
-    from growlab.lab.analysis.tables import summarise
+    from growlab.lab.analysis.tables import summarise, write_table
     from growlab.recipes.papers.paper_table import paper_table
 
     jobs = dict.fromkeys([*item.jobs(), *item.jobs(seeds)])

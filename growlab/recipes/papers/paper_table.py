@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Sequence
 
-from growlab.lab.analysis.__main__ import carry_out, put_grid, rows_of, table_parser
+from growlab.lab.analysis.__main__ import carry_out, put, rows_of, table_parser
 from growlab.lab.analysis.grid import Grid
-from growlab.lab.analysis.tables import Row, told_apart
+from growlab.lab.analysis.tables import Row, unique_names
 from growlab.recipes.papers.published import Published, published, published_for
 
 
@@ -20,7 +20,7 @@ def paper_table(rows: Sequence[Row], unmeasured: bool = False) -> Grid:
         unmeasured: also show methods that were published for these networks and have no run here.
     """
     tasks = list(dict.fromkeys((row.group.model, row.group.data) for row in rows))
-    names = told_apart(rows)
+    names = unique_names(rows)
     cells: dict[str, dict[tuple[str, str], tuple[Row | None, Published | None]]] = {}
     for row, name in zip(rows, names, strict=True):
         task = (row.group.model, row.group.data)
@@ -62,10 +62,7 @@ def _best(line: Sequence[tuple[Row | None, Published | None]]) -> tuple[float | 
         (row for row in grown if row.score_mean is not None), key=lambda r: r.metric.quality(r.score_mean)
     )
     theirs = [found.value for _, found in line if found is not None and found.growth != "none"]
-    return (
-        ours[-1].score_mean if len(ours) > 1 else None,
-        max(theirs) if len(theirs) > 1 else None,
-    )
+    return (ours[-1].score_mean if len(ours) > 1 else None, max(theirs) if len(theirs) > 1 else None)
 
 
 def _cells(
@@ -126,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _print(argv: Sequence[str]) -> None:
     parser = table_parser(
-        "growlab paper",
+        "paper",
         "Print a table like the paper's: methods by networks, published values beside ours.",
         epilog="Example: growlab paper runs/table2 -o table.tex",
     )
@@ -134,7 +131,7 @@ def _print(argv: Sequence[str]) -> None:
         "--unmeasured", action="store_true", help="show published methods without a run here as well"
     )
     arguments = parser.parse_args(argv)
-    put_grid(paper_table(rows_of(arguments), arguments.unmeasured), arguments)
+    put(paper_table(rows_of(arguments), arguments.unmeasured), arguments)
 
 
 if __name__ == "__main__":

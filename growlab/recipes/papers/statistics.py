@@ -6,10 +6,8 @@ from collections.abc import Callable
 import pandas
 
 from growlab.base.errors import UserError
-from growlab.lab.analysis.layer_figures import read
 from growlab.lab.analysis.metrics import metric_of
 from growlab.lab.analysis.results import Run
-from growlab.lab.analysis.width_paths import class_schedule, path_of
 
 
 def score(run: Run) -> float:
@@ -21,8 +19,7 @@ def score(run: Run) -> float:
 
 def first_loss(run: Run) -> float:
     """The loss on held-out images before training, from `layers.csv`."""
-    table = read(run)
-    losses = table[table["quantity"] == "loss"].sort_values("step")
+    losses = run.layers[run.layers["quantity"] == "loss"].sort_values("step")
     return float(losses["mean"].iloc[0])
 
 
@@ -44,7 +41,7 @@ def last_train_loss(run: Run) -> float:
 
 def last_width(run: Run) -> float:
     """Channels of all groups in the last epoch."""
-    return float(path_of(run)[-1])
+    return float(run.width_path[-1])
 
 
 def width_gained(run: Run) -> float:
@@ -59,9 +56,9 @@ def width_given_back(run: Run) -> float:
 
 def _width_changes(run: Run, more: bool) -> float:
     """Mean change of width from the end of one set of classes to the end of the next, where these are more or fewer."""
-    classes = class_schedule(run.path / "config.yaml")
+    classes = run.class_schedule
     starts = sorted(classes)
-    path = path_of(run)
+    path = run.width_path
     ends = [float(path[after - 1]) for after in (*starts[1:], len(path))]
     counts = [len(classes[start]) for start in starts]
     changes = [
@@ -78,7 +75,7 @@ def jump(run: Run) -> float:
     Counted from the first change of width on; runs that keep their width have none (nan), as have steps to less than
     16 neurons, which the paper itself sets apart.
     """
-    path, accuracy = path_of(run), run.held_out("accuracy")
+    path, accuracy = run.width_path, run.held_out("accuracy")
     if accuracy is None:
         raise UserError(f"{run.path} has no held-out accuracy over epochs.")
     at = [epoch for epoch in range(1, len(path)) if path[epoch] != path[epoch - 1]]

@@ -62,10 +62,7 @@ def fairseq_checkpoint(
                 "source_lang": pairs.source,
                 "target_lang": pairs.target,
             },
-            "criterion": {
-                "_name": "label_smoothed_cross_entropy",
-                "label_smoothing": label_smoothing,
-            },
+            "criterion": {"_name": "label_smoothed_cross_entropy", "label_smoothing": label_smoothing},
         },
         "args": None,
         "model": {name: tensor.detach().float().cpu().clone() for name, tensor in weights.items()},

@@ -152,11 +152,7 @@ def _sparse(network: nn.Module, graph: WidthGraph, test: tuple[Tensor, Tensor]) 
 
 
 def _diverge(
-    network: nn.Module,
-    graph: WidthGraph,
-    x: Tensor,
-    batches: Sequence[tuple[Tensor, Tensor]],
-    make: Any,
+    network: nn.Module, graph: WidthGraph, x: Tensor, batches: Sequence[tuple[Tensor, Tensor]], make: Any
 ) -> Iterator[dict[str, Any]]:
     """Relative difference of the outputs of a network and of its partially diagonalised copy over equal steps."""
     pair = [copy.deepcopy(network), copy.deepcopy(network)]
@@ -165,10 +161,7 @@ def _diverge(
     optimizers = [make(one.parameters()) for one in pair]
     for step in range(len(batches) + 1):
         outputs = [one(x).detach() for one in pair]
-        yield {
-            "step": step,
-            "relative_difference": relative(outputs[1], outputs[0]),
-        }
+        yield {"step": step, "relative_difference": relative(outputs[1], outputs[0])}
         if step < len(batches):
             for one, optimizer in zip(pair, optimizers, strict=True):
                 train(one, optimizer, [batches[step]])
