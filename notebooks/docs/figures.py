@@ -30,7 +30,7 @@ OF_RUNS = {
     "isotropic_appendices/appendices.png": "growlab.recipes.papers.studies.isotropic_appendices",
     "isotropic_invariance/invariance.png": "growlab.recipes.papers.studies.isotropic_invariance",
     **{
-        path.relative_to(RESULTS).as_posix(): "growlab.lab.planner.figure"
+        path.relative_to(RESULTS).as_posix(): "growlab.lab.planner.report"
         for path in sorted(RESULTS.glob("plan/*/plan.png"))
     },
 }
@@ -80,7 +80,7 @@ def drawn(one: Kept) -> Path:
     sources = [
         file for folder in folders for file in folder.rglob("*") if file.suffix in (".json", ".csv", ".yaml")
     ]
-    sources += (ROOT / "growlab" / "analysis").glob("*.py")
+    sources += (ROOT / "growlab" / "lab" / "analysis").glob("*.py")
     if not path.exists() or path.stat().st_mtime < max(file.stat().st_mtime for file in sources):
         path.parent.mkdir(parents=True, exist_ok=True)
         figure = one.draw()

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from growlab.lab.analysis import style
-from growlab.lab.planner import figure
-from growlab.lab.planner.problem import WHOLE
+from growlab.lab.planner import report as figure
+from growlab.lab.planner.probes import FULL
 from tests.command_line import ROOT
 
 PLANS = sorted((ROOT / "notebooks" / "results" / "plan").glob("*/plan.json"))
@@ -47,7 +47,7 @@ def test_the_candidates_that_plans_have_by_default_are_known() -> None:
 
 
 def test_no_candidate_has_the_grown_run_s_colour() -> None:
-    looks = figure._looks([WHOLE, *(f"mine_{i}" for i in range(3)), *figure._KNOWN])
+    looks = figure._line_styles([FULL, *(f"mine_{i}" for i in range(3)), *figure._KNOWN])
     colours = [look["color"] for look in looks]
     assert len(set(colours)) == len(colours) == 8
     assert figure._GROWN not in colours
@@ -56,7 +56,7 @@ def test_no_candidate_has_the_grown_run_s_colour() -> None:
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.parent.name)
 def test_the_grown_curve_begins_at_its_event_or_with_the_full_network_s_law(path: Path) -> None:
     plan = content(path)
-    way, full = plan["verdict"]["growing"][0], plan["measured"][WHOLE]
+    way, full = plan["verdict"]["growing"][0], plan["measured"][FULL]
     left, _ = figure.drawn(plan).axes
     (event,) = [line for line in left.lines if line.get_gid() == style.EVENT]
     behind = [line for line in left.lines if line.get_color() == figure._GROWN][-1]

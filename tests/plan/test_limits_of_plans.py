@@ -9,7 +9,7 @@ from torch import nn
 from growlab.base.errors import UserError
 from growlab.lab.planner import Candidate, plan
 from growlab.lab.planner.fit import Measured
-from growlab.lab.planner.problem import WHOLE, Settings
+from growlab.lab.planner.probes import FULL, Settings
 from growlab.lab.planner.search import _Search
 from growlab.lab.training.learning_rate import LearningRate
 from tests.plan.problems import problem, sgd
@@ -48,7 +48,7 @@ def test_where_the_loss_rises_at_a_higher_rate_the_usual_one_takes_its_place() -
     planned = plan(problem(make_optimizer=rising), Settings(max_cost=0.3), said.append)
     assert any("rate x2" in line for line in said)
     tried = [(one["candidate"], one["rate"]) for one in planned.tried]
-    assert (WHOLE, 1.0) in tried and planned.rates[WHOLE] == 1.0
+    assert (FULL, 1.0) in tried and planned.rates[FULL] == 1.0
     assert all(planned.rates[name] == 1.0 for name in planned.rates if (name, 1.0) in tried)
     assert planned.account.spent <= 0.3
 
@@ -58,9 +58,9 @@ def test_the_usual_rate_stays_whatever_the_loss_does() -> None:
         return rising(module, 2.0)
 
     search = _Search(problem(make_optimizer=worse), Settings(rates=(1.0, 0.5)), lambda line: None)
-    search.best[WHOLE] = search.full
-    search._train(WHOLE, cost=0.05)
-    assert search.best[WHOLE] is search.full and search.full.rises
+    search.best[FULL] = search.full
+    search._train(FULL, cost=0.05)
+    assert search.best[FULL] is search.full and search.full.rises
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,4 @@ def test_warm_up_and_decay_that_fill_a_run_are_a_schedule(warmup: float, decay: 
 
 
 def test_the_problem_itself_is_planned() -> None:
-    assert plan(problem(make_optimizer=sgd)).rates[WHOLE] in (0.5, 1.0, 2.0)
+    assert plan(problem(make_optimizer=sgd)).rates[FULL] in (0.5, 1.0, 2.0)

@@ -10,7 +10,7 @@ import pytest
 
 from growlab.lab.planner.fit import Measured, fit
 from growlab.lab.planner.pairs import Pair, judged, main, read, table
-from growlab.lab.planner.problem import WHOLE
+from growlab.lab.planner.probes import FULL
 from growlab.lab.planner.verdict import MISSED, Gain, Growing, Verdict
 
 NUMBER = re.compile(r"[+-]?\d+\.\d+")
@@ -110,10 +110,10 @@ def test_a_gain_that_no_law_tells_apart_is_none() -> None:
     verdict, settings = judged(content, "full"), content["settings"]
     full = fit(
         {name: Measured(**one) for name, one in content["measured"].items()},
-        WHOLE,
+        FULL,
         settings["multiple"],
         seed=settings["seed"],
-    )[WHOLE]
+    )[FULL]
     margin = MISSED * np.median(full.law(content["budget_of_the_run"]))
     assert 0 <= verdict.growing[0].loss.low + margin < 1e-3
     assert (verdict.kind, verdict.decided) == ("full", False)

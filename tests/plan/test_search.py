@@ -92,7 +92,7 @@ def test_evaluating_leaves_training_as_it_is() -> None:
         probe = Probe(problem(), None, 1.0, Account(1.0, 1e9), 100)
         for _ in range(4):
             for _ in range(looks):
-                probe.look()
+                probe.measure()
             probe._step()
         weights.append({name: tensor.clone() for name, tensor in probe.network.state_dict().items()})
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
@@ -116,7 +116,7 @@ def test_a_probe_trains_as_a_plain_loop_does() -> None:
 def test_averages_grow_along() -> None:
     probe = Probe(problem(), Candidate("half", 0.5), 1.0, Account(1.0, 1e9), 200)
     probe.train(steps=12)
-    before = probe.look()
+    before = probe.measure()
     assert probe.grow() == pytest.approx(before, abs=1e-3)
     assert probe.forward_cost == forward_flops(network(), torch.zeros(1, 8)) / 1e9
     probe.train(steps=20)

@@ -4,38 +4,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from growlab.lab.planner.problem import WHOLE, Candidate, Problem, Settings
+    from growlab.lab.planner.probes import FULL, Candidate, Problem, Settings
     from growlab.lab.planner.report import paragraph, table
     from growlab.lab.planner.search import Planned, plan
     from growlab.lab.planner.verdict import Gain, Growing, Smaller, Trial, Verdict
 
-__all__ = [
-    "WHOLE",
-    "Candidate",
-    "Gain",
-    "Growing",
-    "Planned",
-    "Problem",
-    "Settings",
-    "Smaller",
-    "Trial",
-    "Verdict",
-    "paragraph",
-    "plan",
-    "table",
-]
-
+__all__ = ["FULL", "Candidate", "Gain", "Growing", "Planned", "Problem", "Settings", "Smaller", "Trial"]
+__all__ += ["Verdict", "paragraph", "plan", "table"]
 # Imported when they are used: help and errors of `growlab plan` need not wait for torch.
 _MODULES = {
-    "problem": "WHOLE Candidate Problem Settings",
-    "report": "paragraph table",
-    "search": "Planned plan",
-    "verdict": "Gain Growing Smaller Trial Verdict",
+    "probes": ("FULL", "Candidate", "Problem", "Settings"),
+    "report": ("paragraph", "table"),
+    "search": ("Planned", "plan"),
+    "verdict": ("Gain", "Growing", "Smaller", "Trial", "Verdict"),
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'growlab.lab.planner' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"growlab.lab.planner.{_HOMES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"growlab.lab.planner.{module}"), name)
+    raise AttributeError(f"module 'growlab.lab.planner' has no attribute {name!r}")

@@ -1,8 +1,7 @@
 """`python -m growlab plan experiment=... schedule.budget=...`: does growing pay for this network and budget?
 
 It probes the full network and smaller ones with a part of the budget, and says whether to grow, to take a smaller
-network or to train the full one; the overrides are those of `python -m growlab`, and `plan.*` beside them, and so are
-exit codes.
+network or to train the full one. Overrides are those of `python -m growlab` and `plan.*`; exit codes are the same.
 """
 
 import sys
@@ -14,7 +13,7 @@ from growlab.lab.cli.app import JobFailed
 from growlab.lab.cli.app import main as composed
 from growlab.lab.training.processes import announce, name_of
 
-# By pairs unless told otherwise: that seed begins as its constructor drew it, as a smaller network that stays does.
+# By pairs unless asked otherwise: that seed begins as its constructor drew it, as a smaller network that stays does.
 _BY_PAIRS = ("growth=pairs", "lr_adapt=none")
 _MORE = ("plan=default", "hydra.run.dir=runs/${name}_plan/${now:%Y-%m-%d_%H-%M-%S_%f}")
 

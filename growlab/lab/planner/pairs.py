@@ -16,13 +16,13 @@ from statistics import mean, stdev
 from typing import Any, Literal
 
 from growlab.lab.planner.fit import Measured, fit
-from growlab.lab.planner.problem import WHOLE
+from growlab.lab.planner.probes import FULL
 from growlab.lab.planner.verdict import Growing, Trial, Verdict, judge
 
 Size = Literal["any", "full"]
-_ARM_OF = {"grow": "grown", "smaller": "smaller", "full": WHOLE}
+_ARM_OF = {"grow": "grown", "smaller": "smaller", "full": FULL}
 #: What a rule takes of the arms that there are, by size that is wanted.
-ARMS: Mapping[Size, Sequence[str]] = {"any": (WHOLE, "smaller", "grown"), "full": (WHOLE, "grown")}
+ARMS: Mapping[Size, Sequence[str]] = {"any": (FULL, "smaller", "grown"), "full": (FULL, "grown")}
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ def judged(content: Mapping[str, Any], size: Size) -> Verdict:
     """
     settings = content["settings"]
     measured = {name: Measured(**one) for name, one in content["measured"].items()}
-    curves = fit(measured, WHOLE, settings["multiple"], seed=settings["seed"])
+    curves = fit(measured, FULL, settings["multiple"], seed=settings["seed"])
     trials = {name: Trial(**one) for name, one in content["trials"].items()}
     seconds = {name: one.seconds_per_cost for name, one in measured.items()}
     budget, latest = content["budget_of_the_run"], settings["latest"]
-    return judge(curves, trials, WHOLE, seconds, budget, size, latest, settings["seed"], content["alone"])
+    return judge(curves, trials, FULL, seconds, budget, size, latest, settings["seed"], content["alone"])
 
 
 def read(folder: Path) -> list[Pair]:
@@ -140,7 +140,7 @@ def _regrets(pairs: Sequence[Pair]) -> list[str]:
     lines = ["| mean test loss above the best arm's | any size | full size wanted |", "|---|---|---|"]
     lines.append("| the plan | " + " | ".join(_mean_regret(pairs, size, None) for size in ARMS) + " |")
     for arm, name in (
-        (WHOLE, "always the full network"),
+        (FULL, "always the full network"),
         ("smaller", "always the smaller one"),
         ("grown", "always growing"),
     ):

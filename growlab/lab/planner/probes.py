@@ -1,45 +1,147 @@
-"""Probes: short trainings at a constant rate, whose averaged weights are evaluated on held-out data on the way.
+"""The problem of a plan, and probes of it: short trainings at a constant rate, evaluated on held-out data on the way.
 
-The average is of power form (Karras et al. 2024, Section 3.1): at each moment it reaches back over the same part of
-what has been trained so far, so that a checkpoint shows about what a decayed rate would have reached there.
+Weights are averaged in power form (Karras et al. 2024, Section 3.1): at each moment the average reaches back over the
+same part of the training so far, so that a checkpoint shows about what a decayed rate would have reached there.
 Normalisation takes its statistics from the held-out batch itself.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import chain, count, islice
 from math import inf, isfinite
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import pydantic
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from growlab.base.errors import UserError
 from growlab.grower import Grower
 from growlab.grower.cost import forward_flops
 from growlab.grower.triggers import At
+from growlab.growth import GrowthMethod, PairGrowth
 from growlab.growth.outputs import network_inputs
 from growlab.lab.planner.fit import MIN_POINTS, Measured, settled
-from growlab.lab.planner.problem import Batch, Candidate, Problem
 from growlab.optim import named_state
+from growlab.parts import Part
 
 # A forward and a backward pass cost about three forward passes.
 _TRAINING_FACTOR = 3
 # Exponent of the average: weights of steps grow as step^6, a window of about an eighth of the training.
 _POWER = 6
-# The step at which the small network grows: when the trial says so.
-_WHEN_TOLD = 10**9
+# The step at which the small network grows: when the trial asks for it.
+_WHEN_ASKED = 10**9
 _FIRST_CHECKPOINT = 5  # steps
 # Times the lowest loss so far that a loss is not by noise.
 _RISE = 1.15
 # Checkpoints count from this part of the probe's cost on.
 _WINDOW = 8
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+#: The name of the full network among the candidates.
+FULL = "full"
+Batch = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A smaller network that growing could start from, or that could stay as it is.
+
+    Attributes:
+        name: what it is called.
+        width: of every width group, relative to the full network.
+        parts: makes the parts that leave something else out, such as blocks.
+        settings: of the configuration, where the plan writes experiments.
+        depth: part of those blocks that a network which never grows has.
+        alone: True if it could be trained to the end as it is; False where only its inputs are smaller at first.
+    """
+
+    name: str
+    width: float = 1.0
+    parts: Callable[[], Sequence[Part]] = list
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    depth: float = 1.0
+    alone: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.width <= 1:
+            raise UserError(f"plan: the width of candidate {self.name} must be above 0 and at most 1.")
+        if not 0 <= self.depth <= 1:
+            raise UserError(f"plan: the depth of candidate {self.name} must be from 0 to 1.")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A training whose budget is to be planned.
+
+    Attributes:
+        make_network: makes the full network.
+        make_optimizer: makes the optimizer of a network with a multiple of its usual rate.
+        batches: maps a number (of an epoch) to its training batches: tuples of inputs and, last, the target.
+        loss: mean loss of a batch from the network's output and the target.
+        held_out: batches that are not trained on, and no test set.
+        example: inputs to trace the network with, [B, ...] with B >= 2 or a tuple.
+        budget_samples: training samples that the full network would see in the whole run.
+        make_method: makes the growth method.
+        candidates: to start small from.
+        seed: of networks and growth.
+        device: where probes train.
+        precision: a context in which networks are called.
+        clip: largest norm of the gradient; None: any.
+        accumulate: batches whose gradients make a step.
+    """
+
+    make_network: Callable[[], nn.Module]
+    make_optimizer: Callable[[nn.Module, float], Optimizer]
+    batches: Callable[[int], Iterable[Batch]]
+    loss: Callable[[Any, Tensor], Tensor]
+    held_out: Sequence[Batch]
+    example: Any
+    budget_samples: float
+    make_method: Callable[[], GrowthMethod] = PairGrowth
+    candidates: Sequence[Candidate] = (Candidate("half_width", 0.5),)
+    seed: int = 0
+    device: torch.device | str = "cpu"
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext
+    clip: float | None = None
+    accumulate: int = 1
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))
+class Settings:
+    """Settings of a plan; `conf/plan/default.yaml` has the same.
+
+    Attributes:
+        size: "full": the full network is wanted in any case; "any": a smaller one will do where it is better.
+        max_cost: part of the budget that probing may spend.
+        multiple: curves are trusted up to so many times the cost that was probed.
+        rates: multiples of the optimizer's rate to choose from, the first in doubt; fewer are tried
+            where little can be spent.
+        latest: part of the budget behind which there is no growing.
+        charge: what was spent on probing counts as part of the budget.
+        start: experiments go on from their probes' last weights, whose cost is taken off their budget.
+        seed: of the draws.
+
+    Raises:
+        pydantic.ValidationError: a value is of another type or out of its range.
+    """
+
+    size: Literal["any", "full"] = "any"
+    max_cost: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    multiple: Annotated[float, Field(ge=1)] = 16.0
+    rates: Annotated[Sequence[Annotated[float, Field(gt=0)]], Field(min_length=1)] = (1.0, 0.5, 2.0)
+    latest: Annotated[float, Field(gt=0, lt=1)] = 0.75
+    charge: bool = False
+    start: bool = False
+    seed: Annotated[int, Field(ge=0)] = 0
 
 
 @dataclass
@@ -61,7 +163,7 @@ class Account:
     seconds: float = 0.0
 
     def affords(self, cost: float) -> bool:
-        """Whether there is so much left."""
+        """True if so much is left."""
         return self.spent + cost <= self.limit
 
     def pay(self, cost: float, trains: bool) -> None:
@@ -125,7 +227,7 @@ class Probe:
             self._grower.follow(self._optimizer, self._average)
         self._batches = _forever(problem.batches)
         self._seconds: list[float] = []
-        self._measure(0.0)
+        self._count_flops(0.0)
         self.network.train()
         self.account.seconds += time.perf_counter() - began
 
@@ -135,7 +237,7 @@ class Probe:
             self.network,
             problem.example,
             method=problem.make_method(),
-            trigger=At({0: candidate.width, _WHEN_TOLD: 1.0}, unit="step"),
+            trigger=At({0: candidate.width, _WHEN_ASKED: 1.0}, unit="step"),
             parts=candidate.parts(),
             seed=problem.seed,
         )
@@ -145,8 +247,8 @@ class Probe:
         )
         return grower
 
-    def _measure(self, share: float) -> None:
-        """FLOPs of a sample as training has it when a share of growth is done, and as evaluation has it."""
+    def _count_flops(self, share: float) -> None:
+        """Count FLOPs of a sample in training, at a fraction of growth, and in evaluation."""
         inputs = network_inputs(self.problem.example, self.network)
         one = tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs)
         self.evaluation_cost = forward_flops(self.network, one) / self.account.total_flops
@@ -161,7 +263,7 @@ class Probe:
 
     @property
     def broken(self) -> bool:
-        """Whether a loss was not finite."""
+        """True if the last loss was not finite."""
         return bool(self.points) and not isfinite(self.points[-1].loss)
 
     @property
@@ -172,7 +274,7 @@ class Probe:
 
     @property
     def rises(self) -> bool:
-        """Whether training breaks down, or its loss is well above what it has been."""
+        """True if training breaks down, or its loss is well above its lowest."""
         return self.broken or (bool(self.points) and self.loss > _RISE * min(p.loss for p in self.points))
 
     @property
@@ -188,12 +290,10 @@ class Probe:
         """
         points = [point for point in self.finite if point.cost >= self.points[-1].cost / _WINDOW]
         points = points if len(points) >= MIN_POINTS else self.finite[-MIN_POINTS:]
-        first, steady = settled([p.cost for p in points], [p.loss for p in points])
-        points = points[first:]
+        cost, loss = tuple(p.cost for p in points), tuple(p.loss for p in points)
+        first, steady = settled(cost, loss)
         try:
-            return Measured(
-                tuple(p.cost for p in points), tuple(p.loss for p in points), self.seconds_per_cost, steady
-            )
+            return Measured(cost[first:], loss[first:], self.seconds_per_cost, steady)
         except ValueError as error:
             name = self.candidate.name if self.candidate else "the full network"
             raise UserError(
@@ -201,12 +301,12 @@ class Probe:
             ) from error
 
     def start(self) -> Start:
-        """What a run can begin with in its place: the network's weights, not averaged, and the optimizer's state."""
+        """Weights, not averaged, and the optimizer's state, for a run to begin with."""
         weights = {name: tensor.detach().cpu().clone() for name, tensor in self.network.state_dict().items()}
         try:
             return Start(weights, named_state(self._optimizer, self.network))
         except ValueError:
-            # Of a kind that no file of weights may hold; `start_from` then begins it anew.
+            # Of a kind that no file of weights may contain; `start_from` then begins it from nothing.
             return Start(weights, None)
 
     # Training ----------------------------------------------------------------------------------------------
@@ -221,13 +321,13 @@ class Probe:
             wary: end where the loss rises.
 
         Returns:
-            Whether it got there: False where the account had no more, training broke down, or the loss rose.
+            True if it got there; False where the account had no more, training broke down, or the loss rose.
         """
         due = self._next_checkpoint()
         while self.cost < cost and self.steps < steps and not self.broken:
-            if self.spent + self._step_cost + self._look_cost > spend:
+            if self.spent + self._step_cost + self._measure_cost > spend:
                 break
-            if not self.account.affords(self._step_cost + self._look_cost):
+            if not self.account.affords(self._step_cost + self._measure_cost):
                 self.evaluate()
                 return False
             if not self._step():
@@ -251,13 +351,13 @@ class Probe:
         return _TRAINING_FACTOR * self.forward_cost * size
 
     @property
-    def _look_cost(self) -> float:
+    def _measure_cost(self) -> float:
         return self.evaluation_cost * self.samples
 
     def _peek(self) -> Batch:
         if not hasattr(self, "_first"):
             self._first = next(self._batches)
-            self._batches = _chain(self._first, self._batches)
+            self._batches = chain([self._first], self._batches)
         return self._first
 
     def _step(self) -> bool:
@@ -290,13 +390,13 @@ class Probe:
         """Held-out loss of the averaged weights; noted as a checkpoint, once for each step."""
         if self.points and self.points[-1].steps == self.steps:
             return self.points[-1].loss
-        loss = self.look()
+        loss = self.measure()
         self.points.append(Checkpoint(self.steps, self.cost, loss))
         return loss
 
     @torch.no_grad()
-    def look(self) -> float:
-        """Held-out loss of the averaged weights."""
+    def measure(self) -> float:
+        """Held-out loss of the averaged weights, without a checkpoint."""
         began, network = time.perf_counter(), self._average.module
         total, seen = 0.0, 0
         with _own_statistics(network):
@@ -336,15 +436,15 @@ class Probe:
         """Grow to the full network, averages and optimizer along with it.
 
         Returns:
-            The loss behind the event; None where the account cannot pay for a look at it and a step to follow.
+            The loss behind the event; None where the account cannot pay for measuring it and a step to follow.
         """
         assert self._grower is not None
         began = time.perf_counter()
-        self._grower.step(step=_WHEN_TOLD)
-        self._measure(1.0)
+        self._grower.step(step=_WHEN_ASKED)
+        self._count_flops(1.0)
         self._seconds.clear()
         self.account.seconds += time.perf_counter() - began
-        return self.look() if self.account.affords(2 * self._look_cost + self._step_cost) else None
+        return self.measure() if self.account.affords(2 * self._measure_cost + self._step_cost) else None
 
 
 def _power_average(averaged: Any, current: Any, number: Any) -> None:
@@ -375,11 +475,6 @@ def _forever(batches: Callable[[int], Any]) -> Iterator[Batch]:
             yield tuple(batch)
         if not number:
             raise UserError("there are no training batches to probe with.")
-
-
-def _chain(first: Batch, rest: Iterator[Batch]) -> Iterator[Batch]:
-    yield first
-    yield from rest
 
 
 def _size(batch: Sequence[Any]) -> int:

@@ -1,4 +1,4 @@
-"""Which probes are run, within what may be spent: rates first, then candidates at equal cost, then growth on trial."""
+"""Search for the verdict within a cost: rates first, then candidates at equal cost, then growth on trial."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,7 @@ import numpy as np
 
 from growlab.base.errors import UserError
 from growlab.lab.planner.fit import MIN_POINTS, Measured, fit
-from growlab.lab.planner.probes import Account, Probe, Start
-from growlab.lab.planner.problem import WHOLE, Candidate, Problem, Settings
+from growlab.lab.planner.probes import FULL, Account, Candidate, Probe, Problem, Settings, Start
 from growlab.lab.planner.verdict import Trial, Verdict, judge
 
 # Parts of what may be spent. What is left over goes to the small candidate that grows.
@@ -33,14 +32,14 @@ class Planned:
     """All that a plan found.
 
     Attributes:
-        settings: what was asked.
+        settings: of the plan.
         measured: each candidate's curve, the full network's first.
         rates: multiple of the usual rate that is best for each.
         trials: of growth.
-        verdict: what to do.
-        account: what it cost.
+        verdict: the answer.
+        account: the cost of probing.
         tried: every probe: candidate, multiple of the rate, steps, cost and last loss.
-        left_out: candidates that could not be probed, and why.
+        left_out: candidates that could not be probed, with the reason.
         flops: forward FLOPs of a sample relative to the full network's, by candidate.
         budget: of the run, in parts of the whole budget.
         starts: each candidate's last weights and optimizer state at its best rate, before any growth.
@@ -68,7 +67,7 @@ def plan(
 
     Args:
         problem: the training.
-        settings: how to go about it; None: as `Settings` has it.
+        settings: of the plan; None: the defaults.
         say: takes lines of progress.
 
     Raises:
@@ -144,7 +143,7 @@ class _Search:
         """A probe at the first rate of each candidate that there can be, the cheapest first."""
         found: dict[str, Probe] = {}
         for candidate in self.problem.candidates:
-            if candidate.name in found or candidate.name == WHOLE:
+            if candidate.name in found or candidate.name == FULL:
                 raise UserError(f"plan: two candidates are called {candidate.name}.")
             try:
                 probe = self._probe(candidate, self.settings.rates[0])
@@ -171,14 +170,14 @@ class _Search:
         """All rates on the cheapest candidate; the best of them is every other's."""
         cheapest, *others = self.candidates
         self.ranked = self._halving(cheapest, self.settings.rates, self._part_of_a_rate())
-        for name in (*others, WHOLE):
+        for name in (*others, FULL):
             self._halving(name, self.ranked[:1], 0.0)
 
     def refine_rates(self, best: str) -> None:
         """As far as means go, the best rates again on what trains on: the leading candidate, and the full network."""
         number = 1 + (self.steps >= _TWO_RATES) + (self.steps >= _ALL_RATES) * len(self.settings.rates)
         cheapest = next(iter(self.candidates))
-        for name in (best, WHOLE):
+        for name in (best, FULL):
             if number > 1 and name != cheapest:
                 self._halving(name, self.ranked[:number], max(self._part_of_a_rate(), self.best[name].spent))
 
@@ -210,7 +209,7 @@ class _Search:
         )
 
     def _at(self, name: str, rate: float) -> Probe:
-        first = self.full if name == WHOLE else self.candidates[name]
+        first = self.full if name == FULL else self.candidates[name]
         first.samples = self.samples
         begun = [first, *([self.best[name]] if name in self.best else [])]
         same = [probe for probe in begun if probe.rate == rate]
@@ -261,9 +260,9 @@ class _Search:
     def extend(self, best: str) -> None:
         """The full network as far as it must be trusted, and then the best candidate with what is left."""
         settings = self.settings
-        self._train(WHOLE, cost=1.001 / settings.multiple)
-        if self.best[WHOLE].broken:
-            self._breaks_down(WHOLE, [self.best[WHOLE].rate])
+        self._train(FULL, cost=1.001 / settings.multiple)
+        if self.best[FULL].broken:
+            self._breaks_down(FULL, [self.best[FULL].rate])
         step = 3 * self._batch_size() * self.full.forward_cost
         trial = 2 * self.samples * self.full.forward_cost + _LEAST_TRIAL * step
         left = self.account.limit - self.account.spent - max(_FOR_TRIAL * settings.max_cost, trial)
@@ -296,7 +295,7 @@ class _Search:
     def conclude(self) -> Planned:
         """Fit and judge."""
         settings = self.settings
-        names = (WHOLE, *(name for name in self.candidates if self._has_curve(name)))
+        names = (FULL, *(name for name in self.candidates if self._has_curve(name)))
         for name in self.candidates:
             if name not in names:
                 probe = self.best[name]
@@ -305,24 +304,19 @@ class _Search:
                 )
         measured = {name: self.curve_of.get(name) or self.best[name].measured() for name in names}
         budget = 1.0 - (self.account.spent if settings.charge else 0.0)
-        curves = fit(measured, WHOLE, settings.multiple, seed=settings.seed)
+        curves = fit(measured, FULL, settings.multiple, seed=settings.seed)
         seconds = {name: one.seconds_per_cost for name, one in measured.items()}
         alone = [one.name for one in self.problem.candidates if one.alone]
         limits = (budget, settings.size, settings.latest, settings.seed)
-        verdict = judge(curves, self.trials, WHOLE, seconds, *limits, alone=alone)
+        verdict = judge(curves, self.trials, FULL, seconds, *limits, alone=alone)
         tried = [
-            {
-                "candidate": probe.candidate.name if probe.candidate else WHOLE,
-                "rate": probe.rate,
-                "steps": probe.steps,
-                "cost": probe.cost,
-                "loss": probe.loss,
-            }
+            {"candidate": probe.candidate.name if probe.candidate else FULL}
+            | {key: getattr(probe, key) for key in ("rate", "steps", "cost", "loss")}
             for probe in self.tried
         ]
         rates = {name: self.best[name].rate for name in names}
         starts = {name: self.best[name].start() for name in names if name not in self.starts} | self.starts
         return Planned(
             *(settings, measured, rates, self.trials, verdict, self.account, tried, self.left_out),
-            *({WHOLE: 1.0, **self.flops}, budget, starts, alone),
+            *({FULL: 1.0, **self.flops}, budget, starts, alone),
         )

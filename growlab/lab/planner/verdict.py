@@ -11,8 +11,8 @@ it is compared with counts also beyond it (`Curves.law`), so that nothing is gai
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -74,8 +74,8 @@ class Growing:
 
     Attributes:
         candidate: its name.
-        switch: cost at which growing gains most as far as curves are trusted, in parts of the budget; what is gained
-            is told of it.
+        switch: cost at which growing gains most as far as curves are trusted, in parts of the budget; gains are those
+            of this switch.
         guess: the same by the median laws, however far they are trusted: where an experiment grows. Late, as a rule.
         loss: by how much the loss at the end of the budget is below that of the best that does not grow, wider by
             `MISSED`.
@@ -128,13 +128,13 @@ class Smaller:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do.
+    """The answer of a plan.
 
     Attributes:
         kind: "grow", "smaller" or "full".
-        decided: whether a gain is more than what laws miss by ("grow", "smaller"), or the laws themselves leave none
+        decided: True if a gain is more than what laws miss by ("grow", "smaller"), or the laws themselves leave none
             ("full"); else it is what to fall back to.
-        candidate: which one grows or stays small; None with "full".
+        candidate: the one that grows or stays small; None with "full".
         reason: one sentence.
         growing: the best way to grow of each candidate that was tried, the best first.
         smaller: each candidate without growing, the best first.
@@ -146,10 +146,6 @@ class Verdict:
     reason: str
     growing: tuple[Growing, ...]
     smaller: tuple[Smaller, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """In plain containers."""
-        return asdict(self)
 
 
 def judge(
@@ -163,7 +159,7 @@ def judge(
     seed: int = 0,
     alone: Collection[str] | None = None,
 ) -> Verdict:
-    """Say which it is.
+    """Give the verdict on the laws and trials of all candidates.
 
     Args:
         curves: of each candidate, the draws of all in step.
@@ -223,7 +219,7 @@ def judge(
 
 
 def _staying(name: str, full: Curves, small: Curves, budget: float) -> Smaller:
-    """What speaks for a candidate that never grows."""
+    """Gains of a candidate that never grows."""
     end, shared = full.law(budget), min(full.probed, small.probed)
     likely = float(np.median(end - small.law(budget)))
     lead = float(np.median(full.law(shared) - small.law(shared)))
@@ -232,7 +228,7 @@ def _staying(name: str, full: Curves, small: Curves, budget: float) -> Smaller:
 
 
 def _limits(curves: Mapping[str, Curves], names: Sequence[str], budget: float) -> str:
-    """What is not known: how far curves are trusted."""
+    """Words on how far curves are trusted."""
     short = [
         f"{name} is trusted to {curves[name].reach / budget:.0%}"
         for name in names
