@@ -13,7 +13,7 @@ from growlab.grower.cost import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
 from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
 from growlab.lab.training.plan import StageCost
-from growlab.recipes.papers.published import published
+from growlab.recipes.papers.paper_table import published
 from growlab.recipes.papers.registry import registry
 from growlab.widths import trace
 from tests.command_line import ROOT

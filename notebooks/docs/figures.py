@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "notebooks" / "results"
 # Figures of studies and plans, which their runs draw: the module that draws each anew from the tables in its folder.
 OF_RUNS = {
-    "hyperfan_continual_regression/losses.png": "growlab.recipes.papers.studies.continual_regression_figure",
-    "hyperfan_continual_regression_lookahead/losses.png": "growlab.recipes.papers.studies.continual_regression_figure",
+    "hyperfan_continual_regression/losses.png": "growlab.recipes.papers.studies.continual_regression",
+    "hyperfan_continual_regression_lookahead/losses.png": "growlab.recipes.papers.studies.continual_regression",
     "isotropic_appendices/appendices.png": "growlab.recipes.papers.studies.isotropic_appendices",
     "isotropic_invariance/invariance.png": "growlab.recipes.papers.studies.isotropic_invariance",
     **{

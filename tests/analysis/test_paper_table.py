@@ -11,8 +11,7 @@ from growlab.base.errors import UserError
 from growlab.lab.analysis import load_runs, summarise
 from growlab.lab.analysis.grid import Grid
 from growlab.lab.analysis.paired import compare_pairs, paired_table
-from growlab.recipes.papers.paper_table import paper_table
-from growlab.recipes.papers.published import published, published_for
+from growlab.recipes.papers.paper_table import paper_table, published, published_for
 
 from .fake_runs import write_run
 

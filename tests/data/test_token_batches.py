@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from growlab.recipes.translation.data import PairLoader
+from growlab.recipes.translation.data import PairLoader, TokenPlan
 from growlab.recipes.translation.sentence_pairs import Side
-from growlab.recipes.translation.token_batches import TokenPlan
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, 200)
 

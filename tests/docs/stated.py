@@ -18,8 +18,8 @@ from growlab.lab.analysis.paired import interval
 from growlab.lab.analysis.results import Run, load_runs, open_run
 from growlab.lab.analysis.schedules import times_to_scores
 from growlab.lab.analysis.tables import summarise
-from growlab.recipes.papers.published import published
-from growlab.recipes.papers.statistics import last_width, score
+from growlab.recipes.papers.paper_table import published
+from growlab.recipes.papers.verdicts import last_width, score
 from tests.command_line import ROOT
 
 RESULTS = ROOT / "notebooks" / "results"

@@ -13,8 +13,8 @@ import pandas
 from scipy.stats import t as student_t
 
 from growlab.lab.analysis.paired import interval
-from growlab.recipes.papers.published import published
-from growlab.recipes.papers.statistics import first_loss
+from growlab.recipes.papers.paper_table import published
+from growlab.recipes.papers.verdicts import first_loss
 from tests.docs.stated import (
     ALONE,
     EIGHT,

@@ -16,9 +16,8 @@ from growlab.lab.analysis.paired import compare_pairs, paired_table
 from growlab.lab.analysis.results import Run, load_runs
 from growlab.lab.analysis.schedules import time_to_score_table, times_to_scores
 from growlab.lab.analysis.tables import Row, summarise, write_table
-from growlab.recipes.papers.paper_table import paper_table
-from growlab.recipes.papers.published import published
-from growlab.recipes.papers.statistics import first_loss
+from growlab.recipes.papers.paper_table import paper_table, published
+from growlab.recipes.papers.verdicts import first_loss
 from tests.command_line import ROOT
 
 RESULTS = ROOT / "notebooks" / "results"

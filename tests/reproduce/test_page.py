@@ -15,8 +15,16 @@ from growlab.lab.analysis.results import open_run
 from growlab.lab.analysis.style import display_name
 from growlab.recipes.papers.page import Standing, page, standings
 from growlab.recipes.papers.registry import Check, Item, Registry, Rows, registry
-from growlab.recipes.papers.statistics import width_gained, width_given_back
-from growlab.recipes.papers.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, _runs, outcome
+from growlab.recipes.papers.verdicts import (
+    CONTRADICTED,
+    HOLDS,
+    ONE_RUN,
+    UNDECIDED,
+    _runs,
+    outcome,
+    width_gained,
+    width_given_back,
+)
 from tests.analysis.fake_runs import write_run
 from tests.command_line import ROOT
 from tests.parts_here import needs
@@ -376,4 +384,5 @@ def test_widths_are_counted_where_classes_come_and_go(tmp_path: Path) -> None:
     assert math.isnan(width_gained(run)) and math.isnan(width_given_back(run))
     task = "data: {class_schedule: {0: [0, 1], 2: [0, 1, 2, 3], 4: [2, 5, 7]}}"
     (run.path / "config.yaml").write_text(task, encoding="utf-8")
+    run = open_run(run.path)
     assert (width_gained(run), width_given_back(run)) == (6.0, 5.0)

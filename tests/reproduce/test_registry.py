@@ -12,9 +12,9 @@ from growlab.base.errors import UserError
 from growlab.lab.analysis.figures import FIGURES
 from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
 from growlab.recipes.papers.page import Standing
-from growlab.recipes.papers.published import published
+from growlab.recipes.papers.paper_table import published
 from growlab.recipes.papers.registry import _split, drawn, experiment, registry
-from growlab.recipes.papers.statistics import QUANTITIES
+from growlab.recipes.papers.verdicts import QUANTITIES
 from tests.command_line import ROOT
 from tests.parts_here import needs
 

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from growlab.base.files import write_json
-from growlab.recipes.papers import runs
-from growlab.recipes.papers.__main__ import _tell, main
+from growlab.recipes.papers import __main__ as runs
+from growlab.recipes.papers.__main__ import Place, Training, _tell, command, main
 from growlab.recipes.papers.registry import Job, registry
-from growlab.recipes.papers.runs import Place, Training, command
 from tests.analysis.fake_runs import write_run
 from tests.command_line import ROOT
 from tests.parts_here import needs
@@ -248,9 +247,9 @@ def test_missing_data_leaves_out_its_runs_alone(
 # The command itself, with runs that count.
 COMMAND = f"""
 import sys
-from growlab.recipes.papers import __main__ as command, runs
+from growlab.recipes.papers import __main__ as command
 line = lambda job, place, *_: [sys.executable, "-c", {COUNTER!r}, str(place.runs / job.folder), "10000"]
-runs.command = line
+command.command = line
 command.device = lambda paper: ()
 command.runs_at_once = lambda item, paper: 1
 sys.exit(command.main(sys.argv[1:]))

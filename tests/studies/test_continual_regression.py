@@ -9,7 +9,6 @@ import torch
 
 from growlab.parts.hypernets import emitted
 from growlab.recipes.papers.studies import continual_regression as study
-from growlab.recipes.papers.studies.continual_regression_figure import _chosen, rest
 from tests.command_line import CommandLine
 
 
@@ -140,10 +139,12 @@ def test_losses_of_each_seed_are_those_behind_the_means() -> None:
 def test_the_figure_picks_out_four_that_trained() -> None:
     losses = {"hyperfan_in": 0.3, "kaiming_in": None, "xavier_in": 0.2, "xavier_out": 0.1, "kaiming_out": 0.5}
     rows = [{"initialisation": name, "loss_when_learnt": [loss] * 3} for name, loss in losses.items()]
-    assert _chosen(rows) == ["hyperfan_in", "kaiming_out", "xavier_out", "xavier_in"]
-    others, diverged = rest(rows, _chosen(rows))
-    assert diverged == [row["initialisation"] for row in rows if None in row["loss_when_learnt"]] != []
-    assert sorted([*_chosen(rows), *others, *diverged]) == sorted(row["initialisation"] for row in rows)
+    rows.append({"initialisation": "last", "loss_when_learnt": [0.4] * 3})
+    assert study.sorted_out(rows) == (
+        ["hyperfan_in", "kaiming_out", "xavier_out", "xavier_in"],
+        ["last"],
+        ["kaiming_in"],
+    )
 
 
 def test_what_diverges_at_every_rate_is_told_so(cli: CommandLine, tmp_path: Path) -> None:

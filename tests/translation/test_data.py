@@ -8,8 +8,7 @@ import pytest
 
 from growlab.base.errors import UserError
 from growlab.recipes.translation.data import TranslationData
-from growlab.recipes.translation.sentence_pairs import Preparation, open_pairs
-from growlab.recipes.translation.subwords import SentencePiece, SubwordNMT
+from growlab.recipes.translation.sentence_pairs import Preparation, SentencePiece, SubwordNMT, open_pairs
 
 
 def test_raw_text_comes_back(data, folder):

@@ -10,10 +10,9 @@ from torch import Tensor
 from growlab.base.errors import UserError
 from growlab.growth import Net2Net, VarianceTransfer, grow, plant
 from growlab.recipes.translation import FairseqTransformer
-from growlab.recipes.translation.export import fairseq_checkpoint
 from growlab.recipes.translation.library import fairseq_module
-from growlab.recipes.translation.sentence_pairs import SentencePairs
-from growlab.recipes.translation.subwords import Words
+from growlab.recipes.translation.network import fairseq_checkpoint
+from growlab.recipes.translation.sentence_pairs import SentencePairs, Words
 from growlab.widths import trace
 
 

@@ -1,20 +1,183 @@
 """`python -m growlab reproduce [NAME]` trains what is missing of the papers' tables and figures; --list names them."""
 
 import argparse
+import json
+import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import yaml
 
 from growlab.base.command_parser import CommandParser, amount, count
 from growlab.base.errors import UserError
-from growlab.base.files import write_text
-from growlab.lab.analysis.results import Run, open_run
+from growlab.base.files import FAILURE, write_text
+from growlab.lab.analysis.results import open_run
+from growlab.lab.training.processes import path_override
+from growlab.lab.training.run_folder import is_held
 from growlab.recipes.papers.registry import Item, Job, Registry, drawn, registry
-from growlab.recipes.papers.runs import Place, Training, device, runs_at_once
+
+
+@dataclass(frozen=True)
+class Place:
+    """Folders of the runs and of their data, and the device.
+
+    Attributes:
+        runs: the folder of all runs.
+        data: folder above the data sets' own; None: $GROWLAB_DATA, else ~/.cache/growlab.
+        device: overrides that choose the device.
+    """
+
+    runs: Path
+    data: Path | None = None
+    device: tuple[str, ...] = ()
+
+    def root(self, registry: Registry, name: str) -> Path | None:
+        """Folder of a data set; None for one that growlab brings along.
+
+        Raises:
+            UserError: it is not there.
+        """
+        about = registry.data[name]
+        if about.get("built_in"):
+            return None
+        above = self.data or Path(os.environ.get("GROWLAB_DATA") or Path.home() / ".cache" / "growlab")
+        for folder in (above / other for other in (name, *about.get("also", ()))):
+            if folder.is_dir() and any(folder.iterdir()):
+                return folder
+        raise UserError(
+            f"{name} is not in {above}: name the folder above it with --data, or let growlab download it once, "
+            f"python -m growlab data={name}, where it can."
+        )
+
+    def done(self, job: Job) -> bool:
+        """True if a job has left its result."""
+        folder = self.runs / job.folder
+        return (folder / "results.json").is_file() or (job.is_study and (folder / "summary.json").is_file())
+
+
+def command(job: Job, place: Place, registry: Registry, num_threads: int | None = None) -> list[str]:
+    """Command line of one job: a sweep of one run, which is resumed, or skipped when done.
+
+    A run that has begun keeps its precision, on whatever machine it is resumed.
+    """
+    root = None if job.data is None else place.root(registry, job.data)
+    experiment, _, folder = job.folder.partition("/")
+    begun = place.runs / job.folder / "config.yaml"
+    device = list(place.device)
+    if begun.is_file():
+        precision = yaml.safe_load(begun.read_text(encoding="utf-8"))["trainer"]["precision"]
+        device.append(f"trainer.precision={precision}")
+    return [
+        *(sys.executable, "-m", "growlab", "-m", f"experiment={job.experiment}", *job.overrides),
+        *([] if root is None else [path_override("data.root", root.resolve())]),
+        *([] if job.is_study else [*device, "ckpt_path=last"]),
+        *([] if num_threads is None or job.is_study else [f"num_threads={num_threads}"]),
+        "hydra.sweeper.params=null",
+        path_override("hydra.sweep.dir", (place.runs / experiment).resolve()),
+        f"hydra.sweep.subdir='{folder}'",
+    ]
+
+
+class Training:
+    """Train jobs until `stop`, which lets the runs at work save and end.
+
+    A job that fails leaves the others alone: of a sweep over learning rates some diverge. One that another process
+    trains is skipped.
+
+    Args:
+        place: the folders and the device.
+        registry: of the data sets.
+        at_once: number of runs at the same time.
+    """
+
+    def __init__(self, place: Place, registry: Registry, at_once: int = 1) -> None:
+        self.stopped = False
+        self._place, self._registry, self._at_once = place, registry, at_once
+        self._running: set[subprocess.Popen[bytes]] = set()
+
+    def stop(self) -> None:
+        """Start no further run; those at work save at the end of their step."""
+        self.stopped = True
+        for process in tuple(self._running):
+            process.terminate()
+
+    def train(self, jobs: Sequence[Job], seconds: float) -> list[str]:
+        """Train jobs in this order and return the folders of those that failed.
+
+        Args:
+            jobs: to be trained.
+            seconds: until `stop`.
+
+        Raises:
+            UserError: data is missing.
+        """
+        deadline = Timer(max(seconds, 0.0), self.stop)
+        deadline.start()
+        try:
+            with ThreadPoolExecutor(self._at_once) as pool:
+                return [folder for folder in pool.map(self._failed, jobs) if folder]
+        finally:
+            deadline.cancel()
+
+    def _failed(self, job: Job) -> str | None:
+        """Train a job; its folder if it failed."""
+        if self.stopped:
+            return None
+        folder = self._place.runs / job.folder
+        if is_held(folder):
+            print(f"{job.folder}: another process is at work on it", flush=True)
+            return None
+        print(job.folder, flush=True)
+        threads = None if self._at_once == 1 else max(1, len(os.sched_getaffinity(0)) // self._at_once)
+        # In a session of its own, so that Ctrl-C and a closing terminal reach it as `stop` alone.
+        with subprocess.Popen(
+            command(job, self._place, self._registry, threads),
+            stdout=subprocess.DEVNULL,
+            stderr=None if self._at_once == 1 else subprocess.DEVNULL,
+            start_new_session=True,
+        ) as process:
+            self._running.add(process)
+            if self.stopped:
+                process.terminate()
+            code = process.wait()
+            self._running.discard(process)
+        if self.stopped or self._place.done(job) or is_held(folder):
+            return None
+        path = folder / FAILURE
+        reason = f": {json.loads(path.read_text(encoding='utf-8'))['reason']}" if path.is_file() else ""
+        print(f"{job.folder} failed (exit code {code}){reason}", flush=True)
+        return job.folder
+
+
+def device(about: Mapping[str, Any]) -> tuple[str, ...]:
+    """Overrides for a GPU, or for a CPU that may multiply matrices in bfloat16 faster than in float32."""
+    # Imported here: a list of entries need not wait for torch.
+    import torch
+
+    if torch.cuda.is_available():
+        return tuple(about.get("gpu", ()))
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    fast = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
+    return ("trainer=cpu", *(about.get("cpu_bfloat16", ()) if fast else ()))
+
+
+def runs_at_once(item: Item, about: Mapping[str, Any]) -> int:
+    """Number of runs that train at the same time: several on a GPU that one leaves idle, one on a CPU."""
+    import torch
+
+    several = item.gpu_runs if item.gpu_runs is not None else about.get("gpu_runs", 1)
+    return int(several) if torch.cuda.is_available() else 1
+
 
 _RESULTS = Path("notebooks", "results")
 # Seeds of numpy end here.
@@ -54,28 +217,25 @@ def _parser() -> CommandParser:
         epilog="Example: growlab reproduce table2 --minutes 60",
         allow_abbrev=False,
     )
-    parser.add_argument("name", metavar="NAME", nargs="?", help="a table or figure; --list names them")
-    parser.add_argument(
-        "--list", action="store_true", help="print the number of rows of each entry, and stop"
-    )
-    parser.add_argument("--minutes", type=amount, default=60.0, help="save and end after so many (60)")
-    parser.add_argument(
-        "--at-once",
-        type=count,
-        metavar="N",
-        help="train so many runs at the same time (several small ones on a GPU, one on a CPU)",
-    )
-    parser.add_argument("--seeds", type=_seeds, metavar="0,1", help="these seeds alone")
-    parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="folder above the data sets' ($GROWLAB_DATA)"
-    )
-    parser.add_argument(
-        "--runs", type=Path, metavar="DIR", default=Path("runs"), help="folder of runs (runs)"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="estimate the time from runs that have finished, and stop"
-    )
-    parser.add_argument("--page", type=Path, metavar="DIR", help="make the docs' page from the rows in DIR")
+    options: dict[str, dict[str, Any]] = {
+        "name": {"metavar": "NAME", "nargs": "?", "help": "a table or figure; --list names them"},
+        "--list": {"action": "store_true", "help": "print the number of rows of each entry, and stop"},
+        "--minutes": {"type": amount, "default": 60.0, "help": "save and end after so many (60)"},
+        "--at-once": {
+            **{"type": count, "metavar": "N"},
+            "help": "train so many runs at the same time (several small ones on a GPU, one on a CPU)",
+        },
+        "--seeds": {"type": _seeds, "metavar": "0,1", "help": "these seeds alone"},
+        "--data": {"type": Path, "metavar": "DIR", "help": "folder above the data sets' ($GROWLAB_DATA)"},
+        "--runs": {"type": Path, "metavar": "DIR", "default": Path("runs"), "help": "folder of runs (runs)"},
+        "--dry-run": {
+            "action": "store_true",
+            "help": "estimate the time from runs that have finished, and stop",
+        },
+        "--page": {"type": Path, "metavar": "DIR", "help": "make the docs' page from the rows in DIR"},
+    }
+    for name, settings in options.items():
+        parser.add_argument(name, **settings)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="of --page")
     return parser
 
@@ -104,9 +264,24 @@ def _run(arguments: argparse.Namespace, end: float) -> None:
         return
     items = [known.find(arguments.name)] if arguments.name else list(known.items.values())
     if arguments.list:
-        _list(known, items, arguments)
+        from growlab.recipes.papers.page import standings
+
+        place = Place(arguments.runs)
+        for standing in standings(known, _RESULTS if _RESULTS.is_dir() else None, arguments.seeds):
+            item = standing.item
+            if item in items:
+                there = f"{sum(map(place.done, standing.jobs)):3d} of {len(standing.jobs):3d} in {place.runs}"
+                print(f"{item.name:30s} {there}; kept: {standing.rows_text}\n{'':30s} {standing.verdict}")
         return
-    _check_writable(arguments.runs)
+    try:
+        # Before anything is trained for the folder.
+        arguments.runs.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=arguments.runs):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{arguments.runs} cannot take runs: {error.strerror}; name another with --runs."
+        ) from error
     for item in items:
         try:
             if time.monotonic() < end:
@@ -115,30 +290,6 @@ def _run(arguments: argparse.Namespace, end: float) -> None:
             if arguments.name:
                 raise
             print(f"{item.name}: {error}", file=sys.stderr)
-
-
-def _check_writable(runs: Path) -> None:
-    """Refuse a folder before anything is trained for it."""
-    try:
-        runs.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=runs):
-            return
-    except OSError as error:
-        raise UserError(f"{runs} cannot take runs: {error.strerror}; name another with --runs.") from error
-
-
-def _list(known: Registry, items: Sequence[Item], arguments: argparse.Namespace) -> None:
-    from growlab.recipes.papers.page import standings
-
-    place = Place(arguments.runs)
-    results = _RESULTS if _RESULTS.is_dir() else None
-    for standing in standings(known, results, arguments.seeds):
-        item = standing.item
-        if item in items:
-            jobs = item.jobs(arguments.seeds)
-            here = sum(map(place.done, jobs))
-            print(f"{item.name:30s} {here:3d} of {len(jobs):3d} in {place.runs}; kept: {standing.rows_text}")
-            print(f"{'':30s} {standing.verdict}")
 
 
 def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, end: float) -> None:
@@ -190,12 +341,8 @@ def _signals(training: Training) -> Iterator[list[int]]:
         received.append(number)
         training.stop()
 
-    numbers = [
-        number
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) != signal.SIG_IGN
-    ]
-    before = {number: signal.signal(number, stop) for number in numbers}
+    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {one: signal.signal(one, stop) for one in heard if signal.getsignal(one) != signal.SIG_IGN}
     try:
         yield received
     finally:
@@ -208,15 +355,11 @@ def _estimate(item: Item, left: Sequence[Job], place: Place, at_once: int) -> st
     if item.minutes is not None:
         return f"{item.minutes:g} minutes of one CPU core each"
     here = [open_run(place.runs / job.folder) for job in item.jobs() if place.done(job)]
-    paces = [pace for run in here if (pace := _seconds_per_epoch(run))]
+    paces = [run.results["seconds"] / run.results["epochs"] for run in here if run.results.get("seconds")]
     if not paces:
         return "no finished run in this folder to estimate their time from"
     minutes = sum(paces) / len(paces) * sum(job.epochs or 0 for job in left) / at_once / 60
     return f"about {minutes / 60:.1f} hours at the pace of {len(paces)} finished run(s)"
-
-
-def _seconds_per_epoch(run: Run) -> float:
-    return (run.results.get("seconds") or 0.0) / run.results.get("epochs", 1)
 
 
 def _tell(item: Item, place: Place, seeds: Sequence[int] | None = None) -> None:

@@ -1,16 +1,16 @@
-"""The page of the docs that holds every table and figure of the papers against our rows."""
+"""The page of the docs that compares every table and figure of the papers with our rows."""
 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 
 from growlab.base.files import FAILURE
 from growlab.lab.analysis.results import Run, open_run
 from growlab.lab.analysis.tables import summarise
-from growlab.recipes.papers.paper_table import paper_table
-from growlab.recipes.papers.published import published_for
+from growlab.recipes.papers.paper_table import paper_table, published_for
 from growlab.recipes.papers.registry import Item, Job, Registry, Rows
 from growlab.recipes.papers.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, Outcome, outcome, signed
 
@@ -40,7 +40,7 @@ stagewise_norm` is what figures call "ours (variance transfer + rates by age)", 
 
 @dataclass(frozen=True)
 class Standing:
-    """An entry beside what is there of it.
+    """An entry and its rows.
 
     Attributes:
         item: the entry.
@@ -75,27 +75,20 @@ class Standing:
     @cached_property
     def num_whole(self) -> int:
         """Number of runs that are kept and of the paper's length; a study is one."""
-        studies = [
-            rows for rows, runs in self.kept if rows.kind == "whole" and self._is_study(rows) and not runs
-        ]
-        return len(self._of_kind("whole")) + len(studies)
-
-    def _is_study(self, rows: Rows) -> bool:
-        return self.results is not None and (self.results / rows.folder / "summary.json").is_file()
+        empty = [rows.folder for rows, runs in self.kept if rows.kind == "whole" and not runs]
+        studies = [(self.results or Path()) / folder / "summary.json" for folder in empty]
+        return len(self._of_kind("whole")) + sum(path.is_file() for path in studies)
 
     @cached_property
     def num_diverged(self) -> int:
         """Number of runs in full length whose loss became infinite or NaN."""
-        folders = [rows.folder for rows in self.item.rows if rows.kind == "whole"] if self.results else []
-        failures = [
-            json.loads(path.read_text(encoding="utf-8"))
-            for folder in folders
-            for path in (self.results or Path()).glob(f"{folder}/*/{FAILURE}")
-        ]
+        folders = [rows.folder for rows, _ in self.kept if rows.kind == "whole"]
+        paths = [path for each in folders for path in (self.results or Path()).glob(f"{each}/*/{FAILURE}")]
+        failures = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        wanted = None if self.seeds is None else {f"seed={seed}" for seed in self.seeds}
         return sum(
-            "NaN or infinite" in failure["reason"]
-            and (self.seeds is None or any(f"seed={seed}" in failure["overrides"] for seed in self.seeds))
-            for failure in failures
+            "NaN or infinite" in one["reason"] and (wanted is None or bool(wanted & {*one["overrides"]}))
+            for one in failures
         )
 
     @property
@@ -106,37 +99,32 @@ class Standing:
     @property
     def rows_text(self) -> str:
         """Numbers of the runs that are there, of shorter ones and of others."""
-        beside = sum(map(self.item.is_beside_table, self.jobs))
-        there = sum(_is_at_equal_flops(run) for run in self._of_kind("whole"))
-        at_equal_flops = (
-            f", of these {there} of {beside} at equal FLOPs, which the paper does not have" if beside else ""
-        )
-        parts = [f"{self.num_whole} of {len(self.jobs)}{at_equal_flops}"]
+        parts = [f"{self.num_whole} of {len(self.jobs)}"]
+        if added := sum(map(self.item.is_beside_table, self.jobs)):
+            there = sum("method=equal_flops" in run.results["overrides"] for run in self._of_kind("whole"))
+            parts[0] += f", of these {there} of {added} at equal FLOPs, which the paper does not have"
         if self.num_diverged:
             parts.append(f"{self.num_diverged} diverged")
         for kind, word in (("shortened", "shortened"), ("other", "others")):
             if runs := self._of_kind(kind):
                 epochs = sorted({run.results["epochs"] for run in runs})
-                between = f"{epochs[0]}" if len(epochs) == 1 else f"{epochs[0]} to {epochs[-1]}"
+                between = " to ".join(map(str, dict.fromkeys((epochs[0], epochs[-1]))))
                 parts.append(f"{len(runs)} {kind if len(runs) == 1 else word} ({between} epochs)")
-        parts += [rows.note for rows in self.item.rows if rows.note and self.results is not None]
+        parts += [rows.note for rows, _ in self.kept if rows.note]
         return "; ".join(parts)
 
     def _is_of_shorter(self, one: Outcome) -> bool:
         """True if a statement is compared with shortened rows alone."""
-        whole, shorter = (
-            {rows.folder for rows in self.item.rows if (rows.kind == "whole") == kind}
-            for kind in (True, False)
-        )
+        whole = {rows.folder for rows in self.item.rows if rows.kind == "whole"}
         sides = {side.partition("/")[0] for side in (one.check.first, one.check.second) if side}
-        return sides <= shorter - whole
+        return sides <= {rows.folder for rows in self.item.rows} - whole
 
     @property
     def verdict(self) -> str:
-        """In a few words, and what is left to run."""
+        """In a few words, and the runs that are left to do."""
         stated = [one for one in self.outcomes if not one.check.ours]
         at_length = [one for one in stated if not self._is_of_shorter(one)]
-        said = _counted(at_length)
+        counts = _counted(at_length)
         if not self.num_whole:
             parts = ["not run at this length" if stated or self._of_kind("shortened") else "not run"]
         elif not at_length:
@@ -146,24 +134,18 @@ class Standing:
         elif all(one.verdict == HOLDS for one in at_length):
             parts = ["reproduced"]
         else:
-            in_part = f" {HOLDS}" in said and CONTRADICTED not in said
-            parts = [f"reproduced in part: {said}" if in_part else said]
+            in_part = f" {HOLDS}" in counts and CONTRADICTED not in counts
+            parts = [f"reproduced in part: {counts}" if in_part else counts]
         if shortened := _counted(one for one in stated if self._is_of_shorter(one)):
             parts.append(f"shortened: {shortened}")
         if ours := _counted(one for one in self.outcomes if one.check.ours):
             parts.append(f"of what we asked: {ours}")
         if self.num_left:
-            epochs = sorted({job.epochs for job in self.jobs if job.epochs})
-            *first, last = map(str, epochs or [0])
-            length = (
-                f" of {' or '.join([*([', '.join(first)] if first else []), last])} epochs" if epochs else ""
-            )
+            epochs = [str(one) for one in sorted({job.epochs for job in self.jobs if job.epochs})]
+            listed = " or ".join([*([", ".join(epochs[:-1])] if epochs[:-1] else []), *epochs[-1:]])
+            length = f" of {listed} epochs" if epochs else ""
             parts.append(f"it takes {self.num_left} run{'' if self.num_left == 1 else 's'}{length}")
         return "; ".join(parts)
-
-
-def _is_at_equal_flops(run: Run) -> bool:
-    return "method=equal_flops" in run.results["overrides"]
 
 
 def _counted(outcomes: Iterable[Outcome]) -> str:
@@ -174,7 +156,7 @@ def _counted(outcomes: Iterable[Outcome]) -> str:
 
 
 def standings(registry: Registry, results: Path | None, seeds: Sequence[int] | None = None) -> list[Standing]:
-    """Every entry beside what is there of it, of these seeds or of those that its commands name."""
+    """Every entry and its rows, of these seeds or of those that its commands name."""
     asked = None if seeds is None else tuple(seeds)
     return [Standing(item, results, asked) for item in registry.items.values()]
 
@@ -188,11 +170,12 @@ def page(registry: Registry, results: Path) -> str:
     """
     all_standings = standings(registry, results)
     every = [(s.item, one) for s in all_standings for one in s.outcomes]
-    outcomes = [(item, one) for item, one in every if not one.check.ours]
-    own = [(item, one) for item, one in every if one.check.ours]
-    against = [(item, one) for item, one in outcomes if one.verdict == CONTRADICTED]
-    away = [(item, one) for item, one in outcomes if one.verdict == ONE_RUN and one.points_away]
-    undecided = [(item, one) for item, one in outcomes if one.verdict == UNDECIDED]
+    stated = [(item, one) for item, one in every if not one.check.ours]
+    away = [(item, one) for item, one in stated if one.verdict == ONE_RUN and one.points_away]
+    against, undecided = (
+        [(item, one) for item, one in stated if one.verdict == verdict]
+        for verdict in (CONTRADICTED, UNDECIDED)
+    )
     parts = [
         _INTRODUCTION,
         "## What our rows contradict\n",
@@ -204,98 +187,74 @@ def page(registry: Registry, results: Path) -> str:
         _statements(undecided, grouped=True),
         "## What we asked beside them\n",
         "No paper states these: other data and rates, and algorithms that a paper gives without an experiment.\n",
-        _statements(own, verdict=True),
+        _statements([(item, one) for item, one in every if one.check.ours], verdict=True),
     ]
     for paper, about in registry.papers.items():
         entries = [standing for standing in all_standings if standing.item.paper == paper]
         parts += [f"## {about['title']}\n", _entries(entries)]
         parts += [about["note"] + "\n"] if "note" in about else []
-        held = [(s.item, one) for s in entries for one in s.outcomes if not one.check.ours]
-        if held:
-            parts += ["Statements and rows:\n", _statements(held, verdict=True)]
-        for standing in entries:
-            if standing.item.table and standing.kept:
-                parts += [_beside(standing)]
+        of_paper = [(item, one) for item, one in stated if item.paper == paper]
+        if of_paper:
+            parts += ["Statements and rows:\n", _statements(of_paper, verdict=True)]
+        parts += [_with_published(one) for one in entries if one.item.table and one.kept]
     return "\n".join(parts)
 
 
 def _entries(own: Sequence[Standing]) -> str:
-    head = ["what", "published", "command", "our rows", "verdict"]
     rows = []
     for standing in own:
         item = standing.item
-        commands = "<br>".join(f"`python -m growlab -m {command}`" for command in item.commands)
-        rows.append(
-            [
-                item.title,
-                item.claim,
-                f"`python -m growlab reproduce {item.name}`<br>{commands}",
-                standing.rows_text,
-                standing.verdict,
-            ]
-        )
-    return _table(head, rows)
-
-
-def _like(outcomes: Iterable[tuple[Item, Outcome]]) -> Iterable[list[tuple[Item, Outcome]]]:
-    """Statements of a study that differ in the second initialisation alone, together."""
-    groups: dict[tuple[str, ...], list[tuple[Item, Outcome]]] = {}
-    for item, one in outcomes:
-        check = one.check
-        of = (check.first, check.quantity, check.study[0]) if check.study else (check.says,)
-        groups.setdefault((item.name, *of), []).append((item, one))
-    return groups.values()
+        commands = [f"reproduce {item.name}", *(f"-m {command}" for command in item.commands)]
+        cell = "<br>".join(f"`python -m growlab {command}`" for command in commands)
+        rows.append([item.title, item.claim, cell, standing.rows_text, standing.verdict])
+    return _table(["what", "published", "command", "our rows", "verdict"], rows)
 
 
 def _statements(
-    outcomes: Iterable[tuple[Item, Outcome]], verdict: bool = False, grouped: bool = False
+    outcomes: Sequence[tuple[Item, Outcome]], verdict: bool = False, grouped: bool = False
 ) -> str:
-    """A table of statements, of which those about the same initialisation take a line if they are grouped."""
-    outcomes = list(outcomes)
+    """A table of statements; those of a study that differ in the second initialisation alone may share a line."""
     if not outcomes:
         return "Nothing.\n"
-    head = ["entry", "statement", "ours", "epochs", "published difference", *(["verdict"] if verdict else [])]
+    lines: dict[tuple[object, ...], list[tuple[Item, Outcome]]] = {}
+    for number, (item, one) in enumerate(outcomes):
+        check = one.check
+        of = (check.first, check.quantity, check.study[0]) if check.study else (check.says,)
+        lines.setdefault((item.name, *of) if grouped else (number,), []).append((item, one))
     rows: list[list[str]] = []
-    for (item, one), *others in _like(outcomes) if grouped else ([pair] for pair in outcomes):
+    for (item, one), *others in lines.values():
         epochs = "" if one.epochs is None else str(one.epochs)
         if one.published_epochs not in (None, one.epochs):
             epochs += f" (published: {one.published_epochs})"
         theirs = "" if one.published is None else signed(one.published)
         if one.within is not None:
             theirs += ", in our interval" if one.within else ", outside our interval"
-        says = ", ".join(
-            [one.says(), *(f"`{other.check.study[1]}`" for _, other in others if other.check.study)]
-        )
+        more = [f"`{other.check.study[1]}`" for _, other in others if other.check.study]
         # A difference and its interval stay in one line, however narrow the column.
         ours = "<br>".join(
             each.text().replace(" ", "\u00a0") for each in (one, *(other for _, other in others))
         )
         # A long name breaks behind an underscore, and nowhere else.
-        row = [f"<code>{item.name.replace('_', '_<wbr>')}</code>", says, ours, epochs, theirs]
-        rows.append([*row, one.verdict] if verdict else row)
+        name = f"<code>{item.name.replace('_', '_<wbr>')}</code>"
+        rows.append([name, ", ".join([one.says(), *more]), ours, epochs, theirs])
+        rows[-1] += [one.verdict] if verdict else []
+    head = ["entry", "statement", "ours", "epochs", "published difference", *(["verdict"] if verdict else [])]
     return _table(head, rows)
 
 
-def _beside(standing: Standing) -> str:
+def _with_published(standing: Standing) -> str:
     """A table of the rows of the paper's length, and one of shorter ones: their numbers do not compare."""
     tables, compared = [], False
     for whole in (True, False):
-        runs = [
-            run for rows, of_folder in standing.kept if (rows.kind == "whole") == whole for run in of_folder
-        ]
-        if runs:
-            rows = summarise(runs, lambda sentence: None)
-            compared |= any(published_for(row.group) for row in rows)
-            # A table of several networks would be wider than the page.
-            for task in dict.fromkeys((row.group.model, row.group.data) for row in rows):
-                own = [row for row in rows if (row.group.model, row.group.data) == task]
-                tables.append(paper_table(own).markdown() + "\n")
-    beside = (
-        "beside the published values"
-        if compared
-        else "our rows alone: the paper has none of this network and data"
-    )
-    return "\n".join([f"### {standing.item.title}, {beside}\n", *tables])
+        runs = [run for rows, own in standing.kept if (rows.kind == "whole") == whole for run in own]
+        rows = summarise(runs, lambda sentence: None)
+        compared |= any(published_for(row.group) for row in rows)
+        # A table of several networks would be wider than the page.
+        for _, own in groupby(rows, lambda row: row.group.task):
+            tables.append(paper_table(list(own)).markdown() + "\n")
+    none = "our rows alone: the paper has none of this network and data"
+    words = "beside the published values" if compared else none
+    return "\n".join([f"### {standing.item.title}, {words}\n", *tables])
 
 
 def _runs(results: Path, rows: Rows) -> list[Run]:
@@ -304,8 +263,5 @@ def _runs(results: Path, rows: Rows) -> list[Run]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return (
-        "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-        + "\n"
-    )
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in (head, ["---"] * len(head), *rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,12 +1,96 @@
-"""`growlab paper DIR...`: a table like the paper's, methods by networks, published values beside ours."""
+"""Published values (L. Yuan, P. Savarese, M. Maire, NeurIPS 2023), and `growlab paper DIR...`: a table with ours.
 
+They are in `published.csv`. Where the paper's tables give a method twice, a run stands next to the first table's value:
+plain SGD of Table 11 (91.95) next to Growing+VT of Table 6 (92.00), plain SGD of Table 12 next to Growing (91.62 both).
+Rows of Table 2 that Tables 6, 7, 11 and 12 repeat as they are stand there once.
+"""
+
+import csv
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 
 from growlab.lab.analysis.__main__ import carry_out, put, rows_of, table_parser
 from growlab.lab.analysis.grid import Grid
+from growlab.lab.analysis.results import Group
 from growlab.lab.analysis.tables import Row, unique_names
-from growlab.recipes.papers.published import Published, published, published_for
+
+# Overrides of these change the method; those of other keys change how long, on what or where it is trained.
+_METHOD_KEYS = ("growth.", "lr_adapt.", "optimizer.", "model.", "optimizer_state=", "schedule.", "~")
+_METHOD_KEYS += ("osgd.", "data.incremental.")
+
+
+@dataclass(frozen=True)
+class Published:
+    """One published value.
+
+    Attributes:
+        table: "Table 2" and so on.
+        row: the method's name there.
+        model: our name of the network.
+        data: our name of the data set.
+        epochs: epochs of the published training.
+        growth: our name of the growth method.
+        lr_adapt: our name of the rate adaptation.
+        optimizer: our name of the optimizer.
+        overrides: further overrides that make our command the same method.
+        cost_percent: training FLOPs in percent of the fixed-size network's; None where not given.
+        value: mean of the metric, in its own unit (percent for accuracy).
+        std: its standard deviation over three seeds; None where not given.
+        metric: "accuracy" (test, percent) or "BLEU".
+    """
+
+    table: str
+    row: str
+    model: str
+    data: str
+    epochs: int
+    growth: str
+    lr_adapt: str
+    optimizer: str
+    overrides: tuple[str, ...]
+    cost_percent: float | None
+    value: float
+    std: float | None
+    metric: str
+
+
+@cache
+def published() -> tuple[Published, ...]:
+    """All published values, in the paper's order.
+
+    Examples:
+        >>> [p.value for p in published() if (p.model, p.growth) == ("resnet20", "firefly")]
+        [92.1]
+    """
+    text = resources.files("growlab.recipes.papers").joinpath("published.csv").read_text(encoding="utf-8")
+    numbers = {"epochs": int, "cost_percent": float, "value": float, "std": float}
+    read = {**numbers, "overrides": lambda cell: tuple(cell.split())}
+    return tuple(
+        Published(
+            **{
+                key: None if key in numbers and not cell else read.get(key, str)(cell)
+                for key, cell in line.items()
+            }
+        )
+        for line in csv.DictReader(text.splitlines())
+    )
+
+
+def published_for(group: Group) -> Published | None:
+    """The published value of the method, network and data of a row; None if there is none.
+
+    Another number of epochs or another batch size still finds it, so a comparison has to say so; another
+    schedule, optimizer setting or variant of the method does not.
+    """
+    own = {override for override in group.overrides if override.startswith(_METHOD_KEYS)}
+    keys = ("model", "data", "growth", "lr_adapt", "optimizer")
+    for one in published():
+        if all(getattr(one, key) == getattr(group, key) for key in keys) and own == set(one.overrides):
+            return one
+    return None
 
 
 def paper_table(rows: Sequence[Row], unmeasured: bool = False) -> Grid:
@@ -19,76 +103,57 @@ def paper_table(rows: Sequence[Row], unmeasured: bool = False) -> Grid:
         rows: from `summarise`.
         unmeasured: also show methods that were published for these networks and have no run here.
     """
-    tasks = list(dict.fromkeys((row.group.model, row.group.data) for row in rows))
-    names = unique_names(rows)
+    tasks = list(dict.fromkeys(row.group.task for row in rows))
     cells: dict[str, dict[tuple[str, str], tuple[Row | None, Published | None]]] = {}
-    for row, name in zip(rows, names, strict=True):
-        task = (row.group.model, row.group.data)
-        cells.setdefault(name, {})[task] = (row, published_for(row.group))
+    for row, name in zip(rows, unique_names(rows), strict=True):
+        cells.setdefault(name, {})[row.group.task] = (row, published_for(row.group))
     if unmeasured:
         shown = {found for line in cells.values() for _, found in line.values()}
         for one in published():
-            task = (one.model, one.data)
-            if task in tasks and one not in shown:
-                cells.setdefault(f"{one.row} ({one.table})", {})[task] = (None, one)
-    compared = {task for line in cells.values() for task, (_, found) in line.items() if found is not None}
-    width = {task: 4 if task in compared else 2 for task in tasks}
-    best = {task: _best([line[task] for line in cells.values() if task in line]) for task in tasks}
-    body = [
-        [
-            name,
-            *(c for task in tasks for c in _cells(*line.get(task, (None, None)), best[task])[: width[task]]),
-        ]
-        for name, line in cells.items()
-    ]
-    models = [model for model, _ in tasks]
-    header = ["method"]
+            if (one.model, one.data) in tasks and one not in shown:
+                cells.setdefault(f"{one.row} ({one.table})", {})[one.model, one.data] = (None, one)
+    there = [found for line in cells.values() for _, found in line.values() if found is not None]
+    compared = {(one.model, one.data) for one in there}
+    body = [[name] for name in cells]
+    header, groups = ["method"], [("", 1)]
     for task in tasks:
-        label = next(row.metric for row in rows if (row.group.model, row.group.data) == task).label
-        theirs = ["cost % (published)", label, "published", "difference"]
-        header += theirs if task in compared else ["cost %", label]
-    return Grid(
-        header=header,
-        rows=body,
-        caption=_caption(rows, [found for line in cells.values() for _, found in line.values() if found]),
-        groups=[("", 1), *((f"{m} on {d}" if models.count(m) > 1 else m, width[m, d]) for m, d in tasks)],
-    )
+        label = next(row.metric for row in rows if row.group.task == task).label
+        names = ["cost % (published)", label, "published", "difference"]
+        names = names if task in compared else ["cost %", label]
+        model, data = task
+        unique = [one for one, _ in tasks].count(model) == 1
+        header += names
+        groups.append((model if unique else f"{model} on {data}", len(names)))
+        best = _best([line[task] for line in cells.values() if task in line])
+        for row_cells, line in zip(body, cells.values(), strict=True):
+            row_cells += _cells(*line.get(task, (None, None)), *best)[: len(names)]
+    return Grid(header, body, caption=_caption(rows, there), groups=groups)
 
 
 def _best(line: Sequence[tuple[Row | None, Published | None]]) -> tuple[float | None, float | None]:
     """The best score of ours and the highest published one, fixed-size networks aside."""
     grown = [row for row, _ in line if row is not None and not row.group.is_fixed_size]
-    ours = sorted(
-        (row for row in grown if row.score_mean is not None), key=lambda r: r.metric.quality(r.score_mean)
-    )
+    ours = [row for row in grown if row.score_mean is not None]
+    ours.sort(key=lambda row: row.metric.quality(row.score_mean))
     theirs = [found.value for _, found in line if found is not None and found.growth != "none"]
     return (ours[-1].score_mean if len(ours) > 1 else None, max(theirs) if len(theirs) > 1 else None)
 
 
-def _cells(
-    row: Row | None, found: Published | None, best: tuple[float | None, float | None]
-) -> tuple[str, str, str, str]:
+def _cells(row: Row | None, found: Published | None, best: float | None, highest: float | None) -> list[str]:
     cost = score = value = difference = ""
     if row is not None and row.cost_percent is not None:
         cost = f"{row.cost_percent:.1f}"
-    if found is not None and found.cost_percent is not None:
-        cost = f"{cost} ({found.cost_percent:.1f})".strip()
     if row is not None and row.score_mean is not None:
-        score = row.score_text
-        if not row.group.is_fixed_size and row.score_mean == best[0]:
-            score = f"**{score}**"
+        bold = not row.group.is_fixed_size and row.score_mean == best
+        score = f"**{row.score_text}**" if bold else row.score_text
+        if found is not None and found.metric == row.metric.name:
+            difference = f"{row.scaled[0] - found.value:+.2f}".replace("-", "−")
     if found is not None:
+        if found.cost_percent is not None:
+            cost = f"{cost} ({found.cost_percent:.1f})".strip()
         value = f"{found.value:.2f}" + ("" if found.std is None else f" ± {found.std:.2f}")
-        if found.growth != "none" and found.value == best[1]:
-            value = f"**{value}**"
-    if (
-        row is not None
-        and row.score_mean is not None
-        and found is not None
-        and found.metric == row.metric.name
-    ):
-        difference = f"{row.metric.scale * row.score_mean - found.value:+.2f}".replace("-", "−")
-    return cost, score, value, difference
+        value = f"**{value}**" if found.growth != "none" and found.value == highest else value
+    return [cost, score, value, difference]
 
 
 def _caption(rows: Sequence[Row], found: Sequence[Published]) -> str:
@@ -101,19 +166,16 @@ def _caption(rows: Sequence[Row], found: Sequence[Published]) -> str:
     if found:
         tables = ", ".join(sorted({one.table for one in found}, key=lambda t: int(t.split()[1])))
         parts.append(f"Published: Yuan et al. 2023, {tables}; the difference is ours less theirs.")
-    for model, data in dict.fromkeys((one.model, one.data) for one in found):
-        theirs = {one.epochs for one in found if (one.model, one.data) == (model, data)}
-        ours = {row.reference_epochs for row in rows if (row.group.model, row.group.data) == (model, data)}
+    for task in dict.fromkeys((one.model, one.data) for one in found):
+        theirs = {one.epochs for one in found if (one.model, one.data) == task}
+        ours = {row.reference_epochs for row in rows if row.group.task == task}
         if ours and ours != theirs:
+            listed = [", ".join(map(str, sorted(numbers))) for numbers in (ours, theirs)]
             parts.append(
-                f"{model} on {data}: ours trained for {_listed(ours)} epochs, the published for {_listed(theirs)}, "
+                f"{' on '.join(task)}: ours trained for {listed[0]} epochs, the published for {listed[1]}, "
                 "so the difference is no reproduction."
             )
     return " ".join(parts)
-
-
-def _listed(numbers: set[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,11 +187,10 @@ def _print(argv: Sequence[str]) -> None:
     parser = table_parser(
         "paper",
         "Print a table like the paper's: methods by networks, published values beside ours.",
-        epilog="Example: growlab paper runs/table2 -o table.tex",
+        "Example: growlab paper runs/table2 -o table.tex",
     )
-    parser.add_argument(
-        "--unmeasured", action="store_true", help="show published methods without a run here as well"
-    )
+    shown = "show published methods without a run here as well"
+    parser.add_argument("--unmeasured", action="store_true", help=shown)
     arguments = parser.parse_args(argv)
     put(paper_table(rows_of(arguments), arguments.unmeasured), arguments)
 

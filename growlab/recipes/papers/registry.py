@@ -4,12 +4,12 @@ import difflib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
 import yaml
+from pydantic.dataclasses import dataclass
 
 from growlab.base.errors import UserError
 from growlab.lab.training.configuration import config_dir
@@ -20,25 +20,25 @@ _NOT_IN_FOLDER = ("experiment=", "data.root=", "ckpt_path=")
 
 @dataclass(frozen=True)
 class Check:
-    """A statement of a paper, held against rows of ours.
+    """A statement of a paper that is compared with our rows.
 
     Attributes:
         says: the statement, in words.
         first: pattern of run folders below `notebooks/results`, or several with " + " between them.
         second: pattern of those that it is compared with, by seed; None where `quantity` is itself a difference.
-        quantity: what is compared: "score" (the test metric), or a name of `growlab.recipes.papers.statistics`.
+        quantity: "score" (the test metric), or another name of `growlab.recipes.papers.verdicts.QUANTITIES`.
         study: two initialisations of a study's `summary.json`, in place of two folders; `quantity` is then a loss of
             its `by_seed`.
-        summary: a number of a study's `summary.json`, by its keys, that is held against `at_most` or `at_least`.
-        rows: in its place a number of each network: a table in the study's folder, a column of it, and what else a row
-            has to say, as "task=rings".
+        summary: a number of a study's `summary.json`, by its keys, that is compared with `at_most` or `at_least`.
+        rows: in its place a number of each network: a table in the study's folder, a column of it, and other cells of
+            the row, as "task=rings".
         at_most: the statement's bound.
         at_least: likewise.
         published: network, then two rows of `published.csv` as "Table 2: Ours", then an override of both, if need be.
-        expect: "more", "less" or "equal": what the statement says of first less second.
+        expect: "more", "less" or "equal": sign of first less second in the statement.
         margin: by how much the difference of what is equal may differ from the published one (else from 0), in the
             quantity's unit.
-        ours: no paper states it; it is a question of ours.
+        ours: True if no paper states it; it is a question of ours.
     """
 
     says: str
@@ -48,7 +48,7 @@ class Check:
     study: tuple[str, str] | None = None
     published: tuple[str, ...] | None = None
     expect: str = "more"
-    summary: tuple[str, ...] | None = None
+    summary: tuple[str | int, ...] | None = None
     rows: tuple[str, ...] | None = None
     at_most: float | None = None
     at_least: float | None = None
@@ -91,10 +91,10 @@ class Job:
 
     Attributes:
         experiment: its file in conf/experiment.
-        overrides: what the command and the sweep add to it.
+        overrides: of the command and the sweep.
         epochs: it trains for; None for a study.
         data: name of its data.
-        is_study: whether it is no training that stops and goes on.
+        is_study: True if it is no training, which could be resumed.
     """
 
     experiment: str
@@ -147,8 +147,8 @@ class Registry:
 
     Attributes:
         items: by name, in the papers' order.
-        papers: title of each paper, a `note` on what of it needs no run, overrides on a GPU (`gpu`) and on a CPU that
-            multiplies in bfloat16 (`cpu_bfloat16`), and how many runs a GPU trains at the same time (`gpu_runs`).
+        papers: title of each paper, a `note` on parts that need no run, overrides on a GPU (`gpu`) and on a CPU that
+            multiplies in bfloat16 (`cpu_bfloat16`), and the number of runs that share a GPU (`gpu_runs`).
         data: by name of each data set: other names of its folder (`also`), and `built_in` for those of growlab.
     """
 
@@ -191,20 +191,10 @@ def registry() -> Registry:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         paper, entries = content.pop("paper"), content.pop("items")
         papers.setdefault(paper, {}).update(content)
-        items += [_item({"paper": paper, **entry}) for entry in entries]
+        for entry in entries:
+            checks = [one for check in entry.pop("checks", ()) for one in _pairs(check)]
+            items.append(Item(paper=paper, checks=checks, **entry))
     return Registry({item.name: item for item in items}, papers, data)
-
-
-def _item(entry: Mapping[str, Any]) -> Item:
-    plain = {key: value for key, value in entry.items() if key not in ("rows", "checks")}
-    checks = [
-        Check(**{key: tuple(value) if isinstance(value, list) else value for key, value in one.items()})
-        for check in entry.get("checks", ())
-        for one in _pairs(check)
-    ]
-    rows = tuple(Rows(**rows) for rows in entry.get("rows", ()))
-    lists = {key: tuple(plain[key]) for key in ("commands", "data", "figures") if key in plain}
-    return Item(**{**plain, **lists}, rows=rows, checks=tuple(checks))
 
 
 def _pairs(check: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -234,11 +224,12 @@ def _expand(command: str, seeds: Sequence[int] | None) -> list[Job]:
         if not named and own.get("seed") == str(settings.seed):
             # The job of the command as it stands, which names no seed and has this one.
             del own["seed"]
-        epochs = None if settings.is_study else int(own.get("schedule.total_epochs", settings.epochs))
-        # The names of data sets in conf/data are their folders'; those that arrive are made of another.
-        data = str(own.get("data", settings.data)).removesuffix("_incremental")
         overrides = tuple(f"{key}={value}" for key, value in own.items())
-        data = None if settings.is_study else data
+        epochs = data = None
+        if not settings.is_study:
+            epochs = int(own.get("schedule.total_epochs", settings.epochs))
+            # The names of data sets in conf/data are their folders'; those that arrive are made of another.
+            data = str(own.get("data", settings.data)).removesuffix("_incremental")
         jobs.append(Job(name, overrides, epochs, data, settings.is_study))
     return jobs
 
@@ -271,27 +262,21 @@ def experiment(name: str) -> Experiment:
     if not path.is_file():
         raise UserError(f"there is no {path.name} in {folder}.")
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    base: Experiment | None = None
-    data = None
-    for entry in content.get("defaults", ()):
+    seed = yaml.safe_load((config_dir() / "config.yaml").read_text(encoding="utf-8"))["seed"]
+    base = Experiment(None, "digits", {}, False, seed)
+    defaults = content.get("defaults", ())
+    for entry in defaults:
         if isinstance(entry, str) and (folder / f"{entry}.yaml").is_file():
             base = experiment(entry)
-        elif isinstance(entry, dict) and "override /data" in entry:
-            data = entry["override /data"]
+    data = [
+        entry["override /data"] for entry in defaults if isinstance(entry, dict) and "override /data" in entry
+    ]
     schedule = content.get("schedule") or {}
-    epochs = (
-        sum(schedule.get("epochs") or ()) or schedule.get("total_epochs") or (base.epochs if base else None)
-    )
     params = ((content.get("hydra") or {}).get("sweeper") or {}).get("params") or {}
     return Experiment(
-        epochs=epochs,
-        data=data or (base.data if base else "digits"),
+        epochs=sum(schedule.get("epochs") or ()) or schedule.get("total_epochs") or base.epochs,
+        data=data[-1] if data else base.data,
         swept={key: _split(str(value)) for key, value in params.items()},
-        is_study="study" in content or bool(base and base.is_study),
-        seed=content.get("seed", base.seed if base else _default_seed()),
+        is_study="study" in content or base.is_study,
+        seed=content.get("seed", base.seed),
     )
-
-
-@cache
-def _default_seed() -> int:
-    return int(yaml.safe_load((config_dir() / "config.yaml").read_text(encoding="utf-8"))["seed"])

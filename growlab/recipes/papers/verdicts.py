@@ -1,6 +1,5 @@
-"""Statements of the papers held against our rows: differences by seed, intervals, and what follows."""
+"""Statements of the papers compared with our rows: quantities of a run, differences by seed, intervals, verdicts."""
 
-import csv
 import json
 import math
 import statistics
@@ -10,15 +9,124 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pandas
+
 from growlab.base.errors import UserError
 from growlab.lab.analysis.metrics import metric_of
 from growlab.lab.analysis.paired import interval
 from growlab.lab.analysis.results import Run, open_run
-from growlab.recipes.papers.published import Published, published
+from growlab.recipes.papers.paper_table import Published, published
 from growlab.recipes.papers.registry import Check
-from growlab.recipes.papers.statistics import QUANTITIES
 
 HOLDS, CONTRADICTED, UNDECIDED, ONE_RUN = "holds", "contradicted", "undecided", "one run"
+# Widths below this are set apart by the third paper itself.
+_FEW_NEURONS = 16
+
+
+# Quantities ------------------------------------------------------------------------------------------------
+
+
+def score(run: Run) -> float:
+    """The test metric in its own unit, of accuracy percent."""
+    metric = metric_of([run.results])
+    value = run.results.get(f"test_{metric.key}")
+    return math.nan if value is None else metric.scale * value
+
+
+def first_loss(run: Run) -> float:
+    """The loss on held-out images before training, from `layers.csv`."""
+    losses = run.layers[run.layers["quantity"] == "loss"].sort_values("step")
+    return float(losses["mean"].iloc[0])
+
+
+def _train_losses(run: Run) -> Any:
+    losses = run.curve("train_loss")
+    if losses is None:
+        raise UserError(f"{run.path} has no training loss over epochs.")
+    return losses
+
+
+def last_width(run: Run) -> float:
+    """Channels of all groups in the last epoch."""
+    return float(run.width_path[-1])
+
+
+def width_gained(run: Run) -> float:
+    """Channels that came while there were more classes than before: mean over those parts of `data.class_schedule`."""
+    return _width_changes(run, more=True)
+
+
+def width_given_back(run: Run) -> float:
+    """Channels that went while there were fewer classes than before, likewise."""
+    return -_width_changes(run, more=False)
+
+
+def _width_changes(run: Run, more: bool) -> float:
+    """Mean change of width from the end of one set of classes to the end of the next, where these are more or fewer."""
+    classes, path = run.class_schedule, run.width_path
+    starts = sorted(classes)
+    ends = [float(path[after - 1]) for after in (*starts[1:], len(path))]
+    counts = [len(classes[start]) for start in starts]
+    changes = [
+        ends[index] - ends[index - 1]
+        for index in range(1, len(starts))
+        if (counts[index] > counts[index - 1]) == more
+    ]
+    return sum(changes) / len(changes) if changes else math.nan
+
+
+def jump(run: Run) -> float:
+    """Change of the held-out accuracy (points) in epochs that begin with another width, less that in the others.
+
+    Counted from the first change of width on; runs that keep their width have none (nan), as have steps to less than
+    16 neurons, which the paper itself sets apart.
+    """
+    path, accuracy = run.width_path, run.held_out("accuracy")
+    if accuracy is None:
+        raise UserError(f"{run.path} has no held-out accuracy over epochs.")
+    at = [epoch for epoch in range(1, len(path)) if path[epoch] != path[epoch - 1]]
+    events = [epoch for epoch in at if path[epoch] >= _FEW_NEURONS or path[epoch] > path[epoch - 1]]
+    others = [epoch for epoch in range(at[0], len(path)) if epoch not in at] if at else []
+    if not events or not others:
+        return math.nan
+    means = [
+        sum(float(accuracy[epoch] - accuracy[epoch - 1]) for epoch in epochs) / len(epochs)
+        for epochs in (events, others)
+    ]
+    return 100 * (means[0] - means[1])
+
+
+def new_rate_factor(run: Run) -> float:
+    """Rate factor, less 1, of the newest region in its first record, the mean over inner layers.
+
+    The first and the last layer are left out: the paper has rules of their own for both.
+    """
+    if run.rates is None:
+        raise UserError(f"{run.path} has no rates.csv.")
+    layers = list(dict.fromkeys(run.rates["parameter"]))
+    inner = run.rates[run.rates["parameter"].isin(layers[1:-1])]
+    newest = inner[inner["region"] == inner["region"].max()].sort_values("step")
+    first = newest.groupby("parameter", sort=False).first()
+    return float(pandas.to_numeric(first["rate_factor"]).mean()) - 1
+
+
+QUANTITIES: dict[str, tuple[Callable[[Run], float], str]] = {
+    "score": (score, ""),
+    "first_loss": (first_loss, "loss"),
+    "last_train_loss": (lambda run: float(_train_losses(run)[-1]), "loss"),
+    "train_loss_change": (lambda run: float(_train_losses(run)[-1] - _train_losses(run)[0]), "loss"),
+    "last_width": (last_width, "neurons"),
+    "width_gained": (width_gained, "neurons"),
+    "width_given_back": (width_given_back, "neurons"),
+    "jump": (jump, "points"),
+    # Differences are of ratios.
+    "log_seconds": (lambda run: math.log(run.results["seconds"]), "(logarithm of seconds)"),
+    "new_rate_factor": (new_rate_factor, ""),
+}
+"""Numbers of a run that a statement is about, each with its unit."""
+
+
+# Outcomes --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -40,10 +148,15 @@ class Outcome:
     n: int
     difference: float
     interval: tuple[float, float] | None
-    unit: str
-    epochs: int | None
-    published: float | None
-    published_epochs: int | None
+    unit: str = ""
+    epochs: int | None = None
+    published: float | None = None
+    published_epochs: int | None = None
+
+    @classmethod
+    def over(cls, check: Check, values: Sequence[float], **more: Any) -> "Outcome":
+        """The mean of some values and its interval."""
+        return cls(check, len(values), statistics.fmean(values), interval(values), **more)
 
     @property
     def verdict(self) -> str:
@@ -53,25 +166,23 @@ class Outcome:
         (around 0 where there is none), and is contradicted where none of it does. So does a bound on a number of each
         network; one on a single number of a study holds or does not.
         """
-        if self.check.is_bound:
-            inside = [self._in_bounds(value) for value in self.interval or (self.difference,)]
+        check = self.check
+        if check.is_bound:
+            low, high = (-math.inf if check.at_least is None else check.at_least), check.at_most
+            high = math.inf if high is None else high
+            inside = [low <= value <= high for value in self.interval or (self.difference,)]
             return HOLDS if all(inside) else UNDECIDED if any(inside) else CONTRADICTED
         if self.interval is None:
             return ONE_RUN
         low, high = self.interval
-        if self.check.expect == "equal":
-            assert self.check.margin is not None
-            stated, margin = self.published or 0.0, self.check.margin
-            if stated - margin <= low and high <= stated + margin:
+        if check.margin is not None:
+            least, most = ((self.published or 0.0) + side * check.margin for side in (-1, 1))
+            if least <= low and high <= most:
                 return HOLDS
-            return CONTRADICTED if high < stated - margin or low > stated + margin else UNDECIDED
-        if self.check.expect == "less":
+            return CONTRADICTED if high < least or low > most else UNDECIDED
+        if check.expect == "less":
             low, high = -high, -low
         return HOLDS if low > 0 else CONTRADICTED if high < 0 else UNDECIDED
-
-    def _in_bounds(self, value: float) -> bool:
-        low, high = self.check.at_least, self.check.at_most
-        return (low is None or value >= low) and (high is None or value <= high)
 
     @property
     def points_away(self) -> bool:
@@ -87,28 +198,22 @@ class Outcome:
         return self.interval[0] <= self.published <= self.interval[1]
 
     def text(self) -> str:
-        """The difference with its interval, as the page shows it."""
-        if self.check.is_bound:
-            return self._number()
+        """The difference, or the number that is bounded, with its interval, as the page shows it."""
+        bound = self.check.is_bound
+        shown: Callable[[float], str] = (lambda value: f"{value:.3g}") if bound else signed
         unit = f" {self.unit}" if self.unit else ""
-        if self.interval is None:
-            return f"{signed(self.difference)}{unit} (1 run)"
-        low, high = self.interval
-        reach = "the same in each" if low == high else f"{signed(low)} to {signed(high)}"
-        return f"{signed(self.difference)}{unit} ({reach}, n = {self.n})"
-
-    def _number(self) -> str:
-        """A number of a study, with its interval where it is of each network."""
         if self.interval is not None:
             low, high = self.interval
-            reach = "the same in each" if low == high else f"{low:.3g} to {high:.3g}"
-            text = f"{self.difference:.3g} ({reach}, n = {self.n})"
-        else:
+            reach = "the same in each" if low == high else f"{shown(low)} to {shown(high)}"
+            text = f"{shown(self.difference)}{unit} ({reach}, n = {self.n})"
+        elif bound:
             # Such as largest_relative_error.
             key = (self.check.summary or ("",))[-1]
             of = next((f"{word} of " for word in ("largest", "smallest") if word in key), "")
             text = f"{self.difference:.2g} ({of}n = {self.n})"
-        return text.replace("-", "−")
+        else:
+            text = f"{shown(self.difference)}{unit} (1 run)"
+        return text.replace("-", "−") if bound else text
 
     def says(self) -> str:
         """The statement, of one of equality with its margin."""
@@ -131,77 +236,67 @@ def signed(value: float) -> str:
 
 
 def outcome(check: Check, results: Path) -> Outcome:
-    """Hold a statement against the rows in a folder such as `notebooks/results`.
+    """Compare a statement with the rows in a folder such as `notebooks/results`.
 
     Raises:
         UserError: there are no such rows.
     """
     if check.summary is not None:
-        return _of_summary(check, results)
+        # A number that a study has worked out over its networks, or how many it names.
+        summary = _read_summary(results / check.first)
+        value = summary
+        for key in check.summary:
+            value = value[key]
+        n = summary.get("num_networks") or summary["settings"]["num_seeds"]
+        return Outcome(check, n, float(len(value) if isinstance(value, list) else value), None)
     if check.rows is not None:
-        return _of_rows(check, results)
+        return _of_rows(check, results, *check.rows)
     if check.study is not None:
         return _of_study(check, results)
     firsts = _runs(results, check.first)
     measure, unit = QUANTITIES[check.quantity]
     if check.second is None:
-        differences = _means_by_seed(firsts, measure)
+        # Runs of a seed share draws and are no independent ones.
+        values: dict[int, list[float]] = {}
+        for run in firsts:
+            if math.isfinite(value := measure(run)):
+                values.setdefault(run.results["seed"], []).append(value)
+        differences = [statistics.fmean(values[seed]) for seed in sorted(values)]
     else:
-        seconds = _runs(results, check.second)
-        by_seed = [_by_seed(firsts, check.first, measure), _by_seed(seconds, check.second, measure)]
-        common = sorted(set(by_seed[0]) & set(by_seed[1]))
-        differences = [by_seed[0][seed] - by_seed[1][seed] for seed in common]
-    differences = [value for value in differences if math.isfinite(value)]
+        first, second = (_by_seed(results, pattern, measure) for pattern in (check.first, check.second))
+        differences = [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
+        differences = [value for value in differences if math.isfinite(value)]
     if not differences:
         raise UserError(f"no two runs of one seed are among {check.first} and {check.second} in {results}.")
-    paper = _published(check.published) if check.published else None
     if check.quantity == "score":
-        unit = "points" if metric_of([firsts[0].results]).unit == "%" else metric_of([firsts[0].results]).name
-    return Outcome(
-        check,
-        len(differences),
-        statistics.fmean(differences),
-        interval(differences),
-        unit,
-        int(firsts[0].results["epochs"]),
-        None if paper is None else paper[0].value - paper[1].value,
-        None if paper is None else paper[0].epochs,
-    )
+        metric = metric_of([firsts[0].results])
+        unit = "points" if metric.unit == "%" else metric.name
+    theirs: dict[str, Any] = {}
+    if check.published:
+        network, *names = check.published
+        paper, other = (_published(network, name, names[2:]) for name in names[:2])
+        theirs = {"published": paper.value - other.value, "published_epochs": paper.epochs}
+    return Outcome.over(check, differences, unit=unit, epochs=int(firsts[0].results["epochs"]), **theirs)
 
 
-def _by_seed(runs: Sequence[Run], pattern: str, measure: Callable[[Run], float]) -> dict[int, float]:
+def _by_seed(results: Path, pattern: str, measure: Callable[[Run], float]) -> dict[int, float]:
     """A number of each run by its seed.
 
     Raises:
         UserError: two runs have the same seed.
     """
     of_seed: dict[int, Run] = {}
-    for run in runs:
-        seed = run.results["seed"]
-        if seed in of_seed:
+    for run in _runs(results, pattern):
+        other = of_seed.setdefault(run.results["seed"], run)
+        if other is not run:
             raise UserError(
-                f"{of_seed[seed].path} and {run.path} are both runs {pattern} with seed {seed}: a statement compares "
-                "one run of each seed, so give it a pattern that takes one of them."
+                f"{other.path} and {run.path} are both runs {pattern} with seed {run.results['seed']}: a statement "
+                "compares one run of each seed, so give it a pattern that takes one of them."
             )
-        of_seed[seed] = run
     return {seed: measure(run) for seed, run in of_seed.items()}
 
 
-def _means_by_seed(runs: Sequence[Run], measure: Callable[[Run], float]) -> list[float]:
-    """Mean of each seed over its runs, which share draws and are no independent ones; nan where all of them are."""
-    values: dict[int, list[float]] = {}
-    for run in runs:
-        values.setdefault(run.results["seed"], []).append(measure(run))
-    finite = {seed: [one for one in of_seed if math.isfinite(one)] for seed, of_seed in values.items()}
-    return [statistics.fmean(finite[seed]) if finite[seed] else math.nan for seed in sorted(finite)]
-
-
-def _published(named: tuple[str, ...]) -> tuple[Published, Published]:
-    network, first, second, *override = named
-    return _row(network, first, override), _row(network, second, override)
-
-
-def _row(network: str, name: str, override: Sequence[str]) -> Published:
+def _published(network: str, name: str, override: Sequence[str]) -> Published:
     table, _, row = name.partition(": ")
     found = [
         one
@@ -227,57 +322,42 @@ def _runs(results: Path, pattern: str) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def _of_summary(check: Check, results: Path) -> Outcome:
-    """A number that a study has worked out over its networks, or how many it names."""
-    summary = _read_summary(results / check.first)
-    value = summary
-    for key in check.summary or ():
-        value = value[key]
-    value = float(len(value) if isinstance(value, list) else value)
-    n = summary.get("num_networks") or summary["settings"]["num_seeds"]
-    return Outcome(check, n, value, None, "", None, None, None)
+def _there(path: Path) -> Path:
+    if not path.is_file():
+        raise UserError(f"{path} is not there.")
+    return path
 
 
-def _of_rows(check: Check, results: Path) -> Outcome:
+def _read_summary(folder: Path) -> dict[str, Any]:
+    return json.loads(_there(folder / "summary.json").read_text(encoding="utf-8"))
+
+
+def _of_rows(check: Check, results: Path, name: str, column: str, *wanted: str) -> Outcome:
     """A number of each network of a study.
 
     Raises:
         UserError: the table is not there, or has no such rows, or several of one network.
     """
-    table, column, *wanted = check.rows or ()
-    path = results / check.first / table
-    if not path.is_file():
-        raise UserError(f"{path} is not there.")
-    with path.open(encoding="utf-8", newline="") as file:
-        found = [
-            row for row in csv.DictReader(file) if all(row[k] == v for k, v in (w.split("=") for w in wanted))
-        ]
-    if not found or len({row["seed"] for row in found}) < len(found):
+    path = _there(results / check.first / name)
+    found = pandas.read_csv(path, dtype=str)
+    for key, value in (one.split("=") for one in wanted):
+        found = found[found[key] == value]
+    if not len(found) or found["seed"].duplicated().any():
         raise UserError(f"{path} has {len(found)} rows of {', '.join(wanted)}, not one of each network.")
-    values = [float(row[column]) for row in found]
-    return Outcome(check, len(values), statistics.fmean(values), interval(values), "", None, None, None)
-
-
-def _read_summary(folder: Path) -> dict[str, Any]:
-    path = folder / "summary.json"
-    if not path.is_file():
-        raise UserError(f"{path} is not there.")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return Outcome.over(check, [float(value) for value in found[column]])
 
 
 def _of_study(check: Check, results: Path) -> Outcome:
     """A loss of two initialisations of a study, seed by seed: both have its samples, batches and embeddings."""
-    summary = _read_summary(results / check.first)
-    rows = {row["initialisation"]: row for row in summary["rows"]}
-    assert check.study is not None
-    for name in check.study:
-        if check.quantity not in rows[name].get("by_seed", {}):
+    rows = {row["initialisation"]: row for row in _read_summary(results / check.first)["rows"]}
+    losses = []
+    for name in check.study or ():
+        by_seed = rows[name].get("by_seed", {})
+        if check.quantity not in by_seed:
             raise UserError(
                 f"{check.first} has no {check.quantity} of single seeds of {name}: run the study again."
             )
-        if None in rows[name]["by_seed"][check.quantity]:
+        if None in by_seed[check.quantity]:
             raise UserError(f"{name} diverged in {check.first}, so it has no {check.quantity} to compare.")
-    first, second = (rows[name]["by_seed"][check.quantity] for name in check.study)
-    differences = [one - other for one, other in zip(first, second, strict=True)]
-    mean = statistics.fmean(differences)
-    return Outcome(check, len(differences), mean, interval(differences), "loss", None, None, None)
+        losses.append(by_seed[check.quantity])
+    return Outcome.over(check, [one - other for one, other in zip(*losses, strict=True)], unit="loss")

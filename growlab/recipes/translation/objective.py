@@ -1,17 +1,102 @@
-"""Translation as an objective: smoothed cross-entropy, and BLEU of what beam search finds."""
+"""Translation as an objective: smoothed cross-entropy, beam search by fairseq's generator, and BLEU."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
 from growlab.base.ranks import gather
 from growlab.lab.training.objective import TokenPrediction
-from growlab.recipes.translation.bleu import bleu
 from growlab.recipes.translation.data import TranslationData
-from growlab.recipes.translation.export import fairseq_checkpoint
-from growlab.recipes.translation.network import FairseqTransformer
-from growlab.recipes.translation.search import make_generator, translations
+from growlab.recipes.translation.library import extra_module, fairseq_module
+from growlab.recipes.translation.network import FairseqTransformer, fairseq_checkpoint
+
+
+def bleu(hypotheses: Sequence[str], references: Sequence[str], language: str) -> dict[str, Any]:
+    """Scores from 0 to 100.
+
+    Args:
+        hypotheses: one translation a sentence.
+        references: likewise.
+        language: of both, two letters, for Moses' tokeniser.
+
+    Returns:
+        `bleu` and its `bleu_signature`; `tokenised_bleu`, on Moses' words, and `tokenised_bleu_signature`.
+    """
+    score, signature = _scored(hypotheses, references, "13a")
+    moses = extra_module("sacremoses").MosesTokenizer(language)
+
+    def words(sentences: Sequence[str]) -> list[str]:
+        return [moses.tokenize(sentence, return_str=True, escape=False) for sentence in sentences]
+
+    tokenised, tokenised_signature = _scored(words(hypotheses), words(references), "none")
+    return {
+        "bleu": score,
+        "tokenised_bleu": tokenised,
+        "bleu_signature": signature,
+        "tokenised_bleu_signature": tokenised_signature,
+    }
+
+
+def _scored(hypotheses: Sequence[str], references: Sequence[str], tokenise: str) -> tuple[float, str]:
+    # `force`: sacrebleu warns of text that is tokenised already, which is meant here.
+    metric = extra_module("sacrebleu.metrics").BLEU(tokenize=tokenise, force=True)
+    score = metric.corpus_score(list(hypotheses), [list(references)])
+    return float(score.score), str(metric.get_signature())
+
+
+def make_generator(
+    network: FairseqTransformer, dictionary: Any, output_factor: float, **settings: Any
+) -> Any:
+    """Fairseq's `SequenceGenerator` over a network at any widths.
+
+    What a prefix comes to is computed anew for each longer one: the caches of fairseq's layers take a head's width
+    for the layers' width over the number of heads, which may differ while a network grows.
+
+    Args:
+        network: in eval mode.
+        dictionary: of the target.
+        output_factor: of the logits.
+        settings: of the generator: `beam_size`, `len_penalty`, `max_len_a`, `max_len_b`.
+    """
+    models = fairseq_module("fairseq.models")
+
+    class Encoder(models.FairseqEncoder):
+        def forward(self, src_tokens: Tensor, src_lengths: Tensor | None = None) -> dict[str, list[Tensor]]:
+            memory_BSC, real_B11S = network.encode(src_tokens)
+            return {"memory": [memory_BSC], "real": [real_B11S]}
+
+        def reorder_encoder_out(
+            self, encoder_out: dict[str, list[Tensor]], new_order: Tensor
+        ) -> dict[str, list[Tensor]]:
+            return {name: [tensor.index_select(0, new_order)] for name, (tensor,) in encoder_out.items()}
+
+    class Decoder(models.FairseqDecoder):
+        def forward(
+            self, prev_output_tokens: Tensor, encoder_out: dict[str, list[Tensor]]
+        ) -> tuple[Tensor, dict]:
+            (memory_BSC,), (real_B11S,) = encoder_out["memory"], encoder_out["real"]
+            features_BTE = network.decode(prev_output_tokens, memory_BSC, real_B11S)
+            # Only the last position is asked for, and no attention weights.
+            return network.output(features_BTE[:, -1:]) * output_factor, {"attn": [None]}
+
+        def max_positions(self) -> int:
+            # Positions are computed, as many as are wanted.
+            return 1 << 20
+
+    model = models.FairseqEncoderDecoderModel(Encoder(dictionary), Decoder(dictionary))
+    generator = fairseq_module("fairseq.sequence_generator").SequenceGenerator
+    return generator([model.eval()], dictionary, **settings)
+
+
+@torch.no_grad()
+def translations(generator: Any, source_BS: Tensor, padding: int, end: int) -> list[Tensor]:
+    """The best hypothesis for each sentence, as numbers."""
+    lengths_B = (source_BS.ne(padding) & source_BS.ne(end)).sum(1)
+    sample = {"net_input": {"src_tokens": source_BS, "src_lengths": lengths_B}}
+    return [hypotheses[0]["tokens"].cpu() for hypotheses in generator.generate([], sample)]
 
 
 class Translation(TokenPrediction):

@@ -5,22 +5,22 @@ biases a hypernetwork with two hidden layers of 10 emits from an embedding per t
 regulariser keeps what the hypernetwork emits for earlier tasks.
 """
 
-import csv
-import io
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
 
+import pandas
 import torch
 from torch import Tensor, nn
 
 from growlab.base.files import write_json, write_text
 from growlab.growth.method import generator
+from growlab.lab.analysis import style
 from growlab.lab.networks import MLP
 from growlab.parts.hypernets import Hypernet, parametrise
-from growlab.recipes.papers.studies.continual_regression_figure import draw, label
 
 # Intervals, functions and noise of the three tasks (von Oswald et al. 2020, their code's task set 1), 100 samples each.
 TASKS = (
@@ -311,19 +311,15 @@ def being_learnt(settings: Settings, curves: Curves) -> Tensor:
 
 
 def _table(settings: Settings, curves: Curves, rows: Sequence[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["initialisation", "learning_rate", "step", "loss", "standard_error"])
-    learning = being_learnt(settings, curves)
+    learning, lines = being_learnt(settings, curves), []
     for index, row in enumerate(rows):
         best = list(settings.learning_rates).index(row["learning_rate"])
         losses = learning[:, index, best]
         errors = losses.std(1) / sqrt(settings.num_seeds)
         for step, mean, error in zip(curves.steps, losses.mean(1).tolist(), errors.tolist(), strict=True):
-            writer.writerow(
-                [row["initialisation"], row["learning_rate"], step, f"{mean:.5g}", f"{error:.5g}"]
-            )
-    return text.getvalue()
+            lines.append((row["initialisation"], row["learning_rate"], step, f"{mean:.5g}", f"{error:.5g}"))
+    columns = ["initialisation", "learning_rate", "step", "loss", "standard_error"]
+    return pandas.DataFrame(lines, columns=columns).to_csv(index=False, lineterminator="\n")
 
 
 def _numbers(values: Tensor) -> list[float | None]:
@@ -334,3 +330,75 @@ def _numbers(values: Tensor) -> list[float | None]:
 def _number(value: Tensor) -> float | None:
     """A number for JSON, which knows no infinity."""
     return float(value) if isfinite(float(value)) else None
+
+
+# Figure ----------------------------------------------------------------------------------------------------
+
+
+@style.styled()
+def draw(run_dir: Path) -> Path:
+    """Draw a run's `losses.png` from its files: loss on the task being learnt, mean and standard error (Figure 4).
+
+    A panel a task. Four initialisations stand out: hyperfan's two, the paper's baseline that trains (Kaiming's
+    fan-out), and of the others the one with the smallest loss when learnt; the rest are grey, without bands, and named
+    above the legend, as are those that diverged and so have no line. The loss before the first step, which would hide
+    everything else, stands in the legend.
+    """
+    summary = json.loads((run_dir / "summary.json").read_text())
+    curves = dict(list(pandas.read_csv(run_dir / "losses.csv").groupby("initialisation")))
+    rows, length = {row["initialisation"]: row for row in summary["rows"]}, summary["settings"]["steps"]
+    shown, others, diverged = sorted_out(summary["rows"])
+    num_tasks = len(summary["rows"][0]["loss_when_learnt"])
+    drawn = style.new_figure(7.0, 3.0)
+    panels = drawn.subplots(1, num_tasks, sharey=True)
+    for task, axes in enumerate(panels):
+        for rank, name in enumerate([*shown, *others]):
+            curve = curves[name]
+            # The first measurement of a task is of weights that know nothing of it, the last of all of its end.
+            own = curve[
+                (curve.step > task * length) & (curve.step < (task + 1) * length + (task == num_tasks - 1))
+            ]
+            x, mean, error = own.step - task * length, own.loss, own.standard_error
+            if name in others:
+                axes.plot(x, mean, color="0.8", linewidth=0.8, zorder=1)
+                continue
+            line = {"color": style.PALETTE[rank], "linestyle": style.DASHES[rank]}
+            axes.plot(x, mean, **line, linewidth=1.3, label=label(rows[name]))
+            # One standard error may reach below 0, where a logarithm ends.
+            low = (mean - error).clip(lower=mean.min() / 3)
+            axes.fill_between(x, low, mean + error, color=line["color"], alpha=0.15, linewidth=0)
+        axes.set_title(f"task {task + 1}")
+        axes.set_xlim(0, length)
+        axes.set_xlabel("step of the task")
+    style.log_axis(panels[0])
+    panels[0].set_ylabel("training loss of the task")
+    handles, names = panels[0].get_legend_handles_labels()
+    n = summary["settings"]["num_seeds"]
+    note = f"lines: means over n = {n} seeds, each at its best rate; bands: one standard error"
+    if others:
+        handles += panels[0].plot([], [], color="0.8", linewidth=0.8)
+        names.append(f"{len(others)} others")
+        note += f"; others: {', '.join(others)}"
+    if diverged:
+        note += f"; diverged at every rate: {', '.join(diverged)}"
+    if summary["settings"].get("lookahead"):
+        note += "; the regulariser looks ahead"
+    style.legend_below(drawn, handles, names, 2, note=note)
+    return style.save(drawn, run_dir / "losses.png")
+
+
+def sorted_out(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], list[str]]:
+    """Initialisations that stand out in the figure (at most four), the others, and those that diverged."""
+    trained = {row["initialisation"]: row for row in rows if None not in row["loss_when_learnt"]}
+    named = [name for name in ("hyperfan_in", "hyperfan_out", "kaiming_out") if name in trained]
+    others = [name for name in trained if name not in named]
+    named += sorted(others, key=lambda name: sum(trained[name]["loss_when_learnt"]))[: 4 - len(named)]
+    diverged = [row["initialisation"] for row in rows if row["initialisation"] not in trained]
+    return named, [name for name in trained if name not in named], diverged
+
+
+def label(row: dict[str, Any]) -> str:
+    """Name of a row of the summary, in the legend and on the terminal."""
+    if None in row["loss_when_learnt"]:
+        return f"{row['initialisation']}: diverged at every rate"
+    return f"{row['initialisation']}, lr {row['learning_rate']:g}, median first loss {row['median_first_loss']:.2g}"

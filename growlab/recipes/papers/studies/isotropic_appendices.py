@@ -9,14 +9,15 @@ intrinsic length may be negative (Section 3.1).
 import copy
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas
 import torch
 from torch import Tensor, nn
 
-from growlab.base.files import write_json, write_text
+from growlab.base.files import write_json
 from growlab.growth.method import generator
 from growlab.lab.analysis import style
 from growlab.parts.isotropic import ChiNorm, Choices, IsotropicActivation, change_width, isotropic_mlp
@@ -27,10 +28,9 @@ from growlab.recipes.papers.studies.measuring import (
     accuracy,
     batches_of,
     epoch_of,
-    read_table,
     relative,
-    table,
     train,
+    write_tables,
 )
 from growlab.widths import WidthGraph, replace_tensors, tensors_of, trace
 
@@ -97,13 +97,10 @@ def isotropic_appendices(
         found["lengths"] = [lengths(name, number, data, test, width, epochs, lr) for name in LENGTHS]
         for name, rows in found.items():
             tables.setdefault(name, []).extend({"seed": number, **row} for row in rows)
-    for name, rows in tables.items():
-        write_text(run_dir / f"{name}.csv", table(rows))
-    summary = summarise(tables)
+    summary = summarise(write_tables(run_dir, tables))
     write_json(run_dir / "summary.json", summary)
     draw(run_dir)
-    for line in told(summary):
-        print(line)
+    print("\n".join(in_words(summary)))
 
 
 # Appendix C ------------------------------------------------------------------------------------------------
@@ -288,45 +285,35 @@ def _trained(
 # Results ---------------------------------------------------------------------------------------------------
 
 
-def summarise(tables: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def summarise(tables: Mapping[str, pandas.DataFrame]) -> dict[str, Any]:
     """Means over networks; of differences the largest, and of what is said to be there the smallest."""
+    collapse, divergence, directions, lengths = tables.values()
+    mean, last = statistics.fmean, divergence["step"].max()
 
-    def over(name: str, key: str, how: Callable[[list[float]], float], *by: str) -> dict[str, Any]:
-        groups: dict[Any, list[float]] = {}
-        for row in tables[name]:
-            groups.setdefault(", ".join(str(row[one]) for one in by), []).append(row[key])
-        return {group: how(values) for group, values in groups.items()}
+    def over(rows: pandas.DataFrame, key: str, how: Callable[[Any], float], *by: str) -> dict[str, float]:
+        found = rows.groupby(list(by), sort=False)[key]
+        return {", ".join(map(str, names)): float(how(values)) for names, values in found}
 
-    last = max(row["step"] for row in tables["divergence"])
-    start, end = (
-        {"divergence": [row for row in tables["divergence"] if row["step"] == at]} for at in (0, last)
-    )
-
-    def at(rows: dict[str, Any], key: str, how: Callable[[list[float]], float]) -> dict[str, float]:
-        return {
-            twin: how([row[key] for row in rows["divergence"] if row["twin"] == twin])
-            for twin in ("product", *COLUMNS)
-        }
-
-    held = [v for row in tables["lengths"] for k, v in row.items() if k.startswith("length_")]
+    start, end = (divergence[divergence["step"] == step] for step in (0, last))
+    known = lengths.filter(regex="^length_")
     return {
-        "num_networks": len({row["seed"] for row in tables["collapse"]}),
-        "gain_spread": over("collapse", "gain_spread", max, "task", "network"),
-        "not_affine": over("collapse", "not_affine", statistics.fmean, "task", "network"),
-        "not_affine_unit": over("collapse", "not_affine_unit", statistics.fmean, "task", "network"),
-        "accuracy": over("collapse", "accuracy", statistics.fmean, "task", "network"),
-        "divergence_steps": last,
-        "difference_at_start": at(start, "relative_difference", max),
-        "difference_at_end": at(end, "relative_difference", min),
-        "new_weights_at_end": at(end, "new_weights", max),
-        "removal_error": over("directions", "relative_error", max, "direction", "removed"),
-        "removal_accuracy": over("directions", "accuracy", statistics.fmean, "direction", "removed"),
-        "accuracy_of_lengths": over("lengths", "accuracy", statistics.fmean, "lengths"),
-        "smallest_length": min(held),
+        "num_networks": collapse["seed"].nunique(),
+        **{
+            key: over(collapse, key, max if key == "gain_spread" else mean, "task", "network")
+            for key in ("gain_spread", "not_affine", "not_affine_unit", "accuracy")
+        },
+        "divergence_steps": int(last),
+        "difference_at_start": over(start, "relative_difference", max, "twin"),
+        "difference_at_end": over(end, "relative_difference", min, "twin"),
+        "new_weights_at_end": over(end, "new_weights", max, "twin"),
+        "removal_error": over(directions, "relative_error", max, "direction", "removed"),
+        "removal_accuracy": over(directions, "accuracy", mean, "direction", "removed"),
+        "accuracy_of_lengths": over(lengths, "accuracy", mean, "lengths"),
+        "smallest_length": float(known.min(axis=None)),
     }
 
 
-def told(summary: dict[str, Any]) -> Iterator[str]:
+def in_words(summary: dict[str, Any]) -> Iterator[str]:
     """The summary in lines to print."""
     for name, share in summary["not_affine"].items():
         yield (
@@ -344,64 +331,56 @@ def told(summary: dict[str, Any]) -> Iterator[str]:
         yield f"intrinsic length {name}: accuracy {100 * score:.2f} %"
 
 
+@style.styled()
 def draw(run_dir: Path) -> Path:
     """Draw `appendices.png` from a run's tables: collapse by normaliser, divergence over steps, error by direction."""
-    with style.styled():
-        drawn = style.new_figure(7.2, 4.2)
-        left, middle, right = drawn.subplots(1, 3)
-        _draw_collapse(left, read_table(run_dir / "collapse.csv"))
-        divergence = read_table(run_dir / "divergence.csv")
-        first = min(row["seed"] for row in divergence)
-        for index, twin in enumerate(("product", *COLUMNS)):
-            own = [row for row in divergence if (row["twin"], row["seed"]) == (twin, first)]
-            look = {"color": style.PALETTE[index], "linestyle": style.DASHES[index % len(style.DASHES)]}
-            y = [max(row["relative_difference"], 1e-17) for row in own]
-            label = "weights kept as U (S V$^T$)" if twin == "product" else f"new columns: {twin}"
-            # "orthogonal" and "random" coincide: dashes lie on what is drawn through.
-            above = 2 if look["linestyle"] == "-" else 2.1
-            middle.plot([row["step"] for row in own], y, **look, linewidth=1.3, label=label, zorder=above)
-        middle.set_title("two networks that compute the same")
-        middle.set_xlabel("steps of SGD on both")
-        middle.set_ylabel("relative difference of outputs")
-        directions = read_table(run_dir / "directions.csv")
-        seeds = sorted({row["seed"] for row in directions})
-        for index, direction in enumerate(DIRECTIONS):
-            for seed in seeds:
-                own = [row for row in directions if (row["direction"], row["seed"]) == (direction, seed)]
-                look = {"color": style.PALETTE[index], "linestyle": style.DASHES[index], "linewidth": 1}
-                label = f"chosen by {'incoming' if direction == 'forward' else 'outgoing'} weights"
-                removed, error = [row["removed"] for row in own], [row["relative_error"] for row in own]
-                right.plot(removed, error, **look, label=label if seed == seeds[0] else None)
-        right.set_title("removing neurons")
-        right.set_xlabel("neurons removed")
-        right.set_ylabel("relative change of outputs")
-        for axes in (middle, right):
-            axes.set_yscale("log")
-        for axes, low in ((left, -0.42), (middle, -0.2), (right, -0.2)):
-            axes.legend(loc="upper center", bbox_to_anchor=(0.5, low), fontsize=7)
-        n = len(seeds)
-        note = f"left, right: a mark or line for each of n = {n} seeds; middle: one seed; all in float64"
-        # A line below the legends.
-        drawn.supxlabel(f"\n{note}", fontsize=7)
+    collapse, divergence, directions = (
+        pandas.read_csv(run_dir / f"{name}.csv") for name in ("collapse", "divergence", "directions")
+    )
+    drawn = style.new_figure(7.2, 4.2)
+    left, middle, right = drawn.subplots(1, 3)
+    _draw_collapse(left, collapse[collapse["task"] == "rings"])
+    one_seed = divergence[divergence["seed"] == divergence["seed"].min()]
+    for index, twin in enumerate(("product", *COLUMNS)):
+        own = one_seed[one_seed["twin"] == twin]
+        line = {"color": style.PALETTE[index], "linestyle": style.DASHES[index % len(style.DASHES)]}
+        label = "weights kept as U (S V$^T$)" if twin == "product" else f"new columns: {twin}"
+        # "orthogonal" and "random" coincide: dashes lie on what is drawn through.
+        above, y = 2 if line["linestyle"] == "-" else 2.1, own["relative_difference"].clip(lower=1e-17)
+        middle.plot(own["step"], y, **line, linewidth=1.3, label=label, zorder=above)
+    middle.set_title("two networks that compute the same")
+    middle.set_xlabel("steps of SGD on both")
+    middle.set_ylabel("relative difference of outputs")
+    for index, direction in enumerate(DIRECTIONS):
+        line = {"color": style.PALETTE[index], "linestyle": style.DASHES[index], "linewidth": 1}
+        label = f"chosen by {'incoming' if direction == 'forward' else 'outgoing'} weights"
+        for rank, (_, own) in enumerate(directions[directions["direction"] == direction].groupby("seed")):
+            right.plot(own["removed"], own["relative_error"], **line, label=None if rank else label)
+    right.set_title("removing neurons")
+    right.set_xlabel("neurons removed")
+    right.set_ylabel("relative change of outputs")
+    for axes in (middle, right):
+        axes.set_yscale("log")
+    for axes, low in ((left, -0.42), (middle, -0.2), (right, -0.2)):
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, low), fontsize=7)
+    n = directions["seed"].nunique()
+    note = f"left, right: a mark or line for each of n = {n} seeds; middle: one seed; all in float64"
+    # A line below the legends.
+    drawn.supxlabel(f"\n{note}", fontsize=7)
     return style.save(drawn, run_dir / "appendices.png")
 
 
-def _draw_collapse(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+def _draw_collapse(axes: Any, rings: pandas.DataFrame) -> None:
     """Share of what is not affine, and accuracy, of each normaliser on the rings."""
     shown = {"not_affine": "variance of the outputs that\nno affine map explains", "accuracy": "accuracy"}
     for index, (key, label) in enumerate(shown.items()):
         look = {"color": style.PALETTE[index], "marker": "os"[index], "linestyle": "none", "markersize": 4}
         for place, name in enumerate(NETWORKS):
-            own = [row[key] for row in rows if (row["task"], row["network"]) == ("rings", name)]
+            own = rings[rings["network"] == name][key]
             places = [place + 0.2 * index - 0.1] * len(own)
             axes.plot(places, own, **look, markerfacecolor="none", label=label if place == 0 else None)
-    ticks = {
-        "plain": "none",
-        "chi": "ChiNorm",
-        "shell": "x / ||x||",
-        "shell without biases": "x / ||x||,\nno biases",
-    }
-    axes.set_xticks(range(len(NETWORKS)), [ticks[name] for name in NETWORKS], fontsize=7, rotation=45)
+    ticks = ["none", "ChiNorm", "x / ||x||", "x / ||x||,\nno biases"]
+    axes.set_xticks(range(len(NETWORKS)), ticks, fontsize=7, rotation=45)
     axes.set_ylim(0, 1.05)
     axes.set_title("two rings to tell apart")
     axes.set_xlabel("normaliser")

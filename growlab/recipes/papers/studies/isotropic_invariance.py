@@ -8,14 +8,15 @@ computes the same but learns differently under an optimizer with a state for eac
 import copy
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas
 import torch
 from torch import Tensor, nn
 
-from growlab.base.files import write_json, write_text
+from growlab.base.files import write_json
 from growlab.lab.analysis import style
 from growlab.parts.isotropic import (
     Diagonal,
@@ -30,10 +31,9 @@ from growlab.recipes.papers.studies.measuring import (
     accuracy,
     batches_of,
     epoch_of,
-    read_table,
     relative,
-    table,
     train,
+    write_tables,
 )
 from growlab.widths import WidthGraph, replace_tensors, tensors_of, trace
 
@@ -88,12 +88,10 @@ def isotropic_invariance(
             own_lr = 10 * lr if name == "SGD" else lr
             rows = _diverge(network, graph, test[0], batches, lambda p, make=make, lr=own_lr: make(p, lr))
             tables["divergence"] += [{"seed": number, "optimizer": name, **row} for row in rows]
-    for name, rows in tables.items():
-        write_text(run_dir / f"{name}.csv", table(rows))
-    write_json(run_dir / "summary.json", summarise(tables))
+    summary = summarise(write_tables(run_dir, tables))
+    write_json(run_dir / "summary.json", summary)
     draw(run_dir)
-    for line in told(summarise(tables)):
-        print(line)
+    print("\n".join(in_words(summary)))
 
 
 def resized(
@@ -176,44 +174,31 @@ def _spectrum(network: nn.Module, graph: WidthGraph, epoch: int) -> list[dict[st
     ]
 
 
-def summarise(tables: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def summarise(tables: Mapping[str, pandas.DataFrame]) -> dict[str, Any]:
     """Means over networks, largest errors, and how far apart the two bases are in the end."""
-    by_change: dict[int, list[dict[str, Any]]] = {}
-    for row in tables["changes"]:
-        by_change.setdefault(row["change"], []).append(row)
-    last = max(row["step"] for row in tables["divergence"])
-    sparsity = tables["sparsity"]
+    changes, sparsity, divergence = (tables[name] for name in ("changes", "sparsity", "divergence"))
+    last = divergence["step"].max()
+    ends = divergence[divergence["step"] == last].groupby("optimizer")["relative_difference"].max()
+
+    def of(rows: pandas.DataFrame, *means: str) -> dict[str, float]:
+        found = {name: statistics.fmean(rows[name]) for name in ("accuracy_before", "accuracy", *means)}
+        return {"largest_relative_error": float(rows["relative_error"].max()), **found}
+
     return {
         "changes": {
-            f"{change:+d}": {
-                "largest_relative_error": max(row["relative_error"] for row in rows),
-                "accuracy_before": statistics.fmean(row["accuracy_before"] for row in rows),
-                "accuracy": statistics.fmean(row["accuracy"] for row in rows),
-                "n": len(rows),
-            }
-            for change, rows in sorted(by_change.items())
+            f"{change:+d}": {**of(rows), "n": len(rows)} for change, rows in changes.groupby("change")
         },
         "num_networks": len(sparsity),
         "sparsity": {
-            "largest_relative_error": max(row["relative_error"] for row in sparsity),
-            "accuracy_before": statistics.fmean(row["accuracy_before"] for row in sparsity),
-            "accuracy": statistics.fmean(row["accuracy"] for row in sparsity),
-            "share_of_parameters": statistics.fmean(row["share_of_parameters"] for row in sparsity),
-            "share_by_equation_19": sparsity[0]["share_by_equation_19"],
+            **of(sparsity, "share_of_parameters"),
+            "share_by_equation_19": float(sparsity["share_by_equation_19"].iloc[0]),
         },
-        "divergence": {
-            name: max(
-                row["relative_difference"]
-                for row in tables["divergence"]
-                if (row["optimizer"], row["step"]) == (name, last)
-            )
-            for name in OPTIMIZERS
-        },
-        "divergence_steps": last,
+        "divergence": {name: float(ends[name]) for name in OPTIMIZERS},
+        "divergence_steps": int(last),
     }
 
 
-def told(summary: dict[str, Any]) -> Iterator[str]:
+def in_words(summary: dict[str, Any]) -> Iterator[str]:
     """The summary in lines to print."""
     for change, row in summary["changes"].items():
         yield (
@@ -230,49 +215,41 @@ def told(summary: dict[str, Any]) -> Iterator[str]:
         yield f"another basis, {summary['divergence_steps']} steps of {name}: outputs differ by {difference:.2g}"
 
 
+@style.styled()
 def draw(run_dir: Path) -> Path:
     """Draw `invariance.png` from a run's tables.
 
     Largest error over the change of width, singular values over epochs, divergence over steps.
     """
     changes, spectrum, divergence = (
-        read_table(run_dir / f"{name}.csv") for name in ("changes", "spectra", "divergence")
+        pandas.read_csv(run_dir / f"{name}.csv") for name in ("changes", "spectra", "divergence")
     )
-    with style.styled():
-        drawn = style.new_figure(7.2, 3.0)
-        left, middle, right = drawn.subplots(1, 3)
-        seeds = sorted({row["seed"] for row in changes})
-        numbers = sorted({row["change"] for row in changes})
-        errors = [max(row["relative_error"] for row in changes if row["change"] == n) for n in numbers]
-        # Nothing lies between one neuron less and one more: no line leads from what changes to what does not.
-        for sign in (-1, 1):
-            own = [(n, error) for n, error in zip(numbers, errors, strict=True) if sign * n > 0]
-            left.plot(*zip(*own, strict=True), color=style.PALETTE[0], marker="o")
-        left.set_title("second layer resized")
-        left.set_xlabel("neurons removed (< 0) or added (> 0)")
-        left.set_ylabel("largest relative change of outputs")
-        group = list(dict.fromkeys(row["group"] for row in spectrum))[1]
-        for rank in sorted({row["rank"] for row in spectrum}):
-            own = [row for row in spectrum if (row["group"], row["rank"]) == (group, rank)]
-            middle.plot(
-                [r["epoch"] for r in own], [r["singular_value"] for r in own], color="0.4", linewidth=0.4
-            )
-        middle.set_title("second layer while it trains")
-        middle.set_xlabel("epoch")
-        middle.set_ylabel("singular values, a line each")
-        for index, name in enumerate(OPTIMIZERS):
-            for seed in seeds:
-                own = [r for r in divergence if (r["optimizer"], r["seed"]) == (name, seed)]
-                look = {"color": style.PALETTE[index], "linestyle": style.DASHES[index], "linewidth": 1}
-                y = [max(r["relative_difference"], 1e-17) for r in own]
-                right.plot([r["step"] for r in own], y, **look, label=name if seed == seeds[0] else None)
-        right.set_title("one network in two bases")
-        right.set_xlabel("optimizer steps in either basis")
-        right.set_ylabel("relative difference of outputs")
-        right.legend()
-        for axes in (left, right):
-            axes.set_yscale("log")
-        n = len(seeds)
-        note = f"left: largest of n = {n} networks; middle: one network; right: a line for each of n = {n}"
-        drawn.supxlabel(f"{note}; all in float64", fontsize=7)
+    drawn = style.new_figure(7.2, 3.0)
+    left, middle, right = drawn.subplots(1, 3)
+    errors = changes.groupby("change")["relative_error"].max()
+    # Nothing lies between one neuron less and one more: no line leads from what changes to what does not.
+    for own in (errors[errors.index < 0], errors[errors.index > 0]):
+        left.plot(own.index, own, color=style.PALETTE[0], marker="o")
+    left.set_title("second layer resized")
+    left.set_xlabel("neurons removed (< 0) or added (> 0)")
+    left.set_ylabel("largest relative change of outputs")
+    for _, own in spectrum[spectrum["group"] == spectrum["group"].unique()[1]].groupby("rank"):
+        middle.plot(own["epoch"], own["singular_value"], color="0.4", linewidth=0.4)
+    middle.set_title("second layer while it trains")
+    middle.set_xlabel("epoch")
+    middle.set_ylabel("singular values, a line each")
+    for index, name in enumerate(OPTIMIZERS):
+        line = {"color": style.PALETTE[index], "linestyle": style.DASHES[index], "linewidth": 1}
+        for rank, (_, own) in enumerate(divergence[divergence["optimizer"] == name].groupby("seed")):
+            y = own["relative_difference"].clip(lower=1e-17)
+            right.plot(own["step"], y, **line, label=None if rank else name)
+    right.set_title("one network in two bases")
+    right.set_xlabel("optimizer steps in either basis")
+    right.set_ylabel("relative difference of outputs")
+    right.legend()
+    for axes in (left, right):
+        axes.set_yscale("log")
+    n = changes["seed"].nunique()
+    note = f"left: largest of n = {n} networks; middle: one network; right: a line for each of n = {n}"
+    drawn.supxlabel(f"{note}; all in float64", fontsize=7)
     return style.save(drawn, run_dir / "invariance.png")

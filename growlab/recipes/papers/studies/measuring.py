@@ -1,14 +1,15 @@
 """Code that studies share: steps on batches, accuracies, and tables of rows."""
 
-import csv
-import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from growlab.base.files import write_text
 
 _ALL = 10**9  # batches of an epoch: as many as there are
 
@@ -45,28 +46,14 @@ def relative(after: Tensor, before: Tensor) -> float:
     return float((after - before).norm() / before.norm())
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows as CSV; numbers with six digits."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow(
-            {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
+def write_tables(
+    run_dir: Path, tables: Mapping[str, Sequence[dict[str, Any]]]
+) -> dict[str, pandas.DataFrame]:
+    """Write rows as `NAME.csv`, numbers with six digits; return the tables."""
+    frames = {name: pandas.DataFrame(rows) for name, rows in tables.items()}
+    for name, frame in frames.items():
+        write_text(
+            run_dir / f"{name}.csv",
+            frame.to_csv(index=False, float_format="%.6g", lineterminator="\n", na_rep="nan"),
         )
-    return text.getvalue()
-
-
-def read_table(path: Path) -> list[dict[str, Any]]:
-    """The rows of `table`, numbers as such."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return [{key: _number(value) for key, value in row.items()} for row in csv.DictReader(file)]
-
-
-def _number(value: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value
+    return frames
