@@ -4,7 +4,6 @@ The curves are shaped like those of a small network on CIFAR-10 (the loss falls 
 at growth); the numbers are invented and must never be reported as results.
 """
 
-import csv
 import json
 import math
 import random
@@ -12,7 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas
 from omegaconf import OmegaConf
+
+from growlab.lab.analysis.results import load_runs
+from growlab.lab.analysis.tables import Row, summarise
 
 NUM_TRAIN = 50_000
 STEPS_BETWEEN_RATES = 200
@@ -27,6 +30,19 @@ PARAMETERS = (
 
 
 CHOICES = ("model", "data", "optimizer")
+FIXED = {"growth": "none", "lr_adapt": "none"}
+
+
+def rows_of(folder: Path) -> list[Row]:
+    """Rows of all runs below a folder, without a word about those left out."""
+    return summarise(load_runs(folder), lambda sentence: None)
+
+
+def changed(folder: Path, **values: Any) -> None:
+    """Replace entries of a run's `results.json`; those that are ... go."""
+    path = folder / "results.json"
+    content = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
 
 
 def resnet20_groups() -> dict[str, dict[str, Any]]:
@@ -78,41 +94,37 @@ def write_run(
         step += math.ceil(NUM_TRAIN / batch_size)
         loss = 2.3 * (epoch + 1.5) ** -0.55 * (1.25 - 0.25 * shares[stage]) + 0.08 * grew
         loss += random_numbers.gauss(0, 0.015)
-        row = {
-            "epoch": epoch,
-            "step": step,
-            "stage": stage,
-            "batch_size": batch_size,
-            "lr": 0.05 * (1 + math.cos(math.pi * epoch / num_epochs)),
+        accuracy, lr = math.exp(-loss / 2.2), 0.05 * (1 + math.cos(math.pi * epoch / num_epochs))
+        row = {"epoch": epoch, "step": step, "stage": stage, "batch_size": batch_size, "lr": lr}
+        row |= {
             "num_params": round(272_000 * shares[stage] ** 2),
             "train_loss": loss,
-            "train_accuracy": math.exp(-loss / 2.2),
-            "val_loss": loss + 0.06 + abs(random_numbers.gauss(0, 0.03)) if validation else "",
-            "val_accuracy": math.exp(-loss / 2.2) - 0.02 if validation else "",
-            "samples_per_sec": 1500 / shares[stage],
-            "seconds": NUM_TRAIN * shares[stage] / 1500,
+            "train_accuracy": accuracy,
         }
+        held_out = (
+            (loss + 0.06 + abs(random_numbers.gauss(0, 0.03)), accuracy - 0.02) if validation else ("", "")
+        )
+        row |= dict(zip(("val_loss", "val_accuracy"), held_out, strict=True))
+        row |= {"samples_per_sec": 1500 / shares[stage], "seconds": NUM_TRAIN * shares[stage] / 1500}
         metrics.append(row)
     _write_csv(folder / "metrics.csv", metrics)
     steps = [0] + [row["step"] for row in metrics]
     starts = [sum(stage_epochs[:stage]) for stage in range(len(stage_epochs))]
     events = [
         {
-            "stage": stage,
-            "epoch": starts[stage],
-            "step": steps[starts[stage]],
-            "method": "VarianceTransfer",
+            **{
+                "stage": stage,
+                "epoch": starts[stage],
+                "step": steps[starts[stage]],
+                "method": "VarianceTransfer",
+            },
             "widths_before": {name: group["widths"][stage - 1] for name, group in groups.items()},
             "widths_after": {name: group["widths"][stage] for name, group in groups.items()},
             "num_params_before": round(272_000 * shares[stage - 1] ** 2),
             "num_params": round(272_000 * shares[stage] ** 2),
             "batch_size": metrics[starts[stage]]["batch_size"],
-            "parity_error_eval": 2.1e-7,
-            "parity_error_train": 3.4e-7,
-            "parity_tolerance_eval": 1e-5,
-            "parity_tolerance_train": 1e-5,
-            "noise_error_eval": 1.3e-3,
-            "seconds": 0.05,
+            **{"parity_error_eval": 2.1e-7, "parity_error_train": 3.4e-7, "noise_error_eval": 1.3e-3},
+            **{"parity_tolerance_eval": 1e-5, "parity_tolerance_train": 1e-5, "seconds": 0.05},
         }
         for stage in range(1, len(stage_epochs))
     ]
@@ -131,35 +143,32 @@ def write_run(
         cost_percent = 100 * sum(n * s**2 for n, s in zip(stage_epochs, shares, strict=True)) / num_epochs
     stages = [
         {
-            "stage": stage,
-            "epochs": n,
-            "batch_size": metrics[starts[stage]]["batch_size"],
-            "num_params": metrics[starts[stage]]["num_params"],
+            **{
+                "stage": stage,
+                "epochs": n,
+                "peak_memory_bytes": None,
+                "samples_per_sec": 1500 / shares[stage],
+            },
+            **{key: metrics[starts[stage]][key] for key in ("batch_size", "num_params")},
             "flops_per_sample": round(8.1e7 * shares[stage] ** 2),
             "seconds": n * NUM_TRAIN * shares[stage] / 1500,
-            "samples_per_sec": 1500 / shares[stage],
-            "peak_memory_bytes": None,
             "widths": {name: group["widths"][stage] for name, group in groups.items()},
         }
         for stage, n in enumerate(stage_epochs)
     ]
     content = {
-        "experiment": "resnet20_cifar10",
-        "model": "resnet20",
-        "data": "cifar10",
-        "growth": growth,
-        "lr_adapt": lr_adapt,
-        "optimizer": "sgd",
-        "seed": seed,
-        "epochs": num_epochs,
-        "precision": "32-true",
-        "stages": stages,
+        **{"experiment": "resnet20_cifar10", "model": "resnet20", "data": "cifar10", "growth": growth},
+        **{
+            "lr_adapt": lr_adapt,
+            "optimizer": "sgd",
+            "seed": seed,
+            "epochs": num_epochs,
+            "precision": "32-true",
+        },
+        **{"stages": stages, "train_cost_percent": cost_percent, "test_accuracy": test_accuracy},
         "train_flops": sum(s["epochs"] * s["flops_per_sample"] * NUM_TRAIN for s in stages),
-        "train_cost_percent": cost_percent,
-        "test_accuracy": test_accuracy,
         "test_loss": metrics[-1]["train_loss"] + 0.05,
-        "train_loss": metrics[-1]["train_loss"],
-        "train_accuracy": metrics[-1]["train_accuracy"],
+        **{key: metrics[-1][key] for key in ("train_loss", "train_accuracy")},
         "seconds": seconds,
         "parity_max_error": 3.4e-7 if events else None,
         "versions": {"python": "3.11", "torch": "2.15", "lightning": "2.6.6", "growlab": "0.1.0"},
@@ -184,33 +193,18 @@ def _rates(stage_of_epoch: Sequence[int], steps: Sequence[int], noise: random.Ra
         for index, name in enumerate(PARAMETERS):
             for region in range(stage_of_epoch[epoch] + 1):
                 age = (step - steps[births[region]]) / 400
-                factor = (
-                    1.0 if region == 0 else 0.7 + 0.1 * region + (0.9 - 0.4 * index / last) * math.exp(-age)
-                )
-                factor *= 1 + (region > 0) * noise.gauss(0, 0.01)
-                if index == last:
-                    factor /= 16
-                rows.append(
-                    {
-                        "step": step,
-                        "epoch": epoch,
-                        "stage": stage_of_epoch[epoch],
-                        "parameter": name,
-                        "region": region,
-                        "rate_factor": factor,
-                        "weight_norm": 3.0 * factor,
-                        "grad_norm": 0.2 * factor / (1 + step / 1000),
-                    }
-                )
+                new = 0.7 + 0.1 * region + (0.9 - 0.4 * index / last) * math.exp(-age)
+                factor = (1.0 if region == 0 else new) * (1 + (region > 0) * noise.gauss(0, 0.01))
+                factor /= 16 if index == last else 1
+                row = {"step": step, "epoch": epoch, "stage": stage_of_epoch[epoch], "parameter": name}
+                row |= {"region": region, "rate_factor": factor, "weight_norm": 3.0 * factor}
+                rows.append(row | {"grad_norm": 0.2 * factor / (1 + step / 1000)})
     return rows
 
 
 def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    pandas.DataFrame(rows).to_csv(path, index=False)
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -1,4 +1,4 @@
-"""`python -m growlab table`: what it prints, writes and refuses."""
+"""`python -m growlab table` and its siblings: output, files and refusals."""
 
 import json
 
@@ -7,14 +7,15 @@ import pytest
 from growlab.lab.analysis.__main__ import main
 from growlab.recipes.papers import paper_table
 
-from .fake_runs import write_run
+from .fake_runs import FIXED, write_run
 
 
-@pytest.fixture
-def runs(tmp_path):
-    write_run(tmp_path / "runs" / "ours", stage_epochs=(1, 1, 2))
-    write_run(tmp_path / "runs" / "fixed", growth="none", lr_adapt="none", stage_epochs=(4,))
-    return tmp_path / "runs"
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "ours", stage_epochs=(1, 1, 2), groups={"a": {"full_width": 8, "widths": [2, 4, 8]}})
+    write_run(folder / "fixed", **FIXED, stage_epochs=(4,))
+    return folder
 
 
 def test_tables_are_printed_or_written_in_the_form_asked_for(runs, tmp_path, capsys):
@@ -25,55 +26,55 @@ def test_tables_are_printed_or_written_in_the_form_asked_for(runs, tmp_path, cap
     assert len(json.loads(capsys.readouterr().out)) == 2
     assert main([str(runs), "--csv"]) == 0
     assert capsys.readouterr().out.count("\n") == 3
-    assert main([str(runs), "-o", str(tmp_path / "new" / "table.md")]) == 0
-    assert (tmp_path / "new" / "table.md").read_text(encoding="utf-8") == table
-    assert main([str(runs), "-o", str(tmp_path / "table.csv")]) == 0
-    assert (tmp_path / "table.csv").read_text().startswith("method,experiment")
-    assert main([str(runs), "-o", str(tmp_path / "table.tex")]) == 0
-    assert (tmp_path / "table.tex").read_text().startswith(r"\begin{table}")
+    for name, start in (("new/table.md", table), ("t.csv", "method,experiment"), ("t.tex", r"\begin{table}")):
+        assert main([str(runs), "-o", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_text(encoding="utf-8").startswith(start)
     assert paper_table.main([str(runs)]) == 0
     assert "92.53 ± 0.11" in capsys.readouterr().out
     assert main(["paired", str(runs), "--csv"]) == 0
     assert capsys.readouterr().out.startswith("method,against,seeds")
 
 
-def test_a_torn_run_is_a_warning_and_the_rest_is_shown(runs, capsys):
-    (runs / "fixed" / "results.json").write_text("{")
-    assert main([str(runs)]) == 0
+def test_a_torn_run_is_a_warning_and_the_rest_is_shown(tmp_path, capsys):
+    for name in ("good", "torn"):
+        write_run(tmp_path / name, stage_epochs=(4,), **FIXED)
+    (tmp_path / "torn" / "results.json").write_text("{")
+    assert main([str(tmp_path)]) == 0
     streams = capsys.readouterr()
-    assert streams.err.startswith("warning: skipped ") and str(runs / "fixed") in streams.err
+    assert streams.err.startswith("warning: skipped ") and str(tmp_path / "torn") in streams.err
     assert streams.out.count("\n|") == 2
 
 
 @pytest.mark.parametrize("suffix, start", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_a_figure_is_written_and_is_the_same_each_time(runs, tmp_path, capsys, suffix, start):
-    out = tmp_path / f"compare.{suffix}"
-    assert main(["figure", "compare", str(runs), "-o", str(out)]) == 0
+    out = tmp_path / f"figure.{suffix}"
+    assert main(["figure", "silhouettes", str(runs / "ours"), "-o", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)
     first = out.read_bytes()
     assert first.startswith(start)
-    main(["figure", "compare", str(runs), "-o", str(out)])
+    main(["figure", "silhouettes", str(runs / "ours"), "-o", str(out)])
     assert out.read_bytes() == first
 
 
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["{empty}"], "no finished run under"),
+        (["{tmp}"], "no finished run under"),
         (["{runs}/nowhere"], "there is no folder"),
         ([], "the following arguments are required: DIR"),
         (["{runs}", "--csv", "--json"], "not allowed with"),
-        (["{runs}", "--html"], "unrecognized arguments: --html"),
         (["paired", "{runs}", "--against", "our"], "choose one of: fixed-size, ours + stagewise_norm"),
         (["paired", "{runs}/ours"], "no two methods on one network and data set to compare"),
         (["paired", "{runs}", "-o", "x.json"], "is written as .md, .tex or .csv"),
         (["figure", "learning_curve", "{runs}", "-o", "x.png"], "did you mean learning_curves?"),
-        (["figure", "width", "{runs}", "-o", "x.png"], "did you mean widths?"),
         (["figure", "zzz", "{runs}", "-o", "x.png"], "choose one of learning_curves, widths,"),
         (["figure", "widths", "{runs}", "-o", "x.png"], "widths shows one run and there are 2"),
+        (
+            ["figure", "widths", "{runs}/ours", "--parameter", "a", "-o", "x.png"],
+            "shows no single parameters",
+        ),
         (["figure", "rate_factors", "{runs}/fixed", "-o", "x.png"], "without rate adaptation"),
         (["figure", "compare", "{runs}", "-o", "x.bmp"], "must end in .png, .svg, .pdf"),
-        (["figure", "compare", "{runs}"], "-o/--output"),
         (["{runs}", "-o", "{runs}/ours/results.json/table.md"], "cannot write"),
     ],
 )
@@ -81,9 +82,7 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(
     runs, tmp_path, capsys, monkeypatch, arguments, sentence
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    names = {"runs": runs, "empty": tmp_path / "empty"}
-    assert main([argument.format(**names) for argument in arguments]) == 2
+    assert main([argument.format(runs=runs, tmp=tmp_path) for argument in arguments]) == 2
     streams = capsys.readouterr()
     assert streams.out == "" and streams.err.count("\n") == 1
     assert streams.err.startswith("error: ") and sentence in streams.err

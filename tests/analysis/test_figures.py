@@ -1,23 +1,23 @@
-"""What figures contain: curves with the run's numbers, events where they happened, labels apart."""
+"""Figures: curves with the run's numbers, events where they happened, labels apart, one colour a method."""
 
+import itertools
+
+import matplotlib
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
+from omegaconf import OmegaConf
 
 from growlab.base.errors import UserError
 from growlab.lab.analysis import style
-from growlab.lab.analysis.comparison import compare
-from growlab.lab.analysis.figures import learning_curves, rate_factors, widths_over_time, write_run_figures
+from growlab.lab.analysis.comparison import compare, learning_rates, over_rates
+from growlab.lab.analysis.figures import learning_curves, resources, widths_over_time, write_run_figures
 from growlab.lab.analysis.results import load_runs, open_run
+from growlab.lab.analysis.style import FIXED_SIZE, MARKERS, PALETTE, line_styles
 
-from .fake_runs import PARAMETERS, STAGE_WIDTHS, STEPS_BETWEEN_RATES, write_run
+from .fake_runs import FIXED, rows_of, write_run
 
 EVENTS = [1, 2, 3, 4, 5, 6, 8, 10]
-
-
-@pytest.fixture
-def run(tmp_path):
-    return open_run(write_run(tmp_path / "run"))
 
 
 def event_positions(axes):
@@ -34,7 +34,15 @@ def overlaps(figure, texts):
     return [(i, j) for i in range(len(boxes)) for j in range(i) if boxes[i].overlaps(boxes[j])]
 
 
-def test_learning_curves_show_the_metrics_the_events_and_the_test_value(run):
+def legend_title(figure):
+    return figure.legends[0].get_title().get_text().replace("\n", " ")
+
+
+# One run ---------------------------------------------------------------------------------------------------
+
+
+def test_learning_curves_show_the_metrics_the_events_and_the_test_value(tmp_path):
+    run, before = open_run(write_run(tmp_path)), dict(matplotlib.rcParams)
     figure = learning_curves(run)
     loss, accuracy = figure.axes
     for axes, quantity, scale in ((loss, "loss", 1), (accuracy, "accuracy", 100)):
@@ -47,10 +55,12 @@ def test_learning_curves_show_the_metrics_the_events_and_the_test_value(run):
         assert test.get_ydata()[0] == pytest.approx(scale * run.results[f"test_{quantity}"])
     assert accuracy.get_legend().get_texts()[-1].get_text() == "test, final: 82.00 %"
     # 4+8+16 of 16+32+64 channels in the seed: a quarter; the labels stand over their stages.
-    assert [text.get_text() for text in loss.texts][:2] == ["25", "30"]
-    assert [text.get_text() for text in loss.texts][-2:] == ["100", "width %"]
-    assert [text.get_position()[0] for text in loss.texts[:9]] == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 7, 9, 13]
+    lead, *labels = loss.texts
+    assert lead.get_text() == "width %"
+    assert [labels[i].get_text() for i in (0, 1, -1)] == ["25", "30", "100"]
+    assert [text.get_position()[0] for text in labels] == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 7, 9, 13]
     assert overlaps(figure, loss.texts) == []
+    assert dict(matplotlib.rcParams) == before
 
 
 def test_curves_without_validation_or_test_are_left_out(tmp_path):
@@ -60,101 +70,92 @@ def test_curves_without_validation_or_test_are_left_out(tmp_path):
 
 
 def test_stage_labels_that_would_touch_are_hidden(tmp_path):
-    run = open_run(write_run(tmp_path, stage_epochs=(1,) * 8 + (150,)))
-    figure = learning_curves(run)
-    labels = figure.axes[0].texts
-    assert overlaps(figure, labels[:-1]) == []
+    figure = learning_curves(open_run(write_run(tmp_path, stage_epochs=(1,) * 8 + (150,))))
+    labels = figure.axes[0].texts[1:]
+    assert overlaps(figure, labels) == []
     visible = [text.get_text() for text in labels if text.get_visible()]
-    assert "100" in visible and "25" in visible and len(visible) < 10
+    assert "100" in visible and "25" in visible and len(visible) < 9
 
 
 def test_a_fixed_size_run_has_no_event_lines_and_no_stage_labels(tmp_path):
-    run = open_run(write_run(tmp_path, growth="none", lr_adapt="none"))
+    run = open_run(write_run(tmp_path, **FIXED))
     loss = learning_curves(run).axes[0]
     assert event_positions(loss) == [] and list(loss.texts) == []
     widths = curves(widths_over_time(run).axes[0])
     assert sorted(line.get_ydata()[0] for line in widths) == [16, 32, 64]
 
 
-def test_widths_share_a_line_where_groups_grow_alike(run):
-    figure = widths_over_time(run)
-    (axes,) = figure.axes
-    assert event_positions(axes) == EVENTS
-    lines = curves(axes)
-    for line, full_width in zip(lines, (64, 32, 16), strict=True):
-        assert list(line.get_xdata()) == [0, *EVENTS, 16]
-        assert tuple(line.get_ydata()[:-1]) == STAGE_WIDTHS[full_width]
-        assert line.get_drawstyle() == "steps-post"
-    texts = [text.get_text() for text in axes.texts if text.get_visible()]
-    assert [text for text in texts if ":" in text] == ["64: 4 groups", "32: 4 groups", "16: 4 groups"]
-    assert {"58", "48", "20", "4"} <= set(texts)
-    assert overlaps(figure, axes.texts) == []
+def test_a_run_gets_the_figures_it_has_data_for(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("growlab.lab.analysis.figures.save", lambda figure, path: drawn.append(path) or path)
+    grown = write_run(tmp_path / "grown", stage_epochs=(1, 2))
+    names = ("learning_curves", "widths", "rate_factors")
+    assert write_run_figures(grown) == drawn == [grown / "figures" / f"{name}.png" for name in names]
+    fixed = write_run(tmp_path / "fixed", **FIXED, stage_epochs=(3,), finished=False)
+    assert [path.stem for path in write_run_figures(fixed)] == ["learning_curves", "widths"]
+    (fixed / "growth.json").unlink()
+    assert [path.stem for path in write_run_figures(fixed)] == ["learning_curves"]
 
 
-def test_names_of_many_groups_keep_apart(tmp_path):
-    groups = {f"b{i}": {"full_width": 90 + i, "widths": [20 + i, 40 + i, 90 + i]} for i in range(40)}
-    figure = widths_over_time(open_run(write_run(tmp_path, groups=groups, stage_epochs=(1, 1, 1))))
-    (axes,) = figure.axes
-    assert len(curves(axes)) == 40
-    names = [text for text in axes.texts if ":" in text.get_text()]
-    assert 5 < len(names) < 40 and names[0].get_text() == "129: b39" and names[-1].get_text() == "90: b0"
-    # The extent of an annotation spans its leader line; the words alone are what must not touch.
-    figure.draw_without_rendering()
-    heights = sorted(axes.transData.transform((0, name.xyann[1]))[1] for name in names)
-    assert np.diff(heights).min() >= 7 / 72 * figure.dpi
+# Resources -------------------------------------------------------------------------------------------------
+
+GIB = 2**30
 
 
-def test_rate_factors_have_a_curve_per_region_in_epochs(run):
-    figure = rate_factors(run)
-    median, first, middle, last = figure.axes[:4]
-    assert [axes.get_title(loc="left") for axes in (first, middle, last)] == [
-        PARAMETERS[0],
-        PARAMETERS[len(PARAMETERS) // 2],
-        PARAMETERS[-1],
-    ]
-    for axes in (median, first, middle, last):
-        assert event_positions(axes) == EVENTS
-        regions = [line for line in curves(axes) if not isinstance(line.get_color(), str)]
-        assert len(regions) == 9
-        starts = [line.get_xdata()[0] for line in regions]
-        # A region's first value is recorded at most so many steps after its birth.
-        np.testing.assert_array_less(np.array([0, *EVENTS]) - 1e-9, starts)
-        assert (np.array(starts) - [0, *EVENTS] < STEPS_BETWEEN_RATES / 130).all()
-    rates = run.rates
-    part = rates[(rates["parameter"] == PARAMETERS[0]) & (rates["region"] == 3)]
-    line = next(line for line in curves(first) if len(line.get_xdata()) == len(part))
-    np.testing.assert_allclose(line.get_ydata(), part["rate_factor"])
-    overall = rates[rates["region"] == 8].groupby("step")["rate_factor"].median()
-    np.testing.assert_allclose(curves(median)[-1].get_ydata(), overall)
+def stages(memory=(None, None, None), batch=(96, 64, 32)):
+    rows = zip((1, 1, 2), memory, (1.0, 2.0, 6.0), (300.0, 200.0, 100.0), batch, strict=True)
+    keys = ("epochs", "peak_memory_bytes", "seconds", "samples_per_sec", "batch_size")
+    return [dict(zip(keys, row, strict=True)) for row in rows]
 
 
-def test_an_unknown_parameter_is_answered_with_the_nearest(run):
-    assert len(rate_factors(run, ["fc.weight"]).axes) == 3
-    with pytest.raises(UserError, match=r"did you mean fc\.weight\?"):
-        rate_factors(run, ["fc.weights"])
+def test_resources_have_a_bar_a_stage_and_the_fixed_size_network_as_a_line(tmp_path):
+    about = {"stage_epochs": (1, 1, 2), "seconds": 9.0}
+    write_run(tmp_path / "a", **about, stages=stages((GIB, 2 * GIB, 4 * GIB)))
+    write_run(tmp_path / "b", **about, growth="pairs", stages=stages((GIB, GIB, GIB), batch=(32, 32, 32)))
+    one = [{**stages((3 * GIB,) * 3)[0], "epochs": 4, "seconds": 20.0, "batch_size": 32}]
+    write_run(tmp_path / "c", **FIXED, stage_epochs=(4,), cost_percent=100, stages=one, seconds=20.0)
+    figure = resources(load_runs(tmp_path))
+    memory, speed, seconds = figure.axes
+    assert memory.get_ylabel() == "peak memory (GiB)"
+    assert [bar.get_height() for bar in memory.patches] == [1, 2, 4, 1, 1, 1]
+    assert memory.lines[0].get_ydata().tolist() == [3, 3, 3, 3]
+    assert [bar.get_height() for bar in speed.patches[:3]] == [300, 200, 100]
+    # Four epochs in 20 s: 5 s, 5 s and 10 s for stages of 1, 1 and 2 epochs.
+    assert seconds.lines[0].get_ydata().tolist() == [5, 5, 10, 10]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names[0] == "ours (variance transfer + rates by age), batch 96 to 32: 9 s in all"
+    assert names[2] == "fixed-size, batch 32: 20 s in all"
+    assert overlaps(figure, figure.legends[0].get_texts()) == []
+    faces = {to_hex(bar.get_facecolor()) for bar in memory.patches}
+    assert faces == {line["color"].lower() for line in line_styles(["ours + stagewise_norm", "pairs"])}
 
 
-def test_steps_become_epochs_through_the_changing_steps_an_epoch(run):
-    figure = rate_factors(run)
-    ends = dict(zip(run.metrics["step"], run.metrics["epoch"] + 1, strict=True))
-    whole = [step for step in run.rates["step"].unique() if step in ends]
-    x = curves(figure.axes[0])[1].get_xdata()
-    for step in whole:
-        assert np.isclose(x, ends[step]).any()
-    assert (np.diff(x) > 0).all()
+def test_resources_leave_out_memory_that_was_not_recorded_and_refuse_other_stages(tmp_path):
+    write_run(tmp_path / "a" / "a", stage_epochs=(1, 1, 2), stages=stages())
+    figure = resources(load_runs(tmp_path))
+    assert [axes.get_ylabel() for axes in figure.axes] == ["samples per second", "seconds"]
+    write_run(tmp_path / "b", stage_epochs=(2, 2))
+    with pytest.raises(UserError, match="these differ"):
+        resources(load_runs(tmp_path))
+    write_run(tmp_path / "fixed", **FIXED)
+    with pytest.raises(UserError, match="at least one run that grows"):
+        resources(load_runs(tmp_path / "fixed"))
+
+
+# Compare ---------------------------------------------------------------------------------------------------
 
 
 def test_compare_shows_means_bands_and_cost_against_accuracy(tmp_path):
     for seed in range(3):
         write_run(tmp_path / f"ours{seed}", seed=seed, test_accuracy=0.80 + 0.01 * seed, cost_percent=60)
-        write_run(tmp_path / f"fixed{seed}", growth="none", lr_adapt="none", seed=seed, test_accuracy=0.85)
+        write_run(tmp_path / f"fixed{seed}", **FIXED, seed=seed, test_accuracy=0.85)
     write_run(tmp_path / "pairs", growth="pairs", lr_adapt="none", test_accuracy=0.81, cost_percent=60)
     runs = load_runs(tmp_path)
     figure = compare(runs)
     loss, cost, accuracy = figure.axes
     assert event_positions(loss) == EVENTS and event_positions(accuracy) == EVENTS
     lines = curves(loss)
-    assert len(lines) == 3 and len(loss.collections) == 2
+    assert len(lines) == 3 and len(loss.collections) == 2 and to_hex(lines[0].get_color()) == "#000000"
     mean = np.mean([run.metrics["train_loss"] for run in runs if run.group.growth == "ours"], axis=0)
     np.testing.assert_allclose(lines[1].get_ydata(), mean)
     assert accuracy.get_ylabel() == "held-out accuracy (%)"
@@ -166,39 +167,34 @@ def test_compare_shows_means_bands_and_cost_against_accuracy(tmp_path):
     for container in cost.containers:
         marker = container.lines[0]
         assert marker.get_transform() == cost.transData and marker.get_markerfacecolor() == "none"
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "fixed-size (n=3)",
-        "ours (variance transfer + rates by age) (n=3)",
-        "pairs (n=1)",
-    ]
-    told = legend.get_title().get_text().replace("\n", " ")
-    assert "one sample standard deviation" in told and told.endswith("dashed lines: growth events")
-    assert to_hex(lines[0].get_color()) == "#000000"
+    names = ["fixed-size (n=3)", "ours (variance transfer + rates by age) (n=3)", "pairs (n=1)"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == names
+    title = legend_title(figure)
+    assert "one sample standard deviation" in title and title.endswith("dashed lines: growth events")
 
 
 def test_compare_marks_different_schedules_in_the_colour_of_their_method(tmp_path):
     write_run(tmp_path / "a", stage_epochs=(2, 2, 4), test_accuracy=0.9)
     write_run(tmp_path / "b", growth="pairs", stage_epochs=(1, 3, 4), test_accuracy=0.8)
-    loss = compare(load_runs(tmp_path)).axes[0]
+    figure = compare(load_runs(tmp_path))
+    loss = figure.axes[0]
     assert event_positions(loss) == []
     ticks = [c for c in loss.collections if c.get_gid() == style.EVENT]
     assert [[segment[0][0] for segment in c.get_segments()] for c in ticks] == [[2, 4], [1, 4]]
     assert [to_hex(c.get_color()[0]) for c in ticks] == [line.get_color().lower() for line in loss.lines]
-    told = loss.figure.legends[0].get_title().get_text()
-    assert told == "one seed each: no interval is known; ticks at the top: growth events"
+    assert legend_title(figure) == "one seed each: no interval is known; ticks at the top: growth events"
 
 
 @pytest.mark.parametrize("num_runs", [2, 9])
 def test_equal_costs_are_a_column_for_each_method_with_its_name(tmp_path, num_runs):
     for i in range(num_runs):
-        write_run(
-            tmp_path / str(i), stage_epochs=(1, 1), cost_percent=60, overrides=[f"growth.noise_std={i}"]
-        )
+        noise = [f"growth.noise_std={i}"]
+        write_run(tmp_path / str(i), stage_epochs=(1, 1), cost_percent=60, overrides=noise)
     figure = compare(load_runs(tmp_path))
     cost = figure.axes[1]
     figure.draw_without_rendering()
     assert [c.lines[0].get_xdata()[0] for c in cost.containers] == list(range(num_runs))
+    assert "60.0 %" in cost.get_xlabel() and cost.get_xlabel().startswith("method")
     labels = cost.get_xticklabels()
     assert len({label.get_text() for label in labels}) == num_runs
     assert all("noise_std" in label.get_text() for label in labels)
@@ -206,30 +202,23 @@ def test_equal_costs_are_a_column_for_each_method_with_its_name(tmp_path, num_ru
 
 
 @pytest.mark.parametrize(
-    "scores, least",
-    [([[0.800], [0.801]], 3.0), ([[0.79, 0.81], [0.80, 0.82]], 10 * np.sqrt(2)), ([[0.2], [0.9]], 70.0)],
-    ids=["one seed", "two seeds", "far apart"],
+    "scores, least, most",
+    [
+        ({"ours": [0.800], "pairs": [0.801]}, 3.0, 3.1),
+        ({"ours": [0.79, 0.81], "pairs": [0.80, 0.82]}, 10 * np.sqrt(2), 14.2),
+        ({"ours": [0.2], "pairs": [0.9]}, 70.0, 100),
+        # One seed of a method collapsed; bars of one deviation fill the axis: from 46.7 to 103.3.
+        ({"ours": [0.98, 0.99], "pairs": [0.97, 0.98], "net2net": [0.95, 0.55]}, 56.5, 100),
+    ],
+    ids=["one seed", "two seeds", "far apart", "collapsed once"],
 )
-def test_the_axis_of_scores_is_not_shorter_than_ten_deviations_over_seeds(tmp_path, scores, least):
-    for method, of_seeds in zip(("ours", "pairs"), scores, strict=True):
-        for seed, score in enumerate(of_seeds):
-            write_run(
-                tmp_path / f"{method}{seed}", growth=method, seed=seed, test_accuracy=score, cost_percent=60
-            )
-    low, high = compare(load_runs(tmp_path)).axes[1].get_ylim()
-    assert high - low >= 0.999 * least
-
-
-def test_a_method_that_collapsed_once_leaves_the_axis_of_scores_to_the_others(tmp_path):
-    scores = {"ours": [0.98, 0.99], "pairs": [0.97, 0.98], "net2net": [0.95, 0.55]}
+def test_the_axis_of_scores_is_not_shorter_than_ten_deviations_over_seeds(tmp_path, scores, least, most):
     for method, of_seeds in scores.items():
         for seed, score in enumerate(of_seeds):
-            write_run(
-                tmp_path / f"{method}{seed}", growth=method, seed=seed, test_accuracy=score, cost_percent=60
-            )
+            about = {"growth": method, "seed": seed, "test_accuracy": score}
+            write_run(tmp_path / f"{method}{seed}", **about, cost_percent=60, stage_epochs=(1, 1))
     low, high = compare(load_runs(tmp_path)).axes[1].get_ylim()
-    # Bars of one deviation fill it: from 46.7 to 103.3.
-    assert 56.5 < high - low < 100
+    assert 0.999 * least <= high - low < most
 
 
 def test_scores_of_some_epochs_only_are_joined(tmp_path):
@@ -240,55 +229,104 @@ def test_scores_of_some_epochs_only_are_joined(tmp_path):
     np.testing.assert_allclose(line.get_ydata(), [20, 50, 70])
 
 
-def test_compare_draws_equal_costs_side_by_side_and_curves_that_coincide_less_their_mean(tmp_path):
-    for i in range(3):
-        for seed in range(2):
-            write_run(
-                tmp_path / f"{i}{seed}",
-                seed=seed,
-                stage_epochs=(4, 4),
-                cost_percent=60,
-                overrides=[f"growth.noise_std={i}"],
-            )
+def test_curves_that_coincide_are_drawn_less_their_mean(tmp_path):
+    for i, seed in itertools.product(range(3), range(2)):
+        write_run(
+            tmp_path / f"{i}{seed}", seed=seed, stage_epochs=(4, 4), overrides=[f"growth.noise_std={i}"]
+        )
     runs = load_runs(tmp_path)
     for run, more in zip(runs, (0.0, 0.0, 0.003, 0.003, 0.009, 0.009), strict=True):
         run.metrics["train_loss"] = np.linspace(2, 1, 8) + more
-    # One seed tells too little for differences that are magnified.
-    alone = compare([run for run in runs if run.results["seed"] == 0]).axes[0]
-    assert alone.get_ylabel() == "training loss"
-    loss, cost, _ = compare(runs).axes
+    # One seed says too little for differences that are magnified.
+    assert compare(runs[::2]).axes[0].get_ylabel() == "training loss"
+    loss = compare(runs).axes[0]
     assert loss.get_ylabel() == "training loss,\nless the mean"
-    assert sorted(float(line.get_ydata()[0]) for line in curves(loss)) == pytest.approx(
-        [-0.004, -0.001, 0.005]
+    starts = sorted(float(line.get_ydata()[0]) for line in curves(loss))
+    assert starts == pytest.approx([-0.004, -0.001, 0.005])
+
+
+# Learning rates --------------------------------------------------------------------------------------------
+
+
+def at_rate(folder, rate, *, named=True, overrides=(), **settings):
+    """A run at a rate; the experiment's own is named by no override."""
+    write_run(
+        folder, overrides=[*overrides, *([f"optimizer.lr={rate}"] * named)], stage_epochs=(2, 2), **settings
     )
-    assert [c.lines[0].get_xdata()[0] for c in cost.containers] == [0, 1, 2]
-    assert "60.0 %" in cost.get_xlabel() and cost.get_xlabel().startswith("method")
+    config = OmegaConf.load(folder / "config.yaml")
+    OmegaConf.update(config, "optimizer.lr", rate, force_add=True)
+    OmegaConf.save(config, folder / "config.yaml")
 
 
-def test_compare_refuses_runs_of_different_networks(tmp_path):
-    write_run(tmp_path / "a")
-    write_run(tmp_path / "b", model="mlp")
-    with pytest.raises(UserError, match="mlp on cifar10, resnet20 on cifar10"):
-        compare(load_runs(tmp_path))
+@pytest.fixture
+def rates(tmp_path):
+    for rate, accuracy, loss in ((0.2, 0.6, 1.5), (0.05, 0.7, 1.0), (0.1, 0.8, 0.5)):
+        for seed in (0, 1):
+            found = {
+                "test_accuracy": accuracy + 0.01 * seed,
+                "train_loss": loss + 0.2 * seed,
+                "cost_percent": 100.0,
+            }
+            at_rate(tmp_path / f"fixed{rate}_{seed}", rate, named=rate != 0.1, seed=seed, **FIXED, **found)
+    at_rate(tmp_path / "ours0.1", 0.1, named=False, test_accuracy=0.75, train_loss=0.7)
+    at_rate(tmp_path / "ours0.2", 0.2, test_accuracy=0.65, train_loss=float("nan"))
+    return tmp_path
 
 
-def test_a_run_gets_the_figures_it_has_data_for(tmp_path):
-    grown = write_run(tmp_path / "grown", stage_epochs=(1, 2))
-    assert write_run_figures(grown) == [
-        grown / "figures" / f"{name}.png" for name in ("learning_curves", "widths", "rate_factors")
-    ]
-    fixed = write_run(tmp_path / "fixed", growth="none", lr_adapt="none", finished=False)
-    assert [path.stem for path in write_run_figures(fixed)] == ["learning_curves", "widths"]
-    (fixed / "growth.json").unlink()
-    assert [path.stem for path in write_run_figures(fixed)] == ["learning_curves"]
+def test_rows_that_differ_by_their_rate_make_one_curve_of_means_with_deviations(rates):
+    found = over_rates(rows_of(rates))
+    assert {name: [(rate, row.n) for rate, row in curve] for name, curve in found.items()} == {
+        "fixed-size": [(0.05, 2), (0.1, 2), (0.2, 2)],
+        "ours + stagewise_norm": [(0.1, 1), (0.2, 1)],
+    }
+    loss, score = learning_rates(load_runs(rates)).axes
+    (fixed,) = [line for line in score.lines if len(line.get_xdata()) == 3]
+    assert fixed.get_xdata() == pytest.approx([0.05, 0.1, 0.2])
+    assert fixed.get_ydata() == pytest.approx([70.5, 80.5, 60.5])
+    bars = [bar.get_segments()[0][:, 1] for bar in score.collections]
+    assert [np.ptp(bar) for bar in bars] == pytest.approx([2 * 100 * 0.01 / 2**0.5] * 3)
+    (fixed,) = [line for line in loss.lines if len(line.get_xdata()) == 3]
+    assert fixed.get_ydata() == pytest.approx([1.1, 0.6, 1.6])
+    # One rate of the other method has no finite loss.
+    ours = [line for line in loss.lines if line.get_color() != fixed.get_color()]
+    assert {tuple(line.get_xdata()) for line in ours} == {(0.1,)}
+    assert [text.get_text() for text in score.get_xticklabels()] == ["0.05", "0.1", "0.2"]
+    assert loss.get_yscale() == "linear"
+    at_rate(rates / "far", 0.4, train_loss=100.0, overrides=["optimizer.weight_decay=0.1"])
+    assert learning_rates(load_runs(rates)).axes[0].get_yscale() == "log"
+    assert "ours + stagewise_norm, optimizer.weight_decay=0.1" in over_rates(rows_of(rates))
 
 
-def test_drawing_leaves_global_settings_and_pyplot_alone(run):
-    import matplotlib
+def test_runs_that_have_no_curve_over_rates_are_refused(tmp_path):
+    at_rate(tmp_path / "a", 0.1, **FIXED)
+    at_rate(tmp_path / "b", 0.1)
+    with pytest.raises(UserError, match=r"all runs have optimizer.lr=0.1: name runs of several rates"):
+        learning_rates(load_runs(tmp_path))
+    at_rate(tmp_path / "c", 0.2, data="digits")
+    with pytest.raises(UserError, match="is of one network and data set"):
+        learning_rates(load_runs(tmp_path))
+    (tmp_path / "a" / "config.yaml").write_text("seed: 0\noptimizer: none\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"config.yaml tells no optimizer.lr"):
+        learning_rates(load_runs([tmp_path / "a", tmp_path / "b"]))
 
-    before = dict(matplotlib.rcParams)
-    learning_curves(run)
-    assert dict(matplotlib.rcParams) == before
+
+# Style -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("low, high", [(1.0, 6.0), (0.3, 20.0), (1e-6, 1.0)])
+@style.styled()
+def test_logarithmic_axes_have_a_few_plain_labels_that_keep_apart(low, high):
+    figure = style.new_figure(3, 2)
+    axes = figure.subplots()
+    axes.plot([0, 1], [low, high])
+    style.log_axis(axes)
+    figure.draw_without_rendering()
+    figure.draw_without_rendering()
+    bottom, top = axes.get_ylim()
+    ticks = [tick for tick in axes.yaxis.get_major_ticks() if bottom <= tick.get_loc() <= top]
+    boxes = [tick.label1.get_window_extent() for tick in sorted(ticks, key=lambda tick: tick.get_loc())]
+    assert len(boxes) >= 2
+    assert all(lower.y1 < upper.y0 for lower, upper in itertools.pairwise(boxes))
 
 
 @pytest.mark.parametrize("positions", [[0.0, 0.0, 0.0], [3.0, 1.0, 1.2, 9.0], [0.0, 0.9, 1.8, 2.7], []])
@@ -308,3 +346,34 @@ def test_a_legend_of_long_names_takes_fewer_columns_than_would_be_wider_than_the
     short = style.new_figure(4.0, 2.0)
     style.legend_below(short, short.subplots().plot([[0, 1], [1, 2]]), ["a", "b"], columns=2)
     assert short.legends[0].get_window_extent().height < 0.2 * short.bbox.height
+
+
+def colours(*methods):
+    return [line["color"] for line in line_styles(methods)]
+
+
+def test_a_method_keeps_its_colour_among_others():
+    ours, net2net, full = colours("ours + stagewise_norm", "net2net", "fixed-size, data.validation=none")
+    among = colours("fixed-size", "random", "net2net", "tiny", "ours + stagewise_adam")
+    assert among[2::2] == [net2net, ours] and full == FIXED_SIZE[0]
+    # Whatever stands before it, a curve without a colour of its own takes none that another one has.
+    assert colours("zero", "one", "ours + stagewise_norm")[2] == ours
+    assert len(set(colours("zero", "one", "ours + stagewise_norm"))) == 3
+    # The plain method has it although a longer name comes first.
+    assert colours("ours + stagewise_norm, osgd.anneal=stage", "ours + stagewise_norm")[1] == ours
+    assert colours("net2net, a=1", "net2net", "net2net, b=1")[1] == net2net
+
+
+@pytest.mark.parametrize("less", ["fewer blocks", "schedule.equal_flops=true", "growth.width_multiple=0.5"])
+def test_black_is_the_full_network(less):
+    assert colours(f"fixed-size, {less}", "fixed-size") == [FIXED_SIZE[1], FIXED_SIZE[0]]
+    assert colours("classical, xavier_in", "xavier_in")[0] == FIXED_SIZE[0]
+
+
+def test_no_two_curves_look_equal():
+    many = [f"ours, schedule.num_stages={n}" for n in range(20)] + [f"fixed-size, a={n}" for n in range(4)]
+    assert len({(line["color"], str(line["linestyle"])) for line in line_styles(many)}) == len(many)
+    few = line_styles(
+        [*(f"method{n}" for n in range(len(PALETTE))), "fixed-size", "fixed-size, fewer blocks"]
+    )
+    assert len({line["marker"] for line in few}) == len(few) == len(MARKERS)

@@ -2,24 +2,17 @@
 
 import csv
 import io
-import math
 
 import pytest
 from scipy.stats import ttest_rel
 
 from growlab.base.errors import UserError
-from growlab.lab.analysis import load_runs, summarise
+from growlab.lab.analysis import load_runs
 from growlab.lab.analysis.grid import Grid
 from growlab.lab.analysis.paired import compare_pairs, paired_table
 from growlab.recipes.papers.paper_table import paper_table, published, published_for
 
-from .fake_runs import write_run
-
-FIXED = {"growth": "none", "lr_adapt": "none"}
-
-
-def rows_of(folder):
-    return summarise(load_runs(folder))
+from .fake_runs import FIXED, rows_of, write_run
 
 
 def test_every_published_value_is_found_once_by_the_run_it_belongs_to():
@@ -59,8 +52,9 @@ def test_only_the_same_method_is_compared_with_a_published_value(
     assert (found and found.value) == value
 
 
-@pytest.fixture
-def table_2(tmp_path):
+@pytest.fixture(scope="module")
+def table_2(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("table2")
     for model, base in (("resnet20", 0.92), ("vgg11", 0.91)):
         for seed, shift in enumerate((-0.001, 0.0, 0.001)):
             common = {"model": model, "seed": seed, "epochs": 160, "overrides": [f"model={model}"]}
@@ -89,6 +83,7 @@ def test_a_network_without_published_values_has_no_columns_for_them(tmp_path):
     write_run(tmp_path / "a", model="resnet20")
     write_run(tmp_path / "b", model="mlp8", overrides=["model=mlp8"])
     grid = paper_table(rows_of(tmp_path))
+    assert "ours trained for 16 epochs, the published for 160" in grid.caption
     assert grid.groups == [("", 1), ("mlp8", 2), ("resnet20", 4)]
     own = ["cost % (published)", "accuracy %", "published", "difference"]
     assert grid.header == ["method", "cost %", "accuracy %", *own]
@@ -106,15 +101,13 @@ def test_the_best_grown_method_is_bold_and_no_fixed_size_one(table_2):
     ]
 
 
-def test_published_methods_without_a_run_are_shown_when_asked_for(table_2):
+def test_networks_are_not_compared_and_published_methods_without_a_run_are_shown_when_asked_for(table_2):
+    for one in compare_pairs(rows_of(table_2)):
+        assert one.row.group.model == one.against.group.model
+    assert len(compare_pairs(rows_of(table_2))) == 6
     names = [line[0] for line in paper_table(rows_of(table_2), unmeasured=True).rows]
     assert "FireFly (Table 2)" in names and "Ours (Table 2)" not in names
     assert not [name for name in names if "Table 3" in name]
-
-
-def test_other_lengths_of_training_are_named(tmp_path):
-    write_run(tmp_path)
-    assert "ours trained for 16 epochs, the published for 160" in paper_table(rows_of(tmp_path)).caption
 
 
 def test_a_paired_comparison_is_over_equal_seeds_with_students_interval(tmp_path):
@@ -134,16 +127,11 @@ def test_a_paired_comparison_is_over_equal_seeds_with_students_interval(tmp_path
     assert line[:4] == ["ours", "pairs", "3", "+1.33"]
     low, high = (100 * bound for bound in comparison.interval())
     assert line[4] == f"{low:+.2f} to {high:+.2f}".replace("-", "−")
+    wide = comparison.interval(0.5)
+    (line,) = paired_table([comparison], 0.5).rows
+    assert low < 0 < 100 * wide[0] and line[3] == "**+1.33**"
     (named,) = compare_pairs(rows_of(tmp_path), against="ours")
     assert named.mean == pytest.approx(-comparison.mean)
-
-
-def test_an_interval_that_leaves_out_zero_makes_the_difference_bold(tmp_path):
-    for seed, shift in enumerate((0.010, 0.011, 0.012)):
-        write_run(tmp_path / f"a{seed}", seed=seed, test_accuracy=0.8 + shift)
-        write_run(tmp_path / f"b{seed}", seed=seed, growth="pairs", test_accuracy=0.8)
-    (line,) = paired_table(compare_pairs(rows_of(tmp_path))).rows
-    assert line[3] == "**+1.10**"
 
 
 def test_one_seed_and_no_common_seed_are_said(tmp_path):
@@ -156,12 +144,6 @@ def test_one_seed_and_no_common_seed_are_said(tmp_path):
     assert lines[ours, random] == ["0", "", "no common seed"]
     with pytest.raises(UserError, match="no method net2net"):
         compare_pairs(rows_of(tmp_path), against="net2net")
-
-
-def test_networks_are_never_compared_with_each_other(table_2):
-    for one in compare_pairs(rows_of(table_2)):
-        assert one.row.group.model == one.against.group.model
-    assert len(compare_pairs(rows_of(table_2))) == 6
 
 
 def test_a_grid_is_markdown_latex_or_csv():
@@ -183,15 +165,3 @@ def test_a_grid_is_markdown_latex_or_csv():
     assert all(line.count(" & ") == 2 for line in body.strip().splitlines())
     rows = list(csv.reader(io.StringIO(grid.csv())))
     assert rows == [["method", "net cost %", "net acc"], ["a_b", "1.0", "2 ± 1"], ["c|d", "−3", ""]]
-
-
-def test_intervals_shrink_with_seeds(tmp_path):
-    for seed in range(6):
-        write_run(tmp_path / f"a{seed}", seed=seed, test_accuracy=0.8 + 0.01 * (seed % 2))
-        write_run(tmp_path / f"b{seed}", seed=seed, growth="pairs", test_accuracy=0.8)
-    (full,) = compare_pairs(rows_of(tmp_path))
-    low, high = full.interval()
-    assert low < full.mean < high
-    assert math.isclose(high - full.mean, full.mean - low)
-    wide = full.interval(0.99)
-    assert wide[0] < low and wide[1] > high

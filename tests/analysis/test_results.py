@@ -1,6 +1,5 @@
-"""Run folders: which are found, which are refused, and what makes runs one group."""
+"""Run folders: which are found, which are refused, and settings that make runs one group."""
 
-import json
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ from omegaconf import OmegaConf
 
 from growlab.base.errors import UserError
 from growlab.lab.analysis.__main__ import main as table
+from growlab.lab.analysis.comparison import compare
 from growlab.lab.analysis.identity import row_overrides, row_settings
 from growlab.lab.analysis.paired import compare_pairs
 from growlab.lab.analysis.report import main as report
@@ -17,7 +17,7 @@ from growlab.lab.analysis.results import load_runs, open_run
 from growlab.lab.analysis.tables import summarise
 from growlab.lab.training.configuration import config_dir
 
-from .fake_runs import STAGE_WIDTHS, write_run
+from .fake_runs import FIXED, STAGE_WIDTHS, changed, rows_of, write_run
 
 
 def test_runs_are_found_at_any_depth_once_and_sorted(tmp_path):
@@ -32,43 +32,33 @@ def test_runs_are_found_at_any_depth_once_and_sorted(tmp_path):
 
 def test_torn_and_foreign_results_are_named_and_skipped(tmp_path):
     write_run(tmp_path / "good")
-    torn = write_run(tmp_path / "torn") / "results.json"
-    torn.write_text(torn.read_text()[:100])
-    foreign = tmp_path / "foreign" / "results.json"
-    foreign.parent.mkdir()
-    foreign.write_text(json.dumps({"model": "x", "score": 3}))
-    listed = tmp_path / "list" / "results.json"
-    listed.parent.mkdir()
-    listed.write_text("[1, 2]")
-    (tmp_path / "bytes").mkdir()
-    (tmp_path / "bytes" / "results.json").write_bytes(b"\xff\xfe\x00")
+    contents = {
+        "torn": '{"model": ',
+        "foreign": '{"model": "x", "score": 3}',
+        "list": "[1, 2]",
+        "bytes": "\udcff",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_bytes(content.encode("utf-8", "surrogateescape"))
     reports = []
     runs = load_runs(tmp_path, reports.append)
     assert [run.path.name for run in runs] == ["good"]
     assert len(reports) == 4
-    for path in (torn, foreign, listed):
-        assert sum(str(path) in report for report in reports) == 1
-    assert "data is missing" in next(report for report in reports if str(foreign) in report)
+    for name in contents:
+        assert sum(str(tmp_path / name) in report for report in reports) == 1
+    assert "data is missing" in next(report for report in reports if "foreign" in report)
     with pytest.warns(UserWarning, match="torn"):
-        load_runs([torn.parent, tmp_path / "good"])
+        load_runs([tmp_path / "torn", tmp_path / "good"])
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("schedule", 3),
         ("schedule", {"budget": "long"}),
-        ("schedule", {"learning_rate": 1}),
-        ("stages", "abc"),
-        ("stages", [3]),
         ("stages", [{"stage": 0}]),
-        ("metric", "accuracy"),
         ("metric", {"name": "loss"}),
-        ("machine", "mine"),
-        ("versions", [1]),
         ("overrides", 3),
-        ("reference_epochs", "ten"),
-        ("parity_max_error", "none"),
         ("test_accuracy", "good"),
         ("epochs", 0),
         ("seed", True),
@@ -76,25 +66,23 @@ def test_torn_and_foreign_results_are_named_and_skipped(tmp_path):
 )
 def test_results_of_another_form_are_named_and_skipped(tmp_path, capsys, field, value):
     write_run(tmp_path / "good")
-    write_run(tmp_path / "fixed", growth="none", lr_adapt="none")
-    wrong = write_run(tmp_path / "wrong") / "results.json"
-    wrong.write_text(json.dumps({**json.loads(wrong.read_text()), field: value}))
+    write_run(tmp_path / "fixed", **FIXED)
+    wrong = write_run(tmp_path / "wrong")
+    changed(wrong, **{field: value})
     reports = []
     assert [run.path.name for run in load_runs(tmp_path, reports.append)] == ["fixed", "good"]
-    (told,) = reports
-    assert told.startswith(f"skipped {wrong}: it is not the result of a growlab run ({field}")
-    assert open_run(wrong.parent).results == {}
+    assert reports[0].startswith(
+        f"skipped {wrong / 'results.json'}: it is not the result of a growlab run ({field}"
+    )
+    assert open_run(wrong).results == {}
     assert table([str(tmp_path)]) == 0
     assert report([str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
     assert capsys.readouterr().err.count("warning: skipped") == 2
 
 
 def test_fields_that_older_runs_lack_may_be_absent(tmp_path):
-    path = write_run(tmp_path / "old") / "results.json"
-    content = json.loads(path.read_text())
-    for field in ("stages", "schedule", "machine", "versions", "overrides", "parity_max_error"):
-        del content[field]
-    path.write_text(json.dumps({**content, "test_bleu_signature": "nrefs:1"}))
+    fields = ("stages", "schedule", "machine", "versions", "overrides", "parity_max_error")
+    changed(write_run(tmp_path / "old"), **dict.fromkeys(fields, ...), test_bleu_signature="nrefs:1")
     assert len(load_runs(tmp_path)) == 1 and table([str(tmp_path)]) == 0
 
 
@@ -102,11 +90,12 @@ def test_no_runs_is_one_sentence_that_counts_the_unfinished(tmp_path):
     write_run(tmp_path / "killed", finished=False)
     with pytest.raises(UserError, match=r"no finished run under .* \(1 unfinished\)"):
         load_runs(tmp_path)
-    with pytest.raises(UserError, match="there is no folder"):
-        load_runs(tmp_path / "nowhere")
+    assert open_run(tmp_path / "killed").results == {}
+    with pytest.raises(UserError, match="not a run folder"):
+        open_run(tmp_path)
 
 
-def test_tables_are_read_lazily_and_absent_cells_are_nan(tmp_path):
+def test_files_are_read_lazily_and_absent_cells_are_nan(tmp_path):
     run = open_run(write_run(tmp_path, lr_adapt="none", validation=False))
     assert run.rates is None
     assert run.curve("val_loss") is None and run.curve("no_such_column") is None
@@ -114,53 +103,40 @@ def test_tables_are_read_lazily_and_absent_cells_are_nan(tmp_path):
     assert np.isfinite(run.curve("train_loss")).all()
     assert run.growth_epochs == [1, 2, 3, 4, 5, 6, 8, 10]
     assert run.events[-1]["widths_after"]["layer3.stream"] == STAGE_WIDTHS[64][-1]
+    # A quarter of 112 channels in each of four groups at first; every epoch has the width that it ended with.
+    assert run.width_path[0] == 112 and run.width_path[-1] == 448 and len(run.width_path) == 16
 
 
-@pytest.mark.parametrize("content", ["", "epoch\n", "a,b\n1,2\n"])
-def test_unreadable_metrics_name_the_file(tmp_path, content):
+@pytest.mark.parametrize(
+    ("name", "content", "read"),
+    [
+        ("metrics.csv", "epoch\n", "metrics"),
+        ("metrics.csv", "a,b\n1,2\n", "metrics"),
+        ("growth.json", '{"events": [', "events"),
+        ("growth.json", '{"events": [], "groups": {"a": 3}}', "events"),
+        ("config.yaml", "[", "settings"),
+        ("layers.csv", "a,b\n1,2\n", "layers"),
+    ],
+)
+def test_an_unreadable_file_is_named(tmp_path, name, content, read):
     run = open_run(write_run(tmp_path))
-    (tmp_path / "metrics.csv").write_text(content)
-    with pytest.raises(UserError, match=r"cannot read .*metrics\.csv"):
-        _ = run.metrics
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=rf"{name}.*restore it or leave out this run"):
+        getattr(run, read)
 
 
-def test_torn_growth_history_names_the_file(tmp_path):
-    run = open_run(write_run(tmp_path))
-    (tmp_path / "growth.json").write_text('{"events": [')
-    with pytest.raises(UserError, match=r"growth\.json"):
-        _ = run.events
+def test_an_epoch_that_stands_twice_counts_as_it_was_trained_last(tmp_path):
+    run = write_run(tmp_path / "a")
+    lines = (run / "metrics.csv").read_text().splitlines()
+    (run / "metrics.csv").write_text("\n".join([*lines[:4], lines[2], *lines[3:]]) + "\n")
+    assert list(open_run(run).metrics["epoch"]) == list(range(len(lines) - 1))
+    assert compare(load_runs(tmp_path)) is not None
 
 
-@pytest.mark.parametrize("content", [{"events": [3]}, {"events": "abc"}, {"events": [], "groups": {"a": 3}}])
-def test_a_growth_history_of_another_form_names_the_file(tmp_path, content):
-    run = open_run(write_run(tmp_path))
-    (tmp_path / "growth.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"growth\.json"):
-        _ = run.events
-
-
-def test_an_unfinished_run_opens_without_results(tmp_path):
-    assert open_run(write_run(tmp_path / "run", finished=False)).results == {}
-    with pytest.raises(UserError, match="not a run folder"):
-        open_run(tmp_path)
-
-
-def test_overrides_that_say_nothing_of_the_method_are_dropped_and_the_rest_spelled_alike():
-    quiet = [
-        "seed=3",
-        "data.root=/x",
-        "trainer.devices=2",
-        "trainer=cpu",
-        "hydra.run.dir=/y",
-        "hydra/launcher=joblib",
-    ]
-    quiet += [
-        "logger=wandb",
-        "logger.offline=true",
-        "trainer.strategy.static_graph=true",
-        "growth=ours",
-        "schedule.total_epochs=16",
-    ]
+def test_overrides_that_say_nothing_of_the_method_are_dropped_and_the_rest_spelled_equally():
+    quiet = ["seed=3", "data.root=/x", "trainer.devices=2", "trainer=cpu", "hydra.run.dir=/y", "growth=ours"]
+    quiet += ["hydra/launcher=joblib", "logger=wandb", "logger.offline=true", "schedule.total_epochs=16"]
+    quiet += ["+trainer.strategy.static_graph=true", "trainer.precision=32-true"]
     assert row_overrides(quiet) == ()
     assert row_overrides(["growth.noise_std=0.0", "b=True"]) == ("b=true", "growth.noise_std=0")
     assert row_overrides(["b='True'", "++growth.noise_std=0"]) == ("b=true", "growth.noise_std=0")
@@ -172,43 +148,37 @@ def test_overrides_that_say_nothing_of_the_method_are_dropped_and_the_rest_spell
     assert row_overrides(["~optimizer.nesterov"]) == ("~optimizer.nesterov",)
 
 
-def test_networks_and_data_of_ones_own_are_told_apart(tmp_path):
+def test_custom_networks_and_data_are_distinguished(tmp_path):
     write_run(tmp_path / "a", model="custom", overrides=["model._target_=nets.one", "++optimizer.lr=0.2"])
     write_run(tmp_path / "b", model="custom", overrides=["model._target_='nets.two'"])
-    write_run(
-        tmp_path / "c",
-        model="timm",
-        data="custom",
-        overrides=["+model.name=vit", "data.source._target_=my.Set"],
-    )
+    own = ["+model.name=vit", "data.source._target_=my.Set"]
+    write_run(tmp_path / "c", model="timm", data="custom", overrides=own)
     groups = [run.group for run in load_runs(tmp_path)]
     assert [group.model for group in groups] == ["custom nets.one", "custom nets.two", "timm vit"]
     assert [group.data for group in groups] == [*[groups[0].data] * 2, "custom my.Set"]
     assert [group.overrides for group in groups] == [("optimizer.lr=0.2",), (), ()]
 
 
-@pytest.mark.parametrize(
-    ("choice", "key"), [("folder", "root"), ("imagenet", "name"), ("tokens", "path"), ("text", "path")]
-)
-def test_data_of_one_choice_are_told_apart_by_what_tells_where_they_are(tmp_path, choice, key):
+@pytest.mark.parametrize(("choice", "key"), [("folder", "root"), ("imagenet", "name"), ("text", "path")])
+def test_data_of_one_choice_are_distinguished_by_their_place(tmp_path, choice, key):
     for number, name in enumerate(("cats", "dogs")):
         write_run(tmp_path / name, data=choice, seed=number, overrides=[f"data.{key}=sets/{name}"])
-    runs = load_runs(tmp_path)
-    assert [run.group.data for run in runs] == [f"{choice} sets/cats", f"{choice} sets/dogs"]
-    assert [row.n for row in summarise(runs)] == [1, 1]
+    rows = rows_of(tmp_path)
+    assert [(row.group.data, row.n) for row in rows] == [
+        (f"{choice} sets/cats", 1),
+        (f"{choice} sets/dogs", 1),
+    ]
     with pytest.raises(UserError, match="there are no two methods on one network and data set"):
-        compare_pairs(summarise(runs))
+        compare_pairs(rows)
 
 
-def composed(folder, typed=(), *, seed=0, lr=0.1, settings=True, **rest):
+def composed(folder, typed=(), *, seed=0, lr=0.1, settings=True, more=(), **rest):
     """A run whose composed configuration has this rate, whatever was typed."""
     write_run(folder, seed=seed, overrides=typed, **rest)
     config = {"seed": seed, "data": {"seed": seed, "num_workers": seed}, "optimizer": {"lr": lr}}
     OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
     if settings:
-        path = folder / "results.json"
-        content = json.loads(path.read_text())
-        path.write_text(json.dumps({**content, "settings": row_settings(config, "cifar10", "sgd", "ours")}))
+        changed(folder, settings={**row_settings(config, "cifar10", "sgd", "ours"), **dict(more)})
 
 
 @pytest.mark.parametrize("settings", [True, False])
@@ -219,11 +189,8 @@ def test_an_experiment_edited_between_two_sweeps_makes_two_rows(tmp_path, settin
     said = []
     rows = summarise(load_runs(tmp_path), said.append)
     name = "ours + stagewise_norm, optimizer.lr"
-    assert [(row.method, row.n, row.score_mean) for row in rows] == [
-        (f"{name}=0.1", 2, 0.9),
-        (f"{name}=0.0001", 2, 0.1),
-    ]
-    assert said == []
+    expected = [(f"{name}=0.1", 2, 0.9), (f"{name}=0.0001", 2, 0.1)]
+    assert [(row.method, row.n, row.score_mean) for row in rows] == expected and said == []
 
 
 def test_a_default_that_is_typed_makes_no_other_row(tmp_path):
@@ -233,31 +200,18 @@ def test_a_default_that_is_typed_makes_no_other_row(tmp_path):
     said = []
     (row,) = summarise(load_runs(tmp_path), said.append)
     assert (row.method, row.n) == ("ours + stagewise_norm", 2)
-    assert said == [
-        f"left out {tmp_path / 'b'}: {tmp_path / 'c'} is a newer run with the same settings and seed."
-    ]
+    newer = f"{tmp_path / 'c'} is a newer run with the same settings and seed."
+    assert said == [f"left out {tmp_path / 'b'}: {newer}"]
 
 
 def test_a_setting_that_an_older_version_did_not_have_makes_no_other_row(tmp_path):
     composed(tmp_path / "old", seed=0, settings=False)
-    composed(tmp_path / "new", seed=1)
-    path = tmp_path / "new" / "results.json"
-    content = json.loads(path.read_text())
-    content["settings"]["later"] = "1"
-    path.write_text(json.dumps(content))
-    assert [row.n for row in summarise(load_runs(tmp_path))] == [2]
+    composed(tmp_path / "new", seed=1, more={"later": "1"})
+    assert [row.n for row in rows_of(tmp_path)] == [2]
 
 
-def test_a_configuration_that_cannot_be_read_is_named(tmp_path):
-    path = write_run(tmp_path / "a") / "config.yaml"
-    path.write_text("[")
-    with pytest.raises(UserError, match=r"config.yaml is not a run's configuration; restore it"):
-        summarise(load_runs(tmp_path))
-
-
-def test_methods_of_different_settings_are_told_apart(tmp_path):
+def test_methods_of_different_settings_are_distinguished(tmp_path):
     settings: dict = {}
-    sizes = "resolution.sizes=[0.5,1.0]"
     for path in (config_dir() / "method").glob("*.yaml"):
         said = OmegaConf.to_container(OmegaConf.load(path))
         choices = {"growth": "ours", "lr_adapt": "stagewise_norm", "optimizer": "sgd"}
@@ -265,7 +219,8 @@ def test_methods_of_different_settings_are_told_apart(tmp_path):
             choices |= (
                 {} if isinstance(one, str) else {k.removeprefix("override /"): v for k, v in one.items()}
             )
-        run = write_run(tmp_path / path.stem, **choices, overrides=[f"method={path.stem}", sizes])
+        overrides = [f"method={path.stem}", "resolution.sizes=[0.5,1.0]"]
+        run = write_run(tmp_path / path.stem, **choices, overrides=overrides, stage_epochs=(1, 1))
         settings.setdefault(open_run(run).group, []).append((path.stem, said))
     mixed = [methods for methods in settings.values() if any(said != methods[0][1] for _, said in methods)]
     assert mixed == [] and len(settings) > 15
