@@ -1,12 +1,18 @@
-"""`python -m growlab plan`: what it prints and leaves, that its files can be run, and what it refuses."""
+"""`python -m growlab plan`: its output and files, the runs of its experiments, and refusals."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from hydra import compose, initialize_config_dir
 
+from growlab.base.errors import UserError
+from growlab.lab.planner import plan
+from growlab.lab.planner.run import problem_of, settings_of
+from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
 from growlab.lab.training.run_folder import held_alone
 from tests.command_line import PLAN, CommandLine, Outcome
 from tests.parts_here import needs
@@ -20,6 +26,10 @@ TINY = (
 
 def ask(cli: CommandLine, folder: Path, *arguments: str) -> Outcome:
     return cli(*arguments, "hydra.run.dir=run", cwd=folder, environment={PLAN: "1"})
+
+
+def found_in(folder: Path) -> dict:
+    return json.loads((folder / "run" / "plan.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +46,20 @@ def test_it_says_what_to_do_and_what_it_cost(asked: tuple[Path, Outcome]) -> Non
     assert "of the budget" in said and "growlab --config-dir" in said
     # Progress, line by line, with what has been spent.
     assert "held-out loss" in outcome.err and "(spent 14." in outcome.err
-    found = json.loads((folder / "run" / "plan.json").read_text())
+    found = found_in(folder)
     assert found["command"].startswith("python -m growlab --config-dir ")
     assert found["spent"]["spent"] <= 0.15 and found["verdict"]["kind"] in ("grow", "smaller", "full")
     assert set(found["measured"]) == {"full", "half_width"} and "fewer_blocks" in found["left_out"]
     table = (folder / "run" / "plan.md").read_text()
     assert table.startswith("| candidate |") and "fewer_blocks was left out" in table
     assert (folder / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")
+    texts = {path.stem: path.read_text() for path in (folder / "run" / "experiment").iterdir()}
+    chosen = {"grow": "grown", "smaller": "smaller", "full": "full"}[found["verdict"]["kind"]]
+    assert texts["planned"] == texts[chosen].replace(f"experiment={chosen}", "experiment=planned")
 
 
 @needs("depth")
-@pytest.mark.parametrize("arm", ["planned", "full", "smaller", "grown"])
+@pytest.mark.parametrize("arm", ["full", "smaller", "grown"])
 def test_its_experiments_run_at_equal_cost(asked: tuple[Path, Outcome], cli: CommandLine, arm: str) -> None:
     folder, _ = asked
     options = ("--config-dir", str(folder / "run"), f"experiment={arm}", f"hydra.run.dir={arm}")
@@ -54,14 +67,9 @@ def test_its_experiments_run_at_equal_cost(asked: tuple[Path, Outcome], cli: Com
     assert outcome.code == 0, outcome.err
     found = json.loads((folder / arm / "results.json").read_text())
     assert 93 < found["train_cost_percent"] <= 100.001 and found["reference_epochs"] == 16
-    widths = [
-        stage["widths"][0] if isinstance(stage["widths"], list) else stage["widths"]
-        for stage in found["stages"]
-    ]
-    assert found["growth"] == {"full": "none", "smaller": "none", "grown": "pairs"}.get(arm, found["growth"])
+    assert found["growth"] == ("pairs" if arm == "grown" else "none")
     if arm == "grown":
-        assert len(widths) == 2
-        planned = json.loads((folder / "run" / "plan.json").read_text())
+        planned = found_in(folder)
         first, second = (stage["epochs"] for stage in found["stages"])
         relative = planned["relative_flops"]["half_width"]
         share = first * relative / (first * relative + second)
@@ -72,26 +80,26 @@ def test_its_experiments_run_at_equal_cost(asked: tuple[Path, Outcome], cli: Com
 def test_the_full_network_may_be_wanted_in_any_case(cli: CommandLine, tmp_path: Path) -> None:
     outcome = ask(cli, tmp_path, *TINY, "plan.size=full", "plan.charge=true", "plan.use=[half_width]")
     assert outcome.code == 0, outcome.err
-    found = json.loads((tmp_path / "run" / "plan.json").read_text())
+    found = found_in(tmp_path)
     assert found["verdict"]["kind"] in ("grow", "full")
     assert found["budget_of_the_run"] == pytest.approx(1 - found["spent"]["spent"])
     written = (tmp_path / "run" / "experiment" / "full.yaml").read_text()
-    left = 16 * found["budget_of_the_run"]
-    assert f"budget: {left:.4g}" in written
+    assert f"budget: {16 * found['budget_of_the_run']:.4g}" in written
 
 
 @needs("depth")
-def test_its_experiments_can_go_on_from_the_probes(cli: CommandLine, tmp_path: Path) -> None:
-    """The weights that an arm begins with are those of its probe, and both together cost the budget."""
+def test_its_experiments_can_start_from_the_probes(cli: CommandLine, tmp_path: Path) -> None:
+    """A run begins with the weights of its probe, and both together cost the budget."""
     outcome = ask(cli, tmp_path, *TINY, "plan.start=true", "growth=pairs")
     assert outcome.code == 0, outcome.err
-    run = tmp_path / "run"
-    found = json.loads((run / "plan.json").read_text())
+    run, found = tmp_path / "run", found_in(tmp_path)
     for arm, name in {"full": "full", "smaller": "half_width", "grown": "half_width"}.items():
         written = yaml.safe_load((run / "experiment" / f"{arm}.yaml").read_text())
         assert written["start_from"] == str(run / "start" / f"{name}.pt")
         probed = found["measured"][name]["cost"][-1]
         assert written["schedule"]["budget"] == pytest.approx(16 * (1 - probed), rel=1e-3)
+        if arm == "full":
+            continue
         # At a rate of 0 the run ends with what it began with, if it does not grow.
         options = ("--config-dir", str(run), f"experiment={arm}", f"hydra.run.dir={arm}")
         still = cli(*options, "optimizer.lr=0", "optimizer.weight_decay=0", cwd=tmp_path)
@@ -103,79 +111,47 @@ def test_its_experiments_can_go_on_from_the_probes(cli: CommandLine, tmp_path: P
         assert momentum.shape == started["classifier.weight"].shape
         ended = torch.load(tmp_path / arm / "model.pt", weights_only=True)
         assert started.keys() == ended.keys()
-        learned = [
-            key for key in started if not key.endswith(("running_mean", "running_var", "num_batches_tracked"))
-        ]
+        statistics = ("running_mean", "running_var", "num_batches_tracked")
+        learned = [key for key in started if not key.endswith(statistics)]
         if arm == "grown":
             assert all(len(started[key]) < len(ended[key]) for key in learned[:2])
         else:
             assert all(torch.equal(started[key], ended[key]) for key in learned)
 
 
-def test_a_method_on_the_command_line_says_how_it_grows(cli: CommandLine, tmp_path: Path) -> None:
+def test_a_plan_that_cannot_be_written_is_refused_before_it_is_made_or_printed_all_the_same(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    """A method on the command line says how it grows."""
+    (tmp_path / "run" / "plan.json").mkdir(parents=True)
     outcome = ask(cli, tmp_path, *TINY, "method=net2net")
-    assert outcome.code == 0, outcome.err
+    assert outcome.code == 2 and "cannot write" in outcome.err and "Traceback" not in outcome.err
+    assert "Probing spent" in outcome.out
     assert "override /growth: net2net" in (tmp_path / "run" / "experiment" / "grown.yaml").read_text()
+    (tmp_path / "run" / "config.yaml").unlink()
+    (tmp_path / "run" / "config.yaml").mkdir()
+    outcome = ask(cli, tmp_path, *TINY)
+    assert outcome.code == 2 and "(spent" not in outcome.err
 
 
 def test_weights_of_another_network_are_no_start(cli: CommandLine, tmp_path: Path) -> None:
     torch.save({"out.weight": torch.zeros(10, 3)}, tmp_path / "other.pt")
-    for file, sentence in (
-        (
-            "other.pt",
-            "start_from=other.pt is of another network than the first stage's: classifier.bias is absent",
-        ),
-        ("none.pt", "cannot read start_from=none.pt"),
-    ):
-        outcome = cli(*TINY, f"start_from={file}", "hydra.run.dir=run", cwd=tmp_path)
-        assert outcome.code == 2 and sentence in outcome.err and "Traceback" not in outcome.err, outcome.err
+    outcome = cli(*TINY, "start_from=other.pt", "hydra.run.dir=run", cwd=tmp_path)
+    sentence = "start_from=other.pt is of another network than the first stage's: classifier.bias is absent"
+    assert outcome.code == 2 and sentence in outcome.err and "Traceback" not in outcome.err, outcome.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["schedule.budget=null"], "error: a plan needs a budget: schedule.budget=N"),
         (["schedule.budget=0.5"], "error: the budget is too small to probe: 15% of it are 2 steps"),
-        (["schedule.budget=-1"], "error: schedule.budget=-1.0 must be a number above 0."),
-        (["schedule.budget=inf"], "error: schedule.budget=inf must be a number above 0."),
-        (["seed=-1"], "error: seed=-1 must lie between 0 and 4294967295."),
-        (["probe_size=1"], "error: probe_size=1 must be at least 2"),
-        (["trainer.accelerator=cuda"], "error: trainer.accelerator=cuda, but torch"),
-        (["plan.charge=-2"], "error: plan.charge=-2 must be true or false."),
-        (["optimizer.lr=nan"], "error: optimizer.lr must be a finite number, not nan."),
         (["optimizer.lr=-1"], "error: optimizer cannot be made with lr=-1, momentum="),
-        (["growth=isotropic"], "decides widths while it trains, so no probe tells what it will cost"),
-        (
-            ["plan.use=[thirds]"],
-            "error: plan.use: there is no candidate 'thirds'; there are half_width, fewer_blocks",
-        ),
-        (
-            ["plan.candidates.half_width.width=2"],
-            "width of candidate half_width must be above 0 and at most 1",
-        ),
-        (["+plan.candidates.half_width.height=2"], "plan.candidates.half_width has no 'height'"),
-        (
-            ["plan.use=[fewer_blocks]"],
-            "error: no candidate can be probed (fewer_blocks: blocks='auto' finds no",
-        ),
-        (["plan.use=both"], "error: plan.use=both must be a list of candidates, such as [half_width, "),
-        (["plan.candidates=null"], "error: plan.candidates leaves none to probe beside the full network."),
-        (["plan.candidates.both=3"], "error: plan.candidates.both=3 is no candidate: that has width, depth"),
-        (
-            ["plan.candidates.both.width=wide"],
-            "plan.candidates.both.width must be a finite number, not 'wide'",
-        ),
-        (["plan.candidates.both.settings=3"], "plan.candidates.both.settings=3 must be settings of the run"),
         (["ckpt_path=last"], "error: ckpt_path is of runs: a plan probes networks from their beginning."),
-        (["start_from=a.pt"], "error: start_from=a.pt is of runs: a plan probes networks from their"),
-        (["plan.size=huge"], "error: plan.size=huge must be any or full."),
+        (["plan.size=huge"], "error: plan.size=huge: Input should be 'any' or 'full'."),
         (["plan.sise=full"], "did you mean 'size'?"),
         (["plan=none"], "error: there is no plan 'none'"),
-        (["study={_target_: builtins.dict}"], "error: a study is no training of one network"),
-        (["trainer.precision=16-mixed"], "trainer.precision=16-mixed cannot be probed"),
-        (["trainer.limit_train_batches=2"], "trainer.limit_train_batches changes what an epoch costs"),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
+    ids=str,
 )
 def test_wrong_input_gets_a_sentence(
     cli: CommandLine, tmp_path: Path, arguments: list[str], sentence: str
@@ -185,6 +161,46 @@ def test_wrong_input_gets_a_sentence(
     outcome = ask(cli, tmp_path, *rest, *arguments)
     assert outcome.code == 2, outcome.err
     assert sentence in outcome.err and "Traceback" not in outcome.err
+
+
+@pytest.fixture(scope="module")
+def hydra_started() -> Iterator[None]:
+    register_schemas()
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("schedule.budget=null", "a plan needs a budget: schedule.budget=N"),
+        ("schedule.budget=inf", "schedule.budget=inf must be a number above 0."),
+        ("plan.charge=-2", "plan.charge=-2: Input should be a valid boolean"),
+        ("growth=isotropic", "decides widths while it trains, so no probe tells what it will cost"),
+        ("plan.use=[thirds]", "plan.use: there is no candidate 'thirds'; there are half_width, fewer_blocks"),
+        ("plan.use=both", "plan.use=both must be a list of candidates, such as [half_width, "),
+        ("plan.use=[fewer_blocks]", "no candidate can be probed (fewer_blocks: blocks='auto' finds no"),
+        ("plan.candidates=null", "plan.candidates leaves none to probe beside the full network."),
+        ("plan.candidates.half_width.width=2", "width of candidate half_width must be above 0 and at most 1"),
+        ("+plan.candidates.half_width.height=2", "plan.candidates.half_width has no 'height'"),
+        ("plan.candidates.both=3", "plan.candidates.both=3 is no candidate: that has width, depth"),
+        ("plan.candidates.both.width=wide", "both.width must be a finite number, not 'wide'"),
+        ("plan.candidates.both.settings=3", "plan.candidates.both.settings=3 must be settings of the run"),
+        ("start_from=a.pt", "start_from=a.pt is of runs: a plan probes networks from their"),
+        ("study={_target_: builtins.dict}", "a study is no training of one network"),
+        ("trainer.precision=16-mixed", "trainer.precision=16-mixed cannot be probed"),
+        ("trainer.limit_train_batches=2", "trainer.limit_train_batches changes what an epoch costs"),
+    ],
+)
+def test_a_configuration_that_cannot_be_probed_is_refused(
+    hydra_started: None, argument: str, sentence: str
+) -> None:
+    chosen = {one.split("=")[0]: one for one in (*TINY, "plan=default", "growth=pairs", argument)}
+    cfg = compose(PRIMARY, overrides=list(chosen.values()))
+    with pytest.raises(UserError) as refused:
+        settings = settings_of(cfg)
+        plan(problem_of(cfg)[0], settings)
+    assert sentence in str(refused.value)
 
 
 def test_a_folder_of_a_run_or_of_another_process_is_left_alone(cli: CommandLine, tmp_path: Path) -> None:
@@ -200,26 +216,11 @@ def test_a_folder_of_a_run_or_of_another_process_is_left_alone(cli: CommandLine,
     assert (folder / "config.yaml").read_text() == "a run's"
 
 
-def test_a_plan_that_cannot_be_written_is_told_before_it_is_made_or_said_all_the_same(
-    cli: CommandLine, tmp_path: Path
-) -> None:
-    (tmp_path / "run" / "plan.json").mkdir(parents=True)
-    outcome = ask(cli, tmp_path, *TINY)
-    assert outcome.code == 2 and "cannot write" in outcome.err and "Traceback" not in outcome.err
-    assert "Probing spent" in outcome.out
-    (tmp_path / "run" / "config.yaml").unlink()
-    (tmp_path / "run" / "config.yaml").mkdir()
-    outcome = ask(cli, tmp_path, *TINY)
-    assert outcome.code == 2 and "(spent" not in outcome.err
-
-
 def test_a_run_is_asked_no_plan(cli: CommandLine, tmp_path: Path) -> None:
+    none = "a run has no plan: leave plan=... out, or ask `growlab plan` with the other settings."
     for asked, sentence in (
         ("plan.size=full", "plan.size: Key 'size' is not in struct."),
-        (
-            "plan=default",
-            "a run has no plan: leave plan=... out, or ask `growlab plan` with the other settings.",
-        ),
+        ("plan=default", none),
     ):
         outcome = cli(asked, cwd=tmp_path)
         assert (outcome.code, outcome.err) == (2, f"error: {sentence}\n")

@@ -53,7 +53,7 @@ def test_no_candidate_has_the_grown_run_s_colour() -> None:
     assert figure._GROWN not in colours
 
 
-@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", PLANS[::4], ids=lambda path: path.parent.name)
 def test_the_grown_curve_begins_at_its_event_or_with_the_full_network_s_law(path: Path) -> None:
     plan = content(path)
     way, full = plan["verdict"]["growing"][0], plan["measured"][FULL]

@@ -28,13 +28,9 @@ def pair(name: str, says: tuple[str, str], losses: dict[str, tuple[float, ...]],
     return Pair(name, blind, verdicts, losses, accuracies)
 
 
+LOSSES = {"full": (0.5, 0.7), "smaller": (0.3, 0.5), "grown": (0.45, 0.45)}
 PAIRS = [
-    pair(
-        "one",
-        ("smaller", "grow"),
-        {"full": (0.5, 0.7), "smaller": (0.3, 0.5), "grown": (0.45, 0.45)},
-        blind=True,
-    ),
+    pair("one", ("smaller", "grow"), LOSSES, blind=True),
     pair("two", ("smaller", "full"), {"full": (0.2,), "smaller": (0.4,), "grown": (0.3,)}),
 ]
 

@@ -1,6 +1,5 @@
 """Probes of small networks of one's own: what is spent, what is kept, and that nothing is left behind."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ def test_the_cap_is_never_exceeded(planned: Planned, lines: list[str]) -> None:
     assert f"(spent {100 * account.spent:.2f} %)" in lines[-1]
 
 
-@pytest.mark.parametrize(("max_cost", "epochs"), [(0.12, 30), (0.2, 25), (0.5, 20)])
+@pytest.mark.parametrize(("max_cost", "epochs"), [(0.12, 30), (0.5, 20)])
 def test_no_cap_is_exceeded(max_cost: float, epochs: float) -> None:
     account = plan(problem(epochs), Settings(max_cost=max_cost)).account
     assert 0.6 * max_cost < account.spent <= max_cost
@@ -67,13 +66,10 @@ def test_a_plan_is_a_function_of_its_seed(planned: Planned) -> None:
     again = plan(problem(), Settings())
     assert again.trials == planned.trials and again.verdict.kind == planned.verdict.kind
     assert again.measured["full"].loss == planned.measured["full"].loss
-    other = plan(problem(seed=1), Settings())
+    other = plan(problem(seed=1), Settings(charge=True))
     assert other.measured["full"].loss != planned.measured["full"].loss
-
-
-def test_what_was_spent_can_be_charged() -> None:
-    charged = plan(problem(), Settings(charge=True))
-    assert charged.budget == pytest.approx(1 - charged.account.spent)
+    # What was spent can be charged.
+    assert other.budget == pytest.approx(1 - other.account.spent)
 
 
 def test_the_table_names_all_that_was_probed(planned: Planned) -> None:
@@ -156,25 +152,6 @@ def test_what_cannot_be_planned_is_told_in_a_sentence(
 ) -> None:
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         plan(problem(**known), Settings(**settings))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"size": "half"},
-        {"max_cost": 0.0},
-        {"max_cost": 1.0},
-        {"multiple": 0.5},
-        {"rates": ()},
-        {"latest": 1.0},
-    ],
-    ids=str,
-)
-def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"plan.{next(iter(wrong))}"):
-        Settings(**wrong)
-    with pytest.raises(UserError, match="width of candidate"):
-        replace(Candidate("none", 0.5), width=0.0)
 
 
 def test_a_growth_method_of_ones_own_is_what_is_tried() -> None:
