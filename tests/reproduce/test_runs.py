@@ -218,7 +218,8 @@ def test_figures_are_drawn_of_the_runs_that_they_can_show(
             "ours": ("ours", "stagewise_norm"),
         }
         growth, lr_adapt = methods[job.overrides[0].removeprefix("method=")]
-        write_run(tmp_path / job.folder, growth=growth, lr_adapt=lr_adapt, seed=seed)
+        about = {"groups": {"a": {"full_width": 8, "widths": [4, 8]}}, "stage_epochs": (2, 2)}
+        write_run(tmp_path / job.folder, growth=growth, lr_adapt=lr_adapt, seed=seed, **about)
     _tell(item, place, [7])
     assert {path.name for path in tmp_path.glob("*.png")} >= {
         "figure4_compare.png",

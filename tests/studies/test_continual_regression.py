@@ -95,10 +95,10 @@ def test_the_regulariser_keeps_earlier_tasks() -> None:
     left = {}
     for beta in (0.0, 0.5):
         settings = study.Settings(
-            ["kaiming_tenth"], [1e-2], num_seeds=3, steps=300, beta=beta, measure_every=300
+            ["kaiming_tenth"], [1e-2], num_seeds=3, steps=150, beta=beta, measure_every=150
         )
         curves = study.train(settings, seed=0)
-        assert curves.steps == [0, 300, 600, 900]
+        assert curves.steps == [0, 150, 300, 450]
         left[beta] = float(curves.losses[-1][0].mean())
     assert left[0.5] < 0.5 * left[0.0]
 

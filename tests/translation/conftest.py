@@ -9,15 +9,8 @@ from growlab.base.errors import UserError
 from growlab.recipes.translation.data import TranslationData
 from growlab.recipes.translation.library import fairseq_module
 
-WORDS = {
-    "ein": "a",
-    "hund": "dog",
-    "mann": "man",
-    "frau": "woman",
-    "sieht": "sees",
-    "läuft": "runs",
-    "rot": "red",
-}
+GERMAN, ENGLISH = "ein hund mann frau sieht läuft rot", "a dog man woman sees runs red"
+WORDS = dict(zip(GERMAN.split(), ENGLISH.split(), strict=True))
 
 
 @pytest.fixture(autouse=True, scope="session")

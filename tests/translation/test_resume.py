@@ -1,4 +1,4 @@
-"""A run of sentence pairs that is killed goes on bit for bit; two processes train on what one does."""
+"""A run of sentence pairs that is killed resumes bit for bit; two processes train as one does."""
 
 import json
 import signal
@@ -12,7 +12,6 @@ from growlab.lab.training.checkpoints import LAST
 from growlab.recipes.translation.data import TranslationData
 from tests.command_line import CommandLine
 from tests.runs import Left
-from tests.test_resume_steps import killed_at
 from tests.translation.test_run import SMALL
 
 # Two epochs of 5 steps, one at half width and one at full width, with dropout.
@@ -26,14 +25,7 @@ def arguments(data: TranslationData, *more: str) -> tuple[str, ...]:
     return (*SHORT, f"data.root={data.pairs.folder}", *more)
 
 
-def test_a_run_goes_on_in_the_middle_of_an_epoch(
-    cli: CommandLine, uninterrupted: Callable[..., Left], data: TranslationData, tmp_path: Path
-) -> None:
-    whole = uninterrupted(*arguments(data))
-    assert killed_at(cli, tmp_path, arguments(data), [3]).differences(whole) == []
-
-
-def test_two_processes_go_on_in_the_middle_of_an_epoch(
+def test_two_processes_resume_in_the_middle_of_an_epoch(
     cli: CommandLine, uninterrupted: Callable[..., Left], data: TranslationData, tmp_path: Path
 ) -> None:
     """Each with its own share of the sentences, and its own random numbers for dropout."""
@@ -50,9 +42,7 @@ def test_two_processes_go_on_in_the_middle_of_an_epoch(
     assert Left.by(tmp_path / "run").differences(whole) == []
 
 
-def test_two_processes_train_on_what_one_does(
-    cli: CommandLine, data: TranslationData, tmp_path: Path
-) -> None:
+def test_two_processes_train_as_one_does(cli: CommandLine, data: TranslationData, tmp_path: Path) -> None:
     """Sentences of different lengths: every token weighs the same, on whichever rank it is."""
     results, precise = {}, ("model.dropout=0", "trainer.precision=64-true")
     for name, more in (("one", ()), ("two", ("trainer=ddp_cpu",))):

@@ -143,7 +143,7 @@ class FairseqTransformer(nn.Module):
         return self.output(self.decode(previous_BT, memory_BSC, real_B11S))
 
     def encode(self, source_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """What the decoder attends to [B, S, C], and which of it is no padding [B, 1, 1, S]."""
+        """Memory that the decoder attends to [B, S, C], and its mask of real tokens [B, 1, 1, S]."""
         real_B11S = source_BS.ne(self.padding)[:, None, None]
         x = self._embedded(source_BS, self.source_tokens, self.source_in)
         for layer in self.encoder:
@@ -228,7 +228,7 @@ _POSITIONS = 1024
 def fairseq_checkpoint(
     network: FairseqTransformer, pairs: SentencePairs, label_smoothing: float
 ) -> dict[str, Any]:
-    """What `fairseq-generate` and `fairseq-interactive` load with `--path`.
+    """A checkpoint that `fairseq-generate` and `fairseq-interactive` load with `--path`.
 
     fairseq's encoder has no map between embeddings and layers, and none is needed once training is over: the maps into
     the layers' width are multiplied into the embeddings and the positions, which become a table like learned ones, and
@@ -265,27 +265,15 @@ def fairseq_checkpoint(
                 weights |= {f"{side}.layer_norm.{name}": tensor for name, tensor in norm.state_dict().items()}
         output = network.output.weight.double() @ network.target_out.weight.double()
         weights["decoder.output_projection.weight"] = output
+    task = {"_name": "translation", "data": str(pairs.folder)}
+    task |= {"source_lang": pairs.source, "target_lang": pairs.target}
+    criterion = {"_name": "label_smoothed_cross_entropy", "label_smoothing": label_smoothing}
+    history = {"criterion_name": "LabelSmoothedCrossEntropyCriterion", "optimizer_name": "FairseqAdam"}
     return {
-        "cfg": {
-            "model": _architecture(network),
-            "task": {
-                "_name": "translation",
-                "data": str(pairs.folder),
-                "source_lang": pairs.source,
-                "target_lang": pairs.target,
-            },
-            "criterion": {"_name": "label_smoothed_cross_entropy", "label_smoothing": label_smoothing},
-        },
+        "cfg": {"model": _architecture(network), "task": task, "criterion": criterion},
         "args": None,
         "model": {name: tensor.detach().float().cpu().clone() for name, tensor in weights.items()},
-        "optimizer_history": [
-            {
-                "criterion_name": "LabelSmoothedCrossEntropyCriterion",
-                "optimizer_name": "FairseqAdam",
-                "lr_scheduler_state": {"best": None},
-                "num_updates": 0,
-            }
-        ],
+        "optimizer_history": [{**history, "lr_scheduler_state": {"best": None}, "num_updates": 0}],
         "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}},
         "last_optimizer_state": None,
     }

@@ -32,12 +32,8 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], language: str) ->
         return [moses.tokenize(sentence, return_str=True, escape=False) for sentence in sentences]
 
     tokenised, tokenised_signature = _scored(words(hypotheses), words(references), "none")
-    return {
-        "bleu": score,
-        "tokenised_bleu": tokenised,
-        "bleu_signature": signature,
-        "tokenised_bleu_signature": tokenised_signature,
-    }
+    found = {"bleu": score, "tokenised_bleu": tokenised, "bleu_signature": signature}
+    return {**found, "tokenised_bleu_signature": tokenised_signature}
 
 
 def _scored(hypotheses: Sequence[str], references: Sequence[str], tokenise: str) -> tuple[float, str]:
@@ -52,8 +48,8 @@ def make_generator(
 ) -> Any:
     """Fairseq's `SequenceGenerator` over a network at any widths.
 
-    What a prefix comes to is computed anew for each longer one: the caches of fairseq's layers take a head's width
-    for the layers' width over the number of heads, which may differ while a network grows.
+    Every prefix is computed from its beginning: the caches of fairseq's layers take a head's width for the layers'
+    width over the number of heads, which may differ while a network grows.
 
     Args:
         network: in eval mode.
@@ -100,7 +96,7 @@ def translations(generator: Any, source_BS: Tensor, padding: int, end: int) -> l
 
 
 class Translation(TokenPrediction):
-    """What a translating network is trained for and judged by.
+    """Training loss of a translating network, and its BLEU.
 
     Args:
         label_smoothing: as in `TokenPrediction`.
@@ -131,17 +127,13 @@ class Translation(TokenPrediction):
             if value < 1:
                 raise UserError(f"objective.{key}={value} must be at least 1.")
         self.bleu_every_n_epochs = bleu_every_n_epochs
-        self._settings = {
-            "beam_size": beam_size,
-            "len_penalty": length_penalty,
-            "max_len_a": max_len_a,
-            "max_len_b": max_len_b,
-        }
+        self._settings = {"beam_size": beam_size, "len_penalty": length_penalty}
+        self._settings |= {"max_len_a": max_len_a, "max_len_b": max_len_b}
         self._data: TranslationData | None = None
         self._tested: list[str] = []
 
     def bind(self, data: Any) -> None:
-        """Learn what padding is, and how numbers become text.
+        """Take the padding and the dictionaries from the data.
 
         Raises:
             UserError: the data are not sentence pairs.

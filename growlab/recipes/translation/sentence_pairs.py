@@ -8,10 +8,10 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -25,16 +25,6 @@ FILES = {"sentencepiece": "sentencepiece.model", "subword_nmt": "code"}
 _SPACE = "▁"
 
 
-class Subwords(Protocol):
-    """Splits sentences of one language into subwords."""
-
-    def encode(self, sentence: str) -> str:
-        """The subwords, separated by spaces."""
-
-    def decode(self, subwords: str) -> str:
-        """The sentence."""
-
-
 class Words:
     """Words as they stand, or subwords that the text has already: `@@ ` and SentencePiece's marks are undone.
 
@@ -44,21 +34,21 @@ class Words:
     """
 
     def encode(self, sentence: str) -> str:
-        """The sentence itself."""
+        """The sentence itself; subwords, separated by spaces, in other classes."""
         return sentence
 
     def decode(self, subwords: str) -> str:
-        """The words."""
+        """The sentence."""
         if _SPACE in subwords:
             return subwords.replace(" ", "").replace(_SPACE, " ").strip()
         return (subwords + " ").replace("@@ ", "").rstrip()
 
 
-class SentencePiece:
+class SentencePiece(Words):
     """Byte-pair encoding of raw text by SentencePiece, one model for all languages.
 
     Args:
-        folder: holds the model.
+        folder: of the model.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,23 +61,17 @@ class SentencePiece:
 
     def decode(self, subwords: str) -> str:
         """The sentence, spaces and all."""
-        return self._model.decode(subwords.split())
+        return str(self._model.decode(subwords.split()))
 
     @staticmethod
     def learn(folder: Path, sentences: Iterable[str], size: int) -> None:
         """Learn so many pieces and leave them in the folder."""
-        library = extra_module("sentencepiece")
-        model = io.BytesIO()
+        library, model = extra_module("sentencepiece"), io.BytesIO()
+        # The sentence is restored to the letter, as references are.
+        exact = {"model_type": "bpe", "character_coverage": 1.0, "normalization_rule_name": "identity"}
         try:
             library.SentencePieceTrainer.train(
-                sentence_iterator=iter(sentences),
-                model_writer=model,
-                vocab_size=size,
-                model_type="bpe",
-                character_coverage=1.0,
-                # What is taken apart is put together again to the letter, for references are.
-                normalization_rule_name="identity",
-                minloglevel=2,
+                sentence_iterator=iter(sentences), model_writer=model, vocab_size=size, **exact, minloglevel=2
             )
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1]
@@ -98,11 +82,11 @@ class SentencePiece:
         (folder / FILES["sentencepiece"]).write_bytes(model.getvalue())
 
 
-class SubwordNMT:
+class SubwordNMT(Words):
     """Moses' words and then byte-pair encoding by subword-nmt, as fairseq's prepare-iwslt14.sh has it.
 
     Args:
-        folder: holds the merges.
+        folder: of the merges.
         language: two letters, for the tokeniser.
     """
 
@@ -114,14 +98,12 @@ class SubwordNMT:
 
     def encode(self, sentence: str) -> str:
         """The subwords."""
-        return self._merges.process_line(self._words(sentence))
+        words = self._tokenise.tokenize(sentence, return_str=True, escape=False)
+        return str(self._merges.process_line(words))
 
     def decode(self, subwords: str) -> str:
         """The sentence, with spaces where the language puts them."""
-        return self._join.detokenize(Words().decode(subwords).split())
-
-    def _words(self, sentence: str) -> str:
-        return self._tokenise.tokenize(sentence, return_str=True, escape=False)
+        return str(self._join.detokenize(super().decode(subwords).split()))
 
     @classmethod
     def learn(cls, folder: Path, sentences: Iterable[tuple[str, str]], size: int) -> None:
@@ -135,31 +117,6 @@ class SubwordNMT:
         words.seek(0)
         with (folder / FILES["subword_nmt"]).open("w", encoding="utf-8") as file:
             learning.learn_bpe(words, file, size)
-
-
-def learn_subwords(folder: Path, kind: str, texts: dict[str, Sequence[str]], size: int) -> None:
-    """Learn subwords of all languages together, and leave what was learned in the folder.
-
-    Args:
-        folder: of the prepared data.
-        kind: one of `KINDS`.
-        texts: training sentences by language.
-        size: number of pieces, or of merges.
-    """
-    if kind == "sentencepiece":
-        SentencePiece.learn(folder, (line for lines in texts.values() for line in lines), size)
-    elif kind == "subword_nmt":
-        pairs = ((language, line) for language, lines in texts.items() for line in lines)
-        SubwordNMT.learn(folder, pairs, size)
-
-
-def open_subwords(folder: Path, language: str) -> Subwords:
-    """The subwords that a folder of prepared data was made with; plain words where it does not say."""
-    if (folder / FILES["sentencepiece"]).exists():
-        return SentencePiece(folder)
-    if (folder / FILES["subword_nmt"]).exists():
-        return SubwordNMT(folder, language)
-    return Words()
 
 
 log = logging.getLogger(__name__)
@@ -232,7 +189,7 @@ class SentencePairs:
     target: str
     source_dictionary: Any
     target_dictionary: Any
-    subwords: Subwords
+    subwords: Words
 
     def has(self, split: str) -> bool:
         """Return True if there is such a split: train, valid or test."""
@@ -337,6 +294,13 @@ def _texts(root: Path, split: str, language: str) -> dict[str, Path]:
     return found
 
 
+def open_subwords(folder: Path, language: str) -> Words:
+    """The subwords that a folder of prepared data was made with; plain words where it does not say."""
+    if (folder / FILES["sentencepiece"]).exists():
+        return SentencePiece(folder)
+    return SubwordNMT(folder, language) if (folder / FILES["subword_nmt"]).exists() else Words()
+
+
 def _opened(folder: Path, preparation: Preparation) -> SentencePairs:
     dictionary = fairseq_module("fairseq.data").Dictionary
     source, target = (
@@ -364,8 +328,8 @@ def _prepare(folder: Path, texts: dict[str, dict[str, Path]], preparation: Prepa
     for split, sides in lines.items():
         counts = {language: len(sentences) for language, sentences in sides.items()}
         if len(set(counts.values())) > 1 or 0 in counts.values():
-            told = ", ".join(f"{texts[split][language].name} {count}" for language, count in counts.items())
-            raise UserError(f"a split needs lines, and as many in both languages: {told}.")
+            listed = ", ".join(f"{texts[split][language].name} {count}" for language, count in counts.items())
+            raise UserError(f"a split needs lines, and as many in both languages: {listed}.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
@@ -391,7 +355,13 @@ def _lines(path: Path, lowercase: bool) -> list[str]:
 
 def _binarise(folder: Path, lines: dict[str, dict[str, list[str]]], preparation: Preparation) -> None:
     """Subwords, dictionaries and indexed files, by the names that fairseq's commands know."""
-    learn_subwords(folder, preparation.subwords, lines["train"], preparation.subword_size)
+    texts = lines["train"]
+    if preparation.subwords == "sentencepiece":
+        every = (line for sentences in texts.values() for line in sentences)
+        SentencePiece.learn(folder, every, preparation.subword_size)
+    elif preparation.subwords == "subword_nmt":
+        pairs = ((language, line) for language, sentences in texts.items() for line in sentences)
+        SubwordNMT.learn(folder, pairs, preparation.subword_size)
     pair = f"{preparation.source}-{preparation.target}"
     with _text_files(folder, lines) as files:
         dictionaries = _dictionaries(folder, files["train"], preparation)
