@@ -8,6 +8,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def write_run(
     ]
     _write_json(folder / "growth.json", {"events": events, "groups": groups})
     if lr_adapt != "none":
-        _write_csv(folder / "rates.csv", _rates(stage_of_epoch, steps, random_numbers))
+        (folder / "rates.csv").write_text(_rates(tuple(stage_of_epoch), tuple(steps), seed))
     choices = {"growth": growth, "lr_adapt": lr_adapt, **{key: results.get(key) for key in CHOICES}}
     config = OmegaConf.create({"seed": seed, **{key: {"choice": value} for key, value in choices.items()}})
     for override in overrides:
@@ -183,9 +184,10 @@ def write_run(
     return folder
 
 
-def _rates(stage_of_epoch: Sequence[int], steps: Sequence[int], noise: random.Random) -> list[dict[str, Any]]:
+@cache
+def _rates(stage_of_epoch: tuple[int, ...], steps: tuple[int, ...], seed: int) -> str:
     """New regions start near 1.5 to 2.2 and settle; region 0 is the reference, at 1."""
-    rows = []
+    rows, noise = [], random.Random(f"rates {seed}")
     last = len(PARAMETERS) - 1
     births = [stage_of_epoch.index(region) for region in range(stage_of_epoch[-1] + 1)]
     for step in range(0, steps[-1], STEPS_BETWEEN_RATES):
@@ -199,7 +201,7 @@ def _rates(stage_of_epoch: Sequence[int], steps: Sequence[int], noise: random.Ra
                 row = {"step": step, "epoch": epoch, "stage": stage_of_epoch[epoch], "parameter": name}
                 row |= {"region": region, "rate_factor": factor, "weight_norm": 3.0 * factor}
                 rows.append(row | {"grad_norm": 0.2 * factor / (1 + step / 1000)})
-    return rows
+    return pandas.DataFrame(rows).to_csv(index=False)
 
 
 def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:

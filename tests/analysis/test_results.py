@@ -47,7 +47,7 @@ def test_torn_and_foreign_results_are_named_and_skipped(tmp_path):
     assert len(reports) == 4
     for name in contents:
         assert sum(str(tmp_path / name) in report for report in reports) == 1
-    assert "data is missing" in next(report for report in reports if "foreign" in report)
+    assert "data is missing" in next(one for one in reports if str(tmp_path / "foreign") in one)
     with pytest.warns(UserWarning, match="torn"):
         load_runs([tmp_path / "torn", tmp_path / "good"])
 
